@@ -1,0 +1,39 @@
+# Every target sets up what it needs on a fresh machine with Python >= 3.11 (venv) and make.
+
+VENV := .venv
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+
+.PHONY: console demo test check bench pictures clean setup
+.DELETE_ON_ERROR:
+
+console: $(VENV)/.run
+	@$(BIN)/nsa-console $(ARGS)
+
+demo: $(VENV)/.run
+	@$(BIN)/nsa-console launch cpu_smoke --wait
+
+test: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright --level error
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks $(ARGS)
+
+pictures: $(VENV)/.dev
+	$(BIN)/python -m docs.pictures
+
+setup: $(VENV)/.dev
+
+$(VENV)/.run: pyproject.toml constraints.txt setup.sh
+	@./setup.sh run
+
+$(VENV)/.dev: pyproject.toml constraints.txt setup.sh
+	@./setup.sh dev
+
+clean:
+	rm -rf $(VENV)

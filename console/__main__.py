@@ -1,0 +1,11 @@
+"""`python -m console` is `nsa-console`."""
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - says so where nothing was installed yet
+    sys.exit("nsa-console needs Python 3.11 or newer; this is " + sys.version.split()[0])
+
+from console.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

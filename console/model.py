@@ -1,0 +1,213 @@
+"""What the console knows, as frozen data: replaced on every sample, never edited.
+
+No Textual, no files, no processes here. Times are unix seconds unless the name says otherwise;
+`None` means "not measured", never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+State = Literal[
+    "queued", "preflight", "starting", "running", "stalled", "halting", "halted", "stopping",
+    "stopped", "restarting", "completed", "failed", "crashed", "killed", "unsupervised", "lost",
+]  # fmt: skip
+Level = Literal["info", "warn", "crit"]
+Result = Literal["pass", "fail", "unknown"]
+
+LIVE_STATES: frozenset[State] = frozenset(
+    ("queued", "preflight", "starting", "running", "stalled", "halting", "stopping", "restarting",
+     "unsupervised")
+)  # fmt: skip
+"""In these, processes of the run may still be there."""
+BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
+EXIT_CODES: Mapping[State, int] = {
+    "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
+}  # fmt: skip
+"""What `--wait` and `status` return for a run that ended; a live one is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured number with its unit, the window it was taken over, and when."""
+
+    value: float
+    unit: str
+    window: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Where a rank is. `since_s` for how long in this phase, `age_s` how old the reading is."""
+
+    step: int
+    phase: str
+    since_s: float
+    age_s: float
+    collectives: int
+    device_step: int
+    device_phase: str
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU at one sample; fields are None where NVML gave nothing, `state` says why."""
+
+    index: int
+    name: str
+    state: str
+    util_pct: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    mem_used_mib: float | None = None
+    mem_total_mib: float | None = None
+    temp_c: float | None = None
+    sm_mhz: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank: its process, its pulse and its GPU. `state` is the kernel's letter or "gone"."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    cpu_pct: float | None
+    rss_mib: float | None
+    pulse: Pulse | None
+    gpu: Gpu | None
+    exit: str = ""
+    age_s: float | None = None
+    """Age of the newest pulse or record of this rank that was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that asks for a person. `key` is the key that deals with it, "" for none."""
+
+    id: str
+    ts: float
+    level: Level
+    text: str
+    key: str = ""
+    acknowledged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who holds the run up, where and why, with the evidence for it."""
+
+    ts: float
+    sentence: str
+    cause: str
+    rank: int | None
+    phase: str
+    step: int | None
+    sure: Literal["high", "medium", "low"]
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One acceptance rule of a phase, with the value that was measured against its bound."""
+
+    name: str
+    value: float | None
+    unit: str
+    window: str
+    source: str
+    bound: str
+    result: Result
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseState:
+    """One phase of a launch. `state` is `next` or `later` for phases that have no run yet."""
+
+    index: int
+    name: str
+    proves: str
+    state: str
+    why: str
+    result: str
+    steps: int | None
+    steps_planned: int | None
+    started_ts: float | None
+    ended_ts: float | None
+    dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class PendingFlag:
+    """A flag that an operator set for the next phase."""
+
+    name: str
+    value: str
+    by: str
+    ts: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchState:
+    """A launch: its phases and what waits for a decision."""
+
+    id: str
+    path: str
+    plan: str
+    state: Literal["running", "waiting", "ended", "unsupervised"]
+    why: str
+    phase: int
+    phases: tuple[PhaseState, ...]
+    between: str
+    next_flags: tuple[PendingFlag, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a log, already harmless to a terminal."""
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Everything a screen shows of one run at one moment."""
+
+    id: str
+    path: str
+    state: State
+    why: str
+    since_ts: float | None
+    attempt: int
+    host: str
+    world: int
+    step: int | None
+    steps_planned: int | None
+    eta_s: float | None
+    data_age_s: float | None
+    """Age of the newest pulse or record that was read, whatever rank it came from."""
+    ranks: tuple[Rank, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    alerts: tuple[Alert, ...] = ()
+    verdict: Verdict | None = None
+    gates: tuple[Gate, ...] = ()
+    armed: str = ""
+    launch: LaunchState | None = None
+    skipped_records: int = 0
+    directory_blocked_s: float = 0.0
+    """For how long a write to the run directory has been waiting; 0 when it answers."""
+    checkpoint: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The flags this run's processes were born with."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
+    backend: str = ""

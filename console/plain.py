@@ -1,0 +1,205 @@
+"""States in words and as JSON: for scripts, screen readers and terminals without a screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from console.model import EXIT_CODES, LIVE_STATES, Gate, LaunchState, Rank, RunState
+
+GATE_FAILED = 1
+
+
+def duration(seconds: float | None) -> str:
+    """Returns 3 s, 4m07s, 2h05m or 3d04h; "-" when it was not measured."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = int(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Returns a figure with `digits` significant digits and thousands separated."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 10_000 or (value == int(value) and abs(value) < 1e6):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def exit_code(state: RunState) -> int:
+    """Returns the documented exit code for a state: gates first, then how the run ended."""
+    code = EXIT_CODES.get(state.state, 0)
+    if code == 0 and any(gate.result == "fail" for gate in state.gates):
+        return GATE_FAILED
+    return code
+
+
+def launch_exit_code(launch: LaunchState, current: RunState) -> int:
+    """Returns the exit code of a whole launch: that of the first phase that went wrong."""
+    for phase in launch.phases:
+        code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
+        if code:
+            return code
+        if phase.result == "fail":
+            return GATE_FAILED
+    if any(phase.state != "completed" for phase in launch.phases[: launch.phase + 1]):
+        return exit_code(current) or GATE_FAILED
+    return 0
+
+
+def as_json(state: RunState) -> dict[str, Any]:
+    """Returns a run's state as plain data; the names are documented and stay."""
+    record = dataclasses.asdict(state)
+    record["exit_code"] = exit_code(state)
+    return record
+
+
+def progress(state: RunState) -> str:
+    """Returns how far a run is, in words."""
+    if state.step is None:
+        return "no step yet"
+    if state.steps_planned:
+        share = 100 * state.step / state.steps_planned
+        eta = f", ETA {duration(state.eta_s)}" if state.eta_s else ""
+        return f"step {state.step:,} of {state.steps_planned:,} ({share:.0f} %){eta}"
+    return f"step {state.step:,}"
+
+
+def status_lines(state: RunState) -> Iterator[str]:
+    """Yields the lines of `status`: the state, ranks, figures, alerts, gates."""
+    yield f"{state.id}  {state.state.upper()}  {progress(state)}"
+    if state.why:
+        yield f"  {state.why}"
+    if state.data_age_s is not None:
+        yield f"  newest pulse or record read: {duration(state.data_age_s)} old"
+    if state.armed:
+        yield f"  armed: {state.armed}"
+    if state.directory_blocked_s >= 1:
+        yield (
+            f"  the run directory has not taken a write for {duration(state.directory_blocked_s)}; "
+            "training goes on"
+        )
+    if state.skipped_records:
+        yield f"  {state.skipped_records} records could not be read and were skipped"
+    yield from (f"  {rank_line(rank)}" for rank in state.ranks)
+    for name, figure in state.figures.items():
+        yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}"
+    for alert in state.alerts:
+        yield f"  {alert.level.upper()} {alert.text}"
+    if state.verdict:
+        yield f"  verdict ({state.verdict.sure}): {state.verdict.sentence}"
+        yield from (f"    {line}" for line in state.verdict.evidence)
+    yield from (f"  {gate_line(gate)}" for gate in state.gates)
+    if state.checkpoint:
+        yield f"  checkpoint {state.checkpoint}"
+    if state.launch:
+        yield from launch_lines(state.launch)
+
+
+def rank_line(rank: Rank) -> str:
+    where = "no pulse"
+    if rank.pulse is not None:
+        pulse = rank.pulse
+        where = f"step {pulse.step:,} {pulse.phase} since {duration(pulse.since_s)}"
+    parts = [f"rank {rank.rank} pid {rank.pid} {rank.state or '?'}  {where}"]
+    if rank.exit:
+        parts = [f"rank {rank.rank} pid {rank.pid} {rank.exit}"]
+    if rank.cpu_pct is not None:
+        parts.append(f"CPU {rank.cpu_pct:.0f} %")
+    if rank.rss_mib is not None:
+        parts.append(f"{rank.rss_mib:,.0f} MiB")
+    gpu = rank.gpu
+    if gpu is not None and gpu.state != "ok":
+        parts.append(f"GPU {gpu.index} {gpu.state.upper()} {gpu.why}")
+    elif gpu is not None:
+        parts.append(f"GPU {gpu.index} {number(gpu.util_pct)} % {number(gpu.power_w)} W")
+    return "  ".join(parts)
+
+
+def gate_line(gate: Gate) -> str:
+    mark = {"pass": "ok  ", "fail": "FAIL", "unknown": "??  "}[gate.result]
+    value = f"{number(gate.value)} {gate.unit}".strip()
+    why = f"; {gate.why}" if gate.why else ""
+    return f"{mark} {gate.name}: {value} ({gate.bound}; {gate.window}; {gate.source}){why}"
+
+
+def launch_lines(launch: LaunchState) -> Iterator[str]:
+    yield f"  launch {launch.id} {launch.state}{': ' + launch.why if launch.why else ''}"
+    for phase in launch.phases:
+        mark = ">" if phase.index == launch.phase else " "
+        result = f"  gates {phase.result}" if phase.result else ""
+        yield f"  {mark} {phase.index} {phase.name:<12} {phase.state}{result}"
+    for flag in launch.next_flags:
+        yield f"    next phase: {flag.name}={flag.value} (set by {flag.by})"
+
+
+class Changes:
+    """Turns successive states into one sentence a change, for `watch --plain` and `--wait`."""
+
+    def __init__(self, every_s: float = 10.0):
+        self._every_s = every_s
+        self._said: dict[str, str] = {}
+        self._figures_at = 0.0
+
+    def sentences(self, state: RunState, now: float) -> Iterator[str]:
+        """Yields what is new since the last call."""
+        if self._new("state", f"{state.id}|{state.state}|{state.attempt}"):
+            why = f": {state.why}" if state.why else ""
+            yield f"{state.id} is {state.state}{why}."
+        for alert in state.alerts:
+            if self._new(f"alert {alert.id}", alert.text):
+                yield f"{alert.level.upper()}: {alert.text}."
+        if self._new("verdict", state.verdict.sentence if state.verdict else "") and state.verdict:
+            yield f"Verdict ({state.verdict.sure}): {state.verdict.sentence}."
+        blocked = state.directory_blocked_s >= 3
+        if self._new("blocked", str(blocked)) and blocked:
+            yield "The run directory does not take writes; training goes on."
+        for gate in state.gates:
+            if self._new(f"gate {state.id} {gate.name}", gate.result):
+                yield f"Gate {gate_line(gate)}."
+        if state.launch and self._new("launch", f"{state.launch.state}|{state.launch.why}"):
+            why = f": {state.launch.why}" if state.launch.why else ""
+            yield f"Launch {state.launch.id} is {state.launch.state}{why}."
+        if state.state == "running" and now - self._figures_at >= self._every_s:
+            self._figures_at = now
+            if self._new("figures", f"{state.id} {state.step}"):
+                yield f"{progress(state)}{_figures(state)}."
+
+    def _new(self, key: str, value: str) -> bool:
+        if self._said.get(key) == value:
+            return False
+        first_and_idle = key not in self._said and value in ("", "False")
+        self._said[key] = value
+        return not first_and_idle
+
+
+def _figures(state: RunState) -> str:
+    shown = ("loss", "toks_per_s", "grad_norm", "bytes_right")
+    parts = [
+        f", {name} {number(state.figures[name].value)}{_unit(state.figures[name].unit)}"
+        for name in shown
+        if name in state.figures
+    ]
+    return "".join(parts)
+
+
+def _unit(unit: str) -> str:
+    return f" {unit}" if unit not in ("", "share") else ""
+
+
+def is_over(state: RunState) -> bool:
+    """Says whether nothing more will come of a run and its launch."""
+    if state.launch is not None:
+        return state.launch.state in ("ended", "unsupervised") and state.state not in LIVE_STATES
+    return state.state not in LIVE_STATES

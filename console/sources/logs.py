@@ -1,0 +1,97 @@
+"""Logs of a run, merged in the order in which they arrive, made harmless, bounded."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from pathlib import Path
+
+from console.model import LogLine
+from console.sources.sanitize import clean
+from trainers.contract import jsonl, rundir
+
+BACKLOG_LINES = 20_000
+BACKLOG_BYTES = 256 << 10
+MAX_LINE_BYTES = 64 << 10
+_RANK_LOG = re.compile(r"rank(\d+)\.log")
+
+
+class _File:
+    """Follows one text file from its last `BACKLOG_BYTES` on."""
+
+    def __init__(self, path: Path, source: str):
+        self.path, self.source = path, source
+        self._offset = -1
+        self._inode = 0
+        self._carry = b""
+
+    def poll(self) -> list[bytes]:
+        fd = jsonl.open_regular(self.path)
+        if fd is None:
+            return []
+        try:
+            status = os.fstat(fd)
+            if self._offset < 0:
+                self._offset = max(0, status.st_size - BACKLOG_BYTES)
+            elif status.st_ino != self._inode or status.st_size < self._offset:
+                self._offset, self._carry = 0, b""
+            self._inode = status.st_ino
+            data = os.pread(fd, BACKLOG_BYTES, self._offset)
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+        self._offset += len(data)
+        *lines, self._carry = (self._carry + data).split(b"\n")
+        if len(self._carry) > MAX_LINE_BYTES:
+            lines.append(self._carry)
+            self._carry = b""
+        return lines
+
+
+class LogSource:
+    """The logs of one attempt: `r0`, `r1`, …, `torchrun`, and the supervisor's events as `sup`."""
+
+    def __init__(self, run: Path, attempt: int = 1):
+        self.run, self.attempt = run, attempt
+        self.lines: deque[LogLine] = deque(maxlen=BACKLOG_LINES)
+        self.total = 0
+        self._files: dict[str, _File] = {}
+        self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
+
+    def poll(self) -> list[LogLine]:
+        """Returns the lines that are new since the last call."""
+        self._discover()
+        fresh = [line for record in self._events.poll() if (line := _event_line(record))]
+        for file in self._files.values():
+            for raw in file.poll():
+                text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
+                if text.strip():
+                    fresh.append(LogLine(file.source, text))
+        self.lines.extend(fresh)
+        self.total += len(fresh)
+        return fresh
+
+    def _discover(self) -> None:
+        directory = rundir.logs(self.run, self.attempt)
+        try:
+            names = sorted(os.listdir(directory))
+        except OSError:
+            return
+        for name in names:
+            match = _RANK_LOG.fullmatch(name)
+            source = f"r{int(match[1])}" if match else name.removesuffix(".log")
+            if name not in self._files and name.endswith(".log"):
+                self._files[name] = _File(directory / name, clean(source, 16))
+
+
+def _event_line(record: dict[str, object]) -> LogLine | None:
+    text = jsonl.text(record, "text")
+    ts = jsonl.number(record, "ts")
+    if not text or ts is None or not 0 <= ts < 1 << 40:
+        return None
+    level = jsonl.text(record, "level").upper()
+    mark = f"{clean(level, 8)} " if level in ("WARN", "CRIT") else ""
+    return LogLine("sup", f"{time.strftime('%H:%M:%S', time.localtime(ts))} {mark}{clean(text)}")

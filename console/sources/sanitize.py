@@ -1,0 +1,34 @@
+"""Makes text from a run directory harmless to a terminal."""
+
+from __future__ import annotations
+
+import re
+
+MAX_CHARS = 2000
+_ESCAPES = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, titles and the clipboard among them
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # DCS, SOS, PM, APC
+    r"|\x1b\[[0-?]*[ -/]*[@-~]?"  # CSI
+    r"|\x1b[ -/]*[0-~]?"
+)
+_BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+_TABLE = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), "�")
+_TABLE |= dict.fromkeys(map(ord, _BIDI + "\u200b\u200c\u200d\u2060\ufeff\u2028\u2029"), "")
+_TABLE[ord("\t")] = "    "
+
+
+def clean(text: str, limit: int = MAX_CHARS) -> str:
+    """Returns `text` on one line, without escape sequences, control and direction characters.
+
+    At most `limit` characters; what was cut is marked by an ellipsis. Progress bars that rewrite
+    their line by carriage returns keep only what stood last.
+    """
+    if len(text) > 4 * limit:
+        text = text[: 4 * limit]
+    text = text.rstrip("\r\n")
+    if "\r" in text:
+        text = text.rpartition("\r")[2] or text
+    text = _ESCAPES.sub("", text) if "\x1b" in text else text
+    text = text.translate(_TABLE)
+    text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,106 @@
+"""Reads stack dumps: text that faulthandler and the dumper wrote, parsed without trust."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.sources.sanitize import clean
+from trainers.contract import jsonl
+
+MAX_DUMP_BYTES = 1 << 20
+MAX_FRAMES = 200
+_FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
+_NAME = re.compile(r"stackdump_rank(?P<rank>\d+)_(?P<ms>\d+)\.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame; `file` as Python knows it."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def short(self) -> str:
+        """File name, line and function: what fits a table."""
+        return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread of a dump, its innermost frame first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One rank's answer to one dump request; the main thread stands first."""
+
+    rank: int
+    ts: float
+    path: str
+    threads: tuple[Thread, ...]
+
+
+def parse(text: str) -> tuple[Thread, ...]:
+    """Returns the threads of a dump; of several dumps in one text, those of the last."""
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        frame = _FRAME.match(line)
+        if frame is not None:
+            if threads and len(threads[-1][1]) < MAX_FRAMES:
+                threads[-1][1].append(
+                    Frame(
+                        clean(frame["file"], 400),
+                        int(frame["line"][:9]),
+                        clean(frame["function"], 200),
+                    )
+                )
+        elif line.startswith(("Stack (most recent", "Current thread")):
+            threads = [("main", [])]
+        elif (thread := _THREAD.match(line)) is not None:
+            threads.append((clean(thread["name"], 100), []))
+    return tuple(Thread(name, tuple(frames)) for name, frames in threads)
+
+
+def latest(run: Path, ranks: Iterable[int]) -> dict[int, Stack]:
+    """Returns the newest asked dump of each rank that has one."""
+    newest: dict[int, int] = {}
+    wanted = set(ranks)
+    try:
+        names = os.listdir(run)
+    except OSError:
+        return {}
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and (rank := int(match["rank"])) in wanted:
+            newest[rank] = max(newest.get(rank, 0), int(match["ms"]))
+    stacks = {}
+    for rank, ms in sorted(newest.items()):
+        path = run / f"stackdump_rank{rank}_{ms}.txt"
+        text = read_text(path, MAX_DUMP_BYTES)
+        if text:
+            stacks[rank] = Stack(rank, ms / 1000, str(path), parse(text))
+    return stacks
+
+
+def read_text(path: Path, limit: int) -> str:
+    """Returns at most the last `limit` bytes of a regular file as text, "" for anything else."""
+    fd = jsonl.open_regular(path)
+    if fd is None:
+        return ""
+    try:
+        size = os.fstat(fd).st_size
+        return os.pread(fd, limit, max(0, size - limit)).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)

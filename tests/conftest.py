@@ -1,0 +1,23 @@
+"""Shared by all tests: where the project is, and what a machine without a GPU skips by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and not Path("/proc/driver/nvidia/version").exists():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))
+        if "slow" in item.keywords and not item.config.getoption("-m"):
+            item.add_marker(pytest.mark.skip(reason="full suite only: pytest -m slow"))

@@ -1,0 +1,116 @@
+"""Flags and plans are strict: every wrong word gets one sentence with the right one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainers.contract import flags, plan, yamlfile
+from trainers.contract.errors import UsageError
+
+PLANS = sorted((Path(__file__).parents[3] / "configs/plans").glob("*.yaml"))
+MINIMAL = {"name": "p", "phases": [{"name": "a"}]}
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)
+def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
+    assert plan.load(path).name == path.stem
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"phasess": []}, "did you mean 'phases'"),
+        ({"name": "Bad Name"}, "lower-case"),
+        ({"phases": []}, "at least one phase"),
+        ({"phases": "x"}, "at least one phase"),
+        ({"phases": [{"name": "a"}, {"name": "a"}]}, "same name"),
+        ({"phases": [{"nam": "a"}]}, "did you mean 'name'"),
+        ({"phases": [{"name": "a", "nproc": 0}]}, "nproc"),
+        ({"phases": [{"name": "a", "nproc": "two"}]}, "nproc"),
+        ({"phases": [{"name": "a", "flags": {"NSA_LRR": 1}}]}, "did you mean 'NSA_LR'"),
+        ({"phases": [{"name": "a", "flags": {"NSA_LR": "fast"}}]}, "a number"),
+        ({"phases": [{"name": "a", "flags": {"NSA_DISABLE_CSV_LOGS": 7}}]}, "0 or 1"),
+        ({"between": "maybe"}, "go or ask"),
+        ({"watch": {"stall_floor": 3}}, "did you mean 'stall_floor_s'"),
+        ({"watch": {"stall_floor_s": -1}}, "seconds"),
+        ({"gpus": -2}, "gpus"),
+        ({"env": ["A"]}, "key: value"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_one_sentence(change, words):
+    with pytest.raises(UsageError) as caught:
+        plan.parse(MINIMAL | change, "p.yaml")
+    message = str(caught.value)
+    assert words in message
+    assert message.startswith("p.yaml")
+    assert "\n" not in message
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["name", "phases", "flags", "set", "gates", "watch", "x"]),
+                      inner, max_size=4),
+    max_leaves=12,
+))  # fmt: skip
+def test_any_document_is_a_plan_or_a_usage_error(document):
+    if isinstance(document, dict):
+        with contextlib.suppress(UsageError):
+            plan.parse(document, "p.yaml")
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_a_mapping_or_a_usage_error(text):
+    with contextlib.suppress(UsageError):
+        assert isinstance(yamlfile.parse(text, "x.yaml"), dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &x [1]\nb: *x\n", "aliases"),
+        ("a: 1\na: 2\n", "twice"),
+        ("a: " + "[" * 40 + "]" * 40, "deeper"),
+        ("!!python/object/apply:os.system ['true']", "constructor"),
+        ("- 1\n- 2\n", "key: value"),
+        ("a: [1\n", "line"),
+        ("? [1, 2]\n: 3\n", "YAML"),
+    ],
+)
+def test_yaml_tricks_are_refused_by_name(text, words):
+    with pytest.raises(UsageError) as caught:
+        yamlfile.parse(text, "x.yaml")
+    assert words in str(caught.value)
+
+
+def test_a_flag_in_the_environment_that_no_table_knows_is_an_error():
+    with pytest.raises(UsageError, match="did you mean 'NSA_DISABLE_AUX_STATS'"):
+        flags.from_environment({"NSA_DISABLE_AUX_STAT": "1"})
+    assert flags.from_environment({"HOME": "/x", "NSA_LR": "3e-4"}) == {"NSA_LR": 3e-4}
+
+
+@pytest.mark.parametrize("flag", flags.TABLE, ids=lambda flag: flag.name)
+def test_every_flag_says_what_it_takes_and_keeps_its_value(flag):
+    good = {"bool": "1", "int": "3", "float": "0.5", "str": "text"}.get(flag.kind)
+    good = good or flag.choices[0]
+    value = flags.parse(flag.name, good)
+    assert flags.parse(flag.name, flags.format_value(value)) == value
+    assert flag.help.endswith(".")
+    if flag.default:
+        flags.parse(flag.name, flag.default)
+    if flag.kind != "str":
+        with pytest.raises(UsageError, match=flag.name):
+            flags.parse(flag.name, "no such value")
+
+
+def test_plans_survive_yaml_and_back():
+    loaded = plan.parse(MINIMAL | {"flags": {"NSA_LR": 0.001}}, "p")
+    assert yaml.safe_load(yaml.safe_dump(loaded.as_dict()["phases"][0]["flags"])) == {
+        "NSA_LR": "0.001"
+    }

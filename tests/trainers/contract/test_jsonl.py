@@ -1,0 +1,161 @@
+"""Whatever bytes a record file holds, the reader never raises and counts what it skipped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainers.contract import heartbeat, jsonl
+
+GOOD = {"v": 1, "run": "r", "attempt": 1, "ts": 1.5, "rank": 0, "step": 3, "msg": "progress"}
+
+
+def drain(tail: jsonl.Tail) -> list[dict]:
+    records = []
+    while True:
+        fresh = tail.poll()
+        records += fresh
+        if not fresh and tail.offset >= tail.size_bytes:
+            return records
+
+
+@given(st.binary(max_size=4000))
+@settings(max_examples=300)
+def test_any_bytes_are_read_without_an_error(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("hb") / "heartbeat_rank0.jsonl"
+    path.write_bytes(data)
+    tail = heartbeat.tail(path)
+    records = drain(tail)
+    whole = [line for line in data.split(b"\n")[:-1] if line.strip()]
+    assert len(records) + tail.skipped == len(whole)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.just(jsonl.encode(GOOD)),
+            st.binary(max_size=60).map(lambda b: b.replace(b"\n", b"") + b"\n"),
+        ),
+        max_size=30,
+    ),
+    st.lists(st.integers(1, 50), min_size=1, max_size=40),
+)
+@settings(max_examples=150)
+def test_good_records_survive_among_garbage_in_any_portions(tmp_path_factory, lines, cuts):
+    """Every good line is found once, however the writes are cut."""
+    path = tmp_path_factory.mktemp("hb") / "f.jsonl"
+    data = b"".join(lines)
+    tail = heartbeat.tail(path)
+    found = 0
+    at = 0
+    for cut in cuts:
+        with path.open("ab") as stream:
+            stream.write(data[at : at + cut])
+        at += cut
+        found += len(tail.poll())
+    with path.open("ab") as stream:
+        stream.write(data[at:])
+    found += len(drain(tail))
+    expected = sum(1 for line in lines if heartbeat.accept(jsonl.decode(line) or {}) is not None)
+    assert found == expected
+    assert tail.skipped == sum(1 for line in lines if line.strip()) - expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"v":1,"rank":0,"step":1,"attempt":1,"ts":1e400,"msg":"x"',
+        b'{"v":1e999}',
+        b"\x00\x00\x00",
+        b"\xff\xfe\x00{",
+        b'"text"',
+        b"12",
+        b'{"v":1,"rank":"0","step":1,"attempt":1,"ts":1,"msg":"x"}',
+        b'{"v":1,"rank":-1,"step":1,"attempt":1,"ts":1,"msg":"x"}',
+        b'{"v":2,"rank":0,"step":1,"attempt":1,"ts":1,"msg":"x"}',
+        b'{"v":1,"rank":0,"step":' + b"9" * 5000 + b',"attempt":1,"ts":1,"msg":"x"}',
+    ],
+)
+def test_hostile_lines_are_counted_and_the_next_good_one_is_read(tmp_path, line):
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(line + b"\n" + jsonl.encode(GOOD))
+    tail = heartbeat.tail(path)
+    assert [record["step"] for record in drain(tail)] == [3]
+    assert tail.skipped == 1
+
+
+def test_an_endless_line_costs_bounded_memory_and_is_counted_once(tmp_path):
+    path = tmp_path / "f.jsonl"
+    with path.open("wb") as stream:
+        for _ in range(20):
+            stream.write(b"x" * (1 << 20))
+        stream.write(b"\n" + jsonl.encode(GOOD))
+    tail = heartbeat.tail(path)
+    assert [record["step"] for record in drain(tail)] == [3]
+    assert tail.skipped == 1
+    assert len(tail._carry) <= jsonl.MAX_LINE_BYTES
+
+
+def test_truncation_and_replacement_start_the_file_again(tmp_path):
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(jsonl.encode(GOOD) * 3)
+    tail = heartbeat.tail(path)
+    assert len(drain(tail)) == 3
+    path.write_bytes(jsonl.encode(GOOD))
+    assert len(drain(tail)) == 1
+    other = tmp_path / "other"
+    other.write_bytes(jsonl.encode(GOOD) * 2)
+    other.replace(path)
+    assert len(drain(tail)) == 2
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link", "missing"])
+def test_what_is_not_a_regular_file_is_not_opened(tmp_path, kind):
+    path = tmp_path / "f.jsonl"
+    target = tmp_path / "target"
+    target.write_bytes(jsonl.encode(GOOD))
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(target)
+    assert heartbeat.tail(path).poll() == []
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_every_float_makes_the_round_trip_and_the_line_is_strict_json(value):
+    line = jsonl.encode({"loss": value, "list": [value]})
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
+    back = jsonl.number(record, "loss")
+    assert back is not None
+    assert (math.isnan(back) and math.isnan(value)) or back == value
+
+
+@given(st.lists(st.floats(0, 10), max_size=3000), st.text(max_size=3000))
+@settings(max_examples=60)
+def test_a_line_is_never_longer_than_4_kib_and_stays_a_heartbeat(durations, text):
+    line = heartbeat.encode(GOOD | {"steps_dt_s": durations, "note": text})
+    assert len(line) <= jsonl.MAX_HEARTBEAT_BYTES
+    assert line.count(b"\n") == 1
+    record = jsonl.decode(line)
+    assert record is not None
+    assert heartbeat.accept(record) is not None
+
+
+def test_what_was_cut_from_a_long_record_is_named():
+    line = heartbeat.encode(GOOD | {"steps_dt_s": [0.1234567] * 2000})
+    record = json.loads(line)
+    assert record["cut"] == "steps_dt_s"
+    assert 10 < len(record["steps_dt_s"]) < 2000
+
+
+def test_reader_of_a_bare_directory_of_paths():
+    assert heartbeat.tail(Path("/nonexistent/x")).poll() == []

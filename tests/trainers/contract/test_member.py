@@ -1,0 +1,227 @@
+"""Joining a run: dumps that harm nothing, a halt that all ranks agree on, records that survive."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainers.contract import dumps, environ, pulse, rundir
+from trainers.contract.member import HaltBoard
+from trainers.contract.recorder import Recorder
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import sys, threading, time
+from trainers.contract.member import join
+run = join()
+def busy():
+    while True:
+        sum(range(2000))
+threading.Thread(target=busy, name="prefetch", daemon=True).start()
+mode = sys.argv[1]
+for step in range(1, 100000):
+    if run.step(step, loss=1.0 / step):
+        break
+    if mode == "block":
+        threading.Lock().acquire() or time.sleep(0)
+        lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=60)
+    time.sleep(0.01)
+"""
+
+
+def environment(
+    run: Path, live: Path | None = None, rank: int = 0, world: int = 1
+) -> dict[str, str]:
+    named = {
+        environ.RUN_DIR: str(run), environ.RUN_ID: "test/0-x", environ.ATTEMPT: "1",
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+        "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    return named | ({environ.LIVE_DIR: str(live)} if live else {})
+
+
+def start(run: Path, mode: str, live: Path | None = None, rank: int = 0, world: int = 1):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, mode], env=environment(run, live, rank, world)
+    )
+
+
+def wait_for(condition, seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError("did not happen in time")
+
+
+def beats(run: Path, rank: int = 0) -> list[dict]:
+    path = rundir.heartbeat(run, rank)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def live(tmp_path_factory):
+    path = tmp_path_factory.mktemp("live")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live):
+    process = start(tmp_path, "block", live)
+    try:
+        wait_for(lambda: any(b["msg"] == "boot" for b in beats(tmp_path)))
+        time.sleep(0.3)
+        process.send_signal(signal.SIGUSR1)
+        stack = rundir.live_stack(live, 0)
+        text = wait_for(lambda: stack.exists() and dumps.END_MARK in stack.read_text()) and (
+            stack.read_text()
+        )
+        assert "in <module>" in text.partition("===")[0]
+        assert "Thread prefetch" in text
+        assert wait_for(lambda: dumps.END_MARK in rundir.stackdump(tmp_path, 0).read_text())
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_thousands_of_dumps_beside_a_busy_thread_kill_nothing(tmp_path, live):
+    process = start(tmp_path, "run", live)
+    try:
+        wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
+        for _ in range(3000):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.0002)
+        assert process.poll() is None
+        step = pulse.read(rundir.pulse(live, 0)).step
+        wait_for(lambda: pulse.read(rundir.pulse(live, 0)).step > step + 5)
+        count = rundir.live_stack(live, 0).read_text().count("Stack (most recent call first)")
+        assert count > 500
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sigusr1_before_the_handler_is_there_is_harmless_when_it_was_ignored(tmp_path):
+    """What torchrun's children inherit from a supervisor that ignores SIGUSR1."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "run"],
+        env=environment(tmp_path),
+        preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    )
+    try:
+        for _ in range(100):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.005)
+        wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("how", ["file", "sigterm"])
+def test_a_halt_ends_the_program_with_its_reason(tmp_path, live, how):
+    process = start(tmp_path, "run", live)
+    wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
+    if how == "file":
+        (tmp_path / rundir.HALT).touch()
+    else:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    records = beats(tmp_path)
+    halt = next(b for b in records if b["msg"] == "halt")
+    assert halt["reason"] == (rundir.HALT if how == "file" else "SIGTERM")
+    assert records[-1]["msg"] == "exit"
+    assert records[-1]["step"] == halt["step"]
+
+
+def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_path):
+    (tmp_path / rundir.HALT).touch()
+    variables = environment(tmp_path)
+    del variables[environ.RUN_ID]
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, "run"], env=variables)
+    try:
+        wait_for(lambda: any(b["step"] >= 10 for b in beats(tmp_path)))
+        assert process.poll() is None
+        (tmp_path / rundir.HALT).unlink()
+        (tmp_path / rundir.HALT).write_text("now")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
+    """Every interleaving that a collective per step allows, with the wish on either rank."""
+    for wisher in (0, 1):
+        for lead in (0, 1):
+            directory = tmp_path / f"{wisher}{lead}"
+            directory.mkdir()
+            boards = [HaltBoard(directory, 1), HaltBoard(directory, 1)]
+            stopped: dict[int, int] = {}
+            for step in range(1, 8):
+                for rank in (lead, 1 - lead):
+                    if rank not in stopped and boards[rank].decide(
+                        rank, step, rank == wisher and step >= 3
+                    ):
+                        stopped[rank] = step
+            assert stopped[0] == stopped[1] <= 6
+
+
+def test_without_shared_memory_the_pulse_stands_in_the_run_directory(tmp_path):
+    process = start(tmp_path, "run")
+    try:
+        found = wait_for(lambda: pulse.read(rundir.pulse(tmp_path, 0)))
+        assert found.pid == process.pid
+        wait_for(lambda: (pulse.read(rundir.pulse(tmp_path, 0)) or found).step > found.step)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
+    """Records are dropped and counted, the caller never sees an error, later ones are whole."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mount)], check=True)
+    try:
+        recorder = Recorder()
+        path = mount / "f.jsonl"
+        for index in range(3000):
+            recorder.put(path, b'{"n":%d,"pad":"%s"}\n' % (index, b"x" * 60))
+        wait_for(lambda: recorder.dropped > 0)
+        wait_for(lambda: recorder._queue.empty())
+        os.truncate(path, 16 << 10)
+        recorder.put(path, b'{"n":"last"}\n')
+        assert recorder.close(10)
+        lines = path.read_bytes().split(b"\n")
+        assert json.loads(lines[-2]) == {"n": "last"}
+        assert recorder.dropped > 1000
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatch):
+    """A recorder whose disk never answers keeps a bounded queue."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    recorder = Recorder()
+    recorder.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # blocks until somebody reads
+    kept = sum(recorder.put(tmp_path / "f", b"x\n") for _ in range(12_000))
+    assert kept == 10_000
+    assert recorder.dropped == 2_000
+    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
+    assert recorder.close(20)
+    assert (tmp_path / "f").read_bytes().count(b"\n") == 10_000

@@ -1,0 +1,84 @@
+"""The pulse is read whole or not at all, while it is being written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainers.contract import pulse
+
+
+def test_a_pulse_says_step_phase_and_since(tmp_path):
+    writer = pulse.PulseWriter(tmp_path / "p", rank=3)
+    before = time.monotonic()
+    writer.set(41, "backward")
+    found = pulse.read(tmp_path / "p")
+    assert found is not None
+    assert (found.rank, found.step, found.phase, found.device_phase) == (
+        3,
+        41,
+        "backward",
+        "backward",
+    )
+    assert before <= found.since <= time.monotonic()
+
+
+def test_device_progress_stands_apart_from_the_host(tmp_path):
+    writer = pulse.PulseWriter(tmp_path / "p", rank=0)
+    writer.set(10, "optimizer", device_step=9, device_phase="forward")
+    found = pulse.read(tmp_path / "p")
+    assert found is not None
+    assert (found.step, found.device_step, found.device_phase) == (10, 9, "forward")
+
+
+@given(st.binary(min_size=0, max_size=600))
+def test_any_bytes_are_no_pulse_or_a_valid_one(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("p") / "p"
+    path.write_bytes(data)
+    found = pulse.read(path)
+    assert found is None or found.phase in pulse.PHASES
+
+
+def test_a_half_written_pulse_is_not_believed(tmp_path):
+    writer = pulse.PulseWriter(tmp_path / "p", rank=0)
+    writer.set(1, "forward")
+    torn = bytearray((tmp_path / "p").read_bytes())
+    torn[0] += 1
+    assert pulse.unpack(bytes(torn)) is None
+
+
+HAMMER = """
+import sys, time
+from pathlib import Path
+from trainers.contract.pulse import PulseWriter
+writer = PulseWriter(Path(sys.argv[1]), 0)
+step = 0
+while True:
+    step += 1
+    writer.collectives = step
+    writer.set(step, "forward")
+    if step % 4 == 0:
+        time.sleep(1e-5)
+"""
+
+
+def test_a_reader_never_sees_a_mixture_while_another_process_writes(tmp_path):
+    """Step and collective count are written together; they must be read together."""
+    path = tmp_path / "p"
+    writer = subprocess.Popen([sys.executable, "-c", HAMMER, str(path)])
+    try:
+        seen = set()
+        deadline = time.monotonic() + 20
+        while len(seen) < 2000 and time.monotonic() < deadline:
+            found = pulse.read(path)
+            if found is not None and found.step:
+                assert found.collectives == found.step
+                seen.add(found.step)
+        assert len(seen) >= 2000
+    finally:
+        writer.kill()
+        writer.wait()

@@ -1,0 +1,39 @@
+"""The one module that reads the process environment.
+
+Settings, console and supervisor ask here, so a test can show that nothing else does and that every
+variable that matters is in a table.
+"""
+
+from __future__ import annotations
+
+import os
+
+RUN_DIR = "NSA_CONSOLE_RUN_DIR"
+RUN_ID = "NSA_CONSOLE_RUN_ID"
+ATTEMPT = "NSA_CONSOLE_ATTEMPT"
+LIVE_DIR = "NSA_CONSOLE_LIVE_DIR"
+TOKEN = "NSA_CONSOLE_TOKEN"
+CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
+"""Set by the supervisor in the environment of torchrun; the ranks find their run by them."""
+
+INHERITED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
+    "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_PATH",
+    "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TIKTOKEN_CACHE_DIR", "XDG_CACHE_HOME",
+)  # fmt: skip
+"""What a training inherits from the launcher beside its flags; everything else stays behind."""
+
+
+def snapshot() -> dict[str, str]:
+    """Returns a copy of the whole environment."""
+    return dict(os.environ)
+
+
+def get(name: str, default: str = "") -> str:
+    """Returns one variable, `default` when it is unset."""
+    return os.environ.get(name, default)
+
+
+def inherited() -> dict[str, str]:
+    """Returns the allow-listed part of the environment that a child may have."""
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}

@@ -1,0 +1,149 @@
+"""The registry of environment flags: the trainer parses from it, forms and help are drawn from it.
+
+A new flag is one row in `TABLE`. A flag with a `setting` overrides that key of the settings; a
+flag without one is for a library (NCCL, CUDA, OpenMP) and is only passed on and recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trainers.contract.environ import CONTRACT_NAMES
+from trainers.contract.errors import UsageError, did_you_mean
+
+Kind = Literal["bool", "int", "float", "str", "choice"]
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+OWN_PREFIX = "NSA_"
+Value = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One environment variable. `default` "" means: unset, the config decides."""
+
+    name: str
+    kind: Kind
+    default: str
+    group: str
+    help: str
+    setting: str = ""
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+
+
+TABLE: tuple[Flag, ...] = (
+    Flag("NSA_LR", "float", "", "training", "Peak learning rate.", "train.lr", at_least=0.0),
+    Flag("NSA_ACCUM", "int", "", "training", "Micro-batches per optimizer step.",
+         "train.accumulate", at_least=1),
+    Flag("NSA_OPT_FUSED", "bool", "", "training", "Fused AdamW kernel.", "optim.fused"),
+    Flag("NSA_DISABLE_AUX_STATS", "bool", "0", "report",
+         "Do not compute gate and selection statistics: their panels say so.",
+         "report.disable_aux_stats"),
+    Flag("NSA_DISABLE_CSV_LOGS", "bool", "0", "report", "Write no CSV files.",
+         "report.disable_csv"),
+    Flag("NSA_DDP_BUCKET_MB", "int", "", "ddp", "Gradient bucket size in MB.",
+         "ddp.bucket_mb", at_least=1),
+    Flag("NSA_DDP_FIND_UNUSED", "bool", "", "ddp", "Search for parameters without gradient.",
+         "ddp.find_unused"),
+    Flag("NSA_DDP_STATIC_GRAPH", "bool", "", "ddp", "Promise DDP that the graph never changes.",
+         "ddp.static_graph"),
+    Flag("NSA_DDP_COMPRESS", "choice", "", "ddp", "Compress gradients for the all-reduce.",
+         "ddp.compress", ("none", "fp16", "bf16")),
+    Flag("NSA_PG_TIMEOUT_MIN", "float", "", "ddp", "Time limit of a collective in minutes.",
+         "ddp.timeout_min", at_least=0.01),
+    Flag("OMP_NUM_THREADS", "int", "", "library", "CPU threads per rank.", at_least=1),
+    Flag("CUDA_VISIBLE_DEVICES", "str", "", "library", "GPUs that the ranks may use."),
+    Flag("PYTORCH_CUDA_ALLOC_CONF", "str", "", "library", "Options of the CUDA allocator."),
+    Flag("NCCL_DEBUG", "choice", "", "library", "How much NCCL logs.", "",
+         ("VERSION", "WARN", "INFO", "TRACE")),
+    Flag("NCCL_ALGO", "str", "", "library", "NCCL algorithms, Ring for PCIe."),
+    Flag("NCCL_PROTO", "str", "", "library", "NCCL protocols, Simple for PCIe."),
+    Flag("NCCL_IB_DISABLE", "bool", "", "library", "NCCL without InfiniBand."),
+    Flag("NCCL_P2P_DISABLE", "bool", "", "library", "NCCL without GPU peer access."),
+    Flag("TORCH_FR_BUFFER_SIZE", "int", "", "library", "Entries of the collective flight record.",
+         at_least=0),
+)  # fmt: skip
+
+FLAGS: dict[str, Flag] = {flag.name: flag for flag in TABLE}
+
+
+def lookup(name: str) -> Flag:
+    """Returns the flag of that name. Raises UsageError with the nearest one."""
+    flag = FLAGS.get(name)
+    if flag is None:
+        raise UsageError(f"there is no flag {name!r}{did_you_mean(name, FLAGS)}")
+    return flag
+
+
+def parse(name: str, text: str) -> Value:
+    """Returns the value of a flag. Raises UsageError that says what would be right."""
+    flag = lookup(name)
+    text = text.strip()
+    try:
+        value = _CONVERT[flag.kind](flag, text)
+    except ValueError:
+        raise UsageError(f"the flag {name} cannot be {text!r}; it takes {expected(flag)}") from None
+    if flag.at_least is not None and not (isinstance(value, str) or value >= flag.at_least):
+        raise UsageError(f"the flag {name} cannot be {text!r}; it takes {expected(flag)}")
+    return value
+
+
+def _bool(_flag: Flag, text: str) -> bool:
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    raise ValueError(text)
+
+
+def _choice(flag: Flag, text: str) -> str:
+    for choice in flag.choices:
+        if choice.lower() == text.lower():
+            return choice
+    raise ValueError(text)
+
+
+def _text(_flag: Flag, text: str) -> str:
+    if not text or any(ord(c) < 32 for c in text):
+        raise ValueError(text)
+    return text
+
+
+_CONVERT: dict[Kind, Callable[[Flag, str], Value]] = {
+    "bool": _bool,
+    "int": lambda _flag, text: int(text),
+    "float": lambda _flag, text: float(text),
+    "str": _text,
+    "choice": _choice,
+}
+
+
+def expected(flag: Flag) -> str:
+    """Says in words which values a flag takes."""
+    if flag.kind == "choice":
+        return "one of " + ", ".join(flag.choices)
+    words = {"bool": "0 or 1", "int": "a whole number", "float": "a number", "str": "a text"}
+    bound = f" of at least {flag.at_least:g}" if flag.at_least is not None else ""
+    return words[flag.kind] + bound
+
+
+def format_value(value: Value) -> str:
+    """Returns a value as it stands in the environment."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def check_names(environment: Mapping[str, str]) -> None:
+    """Raises UsageError for an `NSA_*` variable that is in no table: a typo would do nothing."""
+    for name in environment:
+        if name.startswith(OWN_PREFIX) and name not in FLAGS and name not in CONTRACT_NAMES:
+            raise UsageError(
+                f"the environment sets {name}, which is no flag{did_you_mean(name, FLAGS)}"
+            )
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
+    """Returns the parsed values of all flags that are set. Raises UsageError."""
+    check_names(environment)
+    return {name: parse(name, environment[name]) for name in FLAGS if environment.get(name)}

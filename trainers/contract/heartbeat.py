@@ -1,0 +1,53 @@
+"""Heartbeat, version 1: one JSON object a line, one file a rank, at most 4 KiB a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainers.contract import VERSION, jsonl
+
+MESSAGES = (
+    "boot", "loader_ready", "step_start", "progress", "step_end", "eval", "checkpoint", "halt",
+    "error", "exit",
+)  # fmt: skip
+"""What a record may say; a reader keeps records with other words too, they are somebody's."""
+
+REQUIRED_INTEGERS = ("v", "rank", "step", "attempt")
+TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
+"""Lists that grow with the number of steps or layers; shortened first when a line is too long."""
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """Returns the line of a record, shortened to 4 KiB; what was cut is named in `cut`."""
+    line = jsonl.encode(record)
+    if len(line) <= jsonl.MAX_HEARTBEAT_BYTES:
+        return line
+    record = dict(record)
+    for key in TRIMMABLE:
+        values = record.get(key)
+        while isinstance(values, list) and len(values) > 1:
+            values = record[key] = values[len(values) // 2 :]
+            record["cut"] = key
+            line = jsonl.encode(record)
+            if len(line) <= jsonl.MAX_HEARTBEAT_BYTES:
+                return line
+    kept = ("v", "run", "attempt", "ts", "mono", "host", "pid", "rank", "world", "step", "msg")
+    record = {key: record[key] for key in kept if key in record}
+    return jsonl.encode(record | {"cut": "all figures"})
+
+
+def accept(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the record if it is a heartbeat of this version, else None."""
+    if any(jsonl.integer(record, key) is None for key in REQUIRED_INTEGERS):
+        return None
+    if record["v"] != VERSION or record["rank"] < 0 or record["step"] < 0:
+        return None
+    if jsonl.number(record, "ts") is None or not isinstance(record.get("msg"), str):
+        return None
+    return record
+
+
+def tail(path: Path) -> jsonl.Tail:
+    """Returns a reader that follows one heartbeat file."""
+    return jsonl.Tail(path, accept)

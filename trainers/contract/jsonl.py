@@ -1,0 +1,147 @@
+"""JSON lines that survive anything: written whole, read whatever the bytes are.
+
+A line is written by one `os.write` on an O_APPEND descriptor. A reader keeps the unfinished tail,
+skips and counts what it cannot parse, notices truncation and replacement, and never reads more
+than a bounded amount at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_HEARTBEAT_BYTES = 4096
+MAX_LINE_BYTES = 1 << 18
+READ_CHUNK_BYTES = 1 << 20
+NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _plain(value: Any) -> Any:
+    """Replaces non-finite floats by their names; JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """Returns one line, newline included; non-finite floats become "nan", "inf", "-inf"."""
+    try:
+        text = json.dumps(record, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    except ValueError:
+        text = json.dumps(_plain(record), separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """Returns the object on one line, or None for whatever is not one."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def number(record: Mapping[str, Any], key: str) -> float | None:
+    """Returns `record[key]` as a float (names of non-finite numbers included), None if absent."""
+    value = record.get(key)
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return NONFINITE.get(value) if isinstance(value, str) else None
+
+
+def integer(record: Mapping[str, Any], key: str) -> int | None:
+    """Returns `record[key]` when it is an integer that fits 64 bits, else None."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 63:
+        return None
+    return value
+
+
+def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
+    """Returns `record[key]` when it is a string, else `default`."""
+    value = record.get(key)
+    return value if isinstance(value, str) else default
+
+
+def open_regular(path: Path) -> int | None:
+    """Opens a regular file for reading; None for a link, a fifo, a directory or nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return None
+
+
+class Tail:
+    """Follows one growing file of JSON lines.
+
+    `accept` turns a decoded object into a record or None (then it counts as skipped). `poll`
+    returns the new records; call it until it returns an empty list to catch up with a long file.
+    """
+
+    def __init__(self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]):
+        self.path = path
+        self.skipped = 0
+        self.size_bytes = 0
+        self.offset = 0
+        self._accept = accept
+        self._identity: tuple[int, int] | None = None
+        self._carry = b""
+        self._overlong = False
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Returns the records that arrived since the last call, at most about 1 MiB of them."""
+        data = self._read()
+        if not data:
+            return []
+        *lines, self._carry = (self._carry + data).split(b"\n")
+        if self._overlong and lines:
+            lines, self._overlong = lines[1:], False
+        if len(self._carry) > MAX_LINE_BYTES:
+            if not self._overlong:
+                self.skipped += 1
+            self._carry, self._overlong = b"", True
+        records = []
+        for line in lines:
+            record = decode(line) if len(line) <= MAX_LINE_BYTES else None
+            record = self._accept(record) if record is not None else None
+            if record is not None:
+                records.append(record)
+            elif line.strip():
+                self.skipped += 1
+        return records
+
+    def _read(self) -> bytes:
+        fd = open_regular(self.path)
+        if fd is None:
+            return b""
+        try:
+            status = os.fstat(fd)
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._identity or status.st_size < self.offset:
+                self._identity, self.offset, self._carry, self._overlong = identity, 0, b"", False
+            self.size_bytes = status.st_size
+            data = os.pread(fd, READ_CHUNK_BYTES, self.offset)
+        except OSError:
+            return b""
+        finally:
+            os.close(fd)
+        self.offset += len(data)
+        return data

@@ -1,0 +1,219 @@
+"""Membership of one process in a run: its pulse, its heartbeat, its dumps, its halt.
+
+`join()` is all that a torchrun program needs:
+
+    run = join()
+    for step in range(1, steps + 1):
+        if run.step(step, loss=loss):
+            break
+
+Then the console shows it, dumps its stacks and halts all ranks at the same step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainers.contract import VERSION, dumps, environ, rundir
+from trainers.contract.errors import UsageError
+from trainers.contract.pulse import PulseWriter
+from trainers.contract.recorder import STDOUT, Recorder
+
+HALT_POLL_S = 0.05
+PULSE_MIRROR_S = 0.25
+_BOARD = struct.Struct("<qq")
+
+
+class Member:
+    """One rank in one attempt of one run; everything here returns at once, whatever the disk does.
+
+    `halt_wish` is why this rank wants to stop ("" if it does not): all ranks have to agree on a
+    step before one may (`step` does it for programs that meet in a collective every step).
+    """
+
+    def __init__(self, run: Path, variables: Mapping[str, str]):
+        self.run = run
+        self.rank = int(variables.get("RANK", "0"))
+        self.local_rank = int(variables.get("LOCAL_RANK", "0"))
+        self.world = int(variables.get("WORLD_SIZE", "1"))
+        self.attempt = int(variables.get(environ.ATTEMPT, "1"))
+        self.run_id = variables.get(environ.RUN_ID) or run.name
+        self.supervised = environ.RUN_ID in variables
+        live = variables.get(environ.LIVE_DIR)
+        self.live = Path(live) if live and Path(live).is_dir() else None
+        self._host, self._pid = rundir.host_name(), os.getpid()
+        if self.supervised:
+            self._attach_log()
+        self.recorder = Recorder()
+        self.pulse = PulseWriter(
+            rundir.pulse(self.live, self.rank) if self.live else None, self.rank
+        )
+        self._heartbeat = rundir.heartbeat(run, self.rank)
+        self.halt_wish = ""
+        self._ignored_halt = None if self.supervised else self._halt_identity()
+        self.dumper = dumps.StackDumper(run, self.live, self.rank, self._count_dump)
+        self.dump_count = 0
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Takes over SIGUSR1, SIGTERM and SIGINT and starts to watch for `.HALT`."""
+        self.dumper.install()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._watcher.start()
+
+    def beat(self, msg: str, step: int, **figures: Any) -> None:
+        """Records one heartbeat; `figures` are the fields of docs/run-directory.md."""
+        figures |= {
+            "v": VERSION, "run": self.run_id, "attempt": self.attempt, "ts": time.time(),
+            "mono": time.monotonic(), "host": self._host, "pid": self._pid, "rank": self.rank,
+            "local_rank": self.local_rank, "world": self.world, "step": step, "msg": msg,
+        }  # fmt: skip
+        self.recorder.put(self._heartbeat, figures)
+
+    def append(self, name: str, data: bytes) -> None:
+        """Appends a whole record to another file of the run directory."""
+        self.recorder.put(self.run / name, data)
+
+    def log(self, text: str) -> None:
+        """Writes one line to this rank's log without waiting for it."""
+        self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
+
+    def close(self, step: int, msg: str = "exit", **figures: Any) -> bool:
+        """Writes the last record and waits for the disk; False when it did not take everything."""
+        self._stop.set()
+        self.pulse.set(step, "exit")
+        self.beat(msg, step, dropped_records=self.recorder.dropped, **figures)
+        return self.recorder.close()
+
+    def _attach_log(self) -> None:
+        """Points stdout and stderr at this rank's own appendable log."""
+        path = rundir.rank_log(self.run, self.attempt, self.rank)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = rundir.open_append(path)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+    def _count_dump(self) -> None:
+        self.dump_count += 1
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.halt_wish = self.halt_wish or signal.Signals(number).name
+
+    def _halt_identity(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self.run / rundir.HALT, follow_symlinks=False)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def _watch(self) -> None:
+        """Polls `.HALT` off the training thread: a directory that hangs must not hang a step."""
+        mirrored = 0.0
+        while not self._stop.wait(HALT_POLL_S):
+            found = self._halt_identity()
+            if found is not None and found != self._ignored_halt:
+                self.halt_wish = self.halt_wish or rundir.HALT
+            if self.live is None and time.monotonic() - mirrored >= PULSE_MIRROR_S:
+                mirrored = time.monotonic()
+                self.recorder.call(self._mirror_pulse)
+
+    def _mirror_pulse(self) -> None:
+        """Copies a private pulse into the run directory when there is no shared memory."""
+        path = rundir.pulse(self.run, self.rank)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, self.pulse.memory[:], 0)
+        finally:
+            os.close(fd)
+
+
+class HaltBoard:
+    """Sixteen shared bytes through which the ranks of one host agree on the step to halt at.
+
+    Rank 0 publishes `step + 1` before it enters the collective of `step`; no rank can begin
+    `step + 1` before that collective, so all of them see the decision in time.
+    """
+
+    def __init__(self, directory: Path, attempt: int):
+        path = directory / f"{rundir.HALT_BOARD}_{attempt}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, _BOARD.size)
+            self._memory = mmap.mmap(fd, _BOARD.size)
+        finally:
+            os.close(fd)
+
+    def decide(self, rank: int, step: int, wish: bool) -> bool:
+        """Says whether `step` must not be begun."""
+        wished, halt_at = _BOARD.unpack_from(self._memory)
+        if wish and not wished:
+            struct.pack_into("<q", self._memory, 0, 1)
+        if rank == 0 and not halt_at and (wish or wished):
+            halt_at = step + 1
+            struct.pack_into("<q", self._memory, 8, halt_at)
+        return 0 < halt_at <= step
+
+
+class Joined(Member):
+    """A member for programs that are not ours; needs one collective of all ranks a step."""
+
+    def __init__(self, run: Path, variables: Mapping[str, str]):
+        super().__init__(run, variables)
+        self._board = HaltBoard(self.live or run, self.attempt)
+        self._last_step = 0
+        self._last_at = time.monotonic()
+        self.start()
+        self.beat("boot", 0)
+        atexit.register(self._leave)
+
+    def step(self, step: int, **figures: Any) -> bool:
+        """Says that `step` begins (figures are of the step before); True: all ranks stop here."""
+        now = time.monotonic()
+        if self._last_step:
+            duration = now - self._last_at
+            self.beat("progress", self._last_step, steps_dt_s=[duration], **figures)
+        if self._board.decide(self.rank, step, bool(self.halt_wish)):
+            self.pulse.set(self._last_step, "halt")
+            self.beat("halt", self._last_step, reason=self.halt_wish or "agreed")
+            return True
+        self._last_step, self._last_at = step, now
+        self.pulse.set(step, "forward")
+        return False
+
+    def _leave(self) -> None:
+        self.close(self._last_step)
+
+
+def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
+    """Returns the run directory this process belongs to and its environment.
+
+    Raises UsageError when neither the environment nor the caller names a run directory.
+    """
+    variables = environ.snapshot()
+    named = variables.get(environ.RUN_DIR)
+    if named:
+        run = Path(named)
+    if run is None:
+        raise UsageError(
+            f"no run directory: start this program with nsa-console, or set {environ.RUN_DIR}"
+        )
+    rundir.make_directory(run)
+    return run, variables
+
+
+def join(run: Path | None = None) -> Joined:
+    """Joins the run that the environment names, or `run`. Call it once, in the main thread."""
+    return Joined(*open_run(run))

@@ -1,0 +1,127 @@
+"""The pulse: 256 bytes a rank in shared memory that say where the rank is right now.
+
+Layout (little endian): sequence number, magic, rank, pid, step, phase, since (monotonic s), beat
+(monotonic s), collectives, device step, device phase, …, sequence number again. The writer goes
+from the first byte to the last; a reader takes the last sequence number first and the first one
+last, and believes what lies between only if both are equal.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainers.contract import jsonl
+
+SIZE_BYTES = 256
+MAGIC = 0x4E534150
+PHASES = (
+    "boot", "load", "fetch", "forward", "backward", "optimizer", "log", "eval", "save", "halt",
+    "exit",
+)  # fmt: skip
+CODES = {phase: code for code, phase in enumerate(PHASES)}
+_BODY = struct.Struct("<IIqqqddqqq168x")
+_SEQUENCE = struct.Struct("<Q")
+_END = SIZE_BYTES - _SEQUENCE.size
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """One rank's position. `since` and `beat` are CLOCK_MONOTONIC seconds of its host."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    since: float
+    beat: float
+    collectives: int
+    device_step: int
+    device_phase: str
+
+
+class PulseWriter:
+    """Writes this rank's pulse into `path`, or into private memory when `path` is None.
+
+    One `set` is three copies into mapped memory: no system call, nothing that can block as long
+    as the file is memory-backed. Three, because `struct.pack_into` clears its target first, from
+    either end, and a reader saw that.
+    """
+
+    def __init__(self, path: Path | None, rank: int):
+        self._rank = rank
+        self._pid = os.getpid()
+        self._sequence = 0
+        self._since = time.monotonic()
+        self.step = 0
+        self.phase = "boot"
+        self.collectives = 0
+        self.memory: mmap.mmap | bytearray
+        if path is None:
+            self.memory = bytearray(SIZE_BYTES)
+        else:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, SIZE_BYTES)
+                self.memory = mmap.mmap(fd, SIZE_BYTES)
+            finally:
+                os.close(fd)
+        self.set(0, "boot")
+
+    def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
+        """Says that `phase` of `step` begins now; without device figures the host's stand in."""
+        now = time.monotonic()
+        self._sequence += 1
+        self._since, self.step, self.phase = now, step, phase
+        code = CODES[phase]
+        body = _BODY.pack(
+            MAGIC, self._rank, self._pid, step, code, now, now, self.collectives,
+            step if device_step < 0 else device_step,
+            CODES[device_phase] if device_phase else code,
+        )  # fmt: skip
+        sequence = _SEQUENCE.pack(self._sequence)
+        self.memory[:8] = sequence
+        self.memory[8:_END] = body
+        self.memory[_END:] = sequence
+
+
+def unpack(data: bytes) -> Pulse | None:
+    """Returns the pulse in 256 bytes, None if they are torn or no pulse."""
+    if len(data) != SIZE_BYTES:
+        return None
+    magic, rank, pid, step, code, since, beat, count, device_step, device_code = _BODY.unpack(
+        data[8:_END]
+    )
+    known = range(len(PHASES))
+    if data[:8] != data[_END:] or magic != MAGIC or code not in known or device_code not in known:
+        return None
+    return Pulse(
+        rank, pid, step, PHASES[code], since, beat, count, device_step, PHASES[device_code]
+    )
+
+
+def read(path: Path, tries: int = 3) -> Pulse | None:
+    """Returns the pulse in a file, None where there is none to believe.
+
+    Reads with `pread` and not through a mapping: a hostile file that shrinks cannot harm.
+    """
+    fd = jsonl.open_regular(path)
+    if fd is None:
+        return None
+    try:
+        for _ in range(tries):
+            last = os.pread(fd, 8, _END)
+            body = os.pread(fd, _BODY.size, 8)
+            first = os.pread(fd, 8, 0)
+            pulse = unpack(first + body + last)
+            if pulse is not None:
+                return pulse
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return None

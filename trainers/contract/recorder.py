@@ -1,0 +1,94 @@
+"""The thread that writes, so that the training thread never does.
+
+A record that cannot be written at once waits in a bounded queue; when the queue is full, or the
+disk is, records are dropped and counted. A frozen filesystem stops this thread and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainers.contract import heartbeat, rundir
+
+MAX_WAITING = 10_000
+STDOUT = Path("<stdout>")
+Item = tuple[Path, Any]
+
+
+class Recorder:
+    """Appends whole records to files from one daemon thread.
+
+    `put` costs the caller a queue insertion. Heartbeats travel as dicts and are encoded here.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Item | Callable[[], None] | None] = queue.SimpleQueue()
+        self._descriptors: dict[Path, int] = {STDOUT: 1}
+        self._torn: set[Path] = set()
+        self._failed: set[Path] = set()
+        self.dropped = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
+        self._thread.start()
+
+    def put(self, path: Path, record: dict[str, Any] | bytes) -> bool:
+        """Queues one record for `path`; False when it was dropped because too many wait."""
+        if self._closed or self._queue.qsize() >= MAX_WAITING:
+            self.dropped += 1
+            return False
+        self._queue.put((path, record))
+        return True
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Queues a function that writes something else (an atomic document, say)."""
+        self._queue.put(work)
+
+    def close(self, timeout_s: float = 60.0) -> bool:
+        """Waits until everything queued is written; False when the disk did not take it in time."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if callable(item):
+                    item()
+                else:
+                    self._write(*item)
+            except OSError as error:
+                self.dropped += 1
+                self._say_once(error)
+        for path, fd in self._descriptors.items():
+            if path != STDOUT:
+                os.close(fd)
+
+    def _write(self, path: Path, record: dict[str, Any] | bytes) -> None:
+        data = heartbeat.encode(record) if isinstance(record, dict) else record
+        fd = self._descriptors.get(path)
+        if fd is None:
+            fd = self._descriptors[path] = rundir.open_append(path)
+        if path in self._torn:
+            data = b"\n" + data
+        written = os.write(fd, data)
+        if written < len(data):
+            self._torn.add(path)
+            self.dropped += 1
+        else:
+            self._torn.discard(path)
+
+    def _say_once(self, error: OSError) -> None:
+        where = Path(str(error.filename)) if error.filename else Path("run directory")
+        if where not in self._failed:
+            self._failed.add(where)
+            message = f"records are dropped and counted, training goes on: {error}\n"
+            try:
+                os.write(2, message.encode("utf-8", "replace"))
+            except OSError:
+                self.dropped += 1

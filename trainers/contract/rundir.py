@@ -1,0 +1,201 @@
+"""Names and paths of a launch and of its runs, and the safe ways to write into them.
+
+A launch directory holds one run directory a phase. Everything in them may come from somebody
+else: links are not followed, only regular files are read, and sizes are bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainers.contract import jsonl
+from trainers.contract.errors import RefusedError
+
+PLAN, PLAN_STATE, LOCK, SUPERVISOR_LOG = (
+    "plan.json", "plan_state.json", "lock", "supervisor.log",
+)  # fmt: skip
+RUN, ENV, SUPERVISOR, EVENTS, GATES, METRICS = (
+    "run.json", "env.json", "supervisor.json", "events.jsonl", "gates.json", "metrics.json",
+)  # fmt: skip
+REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT = (
+    "requests", "verdicts", "checkpoints", "latest", ".HALT",
+)  # fmt: skip
+TORCHRUN_LOG = "torchrun.log"
+LIVE_STATUS = "supervisor_status.json"
+HALT_BOARD = "halt_board"
+MAX_DOCUMENT_BYTES = 4 << 20
+
+
+def heartbeat(run: Path, rank: int) -> Path:
+    return run / f"heartbeat_rank{rank}.jsonl"
+
+
+def stackdump(run: Path, rank: int) -> Path:
+    return run / f"stackdump_rank{rank}.txt"
+
+
+def samples(run: Path, host: str) -> Path:
+    return run / f"samples_{host}.jsonl"
+
+
+def logs(run: Path, attempt: int) -> Path:
+    return run / "logs" / f"attempt{attempt}"
+
+
+def rank_log(run: Path, attempt: int, rank: int) -> Path:
+    return logs(run, attempt) / f"rank{rank}.log"
+
+
+def pulse(live: Path, rank: int) -> Path:
+    return live / f"pulse_rank{rank}"
+
+
+def live_stack(live: Path, rank: int) -> Path:
+    """The memory-backed file into which a rank's signal handler dumps."""
+    return live / f"stack_rank{rank}.txt"
+
+
+def host_name() -> str:
+    return socket.gethostname() or "localhost"
+
+
+def boot_id() -> str:
+    """Returns the kernel's boot id: a pid means something only within one boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Returns when a process started (clock ticks since boot), None if there is no such process."""
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = data.rpartition(b")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else None
+
+
+def identity(pid: int | None = None) -> dict[str, Any]:
+    """Returns what identifies a process for good: pid, start time, boot id and host."""
+    pid = pid or os.getpid()
+    return {
+        "pid": pid, "start_ticks": start_ticks(pid), "boot_id": boot_id(), "host": host_name(),
+    }  # fmt: skip
+
+
+def is_alive(owner: Mapping[str, Any]) -> bool:
+    """Says whether the process that an `identity` names still runs on this host and boot."""
+    pid = jsonl.integer(owner, "pid")
+    if pid is None or pid <= 0:
+        return False
+    if owner.get("host") != host_name() or owner.get("boot_id") != boot_id():
+        return False
+    return start_ticks(pid) == owner.get("start_ticks") and not is_zombie(pid)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return data.rpartition(b")")[2].split()[:1] == [b"Z"]
+
+
+def read_json(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> dict[str, Any] | None:
+    """Returns the object in a JSON file, None for anything else, whatever is at `path`."""
+    fd = jsonl.open_regular(path)
+    if fd is None:
+        return None
+    try:
+        if os.fstat(fd).st_size > limit:
+            return None
+        with os.fdopen(os.dup(fd), "rb") as stream:
+            return jsonl.decode(stream.read(limit + 1))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replaces `path` as a whole: temporary name, fsync, rename. Raises OSError."""
+    if isinstance(data, str):
+        data = data.encode()
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o600)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Replaces a JSON document as a whole. Raises OSError."""
+    plain = jsonl.decode(jsonl.encode(record))
+    write_atomic(path, json.dumps(plain, indent=1) + "\n")
+
+
+def open_append(path: Path) -> int:
+    """Opens a file to append whole records to; never through a link. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600)
+
+
+def make_directory(path: Path) -> None:
+    """Creates a directory of mode 0700, parents too. Raises RefusedError with the reason."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise RefusedError(
+            f"cannot create the directory {path}: {error.strerror}; give another with --run-dir"
+        ) from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise RefusedError(f"{path} is a link, not a directory; give the directory itself")
+    if status.st_uid != os.geteuid():
+        raise RefusedError(
+            f"{path} belongs to user id {status.st_uid}, not to you; give another with --run-dir"
+        )
+    if not os.access(path, os.W_OK | os.X_OK) or _is_read_only(path):
+        raise RefusedError(f"{path} is not writable; give another with --run-dir")
+
+
+def _is_read_only(path: Path) -> bool:
+    probe = path / f".probe-{secrets.token_hex(4)}"
+    try:
+        probe.touch(0o600)
+        probe.unlink()
+    except OSError as error:
+        return error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC)
+    return False
+
+
+def set_aside_stale_halt(run: Path) -> Path | None:
+    """Renames a `.HALT` that is there before the start; returns its new name, None without one."""
+    halt = run / HALT
+    aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
+    try:
+        halt.rename(aside)
+    except FileNotFoundError:
+        return None
+    return aside

@@ -1,0 +1,65 @@
+"""The one YAML loader: safe tags only, bounded size, depth and aliases, no duplicate keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainers.contract.errors import UsageError
+
+MAX_BYTES = 256 << 10
+MAX_DEPTH = 16
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Returns the mapping in a YAML file. Raises UsageError with file, line and what to do."""
+    try:
+        data = path.read_bytes() if path.is_file() else None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    if data is None:
+        raise UsageError(f"there is no file {path}; give the path of a YAML file")
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path} has {len(data)} bytes; a config has at most {MAX_BYTES}")
+    return parse(data, str(path))
+
+
+def parse(data: bytes | str, name: str) -> dict[str, Any]:
+    """Returns the mapping in YAML text; `name` stands in the error."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """SafeLoader without aliases (no bombs) and without silent duplicate keys."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases (*name) are not allowed here; write the value out")
+            self.depth = getattr(self, "depth", 0) + 1
+            if self.depth > MAX_DEPTH:
+                raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH} levels")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                name = str(key.value)
+                if name in seen:
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"the key {name!r} stands twice (line {line})")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
+    try:
+        document = yaml.load(data, Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" line {where.line + 1}" if where is not None else ""
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UsageError(f"{name}{line} is not valid YAML: {what}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise UsageError(f"{name} holds a {type(document).__name__}; it must be key: value lines")
+    return document
