@@ -351,7 +351,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--root", type=Path, default=launches.ROOT, help="where launches lie")
-    parser.add_argument("--plan", default="", help="the plan that the screen offers")
+    parser.add_argument("--plan", default="cpu_smoke", help="the plan that the screen offers")
     parser.add_argument(
         "--mouse", action=argparse.BooleanOptionalAction, help="mouse (default: off over SSH)"
     )

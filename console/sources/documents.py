@@ -132,7 +132,7 @@ def effective_state(
     pid = jsonl.integer(supervisor, "pid")
     boot, host = supervisor.get("boot_id"), supervisor.get("host")
     alive = [
-        worker["rank"]
+        worker.get("rank")
         for worker in entries(supervisor, "workers")
         if worker.get("exit") is None and rundir.is_alive({"boot_id": boot, "host": host, **worker})
     ]

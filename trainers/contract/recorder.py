@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,26 @@ class Recorder:
         self._failed: set[Path] = set()
         self.dropped = 0
         self._closed = False
+        self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
         self._thread.start()
 
-    def put(self, path: Path, record: dict[str, Any] | bytes) -> bool:
-        """Queues one record for `path`; False when it was dropped because too many wait."""
-        if self._closed or self._queue.qsize() >= MAX_WAITING:
+    @property
+    def waiting(self) -> int:
+        """How many records and calls have not been written yet."""
+        return self._queue.qsize()
+
+    def blocked_s(self) -> float:
+        """For how long the write that is under way has been waiting for the disk; 0 for none."""
+        since = self._busy_since
+        return time.monotonic() - since if since else 0.0
+
+    def put(self, path: Path, record: dict[str, Any] | bytes, keep: bool = False) -> bool:
+        """Queues one record for `path`; False when it was dropped because too many wait.
+
+        One to `keep` is queued however many wait.
+        """
+        if self._closed or (self._queue.qsize() >= MAX_WAITING and not keep):
             self.dropped += 1
             return False
         self._queue.put((path, record))
@@ -57,6 +72,7 @@ class Recorder:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            self._busy_since = time.monotonic()
             try:
                 if callable(item):
                     item()
@@ -65,6 +81,7 @@ class Recorder:
             except OSError as error:
                 self.dropped += 1
                 self._say_once(error)
+            self._busy_since = 0.0
         for path, fd in self._descriptors.items():
             if path != STDOUT:
                 os.close(fd)

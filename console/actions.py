@@ -1,0 +1,311 @@
+"""Every operator action once: keys, buttons and subcommands call these functions and no others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from console.model import LIVE_STATES
+from console.plans import catalog, preflight
+from console.plans.preflight import Check
+from console.sources import launches
+from console.supervisor import orders, start
+from console.supervisor.orders import FlagValue, Orders
+from console.supervisor.requests import ACTIONS, Action, Mailbox, check
+from trainers.contract import VERSION, environ, flags, jsonl, rundir
+from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
+from trainers.contract.plan import BETWEEN, Between, Phase, Plan
+
+__all__ = [
+    "ACTIONS", "Action", "Check", "LaunchOptions", "Prepared", "PreparedPhase", "answer", "launch",
+    "prepare", "send", "who",
+]  # fmt: skip
+
+FLAG_OPTION, SET_OPTION, DEVICES_OPTION = "--flag", "--set", "--devices"
+DEVICES_FLAG = "CUDA_VISIBLE_DEVICES"
+ANSWER_POLL_S = 0.05
+
+
+def who() -> str:
+    """Returns who asks: user, host and process."""
+    return f"{start.user_name()}@{rundir.host_name()} pid {os.getpid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """What an operator chose; empty means: as the plan says."""
+
+    plan: str
+    phase: str = ""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, str] = field(default_factory=dict)
+    nproc: int | None = None
+    devices: str = ""
+    run_dir: Path | None = None
+    between: str = ""
+    root: Path = launches.ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPhase:
+    """What would be started: the command, its flags with origins, its whole environment."""
+
+    name: str
+    argv: tuple[str, ...]
+    flags: Mapping[str, FlagValue]
+    environment: Mapping[str, str]
+    settings: Mapping[str, Mapping[str, Any]]
+
+    def shell(self) -> str:
+        """Returns the flags and the command as one line for a shell."""
+        words = [f"{name}={shlex.quote(flag.value)}" for name, flag in self.flags.items()]
+        return " ".join([*words, shlex.join(self.argv)])
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A launch that was checked and not begun."""
+
+    plan: Plan
+    directory: Path
+    phases: tuple[PreparedPhase, ...]
+    checks: tuple[Check, ...]
+    orders: Orders
+
+    @property
+    def ok(self) -> bool:
+        return not any(check.result == "fail" for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan.name, "ok": self.ok, "directory": str(self.directory),
+            "checks": [asdict(item) for item in self.checks],
+            "phases": [asdict(phase) | {"shell": phase.shell()} for phase in self.phases],
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """Returns checks, commands and environments as text."""
+        found = [f"{item.result:<8} {item.name}: {item.text}" for item in self.checks]
+        for phase in self.phases:
+            found += [f"phase {phase.name}", f"  {phase.shell()}", "  environment:"]
+            found += [f"    {name}={shlex.quote(v)}" for name, v in phase.environment.items()]
+        return found
+
+
+def prepare(options: LaunchOptions) -> Prepared:
+    """Returns what a launch would do, with all checks; writes nothing.
+
+    Raises UsageError for words that are wrong: plan, phase, flag, setting, gate.
+    """
+    plan, flag_origins, set_origins = _plan(options)
+    directory = options.run_dir or _fresh_directory(options.root, plan.name)
+    name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
+    given = Orders(
+        name, plan, who(), flag_origins, set_origins, start.host_facts(),
+        start.git_facts(catalog.PROJECT),
+    )  # fmt: skip
+    case = preflight.Case(plan, directory, options.devices)
+    checks = preflight.run(case, lambda index: given.settings(index, given.flags(index, {})))
+    phases = tuple(_prepared_phase(given, index, directory) for index in range(len(plan.phases)))
+    return Prepared(plan, directory, phases, checks, given)
+
+
+def launch(options: LaunchOptions, by: str) -> Path:
+    """Starts a plan and returns the launch's directory; the supervisor owns it from then on.
+
+    Raises UsageError, RefusedError or ContractError; then nothing was begun and nothing is left.
+    """
+    prepared = prepare(options)
+    failed = [item.text for item in prepared.checks if item.result == "fail"]
+    if failed:
+        raise RefusedError("; ".join(failed))
+    start.start(prepared.directory, replace(prepared.orders, by=by))
+    return prepared.directory
+
+
+def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]:
+    """Returns the plan with everything the launch changes in it, and what came from where."""
+    path = catalog.find(options.plan)
+    plan = catalog.load(options.plan)
+    if options.between and options.between not in BETWEEN:
+        raise UsageError(f"--between {options.between!r}: it is go or ask")
+    between: Between = "ask" if (options.between or plan.between) == "ask" else "go"
+    given = {name: _checked(name, value) for name, value in options.flags.items()}
+    flag_origins = dict.fromkeys(given, FLAG_OPTION)
+    if options.devices:
+        given[DEVICES_FLAG] = _checked(DEVICES_FLAG, options.devices)
+        flag_origins[DEVICES_FLAG] = DEVICES_OPTION
+    if options.nproc is not None and not 1 <= options.nproc <= 1024:
+        raise UsageError(f"--nproc {options.nproc}: it is 1 to 1024 processes")
+    phases = tuple(
+        replace(
+            phase,
+            nproc=options.nproc or phase.nproc,
+            script=_script(phase, path),
+            set={**phase.set, **options.sets},
+            flags={**phase.flags, **given},
+        )
+        for phase in plan.phases
+        if options.phase in ("", phase.name)
+    )
+    if not phases:
+        known = [phase.name for phase in plan.phases]
+        raise UsageError(
+            f"{plan.name} has no phase {options.phase!r}{did_you_mean(options.phase, known)}"
+        )
+    plan = replace(plan, phases=phases, between=between)
+    return plan, flag_origins, dict.fromkeys(options.sets, SET_OPTION)
+
+
+def _checked(name: str, value: str) -> str:
+    return flags.format_value(flags.parse(name, value))
+
+
+def _script(phase: Phase, plan_file: Path) -> str:
+    """Returns a script's path: below the working directory, the project or the plan's folder."""
+    if not phase.script or Path(phase.script).is_file():
+        return phase.script
+    for folder in (catalog.PROJECT, plan_file.parent):
+        if (folder / phase.script).is_file():
+            return str(folder / phase.script)
+    return phase.script
+
+
+def _fresh_directory(root: Path, plan: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    path, again = root / plan / stamp, 1
+    while path.exists():
+        again += 1
+        path = root / plan / f"{stamp}-{again}"
+    return path
+
+
+def _prepared_phase(given: Orders, index: int, directory: Path) -> PreparedPhase:
+    phase = given.plan.phases[index]
+    chosen = given.flags(index, {})
+    run = directory / f"{index}-{phase.name}"
+    contract = {
+        environ.RUN_DIR: str(run.absolute()), environ.RUN_ID: f"{given.launch}/{run.name}",
+        environ.ATTEMPT: "1",
+    }  # fmt: skip
+    argv = orders.argv(phase, given.plan.watch.grace_s)
+    settings = given.settings(index, chosen)
+    environment = orders.environment(chosen, contract)
+    return PreparedPhase(phase.name, tuple(argv), chosen, environment, settings)
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
+    """Drops a request into the right mailbox of a launch or run; returns its id.
+
+    Raises UsageError for wrong words, RefusedError where nobody would answer. A halt whose
+    supervisor is gone writes `.HALT` itself and returns "".
+    """
+    converted = check(action, args)
+    folder, mailbox = _mailbox(path, ACTIONS[action])
+    _must_be_ours(folder)
+    if action == "halt" and _halt_alone(path):
+        return ""
+    _must_be_served(folder, mailbox)
+    name = f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
+    record = {
+        "v": VERSION, "id": name, "action": action, "args": converted, "by": by, "ts": time.time(),
+    }  # fmt: skip
+    box = folder / rundir.REQUESTS
+    try:
+        box.mkdir(mode=0o700, exist_ok=True)
+        rundir.write_atomic(box / f"{name}.json", jsonl.encode(record))
+    except OSError as error:
+        raise RefusedError(f"cannot write a request into {box}: {error.strerror}") from error
+    return name
+
+
+def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None:
+    """Returns the event that answers a request, None when none came in time."""
+    if not request_id:
+        text = "the supervisor is gone, so .HALT was written here; all ranks stop at the same step"
+        return {"ok": True, "text": text, "detail": [], "request": ""}
+    top = launches.launch_of(path)
+    folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
+    tails = [jsonl.Tail(folder / rundir.EVENTS, lambda record: record) for folder in folders]
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for tail in tails:
+            while (records := tail.poll()) or tail.offset < tail.size_bytes:
+                for record in records:
+                    if record.get("kind") == "answer" and record.get("request") == request_id:
+                        return record
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(ANSWER_POLL_S)
+
+
+def _current_run(top: Path) -> Path:
+    """Returns the run of a launch's current phase. Raises NotFoundError before there is one."""
+    state = rundir.read_json(top / rundir.PLAN_STATE) or {}
+    index, phases = jsonl.integer(state, "phase"), state.get("phases")
+    if index is not None and isinstance(phases, list) and 0 <= index < len(phases):
+        entry = phases[index]
+        name = jsonl.text(entry, "dir") if isinstance(entry, dict) else ""
+        if name and "/" not in name and (top / name).is_dir():
+            return top / name
+    raise NotFoundError(f"the launch {launches.launch_id(top)} has no run yet")
+
+
+def _mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
+    """Returns the folder whose mailbox takes the action, and which kind it is."""
+    top = launches.launch_of(path)
+    here: Mailbox = "launch" if top == path else "run"
+    if here in action.mailboxes:
+        return path, here
+    if here == "launch":
+        return _current_run(path), "run"
+    if top is None:
+        raise RefusedError(f"{path} belongs to no launch, so it takes no {action.name}")
+    return top, "launch"
+
+
+def _must_be_ours(folder: Path) -> None:
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.geteuid():
+        raise RefusedError(f"{folder} is a link or belongs to somebody else; it is read-only here")
+
+
+def _must_be_served(folder: Path, mailbox: Mailbox) -> None:
+    """Raises RefusedError when no supervisor would look into the mailbox (any more)."""
+    name = launches.launch_id(folder) if mailbox == "launch" else folder.name
+    document = rundir.PLAN_STATE if mailbox == "launch" else rundir.SUPERVISOR
+    record = rundir.read_json(folder / document) or {}
+    state, why = jsonl.text(record, "state"), jsonl.text(record, "why")
+    over = state == "ended" if mailbox == "launch" else state not in LIVE_STATES
+    if over:
+        raise RefusedError(f"{name} is over ({why or state or 'no state'}); nothing was asked")
+    owner = record.get("supervisor") if mailbox == "launch" else record
+    if not isinstance(owner, dict) or not rundir.is_alive(owner):
+        raise RefusedError(f"the supervisor of {name} is gone, so nobody would answer")
+
+
+def _halt_alone(path: Path) -> bool:
+    """Writes `.HALT` where ranks may run without a supervisor; True when it did."""
+    run = path
+    if launches.is_launch(path):
+        try:
+            run = _current_run(path)
+        except NotFoundError:
+            return False
+    record = rundir.read_json(run / rundir.SUPERVISOR) or {}
+    if record.get("state") not in LIVE_STATES or rundir.is_alive(record):
+        return False
+    try:
+        rundir.write_atomic(run / rundir.HALT, f"halt asked by {who()}\n")
+    except OSError as error:
+        raise RefusedError(f"cannot write {run / rundir.HALT}: {error.strerror}") from error
+    return True

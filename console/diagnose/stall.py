@@ -1,0 +1,202 @@
+"""Who holds a run up: pulses and process states in, a verdict or None out. Nothing is read here.
+
+A run stalls when the rank that is furthest behind has not changed its pulse for longer than its
+limit: max(floor, 5 × p99 of its step times), with a budget of its own for start-up, evaluation and
+saving. A rank that the kernel shows as stopped or gone is named after `NAMED_AT_ONCE_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from console.model import Verdict
+from trainers.contract.plan import Watch
+from trainers.contract.pulse import CODES
+
+SAFETY = 5.0
+NAMED_AT_ONCE_S = 3.0
+STARTING_PHASES = frozenset(("boot", "load"))
+LONG_PHASES = frozenset(("eval", "save", "halt"))
+FIRST_STEP = 1
+"""Up to this step a rank may compile and allocate: the start-up budget holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Evidence about one rank at one moment. `phase` is "" for a rank without a pulse.
+
+    `still_s` is for how long its pulse has not changed (without one: since the attempt began),
+    `state` the kernel's letter or "gone", `p99_s` of its own step times.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    step: int
+    phase: str
+    still_s: float
+    collectives: int = 0
+    p99_s: float | None = None
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        return self.step, CODES.get(self.phase, -1), self.collectives
+
+    def where(self) -> str:
+        """Returns the place in words: "forward of step 41"."""
+        if not self.phase:
+            return "start-up, without a pulse"
+        return self.phase if self.phase in STARTING_PHASES else f"{self.phase} of step {self.step}"
+
+
+def limit_s(seen: Seen, watch: Watch) -> float:
+    """Returns for how long this rank's pulse may stay as it is."""
+    if not seen.phase or seen.phase in STARTING_PHASES or seen.step <= FIRST_STEP:
+        return watch.startup_s
+    usual = max(watch.stall_floor_s, SAFETY * (seen.p99_s or 0.0))
+    return max(usual, watch.startup_s) if seen.phase in LONG_PHASES else usual
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """All ranks that still run, those furthest behind, and the others."""
+
+    ranks: tuple[Seen, ...]
+    behind: tuple[Seen, ...]
+    others: tuple[Seen, ...]
+    watch: Watch
+    ts: float
+
+    @property
+    def overdue(self) -> bool:
+        return all(seen.still_s > limit_s(seen, self.watch) for seen in self.behind)
+
+
+def _named(ranks: Iterable[Seen]) -> str:
+    """Returns "rank 3" or "ranks 0-2, 4"."""
+    numbers = sorted(seen.rank for seen in ranks)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {words}"
+
+
+def _waiting(others: Sequence[Seen], than: Seen) -> str:
+    """Says what the ranks do that are not to blame, grouped by place."""
+    places: dict[str, list[Seen]] = {}
+    for seen in others:
+        same_step = seen.phase and seen.step == than.step
+        places.setdefault(seen.phase if same_step else seen.where(), []).append(seen)
+    return "".join(
+        f"; {_named(group)} wait{'s' if len(group) == 1 else ''} in {place}"
+        for place, group in places.items()
+    )
+
+
+def _evidence(case: _Case) -> tuple[str, ...]:
+    return tuple(
+        f"rank {s.rank}: process state {s.state}, {s.where()}, unchanged for {s.still_s:.0f} s, "
+        f"limit {limit_s(s, case.watch):.0f} s, {s.collectives} collectives"
+        for s in case.ranks[:64]
+    )
+
+
+def _verdict(case: _Case, who: Seen | None, cause: str, sure: str, sentence: str) -> Verdict:
+    place = who or case.behind[0]
+    return Verdict(
+        case.ts, sentence, cause, who.rank if who else None, place.phase, place.step,
+        sure, _evidence(case),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _in_state(letters: str, case: _Case) -> list[Seen]:
+    found = [s for s in case.ranks if s.state in letters.split() and s.still_s > NAMED_AT_ONCE_S]
+    return sorted(found, key=lambda s: s.position)
+
+
+def _stopped(case: _Case) -> Verdict | None:
+    found = _in_state("T t", case)
+    if not found:
+        return None
+    first = found[0]
+    others = [s for s in case.ranks if s not in found]
+    sentence = (
+        f"{_named(found)} {'is' if len(found) == 1 else 'are'} stopped (SIGSTOP or a debugger): in "
+        f"{first.where()} for {first.still_s:.0f} s{_waiting(others, first)}; "
+        f"kill -CONT {first.pid} lets it go on"
+    )
+    return _verdict(case, first, "stopped", "high", sentence)
+
+
+def _gone(case: _Case) -> Verdict | None:
+    found = _in_state("Z X gone", case)
+    if not found or len(found) == len(case.ranks):
+        return None
+    first = found[0]
+    others = [s for s in case.ranks if s not in found]
+    sentence = (
+        f"{_named(found)} {'is' if len(found) == 1 else 'are'} gone, last seen in {first.where()} "
+        f"{first.still_s:.0f} s ago{_waiting(others, first)}"
+    )
+    return _verdict(case, first, "gone", "high", sentence)
+
+
+def _uninterruptible(case: _Case) -> Verdict | None:
+    first = case.behind[0]
+    if not case.overdue or first.state != "D":
+        return None
+    sentence = (
+        f"rank {first.rank} is in uninterruptible sleep (disk, network file system or driver): in "
+        f"{first.where()} for {first.still_s:.0f} s{_waiting(case.others, first)}"
+    )
+    return _verdict(case, first, "uninterruptible", "medium", sentence)
+
+
+def _behind(case: _Case) -> Verdict | None:
+    if not case.overdue or not case.others:
+        return None
+    first = case.behind[0]
+    clear = any(s.position[:2] != first.position[:2] for s in case.others)
+    sentence = (
+        f"{_named(case.behind)} {'is' if len(case.behind) == 1 else 'are'} behind: in "
+        f"{first.where()} for {first.still_s:.0f} s{_waiting(case.others, first)}"
+    )
+    sure = "high" if clear and len(case.behind) == 1 else "medium"
+    return _verdict(case, first, "behind", sure, sentence)
+
+
+def _level(case: _Case) -> Verdict | None:
+    if not case.overdue:
+        return None
+    first, alone = case.behind[0], len(case.ranks) == 1
+    stands = f"{_named(case.ranks)} stand{'s' if alone else ''} still in {first.where()}"
+    hint = "" if alone else "; no rank is behind the others, so their stacks must tell"
+    sentence = f"{stands} for {first.still_s:.0f} s{hint}"
+    return _verdict(case, first if alone else None, "level", "high" if alone else "low", sentence)
+
+
+RULES: tuple[Callable[[_Case], Verdict | None], ...] = (
+    _stopped, _gone, _uninterruptible, _behind, _level,
+)  # fmt: skip
+"""The first rule that finds something gives the verdict."""
+
+
+def diagnose(ranks: Sequence[Seen], watch: Watch, ts: float) -> Verdict | None:
+    """Returns who holds the run up, None while it moves. `ts` is the unix time of the evidence."""
+    running = tuple(seen for seen in ranks if seen.phase != "exit")
+    if not running:
+        return None
+    lowest = min(seen.position for seen in running)
+    behind = tuple(seen for seen in running if seen.position == lowest)
+    others = tuple(seen for seen in running if seen.position != lowest)
+    case = _Case(running, behind, others, watch, ts)
+    for rule in RULES:
+        verdict = rule(case)
+        if verdict is not None:
+            return verdict
+    return None

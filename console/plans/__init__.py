@@ -1,0 +1,1 @@
+"""Plans before they run: which there are, whether they can start here, whether they passed."""

@@ -1,0 +1,61 @@
+"""Which plans there are: those of the project, and any YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from console.plans import gates
+from trainers.contract import plan as plans_module
+from trainers.contract.errors import UsageError, did_you_mean
+from trainers.contract.plan import Plan
+
+PROJECT = Path(__file__).resolve().parents[2]
+FOLDER = Path("configs") / "plans"
+ENDINGS = (".yaml", ".yml")
+
+
+def project_file(name: str) -> Path:
+    """Returns a file named in a plan: below the working directory, else below the project."""
+    path = Path(name)
+    return path if path.is_absolute() or path.exists() else PROJECT / path
+
+
+def files() -> dict[str, Path]:
+    """Returns the plan files by name; those of the working directory hide the project's."""
+    found: dict[str, Path] = {}
+    for folder in (PROJECT / FOLDER, FOLDER):
+        for path in sorted(folder.glob("*.yaml")) if folder.is_dir() else ():
+            found[path.stem] = path
+    return dict(sorted(found.items()))
+
+
+def is_plan(name: str) -> bool:
+    """Says whether a word names a plan (or a YAML file) rather than a run."""
+    return name in files() or (name.endswith(ENDINGS) and Path(name).is_file())
+
+
+def find(name: str) -> Path:
+    """Returns the file of a plan. Raises UsageError with the nearest name."""
+    path = Path(name)
+    if path.suffix in ENDINGS or path.is_file():
+        if not path.is_file():
+            raise UsageError(f"there is no plan file {name}; give a YAML file or a plan's name")
+        return path
+    known = files()
+    if name not in known:
+        raise UsageError(f"there is no plan {name!r}{did_you_mean(name, known)}")
+    return known[name]
+
+
+def load(name: str) -> Plan:
+    """Returns a plan with its gates checked. Raises UsageError."""
+    path = find(name)
+    plan = plans_module.load(path)
+    for phase in plan.phases:
+        gates.check(phase.gates, f"{path}: phase {phase.name!r}")
+    return plan
+
+
+def plans() -> list[Plan]:
+    """Returns every plan that can be found by name. Raises UsageError for a broken one."""
+    return [load(name) for name in files()]

@@ -1,0 +1,184 @@
+"""Can this plan start here and now? One row a check, in words; nothing is written."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.model import Result
+from console.sources import nvml
+from trainers.contract import environ, flags
+from trainers.contract.plan import Plan
+
+OLDEST_PYTHON = (3, 11)
+LEAST_DISK_GIB = 1.0
+LEAST_MEMORY_GIB_PER_RANK = 0.5
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question about this machine. "fail" refuses the launch, "unknown" only says so."""
+
+    name: str
+    result: Result
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is to be launched, and where it would write."""
+
+    plan: Plan
+    directory: Path
+    devices: str = ""
+
+    @property
+    def nproc(self) -> int:
+        return max(phase.nproc for phase in self.plan.phases)
+
+
+def _python(_case: Case) -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        return Check("python", "fail", f"Python {version} is too old; 3.11 or newer is needed")
+    return Check("python", "pass", f"Python {version}")
+
+
+def _torch(_case: Case) -> Check:
+    if importlib.util.find_spec("torch") is None:
+        text = "torch is not installed; run make console, or pip install -e ."
+        return Check("torch", "fail", text)
+    return Check("torch", "pass", f"torch {importlib.metadata.version('torch')}")
+
+
+def _programs(case: Case) -> Check:
+    for phase in case.plan.phases:
+        if phase.script and not Path(phase.script).is_file():
+            text = f"phase {phase.name!r}: there is no script {phase.script}"
+            return Check("program", "fail", text)
+        if not phase.script and importlib.util.find_spec(phase.module.partition(".")[0]) is None:
+            text = f"phase {phase.name!r}: there is no module {phase.module}"
+            return Check("program", "fail", text)
+    named = dict.fromkeys(phase.script or phase.module for phase in case.plan.phases)
+    return Check("program", "pass", ", ".join(named))
+
+
+def gpus_there() -> int | None:
+    """Returns how many NVIDIA GPUs NVML counts; 0 without a driver, None when it fails."""
+    if not nvml.has_driver():
+        return 0
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return None
+
+
+def _gpus(case: Case) -> Check:
+    needed, there = case.plan.gpus, gpus_there()
+    if there is None:
+        return Check("gpus", "fail" if needed else "unknown", "the NVIDIA driver does not answer")
+    if needed == 0:
+        return Check("gpus", "pass", f"none needed, {there} there")
+    chosen = [word for word in case.devices.split(",") if word]
+    usable = min(there, len(chosen)) if chosen else there
+    if usable < needed:
+        text = (
+            f"the plan {case.plan.name} needs {needed} GPU{'s' if needed > 1 else ''} and this "
+            f"machine has {usable}; use the plan cpu_smoke, or a machine with GPUs"
+        )
+        return Check("gpus", "fail", text)
+    return Check("gpus", "pass", f"{needed} needed, {usable} there")
+
+
+def _cores(case: Case) -> Check:
+    cores = len(os.sched_getaffinity(0))
+    text = f"{case.nproc} processes on {cores} cores"
+    if case.nproc > cores:
+        return Check("cores", "unknown", f"{text}: they will take turns")
+    return Check("cores", "pass", text)
+
+
+def memory_available_gib() -> float | None:
+    """Returns the kernel's estimate of memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) / (1 << 20)
+    return None
+
+
+def _memory(case: Case) -> Check:
+    free = memory_available_gib()
+    if free is None:
+        return Check("memory", "unknown", "the kernel does not say how much memory is free")
+    needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
+    if free < needed:
+        text = f"{free:.1f} GiB of memory free; {case.nproc} ranks need at least {needed:.1f} GiB"
+        return Check("memory", "fail", text)
+    return Check("memory", "pass", f"{free:.1f} GiB free")
+
+
+def nearest_folder(path: Path) -> Path:
+    """Returns the deepest folder of a path that exists already."""
+    path = path.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _disk(case: Case) -> Check:
+    folder = nearest_folder(case.directory)
+    try:
+        free = shutil.disk_usage(folder).free / GIB
+    except OSError as error:
+        return Check("disk", "unknown", f"{folder}: {error.strerror}")
+    if free < LEAST_DISK_GIB:
+        return Check("disk", "fail", f"{folder} has {free:.2f} GiB free; free at least 1 GiB")
+    return Check("disk", "pass", f"{free:.0f} GiB free at {folder}")
+
+
+def _directory(case: Case) -> Check:
+    folder = nearest_folder(case.directory)
+    read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    if read_only or not os.access(folder, os.W_OK | os.X_OK):
+        why = "is on a read-only file system" if read_only else "is not writable"
+        return Check("directory", "fail", f"{folder} {why}; give another with --run-dir")
+    return Check("directory", "pass", str(case.directory))
+
+
+def _shell(_case: Case) -> Check:
+    """Names flags of the shell: a launch takes over none, so that it can be repeated."""
+    named = [n for n in environ.snapshot() if n in flags.FLAGS or n.startswith(flags.OWN_PREFIX)]
+    named = [name for name in named if name not in environ.CONTRACT_NAMES]
+    if not named:
+        return Check("shell", "pass", "the shell sets no flag")
+    listed = ", ".join(sorted(named)[:6])
+    return Check("shell", "unknown", f"not taken over from the shell: {listed}; use --flag")
+
+
+CHECKS: tuple[Callable[[Case], Check], ...] = (
+    _python, _torch, _programs, _gpus, _cores, _memory, _disk, _directory, _shell,
+)  # fmt: skip
+
+
+def run(case: Case, settings: Callable[[int], Mapping[str, object]]) -> tuple[Check, ...]:
+    """Returns all checks; `settings` resolves a phase's and raises UsageError by itself."""
+    checks = [check(case) for check in CHECKS]
+    for index, phase in enumerate(case.plan.phases):
+        count = len(settings(index))
+        text = f"{count} settings fit together" if count else "a foreign program, not checked"
+        checks.append(Check(f"config {phase.name}", "pass", text))
+    return tuple(checks)

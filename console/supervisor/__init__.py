@@ -1,0 +1,1 @@
+"""The detached process that owns torchrun: one per launch, without a terminal."""

@@ -1,0 +1,102 @@
+"""`python -m console.supervisor LAUNCH_DIR [--lock-fd N]`: owns one launch until it has ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from console.sources.nvml import Nvml
+from console.supervisor import orders
+from console.supervisor.directory import Directory
+from console.supervisor.launch import Launch
+from trainers.contract.errors import ContractError
+
+PR_SET_CHILD_SUBREAPER = 36
+IDLE_TICK_MS = 200
+BUSY_TICK_MS = 50
+FLUSH_S = 3600.0
+
+
+def become_subreaper() -> None:
+    """Makes orphans of this process its children, so that their exits are known."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        print(f"no subreaper: {os.strerror(error)}", file=sys.stderr)  # noqa: T201
+
+
+def take_signals(on_stop: Callable[[str], None]) -> None:
+    """TERM and INT stop the launch. USR1 is ignored, and stays so in torchrun through exec.
+
+    HUP has a handler that does nothing, so that torchrun does not inherit an ignored one.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        on_stop(signal.Signals(number).name)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def _wake(fd: int) -> None:
+    """Ends the main loop's wait; a pipe that is full has woken it already."""
+    with contextlib.suppress(BlockingIOError):
+        os.write(fd, b"\0")
+
+
+def supervise(path: Path) -> None:
+    """Runs the phases of a launch. Raises ContractError when plan.json cannot be used."""
+    given = orders.load(path)
+    asked: list[str] = []
+    take_signals(asked.append)
+    become_subreaper()
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    poller = select.poll()
+    poller.register(wake_read, select.POLLIN)
+    directory, nvml = Directory(lambda: _wake(wake_write)), Nvml()
+    nvml.start()
+    launch = Launch(path, given, directory, nvml, poller)
+    while not launch.over:
+        ready = poller.poll(BUSY_TICK_MS if launch.busy else IDLE_TICK_MS)
+        if any(fd == wake_read for fd, _ in ready):
+            os.read(wake_read, 4096)
+        if asked:
+            launch.terminate(f"{asked[0]} to the supervisor")
+            asked.clear()
+        launch.tick()
+    nvml.stop()
+    directory.close(FLUSH_S)
+
+
+def main() -> int:
+    """Returns 0 when the launch has ended, whatever became of it."""
+    parser = argparse.ArgumentParser(prog="python -m console.supervisor", description=__doc__)
+    parser.add_argument("launch", type=Path)
+    parser.add_argument("--lock-fd", type=int, help="descriptor that holds the launch's lock")
+    options = parser.parse_args()
+    if options.lock_fd is not None:
+        os.set_inheritable(options.lock_fd, False)
+    begun = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
+    try:
+        supervise(options.launch)
+    except ContractError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

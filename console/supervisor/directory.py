@@ -1,0 +1,74 @@
+"""The one thread that touches the run directory; a file system that hangs stops only it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from trainers.contract import VERSION, jsonl, rundir
+from trainers.contract.errors import ContractError
+from trainers.contract.recorder import Recorder
+
+T = TypeVar("T")
+
+
+class Job(Generic[T]):
+    """Work for the directory's thread whose result somebody waits for, without blocking."""
+
+    def __init__(self, work: Callable[[], T], on_done: Callable[[], None]):
+        self._work, self._on_done = work, on_done
+        self.done = False
+        self.error: OSError | ContractError | None = None
+        self._value: T | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._value = self._work()
+        except (OSError, ContractError) as error:
+            self.error = error
+        finally:
+            self.done = True
+            self._on_done()
+
+    @property
+    def value(self) -> T:
+        """Returns the result. Raises the error that the work raised."""
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+
+class Directory(Recorder):
+    """Writes events, documents and samples in the order they were asked for.
+
+    `on_done` is called on this thread when a job has its result.
+    """
+
+    def __init__(self, on_done: Callable[[], None] = lambda: None):
+        self._on_done = on_done
+        super().__init__()
+
+    def job(self, work: Callable[[], T]) -> Job[T]:
+        """Queues work that reads or writes; ask `done` later."""
+        job = Job(work, self._on_done)
+        self.call(job)
+        return job
+
+    def event(
+        self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
+        by: str = "supervisor", **more: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Appends one event beside the folder's mailbox; never dropped. Returns it."""
+        record = {
+            "v": VERSION, "ts": time.time(), "mono": time.monotonic(), "attempt": attempt,
+            "kind": kind, "level": level, "text": text, "by": by,
+        } | more  # fmt: skip
+        self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
+        return record
+
+    def document(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Replaces a JSON document as a whole."""
+        frozen = dict(record)
+        self.call(lambda: rundir.write_json(path, frozen))

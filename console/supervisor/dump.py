@@ -1,0 +1,118 @@
+"""Stack dumps on request: signal the ranks that can dump, then keep each rank's new bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.sources import process
+from trainers.contract import jsonl, rundir
+from trainers.contract.dumps import END_MARK
+
+WAIT_S = 2.0
+MAX_DUMP_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class _Part:
+    """One rank's dump: where its bytes begin, and what became of it ("" while it is open)."""
+
+    rank: int
+    source: Path
+    offset: int
+    result: str = ""
+    data: bytes = b""
+
+
+def refusal(pid: int) -> str:
+    """Says why a rank cannot be asked for its stack, "" when it can."""
+    seen = process.stat(pid)
+    if seen is None or seen.state in "ZX":
+        return "is gone"
+    if seen.state in "Tt":
+        return "is stopped (SIGSTOP or a debugger) and cannot dump; kill -CONT lets it go on"
+    if not process.catches(pid, signal.SIGUSR1):
+        return "does not catch SIGUSR1 (still starting, or no member), so it was not signalled"
+    return ""
+
+
+class Dump:
+    """One asked dump of some ranks. `poll` until it is done; nothing here waits."""
+
+    def __init__(self, run: Path, live: Path | None, unix_ms: int):
+        self._run, self._live, self.unix_ms = run, live, unix_ms
+        self._until = time.monotonic() + WAIT_S
+        self.parts: list[_Part] = []
+
+    def ask(self, rank: int, handle: process.Handle) -> None:
+        """Signals one rank, if it would survive it."""
+        live = rundir.live_stack(self._live, rank) if self._live else None
+        source = live if live is not None and live.exists() else rundir.stackdump(self._run, rank)
+        part = _Part(rank, source, _size(source), refusal(handle.pid))
+        if not part.result and not handle.send(signal.SIGUSR1):
+            part.result = "is gone"
+        self.parts.append(part)
+
+    def ranks(self) -> set[int]:
+        return {part.rank for part in self.parts}
+
+    def poll(self, keep: Callable[[Path, bytes], None]) -> bool:
+        """Takes what has come; True when every rank has an end. `keep` stores a whole dump."""
+        late = time.monotonic() > self._until
+        for part in self.parts:
+            if part.result:
+                continue
+            part.data = _read(part.source, part.offset)
+            whole = END_MARK.encode() in part.data and part.data.endswith(b"\n")
+            if whole or late:
+                self._finish(part, whole, keep)
+        return all(part.result for part in self.parts)
+
+    def _finish(self, part: _Part, whole: bool, keep: Callable[[Path, bytes], None]) -> None:
+        if not part.data:
+            part.result = f"did not answer within {WAIT_S:g} s"
+            return
+        name = f"stackdump_rank{part.rank}_{self.unix_ms}.txt"
+        keep(self._run / name, part.data)
+        part.result = f"dumped: {name}"
+        if not whole:
+            part.result += f" (only the main thread answered within {WAIT_S:g} s)"
+
+    def answer(self) -> tuple[bool, str, list[str]]:
+        """Returns whether any stack came, a sentence, and each rank's result."""
+        dumped = [part.rank for part in self.parts if part.result.startswith("dumped")]
+        detail = [f"rank {part.rank} {part.result}" for part in self.parts]
+        if len(dumped) == len(self.parts):
+            text = f"stacks of {_count(dumped)} dumped"
+        else:
+            rest = "; ".join(d for d, p in zip(detail, self.parts, strict=True)
+                             if p.rank not in dumped)  # fmt: skip
+            text = f"stacks of {_count(dumped)} dumped; {rest}" if dumped else f"no stack: {rest}"
+        return bool(dumped), text, detail
+
+
+def _count(ranks: Sequence[int]) -> str:
+    return f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read(path: Path, offset: int) -> bytes:
+    fd = jsonl.open_regular(path)
+    if fd is None:
+        return b""
+    try:
+        return os.pread(fd, MAX_DUMP_BYTES, offset)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)

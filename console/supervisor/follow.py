@@ -1,0 +1,176 @@
+"""What a run's own files say: heartbeats, `.HALT`, requests. Read on the directory's thread."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from console.plans.gates import Summary
+from console.supervisor import requests
+from console.supervisor.ending import error_of
+from trainers.contract import heartbeat, jsonl, rundir
+
+WARM_UP_STEPS = 2
+KEPT_STEPS = 256
+MAX_POLLS = 8
+LOG_TAIL_BYTES = 256 << 10
+EXCEPTION = re.compile(
+    rb"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception): .*)$", re.MULTILINE
+)
+TORCHRUN_WORDS = b"ChildFailedError"
+CLOSING = b"closing signal SIG"
+
+
+@dataclass(slots=True)
+class News:
+    """What one look found."""
+
+    requests: list[requests.Request] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    halt_file: bool = False
+    ending: bool = False
+    """torchrun says that it ends the ranks."""
+    disk: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is read when all processes have ended; `words` are last exceptions by rank."""
+
+    news: News = field(default_factory=News)
+    log: bytes = b""
+    metrics: Mapping[str, Any] | None = None
+    words: Mapping[int, str] = field(default_factory=dict)
+
+
+class Files:
+    """Follows the files of one attempt. `look` runs on the directory's thread."""
+
+    def __init__(self, run: Path, attempt: int, world: int):
+        self._run, self._attempt = run, attempt
+        self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
+        self._log_offset = 0
+        self._tails = [heartbeat.tail(rundir.heartbeat(run, rank)) for rank in range(world)]
+
+    def look(self, heartbeats: bool) -> News:
+        """Returns what is new; `heartbeats` False looks only for requests and `.HALT`."""
+        news = News(requests.scan(self._run, "run"))
+        news.halt_file = (self._run / rundir.HALT).exists()
+        if heartbeats:
+            for tail in self._tails:
+                news.records += self._read(tail, MAX_POLLS)
+            news.ending = self._torchrun_ends()
+            space = os.statvfs(self._run)
+            gib = space.f_frsize / (1 << 30)
+            news.disk = {
+                "free_gib": round(space.f_bavail * gib, 2),
+                "total_gib": round(space.f_blocks * gib, 2),
+            }
+        return news
+
+    def rest(self) -> Rest:
+        """Returns everything that is left to read after the ranks have ended."""
+        news = News()
+        for tail in self._tails:
+            news.records += self._read(tail, 1 << 20)
+        log = _end_of(self._log)
+        words = {}
+        for rank in range(len(self._tails)):
+            own = _end_of(rundir.rank_log(self._run, self._attempt, rank))
+            words[rank] = last_exception(own) or last_exception(log)
+        return Rest(news, log, rundir.read_json(self._run / rundir.METRICS), words)
+
+    def _torchrun_ends(self) -> bool:
+        """Says whether torchrun's log tells of signals to the ranks since the last look."""
+        fd = jsonl.open_regular(self._log)
+        if fd is None:
+            return False
+        try:
+            data = os.pread(fd, LOG_TAIL_BYTES, self._log_offset)
+        finally:
+            os.close(fd)
+        self._log_offset += max(0, len(data) - len(CLOSING))
+        return CLOSING in data
+
+    def _read(self, tail: jsonl.Tail, polls: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for _ in range(polls):
+            found += [r for r in tail.poll() if r["attempt"] == self._attempt]
+            if tail.offset >= tail.size_bytes:
+                break
+        return found
+
+
+def _end_of(path: Path) -> bytes:
+    fd = jsonl.open_regular(path)
+    if fd is None:
+        return b""
+    try:
+        size = os.fstat(fd).st_size
+        return os.pread(fd, LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
+    finally:
+        os.close(fd)
+
+
+def last_exception(log: bytes) -> str:
+    """Returns the last exception line in a log, for an end that no record explains."""
+    lines = [m.group(1) for m in EXCEPTION.finditer(log) if TORCHRUN_WORDS not in m.group(1)]
+    return lines[-1][:300].decode("utf-8", "replace").strip() if lines else ""
+
+
+class Story:
+    """What the records told so far: for gates, stall limits and the end of the run."""
+
+    def __init__(self) -> None:
+        self.summary = Summary()
+        self.steps: dict[int, int] = {}
+        self.halts: dict[int, int] = {}
+        self.errors: dict[int, str] = {}
+        self.codes: dict[int, int] = {}
+        """Exit codes that ranks announced in their last record."""
+        self._durations: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}
+        self._p99: dict[int, float] = {}
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Takes in one heartbeat."""
+        self.summary.take(record)
+        rank, step = record["rank"], record["step"]
+        self.steps[rank] = max(step, self.steps.get(rank, 0))
+        if record["msg"] == "halt":
+            self.halts[rank] = step
+        error = error_of(record)
+        if error:
+            self.errors.setdefault(rank, error)
+        code = jsonl.integer(record, "exit_code")
+        if code is not None:
+            self.codes[rank] = code
+        durations = record.get("steps_dt_s")
+        if isinstance(durations, list):
+            self._take_durations(rank, durations)
+
+    def _take_durations(self, rank: int, durations: list[Any]) -> None:
+        held = self._durations.setdefault(rank, deque(maxlen=KEPT_STEPS))
+        for value in durations:
+            duration = jsonl.number({"s": value}, "s")
+            if duration is None or not 0 <= duration < 1e6:
+                continue
+            self._seen[rank] = self._seen.get(rank, 0) + 1
+            if self._seen[rank] > WARM_UP_STEPS:
+                held.append(duration)
+        self._p99.pop(rank, None)
+
+    def p99_s(self, rank: int) -> float | None:
+        """Returns the 99th percentile of a rank's last step times, None before there are any."""
+        held = self._durations.get(rank)
+        if not held:
+            return None
+        if rank not in self._p99:
+            ordered = sorted(held)
+            self._p99[rank] = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        return self._p99[rank]

@@ -1,0 +1,128 @@
+"""What plan.json tells the supervisor: the plan, what the launch changed in it, and where from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from console.plans.catalog import PROJECT
+from trainers.contract import VERSION, environ, rundir
+from trainers.contract import plan as plans_module
+from trainers.contract.errors import NotFoundError
+from trainers.contract.plan import Phase, Plan
+
+PLAN_ENV, PHASE_FLAGS = "plan env", "plan"
+Origins = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FlagValue:
+    """A flag as a process is born with it, and who said so."""
+
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """A launch as data: `plan` already holds what `--flag`, `--set` and `--nproc` changed."""
+
+    launch: str
+    plan: Plan
+    by: str
+    flag_origins: Origins = field(default_factory=dict)
+    set_origins: Origins = field(default_factory=dict)
+    host: Mapping[str, Any] = field(default_factory=dict)
+    git: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self, created_ts: float) -> dict[str, Any]:
+        """Returns plan.json: the plan's own keys and, beside them, the launch's."""
+        return self.plan.as_dict() | {
+            "v": VERSION, "launch": self.launch, "by": self.by, "created_ts": created_ts,
+            "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
+            "host": dict(self.host), "git": dict(self.git), "cwd": str(Path.cwd()),
+        }  # fmt: skip
+
+    def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
+        """Returns the flags of a phase, the strongest source last to speak."""
+        phase = self.plan.phases[index]
+        found = {name: FlagValue(value, PLAN_ENV) for name, value in self.plan.env.items()}
+        for name, value in phase.flags.items():
+            found[name] = FlagValue(value, self.flag_origins.get(name, PHASE_FLAGS))
+        return found | dict(pending)
+
+    def settings(self, index: int, flags: Mapping[str, FlagValue]) -> dict[str, Any]:
+        """Returns the resolved settings of a phase with origins; {} for a foreign program.
+
+        Raises UsageError when they do not fit together.
+        """
+        phase = self.plan.phases[index]
+        if not is_ours(phase):
+            return {}
+        from trainers import settings
+
+        config = config_file(phase) if phase.config else None
+        environment = {name: flag.value for name, flag in flags.items()}
+        resolved = settings.resolve(config, environment, phase.set).as_dict()
+        for key in phase.set:
+            resolved[key]["origin"] = self.set_origins.get(key, PHASE_FLAGS)
+        return resolved
+
+
+def load(launch: Path) -> Orders:
+    """Returns the orders in a launch directory. Raises NotFoundError or UsageError."""
+    record = rundir.read_json(launch / rundir.PLAN)
+    if record is None:
+        raise NotFoundError(f"{launch} holds no readable {rundir.PLAN}")
+    own = {each.name for each in fields(Plan)}
+    plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
+
+    def mapping(key: str) -> dict[str, Any]:
+        held = record.get(key)
+        return held if isinstance(held, dict) else {}
+
+    return Orders(
+        str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
+        mapping("flag_origins"), mapping("set_origins"), mapping("host"), mapping("git"),
+    )  # fmt: skip
+
+
+def is_ours(phase: Phase) -> bool:
+    """Says whether the phase starts one of our trainers, whose settings we know."""
+    return not phase.script and phase.module.startswith("trainers.")
+
+
+def config_file(phase: Phase) -> Path:
+    """Returns the config as the ranks get it: relative to the working directory if it is there."""
+    path = Path(phase.config)
+    return path if path.is_absolute() or path.is_file() else PROJECT / path
+
+
+def argv(phase: Phase, grace_s: float) -> list[str]:
+    """Returns the command that starts a phase on one host."""
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
+        "--shutdown-timeout", str(max(1, round(grace_s))),
+    ]  # fmt: skip
+    words += [phase.script] if phase.script else ["-m", phase.module]
+    if phase.config:
+        words += ["--config", str(config_file(phase))]
+    for key, value in phase.set.items():
+        words += ["--set", f"{key}={value}"]
+    return words + list(phase.args)
+
+
+def environment(flags: Mapping[str, FlagValue], contract: Mapping[str, str]) -> dict[str, str]:
+    """Returns the whole environment of torchrun: allow-list, flags, contract, nothing else."""
+    found = environ.inherited()
+    paths = [entry for entry in found.get("PYTHONPATH", "").split(":") if entry]
+    if str(PROJECT) not in paths:
+        paths.insert(0, str(PROJECT))
+    found["PYTHONPATH"] = ":".join(paths)
+    found["PYTHONUNBUFFERED"] = "1"
+    found |= {name: flag.value for name, flag in flags.items()}
+    return found | dict(contract)

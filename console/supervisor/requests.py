@@ -1,0 +1,183 @@
+"""Requests: the one table of actions, and the mailbox they arrive in.
+
+A request may hold anything: it is bounded, must be a regular file of ours, and its arguments are
+checked against the table before anything happens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainers.contract import VERSION, flags, jsonl, rundir
+from trainers.contract.errors import UsageError, did_you_mean
+
+MAX_REQUEST_BYTES = 64 << 10
+MAX_REQUESTS_A_LOOK = 64
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+Mailbox = Literal["run", "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an action. `convert` raises ValueError with what it takes."""
+
+    name: str
+    convert: Callable[[Any], Any]
+    help: str
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that an operator can ask for."""
+
+    name: str
+    mailboxes: tuple[Mailbox, ...]
+    help: str
+    args: tuple[Argument, ...] = ()
+    confirm: bool = False
+    """Ask before: work may be lost."""
+
+
+def _text(limit: int) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or not value.strip() or len(value) > limit:
+            raise ValueError(f"a text of at most {limit} characters")
+        return value.strip()
+
+    return convert
+
+
+def _rank(value: Any) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not text.isdecimal() or len(text) > 6:
+        raise ValueError("the number of a rank")
+    return int(text)
+
+
+def _yes(value: Any) -> bool:
+    if value is True or (isinstance(value, str) and value.lower() in flags.TRUE):
+        return True
+    raise ValueError("yes=true: it ends all ranks without a checkpoint")
+
+
+def _flag_name(value: Any) -> str:
+    try:
+        return flags.lookup(str(value)).name
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+def _flag_value(value: Any) -> str | None:
+    """A null, or an empty text, takes the change back."""
+    if value is None or value == "":
+        return None
+    return flags.format_value(value) if isinstance(value, bool | int | float) else str(value)
+
+
+TABLE: tuple[Action, ...] = (
+    Action("dump", ("run",), "Write the stacks of all ranks, or of one.",
+           (Argument("rank", _rank, "only this rank", required=False),)),
+    Action("halt", ("run", "launch"), "All ranks stop at the same step and save; the plan ends.",
+           confirm=True),
+    Action("stop", ("run", "launch"), "TERM, the grace time, then KILL; the plan ends.",
+           confirm=True),
+    Action("kill", ("run",), "KILL the whole tree now, without a checkpoint.",
+           (Argument("yes", _yes, "yes=true means it"),), confirm=True),
+    Action("ack", ("run",), "Take note of an alert.",
+           (Argument("alert", _text(80), "the alert's id"),)),
+    Action("note", ("run", "launch"), "Write a sentence into the record.",
+           (Argument("text", _text(1000), "the sentence"),)),
+    Action("set-flag", ("launch",), "Set a flag for the next phase; without a value: undo.",
+           (Argument("name", _flag_name, "the flag"),
+            Argument("value", _flag_value, "its value", required=False))),
+    Action("proceed", ("launch",), "Start the next phase of a plan that waits.",
+           (Argument("phase", _text(80), "its name, to be sure", required=False),)),
+)  # fmt: skip
+
+ACTIONS: dict[str, Action] = {action.name: action for action in TABLE}
+
+
+def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) -> dict[str, Any]:
+    """Returns the converted arguments. Raises UsageError that says what would be right."""
+    row = ACTIONS.get(action)
+    if row is None:
+        raise UsageError(f"there is no action {action[:80]!r}{did_you_mean(action[:80], ACTIONS)}")
+    if mailbox is not None and mailbox not in row.mailboxes:
+        raise UsageError(f"{action} is asked of a {row.mailboxes[0]}, not of a {mailbox}")
+    known = {argument.name: argument for argument in row.args}
+    for name in args:
+        if name not in known:
+            takes = did_you_mean(str(name)[:80], known) if known else "; it takes none"
+            raise UsageError(f"{action} has no argument {str(name)[:80]!r}{takes}")
+    found = {}
+    for name, argument in known.items():
+        if name not in args and argument.required:
+            raise UsageError(f"{action} needs {name}: {argument.help}")
+        if name in args:
+            try:
+                found[name] = argument.convert(args[name])
+            except ValueError as error:
+                raise UsageError(f"{action}: {name} takes {error}") from None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request file. `error` says why it cannot be executed, "" when it can."""
+
+    path: Path
+    id: str
+    action: str
+    args: Mapping[str, Any]
+    by: str
+    error: str = ""
+
+
+def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
+    """Returns the requests that wait in a run or launch, oldest name first."""
+    box = folder / rundir.REQUESTS
+    try:
+        names = sorted(name for name in os.listdir(box) if not name.startswith("."))
+    except OSError:
+        return []
+    return [_read(box / name, mailbox) for name in names[:MAX_REQUESTS_A_LOOK]]
+
+
+def _read(path: Path, mailbox: Mailbox) -> Request:
+    name = path.name.removesuffix(".json")
+    identifier = name if IDENTIFIER.fullmatch(name) else "invalid"
+    try:
+        foreign = os.lstat(path).st_uid != os.geteuid()
+    except OSError:
+        foreign = False
+    if foreign:
+        return Request(path, identifier, "", {}, "?", "the request file belongs to somebody else")
+    record = rundir.read_json(path, MAX_REQUEST_BYTES)
+    if record is None:
+        return Request(path, identifier, "", {}, "?", "the request is no small JSON object")
+    by = jsonl.text(record, "by", "?")[:200]
+    action, args = jsonl.text(record, "action"), record.get("args", {})
+    named = jsonl.text(record, "id")
+    identifier = named if IDENTIFIER.fullmatch(named) else identifier
+    if record.get("v") != VERSION or not isinstance(args, dict):
+        return Request(path, identifier, action[:80], {}, by, "the request is not of version 1")
+    try:
+        return Request(path, identifier, action, check(action, args, mailbox), by)
+    except UsageError as error:
+        return Request(path, identifier, action[:80], {}, by, str(error))
+
+
+def remove(path: Path) -> None:
+    """Takes a request out of the mailbox, whatever it is; what cannot go is renamed away."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError:
+        path.rename(path.with_name(f".refused-{path.name}"))

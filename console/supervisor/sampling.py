@@ -1,0 +1,86 @@
+"""One sample a second: GPUs, processes, the ranks' pulses; the run directory is not touched."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from console.diagnose.stall import Seen
+from console.sources import process
+from console.sources.nvml import Nvml
+from console.supervisor.follow import Story
+from console.supervisor.tree import Worker
+from trainers.contract import VERSION, pulse, rundir
+
+GPU_FIELDS = (
+    "index", "name", "state", "util_pct", "power_w", "power_limit_w", "mem_used_mib",
+    "mem_total_mib", "temp_c", "sm_mhz", "why",
+)  # fmt: skip
+
+
+class Sampler:
+    """Turns the machine into the records of `samples_{host}.jsonl` and evidence for a verdict."""
+
+    def __init__(self, nvml: Nvml, folder: Path):
+        self._nvml, self._folder = nvml, folder
+        self._cpu = process.CpuMeter()
+        self._host = rundir.host_name()
+        self.disk: Mapping[str, float] = {}
+        self.seen: tuple[Seen, ...] = ()
+        self.phases: dict[int, str] = {}
+
+    def sample(
+        self, workers: Sequence[Worker], story: Story, attempt: int, begun: float
+    ) -> dict[str, Any]:
+        """Returns one sample; `seen` then holds the same moment as evidence."""
+        now = time.monotonic()
+        rows, seen = [], []
+        for worker in sorted(workers, key=lambda w: w.rank):
+            row, evidence = self._rank(worker, story, now, begun)
+            rows.append(row)
+            seen.append(evidence)
+        self.seen = tuple(seen)
+        self.phases = {evidence.rank: evidence.phase for evidence in seen}
+        return {
+            "v": VERSION, "ts": time.time(), "mono": now, "host": self._host, "attempt": attempt,
+            "gpus": self._gpus(), "ranks": rows, "disk": self.disk,
+            "load1": round(os.getloadavg()[0], 2),
+        }  # fmt: skip
+
+    def _gpus(self) -> list[dict[str, Any]]:
+        return [
+            {name: getattr(gpu, name) for name in GPU_FIELDS} | {"uuid": uuid}
+            for gpu, uuid in self._nvml.rows()
+        ]
+
+    def _rank(
+        self, worker: Worker, story: Story, now: float, begun: float
+    ) -> tuple[dict[str, Any], Seen]:
+        pid = worker.handle.pid
+        stat = process.stat(pid) if worker.over_ts is None else None
+        state = stat.state if stat else "gone"
+        found = pulse.read(rundir.pulse(self._folder, worker.rank))
+        if found is not None and found.pid != pid:
+            found = None
+        row: dict[str, Any] = {
+            "rank": worker.rank, "pid": pid, "state": state,
+            "cpu_pct": self._cpu.pct(stat) if stat else None,
+            "rss_mib": round(stat.rss_mib, 1) if stat else None, "pulse": None,
+        }  # fmt: skip
+        p99_s = story.p99_s(worker.rank)
+        if found is None:
+            return row, Seen(worker.rank, pid, state, 0, "", now - begun, 0, p99_s)
+        since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
+        row["pulse"] = {
+            "step": found.step, "phase": found.phase, "since_s": round(since_s, 3),
+            "age_s": round(age_s, 3), "collectives": found.collectives,
+            "device_step": found.device_step, "device_phase": found.device_phase,
+        }  # fmt: skip
+        seen = Seen(
+            worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
+            found.collectives, p99_s,
+        )  # fmt: skip
+        return row, seen

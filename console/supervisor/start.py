@@ -1,0 +1,235 @@
+"""How a launch begins: its directory, its lock, its supervisor. All of it, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pwd
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from console.plans.catalog import PROJECT
+from console.supervisor.orders import Orders
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract.errors import ContractError, RefusedError
+
+READY_S = 20.0
+POLL_S = 0.02
+
+
+def user_name() -> str:
+    """Returns the name of the user, the number where it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def owner(directory: Path) -> str:
+    """Says who holds the lock of a launch directory."""
+    held = rundir.read_json(directory / rundir.LOCK)
+    if not held:
+        return "another launch that is just starting"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(jsonl.number(held, "since_ts") or 0))
+    user = jsonl.text(held, "user", "?")[:80]
+    launch, host = jsonl.text(held, "launch", "?")[:200], jsonl.text(held, "host", "?")[:200]
+    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since} UTC"
+
+
+class Claim:
+    """A launch directory that is ours alone as long as the lock's descriptor is open."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._made = not directory.exists()
+        self.fd = -1
+
+    def take(self) -> None:
+        """Creates or checks the directory and locks it. Raises RefusedError."""
+        rundir.make_directory(self.directory)
+        self._check_content()
+        path = self.directory / rundir.LOCK
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self.fd = os.open(path, flags, 0o600)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            if error.errno in (errno.EAGAIN, errno.EACCES) and path.exists():
+                raise self._in_use() from None
+            raise RefusedError(f"cannot lock {path}: {error.strerror}") from error
+        try:
+            self._check_content()
+        except RefusedError:
+            self.release()
+            raise
+        self.directory.chmod(0o700)
+
+    def _check_content(self) -> None:
+        """Raises RefusedError when the directory holds something that is not this launch."""
+        names = os.listdir(self.directory)
+        there = [name for name in names if name != rundir.LOCK and not name.startswith(".probe-")]
+        if not there:
+            return
+        if not self._is_free():
+            raise self._in_use()
+        if rundir.PLAN not in there:
+            raise RefusedError(
+                f"{self.directory} is not empty and holds no launch ({min(there)!r} is in it); "
+                "give another directory with --run-dir"
+            )
+        held = rundir.read_json(self.directory / rundir.PLAN) or {}
+        raise RefusedError(
+            f"{self.directory} holds the launch {jsonl.text(held, 'launch', '?')[:200]}, which is "
+            "over; give another directory with --run-dir"
+        )
+
+    def _in_use(self) -> RefusedError:
+        return RefusedError(
+            f"{self.directory} is in use by {owner(self.directory)}; "
+            "watch that one, or give another directory with --run-dir"
+        )
+
+    def _is_free(self) -> bool:
+        if self.fd >= 0:
+            return True
+        fd = jsonl.open_regular(self.directory / rundir.LOCK)
+        if fd is None:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def name_owner(self, pid: int, launch: str) -> None:
+        """Writes who holds the lock into it, in place: the lock belongs to the file."""
+        held = rundir.identity(pid) | {
+            "user": user_name(), "since_ts": time.time(), "launch": launch,
+        }  # fmt: skip
+        os.pwrite(self.fd, jsonl.encode(held), 0)
+
+    def release(self) -> None:
+        """Lets go of the lock; whoever inherited its descriptor keeps it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def undo(self) -> None:
+        """Removes what this launch wrote, and the directory if it made it."""
+        for name in (rundir.PLAN, rundir.PLAN_STATE, rundir.SUPERVISOR_LOG, rundir.EVENTS,
+                     rundir.LOCK):  # fmt: skip
+            (self.directory / name).unlink(missing_ok=True)
+        self.release()
+        for folder in (self.directory / rundir.REQUESTS, self.directory if self._made else None):
+            with contextlib.suppress(OSError):
+                if folder is not None:
+                    folder.rmdir()
+
+
+def start(directory: Path, given: Orders) -> None:
+    """Starts the supervisor of a launch and waits until it has taken over.
+
+    Raises RefusedError when the directory is not ours to use, ContractError when the supervisor
+    does not come up; then nothing is left behind.
+    """
+    claim = Claim(directory)
+    claim.take()
+    try:
+        rundir.write_json(directory / rundir.PLAN, given.as_dict(time.time()))
+        process = _spawn(directory, claim.fd)
+    except OSError as error:
+        claim.undo()
+        raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
+    claim.name_owner(process.pid, given.launch)
+    try:
+        _wait_until_ready(process, directory)
+    except ContractError:
+        claim.undo()
+        raise
+    claim.release()
+    threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
+
+
+def _spawn(directory: Path, lock_fd: int) -> subprocess.Popen[bytes]:
+    log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
+    environment = environ.inherited()
+    paths = [entry for entry in environment.get("PYTHONPATH", "").split(":") if entry]
+    if str(PROJECT) not in paths:
+        paths.insert(0, str(PROJECT))
+    environment["PYTHONPATH"] = ":".join(paths)
+    argv = [
+        sys.executable, "-m", "console.supervisor", str(directory.absolute()),
+        "--lock-fd", str(lock_fd),
+    ]  # fmt: skip
+    try:
+        return subprocess.Popen(
+            argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True, pass_fds=(lock_fd,),
+        )  # fmt: skip
+    finally:
+        os.close(log)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if (directory / rundir.PLAN_STATE).exists():
+            return
+        if process.poll() is not None:
+            raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")
+        time.sleep(POLL_S)
+    process.kill()
+    process.wait()
+    raise ContractError(f"the supervisor did not start within {READY_S:g} s")
+
+
+def _last_line(directory: Path) -> str:
+    text = _read_text(directory / rundir.SUPERVISOR_LOG)
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+
+
+def _read_text(path: Path) -> str:
+    fd = jsonl.open_regular(path)
+    if fd is None:
+        return ""
+    try:
+        return os.pread(fd, 1 << 16, 0).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+
+
+def host_facts() -> dict[str, Any]:
+    """Returns what this machine is, for run.json."""
+    uname = os.uname()
+    return {
+        "name": rundir.host_name(), "kernel": f"{uname.sysname} {uname.release}",
+        "machine": uname.machine, "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": ".".join(map(str, sys.version_info[:3])), "executable": sys.executable,
+    }  # fmt: skip
+
+
+def git_facts(folder: Path) -> dict[str, Any]:
+    """Returns commit and dirty state of the code that runs, {} where there is no git."""
+
+    def ask(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10,
+                check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    sha, changes = ask("rev-parse", "HEAD"), ask("status", "--porcelain", "--untracked-files=no")
+    return {} if changes is None else {"sha": sha or "", "dirty": bool(changes)}

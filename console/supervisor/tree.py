@@ -1,0 +1,233 @@
+"""The processes of one attempt: torchrun, its ranks and whatever they started.
+
+The supervisor is the subreaper, so a rank that outlives torchrun becomes its child and leaves a
+real exit status. Everything is found by the attempt's token in its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from console.sources import process
+from trainers.contract import rundir
+
+LEFTOVER_GRACE_S = 2.0
+SCAN_EVERY_S = 0.5
+FAILED = re.compile(
+    rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
+)
+ROOT_CAUSE = b"Root Cause (first observed failure):"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank: its process while it lives, how it ended afterwards."""
+
+    rank: int
+    local_rank: int
+    handle: process.Handle
+    over_ts: float | None = None
+    code: int | None = None
+    signal: str | None = None
+
+    def ended(self, status: Mapping[str, int | str | None]) -> None:
+        code, name = status["code"], status["signal"]
+        self.code = code if isinstance(code, int) else None
+        self.signal = name if isinstance(name, str) else None
+        self.over_ts = self.over_ts or time.time()
+
+    def as_dict(self) -> dict[str, Any]:
+        over = None
+        if self.over_ts is not None:
+            over = {"code": self.code, "signal": self.signal, "ts": self.over_ts}
+        return {
+            "rank": self.rank, "local_rank": self.local_rank, "host": rundir.host_name(),
+            "pid": self.handle.pid, "start_ticks": self.handle.start_ticks, "exit": over,
+        }  # fmt: skip
+
+
+class Tree:
+    """Owns the processes of one attempt; every method returns at once."""
+
+    def __init__(self, token: str, nproc: int, poller: select.poll):
+        self.token, self.nproc = token, nproc
+        self._poller = poller
+        self.agent_pid = 0
+        self.agent_ticks: int | None = None
+        self.agent_status: int | None = None
+        self.workers: dict[int, Worker] = {}
+        self.order: list[int] = []
+        """Ranks in the order in which they ended."""
+        self._agent: process.Handle | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._agent_over_at: float | None = None
+        self._kill_at: float | None = None
+        self._ranks_kill_at: float | None = None
+        self._scanned = 0.0
+        self._left: list[int] = []
+
+    @property
+    def spawned(self) -> bool:
+        return self.agent_pid > 0
+
+    def spawn(self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int) -> None:
+        """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in it."""
+        self._popen = subprocess.Popen(
+            argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd,
+            start_new_session=True,
+        )  # fmt: skip
+        self.agent_pid = self._popen.pid
+        self.agent_ticks = rundir.start_ticks(self.agent_pid)
+        fd = os.pidfd_open(self.agent_pid)
+        self._agent = process.Handle(self.agent_pid, fd, self.agent_ticks or 0)
+        self._poller.register(fd, select.POLLIN)
+
+    def look(self) -> bool:
+        """Finds new ranks, reaps what ended; True when something changed."""
+        changed = self._reap()
+        if self.spawned and len(self.workers) < self.nproc and self.agent_status is None:
+            changed = self._discover() or changed
+        for worker in self.workers.values():
+            if worker.over_ts is None and worker.handle.is_over():
+                worker.over_ts = time.time()
+                self._forget(worker.handle)
+                changed = True
+                if worker.rank not in self.order:
+                    self.order.append(worker.rank)
+        return changed
+
+    def alive(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.over_ts is None]
+
+    def is_over(self) -> bool:
+        """Says whether no process of this attempt is left; ends leftover helpers."""
+        if not self.spawned or self.agent_status is None:
+            return False
+        now = time.monotonic()
+        if now - self._scanned < (0.0 if self._kill_at else SCAN_EVERY_S) and self._left:
+            return False
+        self._scanned, self._left = now, process.with_token(self.token)
+        helpers_only = not self.alive()
+        if self._left and helpers_only and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
+            self.kill()
+        return not self._left
+
+    def terminate(self, grace_s: float) -> None:
+        """Sends TERM to torchrun, or to the ranks if it is gone; KILL follows after the grace."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + grace_s
+        if self._agent is not None and self.agent_status is None:
+            self._agent.send(signal.SIGTERM)
+            return
+        for worker in self.alive():
+            worker.handle.send(signal.SIGTERM)
+
+    def expire(self, grace_s: float) -> None:
+        """Gives the ranks this long: torchrun waits 30 s for those left by a failed one."""
+        if self._ranks_kill_at is None:
+            self._ranks_kill_at = time.monotonic() + grace_s
+
+    def kill(self) -> None:
+        """Sends KILL to every process of this attempt, and again at each `enforce`."""
+        self._kill_at = 0.0
+        if self._agent is not None and self.agent_status is None:
+            self._agent.send(signal.SIGKILL)
+        self._kill_ranks()
+
+    def _kill_ranks(self) -> None:
+        """Sends KILL to all but torchrun, which then says who failed first."""
+        for worker in self.alive():
+            worker.handle.send(signal.SIGKILL)
+        for pid in process.with_token(self.token):
+            if pid == self.agent_pid:
+                continue
+            handle = process.hold(pid, self.token)
+            if handle is not None:
+                handle.send(signal.SIGKILL)
+                handle.close()
+
+    def enforce(self) -> bool:
+        """Kills what has outlived its grace; True when it just did so for the first time."""
+        now = time.monotonic()
+        if self._ranks_kill_at is not None and now >= self._ranks_kill_at and self.alive():
+            self._kill_ranks()
+        if self._kill_at is None or now < self._kill_at:
+            return False
+        first = self._kill_at > 0
+        self.kill()
+        return first
+
+    def take_log(self, log: bytes) -> None:
+        """Takes the exits that only torchrun saw from the summary at the end of its log."""
+        root = log.rfind(ROOT_CAUSE)
+        for match in FAILED.finditer(log):
+            rank, code, pid = (int(group) for group in match.groups())
+            worker = self.workers.get(rank)
+            if worker is None or worker.handle.pid != pid:
+                continue
+            worker.ended(
+                {"code": None, "signal": process.signal_name(-code)} if code < 0
+                else {"code": code, "signal": None}
+            )  # fmt: skip
+            if rank not in self.order:
+                self.order.insert(0 if match.start() > root >= 0 else len(self.order), rank)
+        if self.agent_status == 0:
+            for worker in self.workers.values():
+                worker.ended({"code": 0, "signal": None})
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            self._forget(worker.handle)
+        if self._agent is not None:
+            self._forget(self._agent)
+
+    def _discover(self) -> bool:
+        found = False
+        for pid in process.children(self.agent_pid):
+            variables = process.environment(pid)
+            rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
+            if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
+                continue
+            handle = process.hold(pid, self.token)
+            if handle is not None:
+                self.workers[int(rank)] = Worker(int(rank), int(local), handle)
+                self._poller.register(handle.fd, select.POLLIN)
+                found = True
+        return found
+
+    def _reap(self) -> bool:
+        """Collects every child that ended: torchrun, and ranks that it left behind."""
+        changed = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return changed
+            if pid == 0:
+                return changed
+            changed = True
+            if pid == self.agent_pid and self._agent is not None:
+                self.agent_status = os.waitstatus_to_exitcode(status)
+                self._agent_over_at = time.monotonic()
+                if self._popen is not None:
+                    self._popen.returncode = self.agent_status
+                self._forget(self._agent)
+            for worker in self.workers.values():
+                if worker.handle.pid == pid:
+                    worker.ended(process.exit_record(status))
+                    self._forget(worker.handle)
+                    if worker.rank not in self.order:
+                        self.order.append(worker.rank)
+
+    def _forget(self, handle: process.Handle) -> None:
+        if handle.fd >= 0:
+            self._poller.unregister(handle.fd)
+            handle.close()

@@ -1,0 +1,180 @@
+"""Charts as pure maths: a window that fills and jumps, bins, bounds, and cells of braille.
+
+A scrolling chart is sent whole with every sample. This one fills from left to right and, when it
+is full, jumps left by a quarter: a sample changes one column.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Literal
+
+Mode = Literal["braille", "block", "ascii"]
+Point = tuple[float, float]
+Bin = tuple[float, float] | None
+"""Smallest and largest value of one column, None without a point."""
+SPANS_S = (60, 120, 300, 600, 1800, 7200, 43200)
+AUTO_MAX_S = 600
+LEAST_SPAN = 0.02
+"""An axis shows at least so much of its values: noise shall not look like a storm."""
+TINY, HUGE = 1e-200, 1e200
+"""Smaller differences are none, larger values are cut: a hostile record may hold any float."""
+_LEFT, _RIGHT = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)
+_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " _.-:=+*#"
+
+
+def auto_span(elapsed_s: float) -> int:
+    """Returns the shortest span that shows all so far, at most ten minutes."""
+    return next((s for s in SPANS_S if s >= elapsed_s and s <= AUTO_MAX_S), AUTO_MAX_S)
+
+
+def window_start(first: float, now: float, span: float) -> float:
+    """Returns where the window begins: at `first`, and then in jumps of a quarter of `span`."""
+    over = now - first - span
+    return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
+
+
+def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
+    """Returns smallest and largest value of each of `count` columns. Points are sorted by time."""
+    found: list[Bin] = [None] * count
+    scale = count / span
+    for index in range(bisect_left(points, (start, -math.inf)), len(points)):
+        at, value = points[index]
+        column = int((at - start) * scale)
+        if column >= count:
+            break
+        held = found[column]
+        found[column] = (
+            (value, value) if held is None else (min(held[0], value), max(held[1], value))
+        )
+    return found
+
+
+def merge(several: Sequence[list[Bin]]) -> list[Bin]:
+    """Returns the band from the smallest to the largest of several series."""
+    merged: list[Bin] = []
+    for column in zip(*several, strict=True):
+        held = [b for b in column if b is not None]
+        merged.append((min(b[0] for b in held), max(b[1] for b in held)) if held else None)
+    return merged
+
+
+def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:
+    """Returns round bounds around all values: they move rarely, so the chart is redrawn rarely."""
+    known = [b for b in held if b is not None]
+    if not known:
+        return 0.0, 1.0
+    low, high = min(b[0] for b in known), max(b[1] for b in known)
+    if from_zero and low >= 0:
+        low = 0.0
+    low, high = max(-HUGE, min(low, HUGE)), max(-HUGE, min(high, HUGE))
+    if high - low <= max(TINY, 1e-9 * max(abs(high), abs(low))):
+        pad = abs(high) * 0.1 if abs(high) > TINY else 1.0
+        low, high = (0.0 if from_zero and low >= 0 else low - pad), high + pad
+    least = LEAST_SPAN * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        low, high = middle - least / 2, middle + least / 2
+    step = _round_step((high - low) / 6)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
+    return next((m * power for m in (1, 2, 2.5, 5, 10) if m * power >= step * (1 - 1e-9)), step)
+
+
+def levels(
+    held: Sequence[Bin], low: float, high: float, count: int
+) -> list[tuple[int, int] | None]:
+    """Returns the lowest and highest dot of each column, neighbours joined. 0 is the bottom."""
+    found: list[tuple[int, int] | None] = []
+    before: tuple[int, int] | None = None
+    for column in held:
+        if column is None:
+            found.append(None)
+            continue
+        bottom, top = (_dot(value, low, high, count) for value in column)
+        dots = bottom, top
+        if before is not None:
+            if before[1] < bottom - 1:
+                bottom = before[1] + 1
+            elif before[0] > top + 1:
+                top = before[0] - 1
+        found.append((bottom, top))
+        before = dots
+    return bridge(found)
+
+
+def _dot(value: float, low: float, high: float, count: int) -> int:
+    span = high - low
+    share = (value - low) / span if TINY < span < math.inf else 0.0
+    return round((count - 1) * min(1.0, max(0.0, share)))
+
+
+def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
+    """Fills short gaps between points by a straight line: rare samples still read as a curve."""
+    filled = list(held)
+    last = None
+    for index, column in enumerate(held):
+        if column is None:
+            continue
+        before = held[last] if last is not None else None
+        if last is not None and before is not None and 1 < index - last <= 16:
+            a, b = sum(before) / 2, sum(column) / 2
+            for i in range(last + 1, index):
+                at = round(a + (b - a) * (i - last) / (index - last))
+                filled[i] = (at, at)
+        last = index
+    return filled
+
+
+def columns_of(mode: Mode, width: int) -> int:
+    """Returns how many columns of values `width` cells hold."""
+    return width * 2 if mode == "braille" else width
+
+
+def draw(held: Sequence[Bin], low: float, high: float, height: int, mode: Mode) -> list[str]:
+    """Returns `height` lines of cells for the columns, top line first."""
+    if mode == "braille":
+        return _braille(levels(held, low, high, 4 * height), height)
+    return _filled(
+        levels(held, low, high, 8 * height), height, _BLOCKS if mode == "block" else _ASCII
+    )
+
+
+def _braille(dots: list[tuple[int, int] | None], height: int) -> list[str]:
+    lines = []
+    for y in range(height):
+        cells = []
+        base = 4 * (height - 1 - y)
+        for x in range(0, len(dots), 2):
+            bits = _bits(dots[x], base, _LEFT)
+            if x + 1 < len(dots):
+                bits |= _bits(dots[x + 1], base, _RIGHT)
+            cells.append(chr(0x2800 + bits) if bits else " ")
+        lines.append("".join(cells))
+    return lines
+
+
+def _bits(dot: tuple[int, int] | None, base: int, column: tuple[int, ...]) -> int:
+    if dot is None:
+        return 0
+    bits = 0
+    for level in range(max(dot[0], base), min(dot[1], base + 3) + 1):
+        bits |= column[3 - (level - base)]
+    return bits
+
+
+def _filled(dots: list[tuple[int, int] | None], height: int, marks: str) -> list[str]:
+    lines = []
+    for y in range(height):
+        base = 8 * (height - 1 - y)
+        lines.append(
+            "".join(
+                " " if dot is None else marks[min(8, max(0, dot[1] + 1 - base))] for dot in dots
+            )
+        )
+    return lines

@@ -1,0 +1,112 @@
+"""Runs what was asked for beside the screen, with a time limit, and brings back one sentence.
+
+Each deed has a daemon thread of its own: a directory that does not answer freezes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from textual.message import Message
+
+from trainers.contract.errors import ContractError
+
+ANSWER_S = 15.0
+LIMIT_S = 20.0
+
+
+Then = Callable[[Any], object]
+Failed = Callable[[str], object]
+
+
+class Actions(Protocol):
+    """What the screen calls of `console.actions`."""
+
+    def send(self, path: Path, action: str, args: Mapping[str, Any], by: str) -> str: ...
+
+    def answer(self, path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None: ...
+
+    def who(self) -> str: ...
+
+
+class Poster(Protocol):
+    """The app, as far as a deed needs it."""
+
+    def post_message(self, message: Message) -> bool: ...
+
+    def set_timer(self, delay: float, callback: Callable[[], None]) -> object: ...
+
+
+class Done(Message):
+    """A deed ended: with a result, or with an error's sentence."""
+
+    def __init__(self, number: int, label: str, result: Any, error: str):
+        super().__init__()
+        self.number, self.label, self.result, self.error = number, label, result, error
+
+
+class Deeds:
+    """Starts deeds and knows which are not done. `finish` hands each result out once."""
+
+    def __init__(self, app: Poster):
+        self._app = app
+        self._last = 0
+        self._open: dict[int, tuple[Then, Failed | None]] = {}
+
+    def start(
+        self,
+        label: str,
+        work: Callable[[], Any],
+        then: Then,
+        failed: Failed | None = None,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        """Runs `work` in a thread; `then` gets its result, `failed` the sentence of its error."""
+        self._last += 1
+        number = self._last
+        self._open[number] = then, failed
+
+        def body() -> None:
+            result, error = None, ""
+            try:
+                result = work()
+            except (ContractError, OSError) as problem:
+                error = str(problem) or type(problem).__name__
+            self._app.post_message(Done(number, label, result, error))
+
+        threading.Thread(target=body, name=f"deed-{label}", daemon=True).start()
+        late = (
+            f"{label}: no answer within {limit_s:.0f} s; the directory may be frozen, "
+            "and what was asked may still happen"
+        )
+        self._app.set_timer(limit_s, lambda: self._give_up(Done(number, label, None, late)))
+
+    def _give_up(self, done: Done) -> None:
+        if done.number in self._open:
+            self._app.post_message(done)
+
+    def finish(self, done: Done, say: Failed) -> None:
+        """Hands a result to who waits for it; drops one that is late or was given up."""
+        then, failed = self._open.pop(done.number, (None, None))
+        if then is None:
+            return
+        if done.error:
+            (failed or say)(done.error)
+        else:
+            then(done.result)
+
+
+def request(actions: Actions, path: Path, action: str, args: Mapping[str, Any]) -> str:
+    """Sends a request and waits for its answer. Returns who did what; raises its refusal."""
+    by = actions.who()
+    request_id = actions.send(path, action, args, by)
+    event = actions.answer(path, request_id, ANSWER_S)
+    if event is None:
+        return f"{action}: asked, not answered within {ANSWER_S:.0f} s; the log will tell"
+    text = str(event.get("text") or event.get("detail") or "done")
+    if event.get("ok") is False:
+        raise ContractError(text)
+    return text if text.startswith(action) else f"{action}: {text}"

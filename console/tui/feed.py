@@ -1,0 +1,205 @@
+"""The reading side of the screen: one thread polls, one immutable snapshot a second comes out.
+
+A thread of our own, a daemon: a directory that does not answer holds up neither the screen nor the
+way out of it (an executor's threads are waited for at exit).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from console.history import Series
+from console.model import LIVE_STATES, LogLine, RunState
+
+POLL_S = 1.0
+GLANCE_S = 0.25
+STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
+"""Small files whose change is a change of state: looked at four times a second."""
+
+
+class Source(Protocol):
+    """What the feed asks of `console.sources.run.RunSource`."""
+
+    run_path: Path | None
+    history: Any
+
+    def poll(self) -> RunState: ...
+
+
+class Logs(Protocol):
+    """What the feed asks of `console.sources.logs.LogSource`."""
+
+    def poll(self) -> list[LogLine]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that the screen shows of one moment. `at` is monotonic, `now` unix seconds."""
+
+    at: float
+    now: float
+    state: RunState | None = None
+    charts: Mapping[str, Series] = field(default_factory=dict)
+    stacks: Mapping[int, Any] = field(default_factory=dict)
+    log: tuple[LogLine, ...] = ()
+    """The log lines that are new; `log_begins` says that they start another log."""
+    log_begins: bool = False
+    trouble: str = ""
+
+
+def open_source(path: Path) -> Source:
+    from console.sources.run import RunSource
+
+    return RunSource(path)
+
+
+def open_logs(run: Path, attempt: int) -> Logs:
+    from console.sources.logs import LogSource
+
+    return LogSource(run, attempt)
+
+
+def read_stacks(run: Path, ranks: list[int]) -> Mapping[int, Any]:
+    from console.sources import stacks
+
+    return stacks.latest(run, ranks)
+
+
+def find_live(root: Path) -> Path | None:
+    """Returns the newest launch under `root` that still lives, None without one."""
+    from console.sources import documents, launches
+    from trainers.contract import rundir
+
+    for path in launches.launches(root)[:50]:
+        state = rundir.read_json(path / rundir.PLAN_STATE) or {}
+        named = documents.launch_state(path, path.name, {}, state).state
+        if named in ("running", "waiting"):
+            return path
+        if named == "unsupervised" and open_source(path).poll().state in LIVE_STATES:
+            return path
+    return None
+
+
+class Feed:
+    """Owns the source. `deliver` is called in the feed's thread and must only pass on.
+
+    The next snapshot is made only after `taken()`: a slow screen skips samples, no queue grows.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[Snapshot], object],
+        wanted: Callable[[RunState], tuple[str, ...]],
+        path: Path | None,
+        root: Path,
+        opener: Callable[[Path], Source] = open_source,
+    ):
+        self._deliver, self._wanted, self._open = deliver, wanted, opener
+        self._root = root
+        self._path = path
+        self._source: Source | None = None
+        self._logs: tuple[Path, int, Logs] | None = None
+        self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
+        self._stamps: tuple[int, ...] = ()
+        self._nudged = threading.Event()
+        self._taken = threading.Event()
+        self._stopped = False
+        self.wants_stacks = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="feed", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._taken.set()
+        self.nudge()
+
+    def follow(self, path: Path) -> None:
+        """Shows another launch or run from now on."""
+        self._path, self._source = path, None
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Asks for a snapshot at once."""
+        self._nudged.set()
+
+    def taken(self) -> None:
+        """Says that the screen has shown the last snapshot."""
+        self._taken.set()
+
+    def _run(self) -> None:
+        if self._path is None:
+            self._path = find_live(self._root)
+        while not self._stopped:
+            snapshot = self.take()
+            self._taken.clear()
+            self._deliver(snapshot)
+            self._wait()
+
+    def take(self) -> Snapshot:
+        """Reads once."""
+        at, now = time.monotonic(), time.time()
+        path, source = self._path, self._source
+        if path is None:
+            return Snapshot(at, now)
+        try:
+            if source is None:
+                source = self._source = self._open(path)
+                self._logs = None
+            state = source.poll()
+        except OSError as error:
+            return Snapshot(at, now, trouble=f"{path} cannot be read: {error.strerror}")
+        run = source.run_path
+        log, begins = self._poll_logs(run, state.attempt)
+        charts = {name: source.history.series(name) for name in self._wanted(state)}
+        stacks = self._poll_stacks(run, state)
+        self._stamps = self._stamp()
+        return Snapshot(at, now, state, charts, stacks, log, begins)
+
+    def _poll_logs(self, run: Path | None, attempt: int) -> tuple[tuple[LogLine, ...], bool]:
+        if run is None:
+            return (), False
+        held = self._logs
+        begins = held is None or held[:2] != (run, attempt)
+        if held is None or begins:
+            held = self._logs = (run, attempt, open_logs(run, attempt))
+        return tuple(held[2].poll()), begins
+
+    def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
+        if run is None or not self.wants_stacks:
+            return {}
+        try:
+            mark = (run, os.stat(run).st_mtime_ns)
+        except OSError:
+            return {}
+        if self._stacks[0] != mark:
+            self._stacks = (mark, read_stacks(run, [rank.rank for rank in state.ranks]))
+        return self._stacks[1]
+
+    def _stamp(self) -> tuple[int, ...]:
+        source = self._source
+        if source is None or source.run_path is None:
+            return ()
+        stamps = []
+        for name in STAMPED:
+            try:
+                stamps.append(os.stat(source.run_path / name).st_mtime_ns)
+            except OSError:
+                stamps.append(0)
+        return tuple(stamps)
+
+    def _wait(self) -> None:
+        end = time.monotonic() + POLL_S
+        while not self._stopped:
+            if self._nudged.wait(GLANCE_S):
+                self._nudged.clear()
+                break
+            if time.monotonic() >= end - GLANCE_S / 2 or self._stamp() != self._stamps:
+                break
+        self._taken.wait()

@@ -1,0 +1,134 @@
+"""Numbers and ages as the screen shows them: rounded to what a glance can use."""
+
+from __future__ import annotations
+
+import math
+
+DASH = "–"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def age(seconds: float | None) -> str:
+    """Returns an age in at most four or five characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
+
+    Up to a minute it is rounded up to whole seconds: a fresh figure reads a steady `1s`.
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return DASH
+    seconds = max(0.0, seconds)
+    if seconds <= 90:
+        return f"{max(1, math.ceil(seconds))}s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f}m"
+    if seconds < 48 * 3600:
+        return f"{int(seconds // 3600)}h{int(seconds % 3600 // 60):02d}"
+    return f"{seconds / 86400:.0f}d"
+
+
+def eta(seconds: float | None) -> str:
+    """Returns a time to go, coarse enough not to flicker: `20s`, `1m30`, `19h04`."""
+    if seconds is None or not math.isfinite(seconds):
+        return DASH
+    seconds = max(0.0, seconds)
+    if seconds < 60:
+        return f"{math.ceil(seconds / 5) * 5}s"
+    if seconds < 600:
+        tens = round(seconds / 10) * 10
+        return f"{tens // 60}m{tens % 60:02d}"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f}m"
+    return age(seconds)
+
+
+def count(value: float | None) -> str:
+    """Returns a whole number with thousands separators."""
+    return DASH if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
+def short(value: float | None) -> str:
+    """Returns a number in at most five characters: `0.91`, `812`, `41.2k`, `1.3M`."""
+    if value is None:
+        return DASH
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= scale and size >= 1e4:
+            scaled = value / scale
+            return f"{scaled:.0f}{unit}" if abs(scaled) >= 100 else f"{scaled:.1f}{unit}"
+    if size >= 100 or value == int(value):
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.095:
+        return f"{value:.2f}"
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def figure(value: float, unit: str) -> str:
+    """Returns a figure in its unit."""
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "share":
+        return f"{value * 100:.1f} %" if value < 0.9995 else "100 %"
+    if unit == "MiB":
+        return gib(value)
+    if unit == "GiB":
+        return f"{value:.0f} GiB"
+    if unit == "s":
+        return duration(value)
+    if unit == "ms":
+        return duration(value / 1000)
+    return count(value) if abs(value) >= 1000 else short(value)
+
+
+def duration(seconds: float) -> str:
+    """Returns a measured duration: `0.80 s`, `12 ms`, `74 s`."""
+    if seconds >= 90:
+        return age(seconds)
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    if seconds >= 0.095:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.0095 else f"{seconds * 1000:.1f} ms"
+
+
+def gib(mib: float | None) -> str:
+    """Returns MiB as `812 MiB` or `61.4 GiB`."""
+    if mib is None or not math.isfinite(mib):
+        return DASH
+    return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
+
+
+def short_gib(mib: float | None) -> str:
+    """Returns MiB as `812M` or `1.2G`, `61G`."""
+    if mib is None or not math.isfinite(mib):
+        return DASH
+    if mib < 1000:
+        return f"{mib:.0f}M"
+    return f"{mib / 1024:.1f}G" if mib < 10 * 1024 else f"{mib / 1024:.0f}G"
+
+
+def percent(value: float | None) -> str:
+    """Returns `98%`, right for a column of four or five."""
+    return DASH if value is None or not math.isfinite(value) else f"{min(value, 99999):.0f}%"
+
+
+def watts(power_w: float | None, limit_w: float | None = None) -> str:
+    if power_w is None or not math.isfinite(power_w):
+        return DASH
+    return f"{power_w:.0f}W" if limit_w is None else f"{power_w:.0f}/{limit_w:.0f} W"
+
+
+def bar(share: float | None, width: int, ascii_only: bool = False) -> tuple[str, str]:
+    """Returns the filled and the empty part of a bar of `width` cells."""
+    if share is None or not math.isfinite(share):
+        return "", " " * width
+    share = min(1.0, max(0.0, share))
+    if ascii_only:
+        full = round(share * width)
+        return "#" * full, "." * (width - full)
+    eighths = round(share * width * 8)
+    full, rest = divmod(eighths, 8)
+    filled = EIGHTHS[8] * full + (EIGHTHS[rest] if rest else "")
+    return filled, "·" * (width - len(filled))

@@ -1,0 +1,121 @@
+"""The one table of keys: bindings, footer, help, palette and documents are drawn from it.
+
+Lower case looks, upper case acts; what acts on a run asks first. A key's work is the method
+`do_<id>` of the view that is shown, or else of the app.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VIEWS = ("dashboard", "launch", "stall", "logs")
+LISTS = ("launch", "stall", "logs")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One thing that can be done. `label` is what the footer says, "" keeps it out of it.
+
+    `weight` decides who stays in a narrow footer; `asks` what the confirmation is about;
+    `again` says that a letter means the same in every view of `views` (all views: global).
+    """
+
+    id: str
+    keys: tuple[str, ...]
+    help: str
+    label: str = ""
+    weight: int = 0
+    views: tuple[str, ...] = VIEWS
+    asks: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The first of its keys as the footer and the help write it."""
+        return NAMES.get(self.keys[0], self.keys[0])
+
+
+NAMES = {
+    "down": "↓", "up": "↑", "left": "←", "right": "→", "escape": "esc", "pageup": "pgup",
+    "pagedown": "pgdn", "shift+tab": "shift+tab",
+}  # fmt: skip
+
+TABLE: tuple[Key, ...] = (
+    Key("dashboard", ("1",), "Dashboard: ranks, figures, charts, newest log lines", "Dash", 9),
+    Key("launch_view", ("2",), "Launch: phases, flags now and next, command, checks", "Launch", 9),
+    Key("stall_view", ("3",), "Stall: who holds the run up, with the stacks", "Stall", 9),
+    Key("logs_view", ("4",), "Logs: of all ranks, follow, find, filter", "Logs", 9),
+    Key("dump", ("D",), "Dump the stacks of all ranks", "dump", 8, asks="nothing is lost"),
+    Key("halt", ("H",), "Halt: all ranks stop at the same step and save", "halt", 8,
+        asks="the run ends with a checkpoint"),
+    Key("kill", ("K",), "Stop or kill the run; asks for its name", asks="type the run's name"),
+    Key("launch", ("L",), "Launch the plan, or go on to the next phase", "launch", 5,
+        asks="processes are started"),
+    Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3),
+    Key("acknowledge", ("A",), "Acknowledge the alert in the second line", "ack", 2,
+        asks="the alert moves out of sight"),
+    Key("pause", ("p",), "Hold the picture still, and let it go again", "pause", 1),
+    Key("copy", ("y",), "Copy what is shown: to the clipboard (OSC 52) and to a file", "copy", 1),
+    Key("span_less", ("[",), "Charts: a shorter time", "span", 0, views=("dashboard",)),
+    Key("span_more", ("]",), "Charts: a longer time", views=("dashboard",)),
+    Key("toggle", ("space",), "Change the flag or choice under the cursor", "change", 4,
+        views=("launch",)),
+    Key("open", ("enter",), "Launch: give the flag a value. Stall: the whole stack", "open", 2,
+        views=("launch", "stall")),
+    Key("find", ("/",), "Find text", "find", 6, views=("logs",)),
+    Key("find_next", ("n",), "Next line with that text", views=("logs",)),
+    Key("find_previous", ("N",), "Line with that text before", views=("logs",)),
+    Key("left", ("left",), "Logs: another rank. Stall: more stacks to the left",
+        views=("stall", "logs")),
+    Key("right", ("right",), "Logs: another rank. Stall: more stacks to the right", "rank", 4,
+        views=("stall", "logs")),
+    Key("down", ("down", "j"), "Down", views=LISTS),
+    Key("up", ("up", "k"), "Up", views=LISTS),
+    Key("page_down", ("pagedown",), "A page down", views=LISTS),
+    Key("page_up", ("pageup",), "A page up", views=LISTS),
+    Key("top", ("g", "home"), "To the top", views=LISTS),
+    Key("bottom", ("G", "end"), "To the end; a log follows again", views=LISTS),
+    Key("panel", ("tab",), "To the next panel or button"),
+    Key("panel_back", ("shift+tab",), "To the panel or button before"),
+    Key("back", ("escape",), "Back: close what is open, clear the message"),
+    Key("palette", (":", "ctrl+p"), "Do anything by its name", "cmd", 3),
+    Key("help", ("?",), "This help", "help", 7),
+    Key("leave", ("q", "ctrl+c"), "Leave; the run goes on", "leave", 9),
+)  # fmt: skip
+
+KEYS: dict[str, Key] = {key.id: key for key in TABLE}
+VIEW_KEYS = {"dashboard": "dashboard", "launch": "launch_view", "stall": "stall_view",
+             "logs": "logs_view"}  # fmt: skip
+BUTTONS: tuple[tuple[str, str], ...] = (
+    ("dump", "Dump"), ("halt", "Halt"), ("flags", "Flags"), ("launch", "Launch"),
+    ("stall_view", "Diagnose"),
+)  # fmt: skip
+"""The action bar: the id of a key and the words on its button."""
+
+
+def for_view(view: str) -> tuple[Key, ...]:
+    """Returns the keys that do something in a view, in the order of the table."""
+    return tuple(key for key in TABLE if view in key.views)
+
+
+def clashes() -> list[tuple[str, str, str]]:
+    """Returns (key, id, id) for keys that would mean two things in one view."""
+    found = []
+    for view in VIEWS:
+        owner: dict[str, str] = {}
+        for key in for_view(view):
+            for name in key.keys:
+                if name in owner:
+                    found.append((name, owner[name], key.id))
+                owner[name] = key.id
+    return found
+
+
+def as_markdown() -> str:
+    """Returns the table for the documents."""
+    lines = ["| key | does | where |", "| --- | --- | --- |"]
+    for key in TABLE:
+        names = " ".join(f"`{NAMES.get(name, name)}`" for name in key.keys)
+        where = "everywhere" if key.views == VIEWS else ", ".join(key.views)
+        asks = f" (asks; {key.asks})" if key.asks else ""
+        lines.append(f"| {names} | {key.help}{asks} | {where} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,238 @@
+"""Wires the screen together: feed in, keys out, one view at a time between header and footer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.message import Message
+
+from console.tui import keys
+from console.tui.deeds import Deeds, Done
+from console.tui.doing import Doing
+from console.tui.feed import Feed, Snapshot, Source, open_source
+from console.tui.launching import Draft, Launching
+from console.tui.screens.dashboard import Dashboard, wanted_series
+from console.tui.screens.view import Body, Main, View
+from console.tui.terminal import Terminal
+from console.tui.widgets.actionbar import ActionBar, ActionButton
+from console.tui.widgets.alertline import AlertLine
+from console.tui.widgets.answer import Answer
+from console.tui.widgets.footer import Footer
+from console.tui.widgets.header import Header
+from console.tui.widgets.logtail import LogBook
+from console.tui.widgets.overlay import Drawer, Overlay
+
+TICK_S = 1.0
+TERMINAL_CHECK_S = 5.0
+
+
+class Fresh(Message):
+    """The feed has made a snapshot."""
+
+    def __init__(self, snapshot: Snapshot):
+        super().__init__()
+        self.snapshot = snapshot
+
+
+def bindings() -> list[Binding]:
+    """Returns the table of keys as bindings; ctrl+c leaves even from a field or a question."""
+    return [
+        Binding(
+            name,
+            "quit_now" if name == "ctrl+c" else f"key('{key.id}')",
+            key.help,
+            show=False,
+            priority=name == "ctrl+c",
+        )
+        for key in keys.TABLE
+        for name in key.keys
+    ]
+
+
+class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
+    """The screen. It owns nothing: leaving it changes no run."""
+
+    CSS = """
+    Screen { layout: vertical; layers: base over; background: ansi_default; color: ansi_default; }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = None
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
+
+    def __init__(
+        self,
+        path: Path | None,
+        plan: str,
+        root: Path,
+        terminal: Terminal,
+        actions: Any = None,
+        opener: Callable[[Path], Source] = open_source,
+    ):
+        super().__init__()
+        self.theme = "ansi-dark"
+        self.animation_level = "none"
+        self.terminal = terminal
+        self.draft = Draft(plan, root)
+        self._actions = actions
+        self.book = LogBook()
+        self.feed = Feed(self._deliver, wanted_series, path, root, opener)
+        self.deeds = Deeds(self)
+        self.snapshot: Snapshot | None = None
+        self.paused = False
+        self.view_name = "dashboard"
+        self.chosen_by_hand = False
+        self.overlay: Overlay | None = None
+        self.header, self.alert = Header(id="header"), AlertLine(id="alert")
+        self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
+        self.body = Body()
+        dashboard = Dashboard(self.book, terminal.chart_mode)
+        self.views: dict[str, View] = {"dashboard": dashboard}
+
+    def get_default_screen(self) -> Main:
+        return Main(id="_default")
+
+    def compose(self) -> ComposeResult:
+        yield self.header
+        yield self.alert
+        with self.body:
+            yield self.views["dashboard"]
+        with self.drawer:
+            yield self.answer
+        yield ActionBar()
+        yield self.footer
+
+    def on_mount(self) -> None:
+        self.footer.draw(self.view_name)
+        self.call_after_refresh(self._painted)
+        self.set_interval(TICK_S, self._tick)
+        self.set_interval(TERMINAL_CHECK_S, self._check_terminal)
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(name, self.exit, 0)
+
+    def _painted(self) -> None:
+        """What can wait until the first picture stands: reading, and collecting garbage."""
+        self.feed.start()
+        gc.freeze()
+        gc.enable()
+
+    def _deliver(self, snapshot: Snapshot) -> None:
+        self.post_message(Fresh(snapshot))
+
+    @property
+    def view(self) -> View:
+        return self.views[self.view_name]
+
+    def on_fresh(self, message: Fresh) -> None:
+        snapshot = message.snapshot
+        if self.snapshot is None:
+            self._first(snapshot)
+        self.snapshot = snapshot
+        self.book.take(snapshot)
+        if not self.paused:
+            self._paint(snapshot)
+        self.feed.taken()
+
+    def _paint(self, snapshot: Snapshot) -> None:
+        for panel in (self.header, self.alert):
+            panel.take(snapshot)
+        self.view.take(snapshot)
+
+    def _first(self, snapshot: Snapshot) -> None:
+        """With no run there is nothing to look at yet: what can be launched is shown instead."""
+        if snapshot.state is None and not self.chosen_by_hand:
+            self.run_worker(self.show_view("launch"))
+
+    def _tick(self) -> None:
+        """Ages what is shown when no snapshot comes."""
+        self.answer.tick()
+        for panel in (self.header, self.alert):
+            panel.redraw()
+
+    def _check_terminal(self) -> None:
+        """Leaves when the terminal is gone: reading from it would spin."""
+        if self.is_headless:
+            return
+        try:
+            os.tcgetpgrp(sys.__stdin__.fileno() if sys.__stdin__ else 0)
+        except OSError:
+            self.exit(0)
+
+    async def show_view(self, name: str) -> None:
+        """Shows a view; it is made when it is first looked at."""
+        if name not in self.views:
+            self.views[name] = self.make_view(name)
+            await self.body.mount(self.views[name])
+        for held, view in self.views.items():
+            view.display = held == name
+        self.view_name = name
+        self.feed.wants_stacks = name == "stall"
+        self.footer.draw(name)
+        self.view.arrive()
+        if self.snapshot is not None:
+            self.view.take(self.snapshot)
+        self.feed.nudge()
+
+    async def action_key(self, key_id: str) -> None:
+        """Does what a key of the table means in this view."""
+        if self.overlay is not None:
+            work = getattr(self.overlay, f"do_{key_id}", None)
+        elif self.view_name in keys.KEYS[key_id].views:
+            work = getattr(self.view, f"do_{key_id}", None) or getattr(self, f"do_{key_id}")
+        else:
+            work = None
+        if work is None:
+            return
+        result = work()
+        if result is not None:
+            await result
+
+    async def action_after(self, key_id: str) -> None:
+        """Does what a key means once the overlay is gone from which it was chosen."""
+        await self._take_away()
+        await self.action_key(key_id)
+
+    def action_quit_now(self) -> None:
+        self.do_leave()
+
+    def open_overlay(self, overlay: Overlay) -> None:
+        if self.overlay is None:
+            self.overlay = overlay
+            self.drawer.mount(overlay, before=0)
+
+    async def on_overlay_closed(self, message: Overlay.Closed) -> None:
+        if message.overlay is self.overlay:
+            await self._take_away()
+
+    async def _take_away(self) -> None:
+        overlay, self.overlay = self.overlay, None
+        if overlay is not None:
+            await overlay.remove()
+            self.screen.set_focus(None)
+            self.view.arrive()
+
+    async def on_button_pressed(self, event: Any) -> None:
+        if isinstance(event.button, ActionButton):
+            await self.action_key(event.button.key_id)
+
+    def repaint_view(self) -> None:
+        """Draws the view again from what is known."""
+        if self.snapshot is not None:
+            self.view.take(self.snapshot)
+
+    def on_done(self, done: Done) -> None:
+        self.deeds.finish(done, lambda sentence: self.say(sentence, "error"))
+        self.feed.nudge()
+
+    def say(self, text: str, level: str = "ok") -> None:
+        """Shows what became of a deed."""
+        self.answer.say(text, level)

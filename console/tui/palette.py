@@ -1,0 +1,49 @@
+"""Styles by name: the terminal's own sixteen colours; every state also has a word or a sign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.style import Style
+
+STYLES: dict[str, Style] = {
+    "": Style.null(),
+    "dim": Style(dim=True),
+    "line": Style(color="bright_black"),
+    "title": Style(bold=True),
+    "focus": Style(bold=True, color="cyan"),
+    "strong": Style(bold=True),
+    "ok": Style(color="green"),
+    "warn": Style(color="yellow"),
+    "crit": Style(color="red", bold=True),
+    "info": Style(color="cyan"),
+    "alarm": Style(color="red", bold=True, reverse=True),
+    "caution": Style(color="yellow", bold=True, reverse=True),
+    "key": Style(color="cyan"),
+    "now": Style(color="cyan", bold=True),
+    "data": Style(color="blue"),
+    "cursor": Style(reverse=True),
+    "found": Style(color="yellow", reverse=True),
+    "stale": Style(color="red", dim=True),
+}
+
+STATE_STYLE = {
+    "running": "ok", "completed": "ok", "halted": "warn", "halting": "warn", "stopping": "warn",
+    "stopped": "warn", "queued": "dim", "preflight": "dim", "starting": "info",
+    "restarting": "warn", "unsupervised": "caution", "stalled": "alarm", "failed": "alarm",
+    "crashed": "alarm", "killed": "alarm", "lost": "alarm",
+}  # fmt: skip
+LEVEL_STYLE = {"info": "info", "warn": "warn", "crit": "crit"}
+
+_plain: Callable[[str], str] | None = None
+
+
+def use(plain: Callable[[str], str] | None) -> None:
+    """Says how text is made plain for a terminal without UTF-8; None for any other."""
+    global _plain
+    _plain = plain
+
+
+def drawn(text: str) -> str:
+    """Returns text as the terminal can show it."""
+    return text if _plain is None else _plain(text)

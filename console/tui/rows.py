@@ -1,0 +1,189 @@
+"""Rows of styled text as plain data, and how two of them differ. No Textual, no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+Span = tuple[str, str]
+"""A piece of text and the name of its style (`palette.STYLES`)."""
+Row = tuple[Span, ...]
+BLANK: Row = ()
+
+
+def text_of(row: Row) -> str:
+    """Returns the row without its styles."""
+    return "".join(text for text, _ in row)
+
+
+def width_of(row: Row) -> int:
+    """Returns how many cells the row takes."""
+    return sum(cell_len(text) for text, _ in row)
+
+
+def cut(text: str, width: int, ellipsis: str = "…") -> str:
+    """Returns at most `width` cells of `text`; what was cut is marked."""
+    if width <= 0:
+        return ""
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - cell_len(ellipsis)).rstrip() + ellipsis
+
+
+def fill(text: str, width: int, right: bool = False) -> str:
+    """Returns exactly `width` cells: cut, or padded (on the left for `right`)."""
+    text = cut(text, width)
+    blank = " " * (width - cell_len(text))
+    return blank + text if right else text + blank
+
+
+def safe(row: Row) -> Row:
+    """Returns a row without control, escape and direction characters: the last line of defence."""
+    if all(text.isprintable() for text, _ in row):
+        return row
+    return tuple(
+        ("".join(c if c.isprintable() else "�" for c in text), style) for text, style in row
+    )
+
+
+def clip(row: Row, width: int) -> Row:
+    """Returns at most `width` cells of a row, the cut marked by an ellipsis."""
+    if width_of(row) <= width:
+        return row
+    kept: list[Span] = []
+    left = width
+    for text, style in row:
+        if cell_len(text) >= left:
+            kept.append((cut(text + "……", left), style))
+            break
+        kept.append((text, style))
+        left -= cell_len(text)
+    return tuple(kept)
+
+
+def spread(left: Row, right: Row, width: int) -> Row:
+    """Returns two parts at the ends of a row; where both do not fit, `right` is left out."""
+    gap = width - width_of(left) - width_of(right)
+    if gap < 1:
+        return clip(left, width)
+    return (*left, (" " * gap, ""), *right)
+
+
+def rule(title: str, width: int, right: str = "", focused: bool = False, line: str = "─") -> Row:
+    """Returns the heading of a panel: a line with a title, and a note at its right end."""
+    head = f"{title} " if title else ""
+    tail = f" {right}" if right else ""
+    room = width - cell_len(head) - cell_len(tail)
+    if room < 2:
+        return clip(((head, "focus" if focused else "title"),), width)
+    return ((head, "focus" if focused else "title"), (line * room, "line"), (tail, "dim"))
+
+
+def wrap(text: str, width: int, limit: int = 99) -> list[str]:
+    """Breaks text at spaces into lines of at most `width` cells, at most `limit` of them."""
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        while cell_len(word) > width:
+            if line:
+                lines.append(line)
+                line = ""
+            head = set_cell_size(word, width).rstrip()
+            lines.append(head)
+            word = word[len(head) :]
+        if line and cell_len(line) + 1 + cell_len(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    if line:
+        lines.append(line)
+    if len(lines) > limit:
+        last = cut(" ".join(lines[limit - 1 :]), width)
+        head, blank, _ = last.rpartition(" ")
+        lines = [*lines[: limit - 1], f"{head} …" if blank else last]
+    return lines
+
+
+def chop(text: str, width: int, limit: int = 20) -> list[str]:
+    """Breaks text into lines of at most `width` cells, at spaces where there are any; blanks stay.
+
+    Unlike `wrap` it keeps the spacing of the text: logs are often tables.
+    """
+    lines: list[str] = []
+    while cell_len(text) > width and len(lines) < limit - 1:
+        head = set_cell_size(text, width).rstrip("\0")
+        space = head.rfind(" ", width // 2)
+        head = head[:space] if space > 0 else head.rstrip()
+        head = head or text[:1]
+        lines.append(head)
+        text = text[len(head) :].lstrip(" ")
+    return [*lines, cut(text, width)]
+
+
+Part = tuple[int, Sequence[Row]]
+"""A priority (high stays longest) and the forms of one part of a line, longest first."""
+
+
+def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
+    """Joins parts with `gap` blanks; what does not fit is shortened, the least important first.
+
+    A part goes from form to form and at last away, before the next more important one is touched.
+    """
+    chosen = [0] * len(parts)
+    order = sorted(range(len(parts)), key=lambda i: parts[i][0])
+
+    def build() -> Row:
+        shown = [
+            forms[level]
+            for (_, forms), level in zip(parts, chosen, strict=True)
+            if level < len(forms) and forms[level]
+        ]
+        joined: list[Span] = []
+        for row in shown:
+            if joined:
+                joined.append((" " * gap, ""))
+            joined.extend(row)
+        return tuple(joined)
+
+    row = build()
+    for index in order:
+        while width_of(row) > width and chosen[index] < len(parts[index][1]):
+            chosen[index] += 1
+            row = build()
+    return clip(row, width)
+
+
+def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
+    """Returns the first cell that differs and the one after the last, None when nothing does."""
+    if old == new:
+        return None
+    a, b = _cells(old, width), _cells(new, width)
+    if len(a) != width or len(b) != width:
+        return 0, width
+    first = next((i for i in range(width) if a[i] != b[i]), None)
+    if first is None:
+        return None
+    last = next(i for i in range(width - 1, -1, -1) if a[i] != b[i])
+    return first, last + 1
+
+
+def _cells(row: Row, width: int) -> list[Span]:
+    """Returns one entry a cell; of another length when a character is not one cell wide."""
+    cells = [(char, style) for text, style in row for char in text]
+    if len(cells) > width:
+        return cells[:width] if width_of(row) == len(cells) else []
+    if not all(text.isascii() for text, _ in row) and width_of(row) != len(cells):
+        return []
+    return cells + [(" ", "")] * (width - len(cells))
+
+
+def columns(cells: Iterable[tuple[str, int, str]], gap: str = " ") -> Row:
+    """Returns a table row; a cell is (text, width, style), a negative width aligns right."""
+    row: list[Span] = []
+    for text, width, style in cells:
+        if row:
+            row.append((gap, ""))
+        row.append((fill(text, abs(width), width < 0), style))
+    return tuple(row)

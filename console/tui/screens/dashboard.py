@@ -1,0 +1,162 @@
+"""The Dashboard: ranks and figures, charts, the newest log lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+
+from console.model import RunState
+from console.tui import chartmath
+from console.tui.chartmath import Mode
+from console.tui.rows import text_of
+from console.tui.screens.view import View
+from console.tui.widgets.chart import Chart, ChartPanel
+from console.tui.widgets.figures import FiguresPanel
+from console.tui.widgets.logtail import LogBook, LogTail
+from console.tui.widgets.ranks import Ranks
+
+CHARTS = (
+    Chart("tok/s", ("toks_per_s",), "", from_zero=True),
+    Chart("loss", ("loss",), "nats/token"),
+    Chart("bytes right", ("bytes_right",), "share", from_zero=True),
+    Chart("step time", ("step_s",), "s", from_zero=True),
+    Chart("gate entropy", ("gate_entropy_mean",), "", from_zero=True),
+    Chart("grad norm", ("grad_norm",), "", from_zero=True),
+)
+BANDED = 16
+"""At most so many ranks or GPUs are drawn into the band of the memory chart."""
+MOST_CHARTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Heights of the three bands of the Dashboard, and how many charts stand in how many rows."""
+
+    top: int
+    figures_width: int
+    charts: int
+    per_row: int
+    log: int
+
+
+def shape(width: int, height: int, ranks: int) -> Shape:
+    """Returns what the Dashboard shows in `width` × `height` cells.
+
+    Too small for all: the charts go first, then the log; ranks stay.
+    """
+    wanted = max(9 if height < 30 else 13, ranks + 1)
+    rest = 0 if height < 12 else 4 if height < 20 else 10
+    top = max(2, min(wanted, height - rest))
+    left = height - top
+    figures = 0 if width < 60 else 28 if width < 100 else 40 if width < 160 else 52
+    if left < 9:
+        return Shape(top, figures, 0, 0, left)
+    per_row = 1 if width < 60 else 2 if width < 160 else 3
+    rows = 2 if left >= 20 else 1
+    log = max(4, left // 4) if rows == 1 else max(5, left // 4)
+    return Shape(top, figures, per_row * rows, per_row, log)
+
+
+def chosen(state: RunState, available: set[str], count: int) -> list[Chart]:
+    """Returns the charts to show: those with data first, what is scored before the others."""
+    charts = list(CHARTS)
+    if "bytes_right" in available:
+        charts.insert(1, charts.pop(2))
+    charts.insert(3, memory_chart(state))
+    with_data = [chart for chart in charts if any(name in available for name in chart.names)]
+    rest = [chart for chart in charts if chart not in with_data]
+    return (with_data + rest)[:count]
+
+
+def memory_chart(state: RunState) -> Chart:
+    if state.gpus:
+        names = tuple(f"gpu_mem_mib:{gpu.index}" for gpu in state.gpus[:BANDED])
+        return Chart(f"memory of {len(names)} GPUs", names, "GiB", True, 1024.0)
+    names = tuple(f"rss_mib:{rank.rank}" for rank in state.ranks[:BANDED])
+    return Chart(f"memory of {len(names)} ranks", names, "GiB", True, 1024.0)
+
+
+def wanted_series(state: RunState) -> tuple[str, ...]:
+    """Returns the names of all series that a chart may need."""
+    names = [name for chart in CHARTS for name in chart.names]
+    return (*names, *memory_chart(state).names)
+
+
+class Dashboard(View):
+    DEFAULT_CSS = """
+    Dashboard { layout: vertical; }
+    Dashboard Horizontal { height: auto; width: 1fr; }
+    Dashboard Ranks { width: 1fr; height: 1fr; }
+    Dashboard FiguresPanel { margin-left: 2; height: 1fr; }
+    Dashboard .charts { height: 1fr; }
+    Dashboard ChartPanel { width: 1fr; height: 1fr; }
+    Dashboard ChartPanel.later { margin-left: 2; }
+    """
+
+    def __init__(self, book: LogBook, mode: Mode):
+        super().__init__(id="dashboard")
+        self._book = book
+        self._mode: Mode = mode
+        self.span_s = 0
+        self._shape: Shape | None = None
+
+    def compose(self) -> ComposeResult:
+        with Horizontal(id="top"):
+            yield Ranks(id="ranks")
+            yield FiguresPanel(id="figures")
+        for row in range(2):
+            with Horizontal(id=f"charts{row}", classes="charts"):
+                for column in range(3):
+                    chart = ChartPanel(f"chart{row}{column}", self._mode)
+                    chart.set_class(column > 0, "later")
+                    yield chart
+        yield LogTail(self._book, id="log")
+
+    def fit_panels(self) -> None:
+        state = self.snapshot.state if self.snapshot else None
+        charts_of = self.snapshot.charts if self.snapshot else {}
+        if state is None or not self.size.area:
+            return
+        ranks = len(state.ranks) or len(state.gpus)
+        now = shape(self.size.width, self.size.height, ranks)
+        if now != self._shape:
+            self._shape = now
+            self._apply(now)
+        available = {name for name, series in charts_of.items() if series.points}
+        charts = chosen(state, available, now.charts)
+        slots = [p for p in self.query(ChartPanel) if p.display]
+        for panel, chart in zip(slots, charts, strict=False):
+            panel.chart, panel.span_s = chart, self.span_s
+
+    def _apply(self, now: Shape) -> None:
+        self.set_height(self.query_one("#top"), now.top)
+        figures = self.query_one("#figures")
+        figures.display = now.figures_width > 0
+        figures.styles.width = now.figures_width or 1
+        for index, panel in enumerate(self.query(ChartPanel)):
+            row, column = divmod(index, 3)
+            panel.display = column < now.per_row and row * now.per_row < now.charts
+        for row in range(2):
+            self.query_one(f"#charts{row}").display = row * max(1, now.per_row) < now.charts
+        log = self.query_one("#log")
+        log.display = now.log > 1
+        self.set_height(log, max(1, now.log))
+
+    def do_span_less(self) -> None:
+        self._change_span(-1)
+
+    def do_span_more(self) -> None:
+        self._change_span(1)
+
+    def _change_span(self, by: int) -> None:
+        spans = chartmath.SPANS_S
+        index = spans.index(self.span_s) if self.span_s else spans.index(chartmath.AUTO_MAX_S)
+        self.span_s = spans[min(len(spans) - 1, max(0, index + by))]
+        if self.snapshot is not None:
+            self.take(self.snapshot)
+
+    def copied(self) -> str:
+        panels = [*self.query(Ranks), *self.query(FiguresPanel)]
+        return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)

@@ -1,0 +1,231 @@
+"""Stall: the verdict, the ranks side by side, their stacks side by side, and the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from textual.app import ComposeResult
+
+from console.model import Rank, RunState, Verdict
+from console.sources.stacks import Stack
+from console.tui import format as fmt
+from console.tui.feed import Snapshot
+from console.tui.rows import Row, columns, cut, rule, text_of, wrap
+from console.tui.screens.view import View
+from console.tui.widgets.lines import Panel
+from console.tui.widgets.picker import Picker
+from console.tui.widgets.ranks import PROCESS_WORDS
+from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
+
+if TYPE_CHECKING:
+    from console.tui.main import ConsoleApp
+
+STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
+    letter: word for letter, word in PROCESS_WORDS.items() if word}}  # fmt: skip
+
+
+def verdict_rows(state: RunState, width: int, now: float) -> list[Row]:
+    """Returns the sentence in at most two lines, and how sure it is."""
+    verdict = state.verdict
+    if verdict is None:
+        calm = {
+            "running": "no stall: every rank moves on",
+            "stalled": "stalled; the diagnosis is under way",
+        }.get(state.state, f"no verdict: the run is {state.state}")
+        return [(("VERDICT  ", "title"), (calm, "ok" if state.state == "running" else "dim")), ()]
+    over = "" if state.state == "stalled" else f"  (of {fmt.age(now - verdict.ts)} ago; it is over)"
+    lines = wrap(verdict.sentence + over, width - 9, 2)
+    style = "crit" if not over else "dim"
+    rows: list[Row] = [(("VERDICT  ", style), (lines[0] if lines else "–", style))]
+    second = lines[1] if len(lines) > 1 else _place(verdict)
+    return [*rows, (("         ", ""), (second, style if len(lines) > 1 else "dim"))]
+
+
+def _place(verdict: Verdict) -> str:
+    step = f", step {verdict.step:,}" if verdict.step is not None else ""
+    where = f"rank {verdict.rank}, {verdict.phase}{step}" if verdict.rank is not None else ""
+    return f"{where}{'; ' if where else ''}{verdict.cause}  how sure: {verdict.sure}"
+
+
+def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int) -> list[Row]:
+    """Returns a row a rank for the list; who is behind is marked."""
+    rows = []
+    newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
+    guilty = state.verdict.rank if state.verdict else None
+    for rank in state.ranks:
+        behind = rank.pulse is not None and rank.pulse.step < newest
+        style = "crit" if rank.rank == guilty else "warn" if behind else ""
+        mark = "◂" if rank.rank == guilty or behind else " "
+        cells = _rank_cells(rank, stacks.get(rank.rank), width, style)
+        rows.append(columns([*cells, (mark, 1, style)]))
+    return rows
+
+
+WIDTHS = (4, -7, 9, -4, 9, -4, -5, -6)
+HEADINGS = ("rank", "step", "phase", "for", "process", "use", "power", "coll.")
+MARK_WIDTH = 2
+
+
+def heading_row(width: int) -> str:
+    """Returns the names of the columns."""
+    cells = [(name, w, "") for name, w in zip(HEADINGS, WIDTHS, strict=True)]
+    return text_of(columns([*cells, ("top frame", 9, "")]))
+
+
+def _frame_width(width: int) -> int:
+    return max(0, width - sum(map(abs, WIDTHS)) - len(WIDTHS) - MARK_WIDTH)
+
+
+def _rank_cells(
+    rank: Rank, stack: Stack | None, width: int, style: str
+) -> list[tuple[str, int, str]]:
+    pulse, gpu = rank.pulse, rank.gpu
+    use = fmt.percent(gpu.util_pct if gpu else rank.cpu_pct)
+    power = fmt.watts(gpu.power_w) if gpu else ""
+    if gpu is not None and gpu.state != "ok":
+        use, power = gpu.state, "GPU"
+    frame = top_frame(stack)
+    process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
+    return [
+        (str(rank.rank), WIDTHS[0], style or "strong"),
+        (fmt.count(pulse.step) if pulse else fmt.DASH, WIDTHS[1], style),
+        (pulse.phase if pulse else fmt.DASH, WIDTHS[2], style),
+        (fmt.age(pulse.since_s) if pulse else fmt.DASH, WIDTHS[3], style),
+        (process, WIDTHS[4], style),
+        (use, WIDTHS[5], ""),
+        (power, WIDTHS[6], ""),
+        (fmt.short(float(pulse.collectives)) if pulse else fmt.DASH, WIDTHS[7], ""),
+        (frame.short if frame else "", _frame_width(width), ""),
+    ]
+
+
+def evidence_rows(verdict: Verdict | None, width: int, height: int) -> list[Row]:
+    """Returns the signs for the verdict, one a line, wrapped as far as there is room."""
+    sure = f"how sure: {verdict.sure}" if verdict else ""
+    rows = [rule("evidence", width, sure)]
+    if verdict is None:
+        return [*rows, (("none: nothing stalls", "dim"),)]
+    for sign in verdict.evidence:
+        for index, line in enumerate(wrap(sign, width - 3, 2)):
+            rows.append((("+ " if index == 0 else "  ", "info"), (line, "")))
+    return rows[:height]
+
+
+class VerdictPanel(Panel):
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+        return verdict_rows(snapshot.state, width, snapshot.now) if snapshot.state else []
+
+
+class StacksPanel(Panel):
+    first = 0
+
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+        state = snapshot.state
+        if state is None:
+            return []
+        odd = state.verdict.rank if state.verdict else None
+        return stack_rows(snapshot.stacks, odd, width, height, snapshot.now, self.first)
+
+
+class EvidencePanel(Panel):
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+        return evidence_rows(snapshot.state.verdict, width, height) if snapshot.state else []
+
+
+class Stall(View):
+    DEFAULT_CSS = """
+    Stall { layout: vertical; }
+    Stall VerdictPanel { height: 2; }
+    Stall StacksPanel { height: 1fr; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="stall")
+
+    def compose(self) -> ComposeResult:
+        yield VerdictPanel("verdict")
+        yield Picker("stall-ranks", "ranks")
+        yield StacksPanel("stacks")
+        yield EvidencePanel("evidence")
+
+    def arrive(self) -> None:
+        self._picker.focus()
+
+    @property
+    def _picker(self) -> Picker:
+        return self.query_one(Picker)
+
+    def take(self, snapshot: Snapshot) -> None:
+        super().take(snapshot)
+        state = snapshot.state
+        width = self.size.width
+        if state is None or not width:
+            return
+        self._picker.heading = cut(heading_row(width), width)
+        self._picker.fill(rank_rows(state, snapshot.stacks, width))
+
+    def fit_panels(self) -> None:
+        state = self.snapshot.state if self.snapshot else None
+        height = self.size.height
+        if state is None or not height:
+            return
+        evidence = len(state.verdict.evidence) + 1 if state.verdict else 2
+        self.set_height(self._picker, min(len(state.ranks) + 1, max(3, height // 2 - 1)))
+        self.set_height(self.query_one(EvidencePanel), min(evidence, max(3, height // 4)))
+
+    def do_down(self) -> None:
+        self._picker.move(1)
+
+    def do_up(self) -> None:
+        self._picker.move(-1)
+
+    def do_page_down(self) -> None:
+        self._picker.move(self._picker.room)
+
+    def do_page_up(self) -> None:
+        self._picker.move(-self._picker.room)
+
+    def do_top(self) -> None:
+        self._picker.move(-len(self._picker.items))
+
+    def do_bottom(self) -> None:
+        self._picker.move(len(self._picker.items))
+
+    def do_right(self) -> None:
+        self._shift(1)
+
+    def do_left(self) -> None:
+        self._shift(-1)
+
+    def _shift(self, by: int) -> None:
+        panel = self.query_one(StacksPanel)
+        panel.first = max(0, panel.first + by)
+        panel.redraw()
+
+    def do_open(self) -> None:
+        """Opens the whole stack of the rank under the cursor."""
+        from console.tui.screens.help import Reader
+
+        app: ConsoleApp = self.app  # type: ignore[assignment]
+        snapshot = self.snapshot
+        ranks = snapshot.state.ranks if snapshot and snapshot.state else ()
+        if snapshot is None or not ranks:
+            app.say("there is no rank whose stack could be shown", "error")
+            return
+        rank = ranks[min(self._picker.cursor, len(ranks) - 1)].rank
+        stack = snapshot.stacks.get(rank)
+        if stack is None:
+            app.say(f"there is no dump of rank {rank} yet; D dumps all ranks", "error")
+            return
+        rows = whole_rows(stack, app.size.width - 1)
+        app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))
+
+    def copied(self) -> str:
+        panels = [*self.query(VerdictPanel), self._picker, *self.query(StacksPanel)]
+        panels += [*self.query(EvidencePanel)]
+        return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
+
+
+def make(app: ConsoleApp) -> Stall:
+    return Stall()

@@ -1,0 +1,48 @@
+"""What the terminal can do, read from the environment once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from console.tui.chartmath import Mode
+
+PLAIN = str.maketrans(
+    "─│…–·×→←↓↑◂▸✓✗○●▏▎▍▌▋▊▉█°", "-|~-.x><vv<>+x.*::::####o"
+)  # fmt: skip
+"""One ASCII character for each one that the screen draws, so that columns keep their places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """How to draw, and whether the mouse is taken."""
+
+    chart_mode: Mode = "braille"
+    ascii_only: bool = False
+    mouse: bool = False
+    dumb: bool = False
+
+    def plain(self, text: str) -> str:
+        """Returns text as this terminal can show it, cell for cell."""
+        if not self.ascii_only or text.isascii():
+            return text
+        return "".join(c if c.isascii() else "?" for c in text.translate(PLAIN))
+
+
+def detect(environment: Mapping[str, str], mouse: bool | None) -> Terminal:
+    """Returns what the environment says; `mouse` decides when it is not None.
+
+    The mouse is off over SSH: terminals that reattach lose its mode, and selecting text needs it.
+    """
+    term = environment.get("TERM", "")
+    locale = next(
+        (v for name in ("LC_ALL", "LC_CTYPE", "LANG") if (v := environment.get(name))), ""
+    )
+    utf8 = "utf" in locale.lower() or not locale
+    local = not environment.get("SSH_CONNECTION")
+    return Terminal(
+        chart_mode="ascii" if not utf8 else "block" if term == "linux" else "braille",
+        ascii_only=not utf8,
+        mouse=local if mouse is None else mouse,
+        dumb=term in ("dumb", ""),
+    )

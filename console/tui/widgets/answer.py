@@ -1,0 +1,49 @@
+"""What became of the last thing that was asked for; it takes no room when there is nothing."""
+
+from __future__ import annotations
+
+import time
+
+from console.tui.rows import Row, wrap
+from console.tui.widgets.lines import Lines
+
+KEEP_S, KEEP_ERROR_S = 12.0, 60.0
+MOST_LINES = 3
+
+
+def answer_rows(text: str, level: str, width: int) -> list[Row]:
+    """Returns at most three lines; the sign says without colour how it went."""
+    sign, style = {"ok": ("✓", "ok"), "error": ("✗", "crit")}.get(level, ("…", "info"))
+    lines = wrap(text, max(10, width - 3), MOST_LINES)
+    return [
+        ((f"{sign if i == 0 else ' '} ", style), (line, style if level != "ok" else ""))
+        for i, line in enumerate(lines)
+    ]
+
+
+class Answer(Lines):
+    DEFAULT_CSS = "Answer { height: 0; background: ansi_default; }"
+
+    def __init__(self) -> None:
+        super().__init__(id="answer")
+        self.text = ""
+        self._until = 0.0
+
+    def say(self, text: str, level: str) -> None:
+        """Shows a text: `ok`, `error`, or `wait` while it is not known."""
+        self.text = text
+        self._until = time.monotonic() + (KEEP_S if level == "ok" else KEEP_ERROR_S)
+        rows = answer_rows(text, level, self.screen.size.width)
+        self.styles.height = len(rows)
+        self._strips.clear()
+        self.shown = tuple(rows)
+        self.refresh()
+
+    def clear(self) -> None:
+        self.text = ""
+        self.styles.height = 0
+
+    def tick(self) -> None:
+        """Goes away by itself after a while."""
+        if self.text and time.monotonic() > self._until:
+            self.clear()

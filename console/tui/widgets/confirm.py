@@ -1,0 +1,102 @@
+"""Asks before something acts. No is the default; the question never changes while open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.widgets import Button, Input
+
+from console.tui.questions import Choice, Question
+from console.tui.rows import Row, fill, rule, wrap
+from console.tui.widgets.lines import Lines
+from console.tui.widgets.overlay import FlatButton, Overlay
+
+LABEL = 8
+MOST_WIDTH = 110
+
+
+def question_rows(question: Question, width: int) -> list[Row]:
+    """Returns title and facts, wrapped."""
+    head = rule(f"── {question.title}", width, line="─")
+    rows: list[Row] = [tuple((text, "warn") for text, _ in head)]
+    for label, text in question.facts:
+        for index, line in enumerate(wrap(text, min(MOST_WIDTH, width) - LABEL - 3, 4) or [""]):
+            name = fill(label if index == 0 else "", LABEL)
+            rows.append((("  ", ""), (name, "dim"), (" ", ""), (line, "")))
+    return rows
+
+
+class ChoiceButton(FlatButton):
+    def __init__(self, label: str, choice: Choice | None, id: str):
+        super().__init__(label, id)
+        self.choice = choice
+
+
+class Confirm(Overlay):
+    """Calls `then` with the choice; No and Escape call nothing."""
+
+    DEFAULT_CSS = """
+    Confirm Input { height: 1; border: none; padding: 0 2; background: ansi_default; }
+    Confirm #hint { width: 1fr; }
+    """
+    BINDINGS = [  # noqa: RUF012 - the framework's own type
+        Binding("n,N", "no", show=False),
+        Binding("y,Y", "yes", show=False),
+        Binding("left,shift+tab", "previous", show=False),
+        Binding("right,tab", "next", show=False),
+    ]
+
+    def __init__(self, question: Question, then: Callable[[Choice], object]):
+        super().__init__(id="confirm")
+        self.question, self._then = question, then
+
+    def compose(self) -> ComposeResult:
+        rows = question_rows(self.question, self.app.size.width)
+        facts = Lines(id="facts")
+        facts.styles.height = len(rows)
+        facts.show(rows)
+        yield facts
+        if self.question.typed:
+            yield Input(placeholder=f"type {self.question.typed} to go on", compact=True)
+        with Horizontal(classes="buttons"):
+            yield ChoiceButton("No", None, "no")
+            for index, choice in enumerate(self.question.choices):
+                button = ChoiceButton(choice.word, choice, f"choice{index}")
+                button.disabled = bool(self.question.typed)
+                yield button
+            hint = Lines(id="hint")
+            words = "" if self.question.typed else "  y yes   n no   ← → enter"
+            hint.show([((words, "dim"),)])
+            yield hint
+
+    def on_mount(self) -> None:
+        self.query_one(Input if self.question.typed else "#no").focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        allowed = event.value.strip() == self.question.typed
+        for button in self.query(ChoiceButton):
+            if button.choice is not None:
+                button.disabled = not allowed
+
+    def on_input_submitted(self) -> None:
+        self.query_one("#no").focus()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        event.stop()
+        if isinstance(event.button, ChoiceButton):
+            self._decide(event.button.choice)
+
+    def _decide(self, choice: Choice | None) -> None:
+        self.close()
+        if choice is not None:
+            self._then(choice)
+
+    def action_no(self) -> None:
+        self.close()
+
+    def action_yes(self) -> None:
+        if not self.question.typed and len(self.question.choices) == 1:
+            self._decide(self.question.choices[0])

@@ -1,0 +1,100 @@
+"""The flags, now and next: a running process keeps the environment it was born with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from console.tui.rows import Row, columns
+from trainers.contract.flags import TABLE, TRUE, Flag
+
+UNSET = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of the list: a flag, or (without one) the choice between phases."""
+
+    flag: Flag | None
+    now: str
+    following: str
+    when: str
+    changed: bool
+
+
+def items(
+    now: Mapping[str, str], planned: Mapping[str, str], changed: Mapping[str, str], when: str,
+    between: str | None,
+) -> list[Item]:  # fmt: skip
+    """Returns all flags of the registry, by group, with the value now and the one to come.
+
+    `planned` is what the plan gives the next phase, `changed` what the operator set on top;
+    `between` is shown first where it can be chosen.
+    """
+    found = []
+    if between is not None:
+        found.append(Item(None, between, between, "launch", False))
+    for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
+        here = now.get(flag.name, flag.default)
+        value = changed.get(flag.name, planned.get(flag.name, here))
+        is_changed = flag.name in changed
+        found.append(Item(flag, here, value, when if is_changed else "", is_changed))
+    return found
+
+
+_GROUPS = list(dict.fromkeys(flag.group for flag in TABLE))
+
+
+def item_rows(found: list[Item], width: int) -> list[Row]:
+    """Returns the rows of the list, each group named once."""
+    rows, group = [], ""
+    for item in found:
+        if item.flag is None:
+            words = "ask before each" if item.following == "ask" else "go on while gates pass"
+            rows.append(columns([("", 9, ""), ("between phases", 24, "strong"), (words, 24, "")]))
+            continue
+        name = "" if item.flag.group == group else item.flag.group
+        group = item.flag.group
+        mark = "*" if item.changed else " "
+        rows.append(
+            columns(
+                [
+                    (name, 9, "dim"),
+                    (item.flag.name, 24, "strong" if item.changed else ""),
+                    (item.now or UNSET, 10, "" if item.now else "dim"),
+                    ("→", 1, "dim"),
+                    (
+                        item.following or UNSET,
+                        10,
+                        "warn" if item.changed else "" if item.following else "dim",
+                    ),
+                    (mark, 1, "warn"),
+                    (item.when, max(1, min(20, width - 61)), "dim"),
+                ]
+            )
+        )
+    return rows
+
+
+def help_of(item: Item) -> str:
+    """Returns the sentence that explains the line under the cursor."""
+    if item.flag is None:
+        return "ask: waits for L after each phase"
+    return item.flag.help
+
+
+def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:
+    """Returns (whether a press of space decides it, the value after it; None takes it back).
+
+    A bool goes: the other value, this value, back. A choice goes through its choices. Anything
+    else needs to be typed.
+    """
+    if flag.kind == "bool":
+        other = "0" if (now or flag.default).lower() in TRUE else "1"
+        cycle: list[str | None] = [None, other, "1" if other == "0" else "0"]
+    elif flag.kind == "choice":
+        cycle = [None, *flag.choices]
+    else:
+        return False, None
+    index = cycle.index(changed) if changed in cycle else 0
+    return True, cycle[(index + 1) % len(cycle)]

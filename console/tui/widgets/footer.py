@@ -1,0 +1,37 @@
+"""The last line: the keys of this view, drawn from the table of keys."""
+
+from __future__ import annotations
+
+from console.tui.keys import KEYS, VIEW_KEYS, for_view
+from console.tui.rows import Part, Row, fit
+from console.tui.widgets.lines import Lines
+
+WIDTH, HEIGHT = 80, 24
+
+
+def footer_row(view: str, width: int, small: bool = False) -> Row:
+    """Returns the keys that fit, the views first, the most needed longest."""
+    parts: list[Part] = [(10, [((f"needs {WIDTH}×{HEIGHT}", "warn"),)])] if small else []
+    for name, key_id in VIEW_KEYS.items():
+        key = KEYS[key_id]
+        style = "now" if name == view else ""
+        parts.append((key.weight, [((key.shown, "key"), (f" {key.label}", style))]))
+    parts += [
+        (key.weight, [((key.shown, "key"), (f" {key.label}", ""))])
+        for key in for_view(view)
+        if key.label and key.id not in VIEW_KEYS.values()
+    ]
+    return fit(parts, width, gap=2)
+
+
+class Footer(Lines):
+    view = "dashboard"
+
+    def draw(self, view: str) -> None:
+        self.view = view
+        if self.size.width:
+            width, height = self.screen.size
+            self.show([footer_row(view, width, width < WIDTH or height < HEIGHT)])
+
+    def redraw(self) -> None:
+        self.draw(self.view)

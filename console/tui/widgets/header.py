@@ -1,0 +1,113 @@
+"""The first line: which run, which state, how far, how fresh, what is armed."""
+
+from __future__ import annotations
+
+import time
+
+from console.model import RunState
+from console.tui import format as fmt
+from console.tui.feed import Snapshot
+from console.tui.palette import STATE_STYLE
+from console.tui.rows import BLANK, Part, Row, cut, fit
+from console.tui.widgets.lines import Panel
+
+AMBER_S, RED_S = 3.0, 10.0
+FULL_NAME_WIDTH = 150
+PUNCTUAL_S = 2.5
+"""A snapshot a second is due; only what is later than this adds to the age of the data."""
+
+
+def header_row(snapshot: Snapshot, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
+    """Returns the header for a width; the least important parts go first."""
+    state = snapshot.state
+    if state is None:
+        parts: list[Part] = [
+            (9, [(("NSA console", "strong"),)]),
+            (8, [(("no run", "dim"),)]),
+        ]
+        return fit(parts, width)
+    parts = [
+        (9, _name(state, width)),
+        (10, [_state(state, snapshot.now)]),
+        (4, _phase(state)),
+        (8, _progress(state)),
+        (6, _eta(state)),
+        (2, [((f"{state.host} ×{state.world}", "dim"),)] if state.world else [BLANK]),
+        (9, [_freshness(state, snapshot.now, late_s)]),
+        (3, _armed(state)),
+    ]
+    if paused:
+        parts.insert(2, (10, [(("picture paused", "caution"),)]))
+    return fit(parts, width)
+
+
+def _name(state: RunState, width: int) -> list[Row]:
+    """The full id where there is room, else plan, time of day and phase, else plan and phase."""
+    long = state.id or state.path
+    launch = state.launch
+    if launch is None or not launch.phases:
+        return [((cut(long, limit), "strong"),) for limit in (64, 30)]
+    phase = launch.phases[launch.phase].name
+    stamp = launch.id.removeprefix(f"{launch.plan}-").partition("-")[2]
+    forms = [f"{launch.plan} {phase}"]
+    if len(stamp) >= 6 and stamp[:6].isdigit():
+        forms.insert(0, f"{launch.plan} {stamp[:4]} {phase}")
+    if width >= FULL_NAME_WIDTH:
+        forms.insert(0, long)
+    return [((cut(form, 64), "strong"),) for form in forms]
+
+
+def _state(state: RunState, now: float) -> Row:
+    word = state.state.upper()
+    since = now - state.since_ts if state.since_ts else None
+    if since is not None and state.state in ("stalled", "halting", "stopping", "starting"):
+        word += f" {fmt.age(since)}"
+    return ((word, STATE_STYLE.get(state.state, "strong")),)
+
+
+def _phase(state: RunState) -> list[Row]:
+    launch = state.launch
+    if launch is None or len(launch.phases) < 2:
+        return [BLANK]
+    here = f"{launch.phase + 1}/{len(launch.phases)}"
+    return [((f"phase {here}", ""),), ((f"ph {here}", ""),)]
+
+
+def _progress(state: RunState) -> list[Row]:
+    if state.step is None:
+        return [BLANK]
+    if not state.steps_planned:
+        return [((f"step {state.step:,}", ""),)]
+    steps = f"{state.step:,}/{state.steps_planned:,}"
+    share = f"{100 * state.step // state.steps_planned}%"
+    return [((f"step {steps} {share}", ""),), ((f"{steps} {share}", ""),), ((steps, ""),)]
+
+
+def _eta(state: RunState) -> list[Row]:
+    return [((f"ETA {fmt.eta(state.eta_s)}", ""),)] if state.eta_s else [BLANK]
+
+
+def _freshness(state: RunState, now: float, late_s: float) -> Row:
+    if state.data_age_s is None:
+        if state.since_ts and state.state not in ("queued", "preflight", "starting"):
+            return ((f"ended {fmt.age(now - state.since_ts)} ago", "dim"),)
+        return (("no data yet", "dim"),)
+    age = state.data_age_s + late_s
+    style = "stale" if age > RED_S else "warn" if age > AMBER_S else "dim"
+    return ((f"data {fmt.age(age)}{' old' if age > AMBER_S else ''}", style),)
+
+
+def _armed(state: RunState) -> list[Row]:
+    if not state.armed:
+        return [BLANK]
+    return [((cut(state.armed, limit), "dim"),) for limit in (80, 40, 28)]
+
+
+class Header(Panel):
+    """Also ages on its own when no snapshot comes: then nothing on the screen is fresh."""
+
+    paused = False
+
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+        late = time.monotonic() - snapshot.at
+        return [header_row(snapshot, width, late if late > PUNCTUAL_S else 0.0, self.paused)]

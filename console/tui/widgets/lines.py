@@ -1,0 +1,82 @@
+"""Rows on the line API: only the cells that differ are sent to the terminal again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.segment import Segment
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+
+from console.tui.feed import Snapshot
+from console.tui.palette import STYLES, drawn
+from console.tui.rows import BLANK, Row, changed, clip, safe
+
+
+class Lines(Widget):
+    """Shows rows of plain data, never markup."""
+
+    DEFAULT_CSS = "Lines { height: 1; }"
+    ALLOW_SELECT = False
+
+    def __init__(self, id: str | None = None, classes: str | None = None):
+        super().__init__(id=id, classes=classes)
+        self.shown: tuple[Row, ...] = ()
+        self._strips: dict[int, Strip] = {}
+        self.repaints = 0
+        """How many regions were asked to be painted again."""
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Replaces what is shown and repaints what differs."""
+        width, height = self.size
+        new = tuple(clip(safe(row), width or 999) for row in rows)
+        old, self.shown = self.shown, new
+        if old == new:
+            return
+        for y in range(min(height, max(len(old), len(new)))):
+            before = old[y] if y < len(old) else BLANK
+            after = new[y] if y < len(new) else BLANK
+            span = changed(before, after, width)
+            if span is None:
+                continue
+            self._strips.pop(y, None)
+            self.repaints += 1
+            self.refresh(Region(span[0], y, span[1] - span[0], 1))
+
+    def on_resize(self) -> None:
+        """Draws all of it again: what is on the terminal was cut for another size."""
+        self._strips.clear()
+        self.redraw()
+        self.refresh()
+
+    def redraw(self) -> None:
+        """Draws what is known again, for the size that it has now."""
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        strip = self._strips.get(y)
+        if strip is None or strip.cell_length != width:
+            row = self.shown[y] if y < len(self.shown) else BLANK
+            segments = [Segment(drawn(text), STYLES[style]) for text, style in clip(row, width)]
+            strip = self._strips[y] = Strip(segments).adjust_cell_length(width)
+        return strip
+
+
+class Panel(Lines):
+    """Lines that are drawn from the newest snapshot, for the size they have."""
+
+    snapshot: Snapshot | None = None
+
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
+        """Returns what the panel shows of a snapshot."""
+        raise NotImplementedError
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Shows a snapshot; before the first layout it only remembers it."""
+        self.snapshot = snapshot
+        self.redraw()
+
+    def redraw(self) -> None:
+        if self.snapshot is not None and self.size.area:
+            self.show(self.rows(self.snapshot, *self.size))

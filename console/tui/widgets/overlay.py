@@ -1,0 +1,71 @@
+"""A drawer over the foot of the view: questions, help, fields. Only its own cells are repainted."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Button
+
+
+class Drawer(Widget):
+    """Holds what lies over the view. It is always there: a widget that comes into or goes from the
+    screen itself would have everything painted again."""
+
+    DEFAULT_CSS = """
+    Drawer {
+        layer: over; dock: bottom; width: 100%; height: auto; max-height: 90%; margin: 0 0 2 0;
+        layout: vertical; background: ansi_default;
+    }
+    """
+
+
+class Overlay(Widget):
+    """Takes the keys while it is open; the app opens one at a time."""
+
+    DEFAULT_CSS = """
+    Overlay { width: 100%; height: auto; layout: vertical; background: ansi_default; }
+    Overlay > .buttons { layout: horizontal; height: 1; }
+    """
+
+    class Closed(Message):
+        """The overlay is done; the app takes it away."""
+
+        def __init__(self, overlay: Overlay):
+            super().__init__()
+            self.overlay = overlay
+
+    def close(self) -> None:
+        self.post_message(self.Closed(self))
+
+    def do_back(self) -> None:
+        self.close()
+
+    def do_leave(self) -> None:
+        """`q` closes what is open; only ctrl+c leaves the console from here."""
+        self.close()
+
+    def action_next(self) -> None:
+        self.screen.focus_next(f"#{self.id} *")
+
+    def action_previous(self) -> None:
+        self.screen.focus_previous(f"#{self.id} *")
+
+
+class FlatButton(Button):
+    """A button of one line in the terminal's own colours, without animation."""
+
+    DEFAULT_CSS = """
+    FlatButton, FlatButton:ansi.-style-default.-textual-compact {
+        width: auto; min-width: 0; height: 1; padding: 0; margin: 0; border: none;
+        text-style: none; color: ansi_cyan; background: ansi_default;
+        &:focus { text-style: bold reverse; background: ansi_default; border: none; }
+        &:hover { text-style: underline; background: ansi_default; border: none; }
+        &.-active { text-style: reverse; background: ansi_default; border: none; }
+        &:disabled { text-style: dim; color: ansi_default; border: none; text-opacity: 1; }
+    }
+    """
+
+    def __init__(self, label: str, id: str):
+        super().__init__(Content(f"[ {label} ]"), id=id, compact=True)
+        self.active_effect_duration = 0

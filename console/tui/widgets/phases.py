@@ -1,0 +1,140 @@
+"""The phases of a launch or plan, what each proves, and its gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from console.model import Gate, LaunchState, PhaseState
+from console.tui import format as fmt
+from console.tui.palette import STATE_STYLE
+from console.tui.rows import Row, columns, fill, rule, width_of, wrap
+from console.tui.widgets.alertline import gate_value
+
+STEPS = 12
+SIGNS = {"pass": ("✓", "ok"), "fail": ("✗", "crit"), "unknown": ("?", "warn")}
+
+
+def planned_phases(plan: Any) -> tuple[PhaseState, ...]:
+    """Returns the phases of a plan that has not been launched."""
+    return tuple(
+        PhaseState(
+            index=i, name=phase.name, proves=phase.proves, state="next" if i == 0 else "later",
+            why="", result="", steps=None, steps_planned=_steps(phase.set), started_ts=None,
+            ended_ts=None, dir="",
+        )
+        for i, phase in enumerate(plan.phases)
+    )  # fmt: skip
+
+
+def _steps(settings: Mapping[str, Any]) -> int | None:
+    value = settings.get("train.steps")
+    return value if isinstance(value, int) else None
+
+
+def phase_rows(
+    phases: Sequence[PhaseState], current: int, between: str, width: int, height: int,
+    now: float, step: int | None = None, gates: Sequence[Gate] = (),
+) -> list[Row]:  # fmt: skip
+    """Returns the phases with their states; what they prove as far as there is room."""
+    words = {"ask": "asks before each next phase", "go": "goes on by itself while gates pass"}
+    rows = [rule("phases", width, words.get(between, ""))]
+    sentences = {phase.index: wrap(phase.proves, width - 4, 2) for phase in phases}
+    all_of_it = 1 + len(phases) + sum(map(len, sentences.values()))
+    focus = current if phases and phases[current].state != "completed" else current + 1
+    for phase in phases:
+        is_current = phase.index == current
+        rows.append(_phase_row(phase, is_current, width, now, step if is_current else None, gates))
+        if all_of_it <= height or phase.index == min(focus, len(phases) - 1):
+            rows += [((f"    {line}", "dim"),) for line in sentences[phase.index]]
+    return rows[:height]
+
+
+def _phase_row(
+    phase: PhaseState, is_current: bool, width: int, now: float, step: int | None,
+    gates: Sequence[Gate],
+) -> Row:  # fmt: skip
+    done = phase.steps if phase.steps is not None else step
+    steps = fmt.count(done) if done is not None else ""
+    if phase.steps_planned:
+        steps = f"{steps or 0}/{phase.steps_planned:,}"
+        if len(steps) > STEPS:
+            steps = f"{fmt.short(float(done or 0))}/{fmt.short(float(phase.steps_planned))}"
+    took = ""
+    if phase.started_ts:
+        took = fmt.age((phase.ended_ts or now) - phase.started_ts)
+    result = phase.result
+    if is_current and gates:
+        passed = sum(gate.result == "pass" for gate in gates)
+        result = f"gates {passed}/{len(gates)}"
+    elif result in SIGNS:
+        result = {"pass": "gates pass", "fail": "gates FAIL", "unknown": "gates ?"}[result]
+    style = "crit" if "FAIL" in result else ""
+    row = columns(
+        [
+            ("▸" if is_current else " ", 1, "now"),
+            (f"{phase.index + 1} {phase.name}", 18, "strong" if is_current else ""),
+            (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
+            (steps, -STEPS, ""),
+            (took, -6, "dim"),
+            (result, 11, style),
+        ]
+    )
+    fits = phase.why and width_of(row) + 2 + len(phase.why) <= width
+    return (*row, (f"  {phase.why}", "dim")) if fits else row
+
+
+def gate_rows(gates: Sequence[Gate], width: int, height: int, heading: str) -> list[Row]:
+    """Returns the gates with value and bound, in as many columns as fit."""
+    cells = []
+    for gate in gates:
+        sign, style = SIGNS[gate.result]
+        bound = f" ({gate.bound})" if gate.bound else ""
+        cells.append((sign, style, f"{gate.name}: {gate_value(gate)}{bound}"))
+    passed = sum(gate.result == "pass" for gate in gates)
+    return grid(cells, width, height, heading, f"{passed} of {len(gates)} pass" if gates else "")
+
+
+def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
+    """Returns the checks before a launch, what fails first."""
+    order = {"fail": 0, "unknown": 1, "pass": 2}
+    cells = [
+        (*SIGNS[check.result], f"{check.name}: {check.text}")
+        for check in sorted(checks, key=lambda check: order[check.result])
+    ]
+    failed = sum(check.result == "fail" for check in checks)
+    note = (
+        f"{failed} fail: a launch is refused"
+        if failed
+        else f"ready: {len(checks)} checks"
+        if checks
+        else ""
+    )
+    return grid(cells, width, height, "checks before the launch", note)
+
+
+def grid(
+    cells: Sequence[tuple[str, str, str]], width: int, height: int, heading: str, note: str
+) -> list[Row]:
+    """Returns a heading and cells of (sign, style, text), in columns that fit the longest text."""
+    rows = [rule(heading, width, note)]
+    if not cells:
+        return [*rows, (("none yet", "dim"),)]
+    longest = max(len(text) for _, _, text in cells) + 4
+    per_row = max(1, width // min(longest, width))
+    if -(-len(cells) // per_row) > height - 1:
+        per_row = max(per_row, min(len(cells), max(1, width // 36)))
+    each = width // per_row
+    for start in range(0, len(cells), per_row):
+        row: list[tuple[str, str]] = []
+        for sign, style, text in cells[start : start + per_row]:
+            row += [(f"{sign} ", style), (fill(text, each - 3), ""), (" ", "")]
+        rows.append(tuple(row))
+    return rows[:height]
+
+
+def current_phases(launch: LaunchState | None, plan: Any) -> tuple[PhaseState, ...]:
+    """Returns the phases to show: of the launch, or of the plan that could be launched."""
+    if launch is not None:
+        return launch.phases
+    return planned_phases(plan) if plan is not None else ()

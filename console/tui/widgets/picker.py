@@ -1,0 +1,83 @@
+"""A list of rows with a cursor, a scroll offset and nothing that is not on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual import events
+
+from console.tui.rows import Row, rule, text_of, width_of
+from console.tui.widgets.lines import Lines
+
+
+class Picker(Lines, can_focus=True):
+    """Shows a heading and as many items as fit; `cursor` is the chosen one, -1 in a plain text."""
+
+    def __init__(self, id: str, title: str = "", cursor: bool = True):
+        super().__init__(id=id)
+        self.heading, self.note = title, ""
+        self.items: tuple[Row, ...] = ()
+        self.cursor = 0 if cursor else -1
+        self.top = 0
+        self.always = False
+        """Marks the cursor also without the focus."""
+
+    def fill(self, items: Sequence[Row], note: str = "") -> None:
+        """Replaces the items; the cursor stays where it was as far as it can."""
+        self.items, self.note = tuple(items), note
+        self.move(0)
+
+    @property
+    def room(self) -> int:
+        return max(1, self.size.height - bool(self.heading))
+
+    def move(self, by: int) -> None:
+        """Moves the cursor, or scrolls a list without one."""
+        last = max(0, len(self.items) - 1)
+        if self.cursor >= 0:
+            self.cursor = min(last, max(0, self.cursor + by))
+            self.top = min(self.cursor, max(self.top, self.cursor - self.room + 1))
+        else:
+            self.top += by
+        self.top = min(max(0, len(self.items) - self.room), max(0, self.top))
+        self.redraw()
+
+    def redraw(self) -> None:
+        if not self.size.area:
+            return
+        width = self.size.width
+        rows: list[Row] = []
+        if self.heading:
+            rows.append(rule(self.heading, width, self._note(), focused=self.has_focus))
+        for index, item in enumerate(self.items[self.top : self.top + self.room], self.top):
+            if index == self.cursor and (self.has_focus or self.always):
+                text = text_of(item)
+                item = ((text + " " * (width - width_of(item)), "cursor"),)
+            rows.append(item)
+        self.show(rows)
+
+    def _note(self) -> str:
+        hidden = len(self.items) - self.room
+        more = f"{self.top + 1}–{min(len(self.items), self.top + self.room)} of {len(self.items)}"
+        return "  ".join(part for part in (self.note, more if hidden > 0 else "") if part)
+
+    def on_resize(self) -> None:
+        super().on_resize()
+        self.move(0)
+
+    def on_focus(self) -> None:
+        self.redraw()
+
+    def on_blur(self) -> None:
+        self.redraw()
+
+    def on_mouse_scroll_down(self) -> None:
+        self.move(3)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.move(-3)
+
+    def on_click(self, event: events.Click) -> None:
+        index = self.top + event.y - bool(self.heading)
+        if self.cursor >= 0 and 0 <= index < len(self.items):
+            self.move(index - self.cursor)

@@ -1,0 +1,173 @@
+"""One row a rank: its GPU where it has one, else CPU and memory; step, phase, age."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from console.model import Gpu, Rank, RunState
+from console.tui import format as fmt
+from console.tui.feed import Snapshot
+from console.tui.rows import Row, columns, cut, rule
+from console.tui.widgets.header import RED_S
+from console.tui.widgets.lines import Panel
+
+WIDE = 70
+PROCESS_WORDS = {"T": "stopped", "t": "traced", "Z": "zombie", "gone": "gone", "D": ""}
+Cell = tuple[str, int, str]
+Column = tuple[str, int]
+
+
+def rank_rows(state: RunState, width: int, height: int) -> list[Row]:
+    """Returns a heading and a row a rank; with more ranks than room, the worst and a count."""
+    has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
+    heading = "GPUs" if has_gpus else "ranks"
+    if not state.ranks:
+        rows = [rule(heading, width)]
+        if not state.gpus:
+            return [*rows, (("no rank has started yet", "dim"),)]
+        idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
+        return _table(state, idle, has_gpus, width, height)
+    return _table(state, state.ranks, has_gpus, width, height)
+
+
+def _table(
+    state: RunState, ranks: Sequence[Rank], has_gpus: bool, width: int, height: int
+) -> list[Row]:
+    wide = width >= WIDE
+    digits = max(3 if has_gpus else 4, len(str(max(rank.rank for rank in ranks))))
+    shown = _worst_first(state, ranks, height - 1)
+    layout = _layout(state, has_gpus, wide, width, digits)
+    rows = [_heading(layout, has_gpus)]
+    rows += [_row(state, rank, has_gpus, wide, layout) for rank in shown]
+    if len(shown) < len(ranks):
+        hidden = len(ranks) - len(shown)
+        rows.append(((f"   and {hidden:,} more ranks, none of them worse", "dim"),))
+    return rows
+
+
+def _worst_first(state: RunState, ranks: Sequence[Rank], room: int) -> Sequence[Rank]:
+    """Returns all ranks in order when they fit, else the worst ones, worst first."""
+    if len(ranks) <= room:
+        return ranks
+    newest = max((rank.pulse.step for rank in ranks if rank.pulse), default=0)
+    guilty = state.verdict.rank if state.verdict else None
+
+    def badness(rank: Rank) -> tuple[bool, bool, bool, int, float, int]:
+        behind = newest - rank.pulse.step if rank.pulse else newest + 1
+        lost = rank.gpu is not None and rank.gpu.state != "ok"
+        wrong = rank.state in PROCESS_WORDS and bool(PROCESS_WORDS[rank.state])
+        return (
+            rank.rank != guilty, not lost, not (wrong or rank.exit), -behind,
+            -(rank.age_s or 0.0), rank.rank,
+        )  # fmt: skip
+
+    return sorted(ranks, key=badness)[: max(0, room - 1)]
+
+
+def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int) -> list[Column]:
+    """Returns heading and width of the columns; a negative width aligns right."""
+    memory = max((g.mem_total_mib or 0 for g in _gpus(state)), default=0) >= 100 * 1024
+    if has_gpus and wide:
+        fixed = [("", digits), ("util", -4), ("", 0), ("mem", -11 if memory else -9),
+                 ("power", -9), ("temp", -4)]  # fmt: skip
+    elif has_gpus:
+        fixed = [("", digits), ("util", -4), ("", 0), ("mem", -8 if memory else -6),
+                 ("watt", -4), ("°C", -2)]  # fmt: skip
+    else:
+        fixed = [("", digits), ("cpu", -4), ("", 0), ("mem", -8 if wide else -5)]
+    fixed += [("step", -8 if wide else -7), ("phase", 9), ("for", -4)]
+    if wide:
+        fixed += [("age", -4), ("pid", -8)]
+    used = sum(abs(w) for _, w in fixed) + len(fixed) - 1
+    bar = max(2, min(16 if has_gpus else 20, width - used - (2 if wide else 0)))
+    return [(name, w or bar) for name, w in fixed]
+
+
+def _gpus(state: RunState) -> Sequence[Gpu]:
+    return state.gpus or [rank.gpu for rank in state.ranks if rank.gpu is not None]
+
+
+def _heading(layout: list[Column], has_gpus: bool) -> Row:
+    name = "GPU" if has_gpus else "rank"
+    return columns([(name, layout[0][1], "title"), *((name, w, "dim") for name, w in layout[1:])])
+
+
+def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[Column]) -> Row:
+    widths = [w for _, w in layout]
+    stale = rank.age_s is not None and rank.age_s > RED_S
+    base = "dim" if stale else ""
+    guilty = state.verdict is not None and state.verdict.rank == rank.rank
+    cells: list[Cell] = [(str(rank.rank), widths[0], "crit" if guilty else "strong")]
+    if has_gpus:
+        cells += _gpu_cells(rank.gpu, widths[1:6], wide, base)
+    else:
+        cells += _cpu_cells(rank, widths[1:4], base)
+    cells += _position_cells(rank, widths[-5:-2] if wide else widths[-3:], base, guilty)
+    if wide:
+        style = "stale" if stale else "dim"
+        cells += [
+            (fmt.age(rank.age_s), widths[-2], style),
+            (str(rank.pid or ""), widths[-1], "dim"),
+        ]
+    row = columns(cells)
+    return (*row, (" ◂", "crit")) if guilty else row
+
+
+def _gpu_cells(gpu: Gpu | None, widths: list[int], wide: bool, base: str) -> list[Cell]:
+    room = sum(abs(w) for w in widths) + len(widths) - 1
+    if gpu is None:
+        return [("no GPU", room, "dim")]
+    if gpu.state != "ok":
+        word = "GPU LOST" if gpu.state == "lost" else f"GPU {gpu.state}"
+        return [(cut(f"{word} {gpu.why}".rstrip(), room), room, "crit")]
+    share = None if gpu.util_pct is None else gpu.util_pct / 100
+    full, rest = fmt.bar(share, widths[1])
+    used, total = gpu.mem_used_mib, gpu.mem_total_mib
+    if wide:
+        memory = f"{_whole_gib(used)}/{_whole_gib(total)} GiB" if total else fmt.gib(used)
+        temperature = fmt.DASH if gpu.temp_c is None else f"{gpu.temp_c:.0f} C"
+        power = fmt.watts(gpu.power_w, gpu.power_limit_w)
+    else:
+        memory = f"{_whole_gib(used)}/{_whole_gib(total)}G"
+        temperature = fmt.DASH if gpu.temp_c is None else f"{gpu.temp_c:.0f}"
+        power = fmt.watts(gpu.power_w)
+    hot = gpu.temp_c is not None and gpu.temp_c >= 85
+    return [
+        (fmt.percent(gpu.util_pct), widths[0], base),
+        (full + rest, widths[1], base or "data"),
+        (memory, widths[2], base),
+        (power, widths[3], base),
+        (temperature, widths[4], "warn" if hot else base),
+    ]
+
+
+def _whole_gib(mib: float | None) -> str:
+    return fmt.DASH if mib is None else f"{mib / 1024:.0f}"
+
+
+def _cpu_cells(rank: Rank, widths: list[int], base: str) -> list[Cell]:
+    if rank.exit or rank.state == "gone":
+        return [(fmt.DASH, widths[0], base), ("", widths[1], ""), (fmt.DASH, widths[2], base)]
+    share = None if rank.cpu_pct is None else rank.cpu_pct / 100
+    full, rest = fmt.bar(share, widths[1])
+    memory = fmt.gib(rank.rss_mib) if abs(widths[2]) >= 8 else fmt.short_gib(rank.rss_mib)
+    return [
+        (fmt.percent(rank.cpu_pct), widths[0], base),
+        (full + rest, widths[1], base or "data"),
+        (memory, widths[2], base),
+    ]
+
+
+def _position_cells(rank: Rank, widths: list[int], base: str, guilty: bool) -> list[Cell]:
+    wrong = rank.exit or PROCESS_WORDS.get(rank.state, "")
+    pulse = rank.pulse
+    step = fmt.count(pulse.step) if pulse else fmt.DASH
+    phase = wrong or (pulse.phase if pulse else fmt.DASH)
+    style = "crit" if wrong or guilty else base
+    since = fmt.age(pulse.since_s) if pulse else fmt.DASH
+    return [(step, widths[0], base), (phase, widths[1], style), (since, widths[2], style)]
+
+
+class Ranks(Panel):
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+        return rank_rows(snapshot.state, width, height) if snapshot.state else []

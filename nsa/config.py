@@ -1,0 +1,261 @@
+"""Model configuration, and what can be counted from it: parameters, FLOPs, largest gate entropy.
+
+Standard library only, so that the console can import it without loading torch.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+COMPRESS_KINDS = ("mlp", "mean")
+GATE_KINDS = ("sigmoid", "softmax")
+ATTENTION_KINDS = ("nsa", "dense")
+
+INITIAL_BLOCKS = 1
+LOCAL_BLOCKS = 2
+FORCED_BLOCKS = INITIAL_BLOCKS + LOCAL_BLOCKS
+N_BRANCHES = 3
+
+
+class _Strict:
+    """Construction from a mapping that refuses what it does not know."""
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
+        """Build from a YAML section whose keys are exactly the field names.
+
+        Raises ValueError for a section that is not a mapping, an unknown key (with the closest
+        valid one), a missing key, or a value that breaks a rule of the class.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ValueError(
+                f"{cls.__name__} must be a mapping of keys to values, got {mapping!r}; "
+                "write one `key: value` per line under its section."
+            )
+        known = {f.name: f for f in fields(cls)}  # pyright: ignore[reportArgumentType]
+        for key in mapping:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+                raise ValueError(f"{cls.__name__} has no key {key!r}; did you mean {close[0]!r}?")
+        for name, f in known.items():
+            required = f.default is MISSING and f.default_factory is MISSING
+            if required and name not in mapping:
+                raise ValueError(f"{cls.__name__} lacks the key {name!r}; add it to the section.")
+        return cls(**mapping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NSAConfig(_Strict):
+    """Native Sparse Attention (arXiv 2502.11089), lengths in tokens, defaults as in the paper."""
+
+    block_size: int = 32
+    """l: tokens per compressed block."""
+    block_stride: int = 16
+    """d: tokens between the starts of neighbouring compressed blocks."""
+    select_block_size: int = 64
+    """l': tokens per selection block."""
+    n_select: int = 16
+    """n: blocks each query selects, the first and the two local ones among them."""
+    window: int = 512
+    """w: tokens each query sees in the window branch, itself among them."""
+    compress: str = "mlp"
+    """phi: "mlp" (learnable, with intra-block position) or "mean"."""
+    gate: str = "sigmoid"
+    """"sigmoid" per branch (the paper), or "softmax" over the branches."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "block_stride", "select_block_size", "n_select", "window"):
+            _require_positive_int(self, name)
+        _require_choice(self, "compress", COMPRESS_KINDS)
+        _require_choice(self, "gate", GATE_KINDS)
+        if self.block_stride > self.block_size:
+            raise ValueError(
+                f"block_stride must not exceed block_size ({self.block_size}), or tokens fall "
+                f"between the compressed blocks; got {self.block_stride}, lower it."
+            )
+        if self.n_select < FORCED_BLOCKS:
+            raise ValueError(
+                f"n_select must be at least {FORCED_BLOCKS} (the first and two local blocks are "
+                f"always selected and counted); got {self.n_select}, raise it."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(_Strict):
+    """A decoder-only transformer. The keys of the YAML section `model:` are these fields."""
+
+    dim: int
+    """Width of the residual stream."""
+    n_layers: int
+    n_heads: int
+    """H: query heads."""
+    n_kv_groups: int
+    """G: key/value heads; H/G query heads share one."""
+    d_k: int
+    """Width of one query or key head (even: rotary pairs)."""
+    d_v: int
+    """Width of one value head."""
+    mlp_hidden: int
+    """Hidden width of the SwiGLU MLP."""
+    vocab_size: int = 256
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output head."""
+    attention: str = "nsa"
+    """"nsa", or "dense" (causal, same heads and groups) as the control."""
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nsa, Mapping):
+            object.__setattr__(self, "nsa", NSAConfig.from_dict(self.nsa))
+        if not isinstance(self.nsa, NSAConfig):
+            raise ValueError(f"nsa must be a mapping of NSA settings, got {self.nsa!r}.")
+        for name in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "mlp_hidden"):
+            _require_positive_int(self, name)
+        _require_positive_int(self, "vocab_size")
+        _require_positive_number(self, "rope_base")
+        _require_positive_number(self, "norm_eps")
+        _require_positive_number(self, "init_std")
+        _require_choice(self, "attention", ATTENTION_KINDS)
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"tie_embeddings must be true or false, got {self.tie_embeddings!r}.")
+        if self.n_heads % self.n_kv_groups:
+            raise ValueError(
+                f"n_heads ({self.n_heads}) must be a multiple of n_kv_groups "
+                f"({self.n_kv_groups}), since each group serves the same number of heads; "
+                "change one of them."
+            )
+        if self.d_k % 2:
+            raise ValueError(
+                f"d_k must be even, since rotary embedding turns pairs; got {self.d_k}, "
+                f"use {self.d_k + 1}."
+            )
+
+
+def _require_positive_int(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def _require_positive_number(config: object, name: str) -> None:
+    value = getattr(config, name)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ValueError(
+            f"{name} must be a finite number above 0, got {value!r}; YAML reads 1e4 as text, "
+            "write 1.0e+4 or 10000."
+        )
+
+
+def _require_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        allowed = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+
+
+def compressed_blocks(config: NSAConfig, seq_len: int) -> int:
+    """How many whole compressed blocks `seq_len` tokens hold."""
+    if seq_len < config.block_size:
+        return 0
+    return (seq_len - config.block_size) // config.block_stride + 1
+
+
+def selection_blocks(config: NSAConfig, seq_len: int) -> int:
+    """How many selection blocks cover `seq_len` tokens, the last one perhaps in part."""
+    return -(-seq_len // config.select_block_size)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """The exact number of trainable parameters of `nsa.model.Transformer(config)`."""
+    per_layer = _layer_matmul_weights(config) + 2 * config.dim
+    if config.attention == "nsa":
+        per_layer += N_BRANCHES * config.n_heads
+        per_layer += _phi_weights(config) + _phi_positions(config)
+    embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+    return embeddings + config.n_layers * per_layer + config.dim
+
+
+def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
+    """Training FLOPs (forward and backward) per token of a sequence of `seq_len` tokens.
+
+    A multiply-add counts as 2; the backward pass as twice the forward. Embedding look-up, norms,
+    rotary embedding, softmax and the optimizer are not counted, nor is recomputation.
+
+        6 · (weights that multiply each token, head included)
+      + 6 · phi's weights · G · compressed blocks / seq_len                    (NSA, phi = mlp)
+      + per layer and head, attention:
+          causal=False: 6 · (d_k + d_v) · seq_len — the usual uncorrected figure (PaLM, App. B),
+                        which charges each query with every key, whichever attention it is;
+          causal=True:  6 · (d_k + d_v) · keys + 2 · d_k · compressed keys
+                        where `keys` is the exact mean number of keys that a query attends to, over
+                        all branches, and the second term is the score pass of the selection, which
+                        has no backward.
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len must be at least 1 token, got {seq_len}.")
+    weights = config.n_layers * _layer_matmul_weights(config) + config.vocab_size * config.dim
+    total = 6.0 * weights
+    per_pair = 6 * (config.d_k + config.d_v)
+    pairs = seq_len * (seq_len + 1) // 2 if causal else seq_len * seq_len
+    score = 0
+    if config.attention == "nsa":
+        phi_uses = config.n_kv_groups * compressed_blocks(config.nsa, seq_len)
+        total += 6.0 * config.n_layers * _phi_weights(config) * phi_uses / seq_len
+        if causal:
+            branches = attended_pairs(config.nsa, seq_len)
+            pairs = sum(branches.values())
+            score = 2 * config.d_k * branches["cmp"]
+    return total + config.n_layers * config.n_heads * (per_pair * pairs + score) / seq_len
+
+
+def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
+    """Exact (query, key) pairs per head over a sequence, per branch: `cmp`, `slc`, `win`."""
+    n_cmp = compressed_blocks(config, seq_len)
+    first_end = config.block_size - 1
+    cmp_pairs = n_cmp * (seq_len - first_end) - config.block_stride * n_cmp * (n_cmp - 1) // 2
+    slc_pairs = 0
+    for block in range(selection_blocks(config, seq_len)):
+        rows = min(config.select_block_size, seq_len - block * config.select_block_size)
+        whole = min(config.n_select, block + 1) - 1
+        slc_pairs += rows * whole * config.select_block_size + rows * (rows + 1) // 2
+    short = min(config.window, seq_len)
+    win_pairs = short * (short + 1) // 2 + (seq_len - short) * config.window
+    return {"cmp": cmp_pairs, "slc": slc_pairs, "win": win_pairs}
+
+
+def max_gate_entropy_nats(config: ModelConfig) -> float:
+    """The largest gate entropy: ln 3 for either gate, where all branches weigh the same.
+
+    0 for dense attention, which has no gate.
+    """
+    return math.log(N_BRANCHES) if config.attention == "nsa" else 0.0
+
+
+def _layer_matmul_weights(config: ModelConfig) -> int:
+    """Weights of one layer that multiply every token."""
+    branches = N_BRANCHES if config.attention == "nsa" else 1
+    query_and_output = config.dim * config.n_heads * (config.d_k + config.d_v)
+    keys_and_values = config.dim * branches * config.n_kv_groups * (config.d_k + config.d_v)
+    gate = config.dim * N_BRANCHES * config.n_heads if config.attention == "nsa" else 0
+    mlp = 3 * config.dim * config.mlp_hidden
+    return query_and_output + keys_and_values + gate + mlp
+
+
+def _phi_weights(config: ModelConfig) -> int:
+    """Matmul weights of one layer's two compression MLPs (keys and values); groups share them."""
+    if config.nsa.compress == "mean":
+        return 0
+    return (config.nsa.block_size + 1) * (config.d_k**2 + config.d_v**2)
+
+
+def _phi_positions(config: ModelConfig) -> int:
+    if config.nsa.compress == "mean":
+        return 0
+    return config.nsa.block_size * (config.d_k + config.d_v)

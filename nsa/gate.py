@@ -1,0 +1,45 @@
+"""The gate: how much of each branch a head takes, per token (paper, eq. 5)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa.config import N_BRANCHES
+
+
+class Gate(nn.Module):
+    """Branch weights per token and head from the layer's input, in the order cmp, slc, win.
+
+    "sigmoid" (the paper): each branch is opened by itself, the weights need not add up to 1.
+    "softmax": the branches compete and the weights add up to 1.
+    """
+
+    def __init__(self, dim: int, n_heads: int, kind: str) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.kind = kind
+        self.proj = nn.Linear(dim, N_BRANCHES * n_heads)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` `[B, S, dim]` → weights and logits, each `[B, S, H, 3]`, in float32 at least."""
+        logits = self.proj(x).unflatten(-1, (self.n_heads, N_BRANCHES))
+        # A weight's gradient is a sum over a head's values; in bfloat16 it would be rounded twice.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
+        return weights, logits
+
+
+def branch_shares(logits: Tensor, kind: str) -> Tensor:
+    """The branches' shares of the gate's total weight, `[..., 3]`, adding up to 1, in float32.
+
+    For the softmax gate these are the weights. For the sigmoid gate they are the weights over their
+    sum, computed from logits so that three closed gates still have a well-defined ratio.
+    """
+    logits = logits.detach().float()
+    return (F.logsigmoid(logits) if kind == "sigmoid" else logits).softmax(-1)
+
+
+def gate_entropy(shares: Tensor) -> Tensor:
+    """Entropy in nats of shares `[..., 3]` → `[...]`: ln 3 if all branches weigh the same, 0 if
+    one is alone."""
+    return -(shares * shares.clamp_min(1e-30).log()).sum(-1)

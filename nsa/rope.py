@@ -1,0 +1,41 @@
+"""Rotary position embedding, applied to each head by itself (RoFormer, arXiv 2104.09864)."""
+
+import torch
+from torch import Tensor
+
+from nsa.tables import cached_table
+
+
+@cached_table
+def rotary_table(
+    first: int,
+    step: int,
+    count: int,
+    dim: int,
+    base: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each `[count, dim]`, of positions first, first + step, ….
+
+    Angles are computed in float64: a float32 angle of position 60,000 is wrong in the third digit.
+    """
+    position = first + step * torch.arange(count, device=device, dtype=torch.float64)
+    pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
+    angle = torch.outer(position, base ** (-pair / dim))
+    both = torch.cat((angle, angle), dim=-1)
+    sign = torch.ones(dim, device=device, dtype=torch.float64)
+    sign[: dim // 2] = -1.0
+    return both.cos().to(dtype), (both.sin() * sign).to(dtype)
+
+
+def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
+    """Rotate `x` `[..., N, D]`, whose rows stand at positions first, first + step, ….
+
+    Pairs are (i, i + D/2). Low-precision input is rotated in float32 and returned in its dtype.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = rotary_table(first, step, x.shape[-2], x.shape[-1], base, x.device, dtype)
+    wide = x.to(dtype)
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    return (wide * cos + swapped * sin).to(x.dtype)

@@ -1,0 +1,94 @@
+"""What the gate and the selection do, as tensors on the device: nothing here waits for the host."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nsa.config import FORCED_BLOCKS, NSAConfig
+from nsa.gate import branch_shares, gate_entropy
+from nsa.select import block_mask, block_status
+
+COLLAPSED_ENTROPY_NATS = 0.1
+COLLAPSED_SHARE = 0.95
+
+
+@torch.no_grad()
+def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
+    """Statistics of one layer's gate `[B, S, H, 3]` over all its tokens and heads.
+
+    `gate_entropy`, `gate_entropy_min` in nats; `gate_max_gate`, the mean of the largest share;
+    `gate_collapse_frac`, the part of tokens and heads with an entropy below 0.1 nats and one share
+    above 0.95; `gate_branch_shares` `[3]`, mean shares of cmp, slc and win.
+    """
+    shares = branch_shares(logits, kind)
+    entropy, largest = gate_entropy(shares), shares.amax(-1)
+    collapsed = (entropy < COLLAPSED_ENTROPY_NATS) & (largest > COLLAPSED_SHARE)
+    return {
+        "gate_entropy": entropy.mean(),
+        "gate_entropy_min": entropy.min(),
+        "gate_max_gate": largest.mean(),
+        "gate_collapse_frac": collapsed.float().mean(),
+        "gate_branch_shares": shares.mean((0, 1, 2)),
+    }
+
+
+@torch.no_grad()
+def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
+    """Statistics of one layer's selection, from p_slc `[B, G, S, blocks]` and the indices.
+
+    Over queries that see a compressed block (left out where the sequence is shorter than one):
+
+    - `sel_entropy`: entropy of p_slc over blocks, nats;
+    - `sel_forced_share`: the part of p_slc that lies on the forced blocks.
+
+    Over free picks, those not forced, of queries that have more blocks than they may select (left
+    out where the sequence holds no two such queries, or n leaves no free pick; elsewhere a query
+    selects everything and the figures would be functions of its position alone):
+
+    - `sel_distance_mean`: tokens from the query back to the end of the block;
+    - `sel_distance_hist`: parts with a distance of 2-3, 4-7, 8-15, … blocks;
+    - `sel_overlap`: the part of picks that the previous query attends to as well.
+    """
+    found = {}
+    seq_len, n_slc = p_slc.shape[-2:]
+    status = block_status(seq_len, config, p_slc.device, p_slc.dtype)
+    forced = status == torch.inf
+    if seq_len >= config.block_size:
+        first = config.block_size - 1
+        mass = p_slc[..., first:, :]
+        share = mass / mass.sum(-1, keepdim=True)
+        found["sel_entropy"] = -(share * share.clamp_min(1e-30).log()).sum(-1).mean()
+        found["sel_forced_share"] = (share * forced[first:]).sum(-1).mean()
+    first = config.n_select * config.select_block_size
+    if seq_len < first + 2 or config.n_select == FORCED_BLOCKS:
+        return found
+    chosen = block_mask(blocks[..., first:, :], n_slc)
+    free = chosen & ~forced[first:]
+    picks = free.sum(dtype=torch.float32)
+    token = torch.arange(first, seq_len, device=blocks.device)[:, None]
+    block = torch.arange(n_slc, device=blocks.device)[None, :]
+    distance = token - (block + 1) * config.select_block_size + 1
+    age = token // config.select_block_size - block
+    found["sel_distance_mean"] = (free * distance).sum() / picks
+    octaves = range(1, (n_slc - 1).bit_length())
+    per_octave = [(free & (age >= 2**i) & (age < 2 ** (i + 1))).sum() for i in octaves]
+    found["sel_distance_hist"] = torch.stack(per_octave) / picks
+    kept = free[..., 1:, :] & chosen[..., :-1, :]
+    found["sel_overlap"] = kept.sum() / free[..., 1:, :].sum()
+    return found
+
+
+@torch.no_grad()
+def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One model's statistics from those of its layers: means, and what is said otherwise below."""
+    together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+    entropy = together.pop("gate_entropy")
+    lowest = together.pop("gate_entropy_min")
+    merged = {name: values.mean(0) for name, values in together.items()}
+    return {
+        "gate_entropy_mean": entropy.mean(),
+        "gate_entropy_min": lowest.min(),
+        "gate_entropy_layers": entropy,
+        **merged,
+    }

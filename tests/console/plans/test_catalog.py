@@ -1,0 +1,127 @@
+"""Finding plans, and whether they can start here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from console.plans import catalog, preflight
+from trainers.contract import plan as plans_module
+from trainers.contract.errors import UsageError
+
+PHASES = [{"name": "one", "script": __file__}]
+
+
+def written(folder: Path, **document) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({"name": "mine", "phases": PHASES} | document))
+    return str(path)
+
+
+def case(tmp_path, directory=None, devices="", **document):
+    plan = plans_module.parse({"name": "mine", "phases": PHASES} | document, "test")
+    return preflight.Case(plan, directory or tmp_path / "launch", devices)
+
+
+def checks(given, settings=lambda _: {}):
+    return {check.name: check for check in preflight.run(given, settings)}
+
+
+def test_the_projects_plans_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "cpu_smoke" in [plan.name for plan in catalog.plans()]
+    assert catalog.is_plan("cpu_smoke")
+    assert not catalog.is_plan("latest")
+    assert catalog.project_file("configs/plans/cpu_smoke.yaml").is_file()
+
+
+def test_a_plan_of_the_working_directory_hides_the_projects(tmp_path, monkeypatch):
+    folder = tmp_path / "configs" / "plans"
+    folder.mkdir(parents=True)
+    Path(written(folder)).rename(folder / "cpu_smoke.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert catalog.load("cpu_smoke").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("cpu_smok", "did you mean 'cpu_smoke'"), ("nowhere.yaml", "no plan file"), ("zzz", "known:")],
+)
+def test_an_unknown_plan_gets_a_suggestion(name, says):
+    with pytest.raises(UsageError, match=says):
+        catalog.load(name)
+
+
+def test_an_unknown_gate_names_file_and_phase(tmp_path):
+    phases = [PHASES[0] | {"gates": {"steps_don": 1}}]
+    with pytest.raises(UsageError, match=r"mine\.yaml: phase 'one'.*did you mean 'steps_done'"):
+        catalog.load(written(tmp_path, phases=phases))
+
+
+def test_this_machine_passes_for_a_small_plan(tmp_path):
+    found = checks(case(tmp_path))
+    for name in ("python", "torch", "program", "memory", "disk", "directory", "config one"):
+        assert found[name].result == "pass", found[name]
+    assert found["torch"].text.startswith("torch 2.")
+
+
+def test_a_plan_for_gpus_is_refused_where_there_are_none(tmp_path):
+    if preflight.gpus_there():
+        pytest.skip("this machine has GPUs")
+    found = checks(case(tmp_path, gpus=8))["gpus"]
+    assert found.result == "fail"
+    assert "needs 8 GPUs and this machine has 0" in found.text
+    assert "cpu_smoke" in found.text
+
+
+def test_more_processes_than_cores_only_warns(tmp_path):
+    found = checks(case(tmp_path, phases=[PHASES[0] | {"nproc": 900}]))
+    assert found["cores"].result == "unknown"
+    assert found["memory"].result == "fail"
+
+
+def test_a_missing_program_is_refused_by_name(tmp_path):
+    found = checks(case(tmp_path, phases=[{"name": "one", "script": "nowhere.py"}]))["program"]
+    assert (found.result, "nowhere.py" in found.text) == ("fail", True)
+    found = checks(case(tmp_path, phases=[{"name": "one", "module": "no_such_room.x"}]))["program"]
+    assert found.result == "fail"
+
+
+@pytest.fixture
+def unwritable(tmp_path):
+    """A folder that even root cannot write into; its mode is enough for everybody else."""
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o500)
+    if os.geteuid() != 0:
+        yield folder
+        return
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)])
+    if mounted.returncode != 0:
+        pytest.skip("root may write everywhere and this machine mounts nothing read-only")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path, unwritable):
+    found = checks(case(tmp_path, unwritable / "launch"))["directory"]
+    assert found.result == "fail"
+    assert str(unwritable) in found.text
+    assert "--run-dir" in found.text
+
+
+def test_flags_of_the_shell_are_named_and_not_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_LR", "3e-4")
+    found = checks(case(tmp_path))["shell"]
+    assert (found.result, "NSA_LR" in found.text) == ("unknown", True)
+
+
+def test_settings_that_do_not_fit_are_an_error_and_not_a_row(tmp_path):
+    def resolve(_index):
+        raise UsageError("train.steps cannot be 0")
+
+    with pytest.raises(UsageError, match="steps cannot be 0"):
+        checks(case(tmp_path), resolve)

@@ -1,0 +1,217 @@
+"""A run directory becomes one state: fresh, corrected by who really lives, never raising."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from console.sources.run import RunSource
+from tests.console.sources import directory
+from trainers.contract import rundir
+from trainers.contract.pulse import PulseWriter
+
+DEAD = {"pid": 2**22 - 3, "start_ticks": 1}
+
+
+@pytest.fixture
+def launch(tmp_path):
+    path = directory.launch(tmp_path)
+    directory.run(path / "0-first")
+    return path
+
+
+def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
+    run = launch / "0-first"
+    for step in (1, 2, 3):
+        for rank in (0, 1):
+            directory.beat(run, rank, step, loss=5.5 - step, toks_per_s=1000.0 * step,
+                           steps_dt_s=[0.1, 0.3], gate_branch_shares=[0.2, 0.3, 0.5])  # fmt: skip
+    directory.sample(run, ranks=[{"rank": 1, "state": "S", "cpu_pct": 99.0, "rss_mib": 512.0}])
+    state = RunSource(launch).poll()
+    assert (state.id, state.state, state.step, state.steps_planned) == (
+        "toy/0-first",
+        "running",
+        3,
+        100,
+    )
+    loss = state.figures["loss"]
+    assert (loss.value, loss.unit, loss.window) == (2.5, "nats/token", "step 3")
+    assert state.figures["toks_per_s"].window == "last 2 steps"
+    assert state.figures["step_p99_s"].value == 0.3
+    assert state.figures["gate_share_win"].value == 0.5
+    assert state.figures["disk_free_gib"].value == 3.5
+    assert state.ranks[1].cpu_pct == 99.0
+    assert state.data_age_s is not None
+    assert state.data_age_s < 5
+    assert state.environment == {"NSA_LR": "0.2"}
+    assert state.launch is not None
+    assert state.launch.next_flags[0].value == "0.1"
+    assert state.launch.phases[1].state == "later"
+
+
+def test_new_records_arrive_by_the_next_look_and_the_history_grows(launch):
+    run = launch / "0-first"
+    source = RunSource(launch)
+    assert source.poll().step == 0
+    directory.beat(run, 0, 1, loss=5.0, steps_dt_s=[0.2])
+    assert source.poll().figures["loss"].value == 5.0
+    directory.beat(run, 0, 2, loss="nan", steps_dt_s=[0.2])
+    state = source.poll()
+    assert math.isnan(state.figures["loss"].value)
+    assert [value for _, value in source.history.series("loss").points] == [5.0]
+
+
+def test_the_next_phase_replaces_the_run_and_its_history(launch):
+    directory.beat(launch / "0-first", 0, 7, loss=5.0)
+    source = RunSource(launch)
+    assert source.poll().step == 7
+    directory.run(launch / "1-second")
+    state = json.loads((launch / rundir.PLAN_STATE).read_text())
+    state["phase"] = 1
+    state["phases"].append({"name": "second", "state": "running", "dir": "1-second"})
+    directory.document(launch / rundir.PLAN_STATE, state)
+    after = source.poll()
+    assert after.id == "toy/1-second"
+    assert after.figures == {}
+    assert source.history.series("loss").points == ()
+
+
+def test_live_pulses_are_read_from_shared_memory(launch):
+    live = f"/dev/shm/nsa-console-test-{os.getpid()}"
+    os.makedirs(live, mode=0o700, exist_ok=True)
+    try:
+        writer = PulseWriter(rundir.pulse(Path(live), 0), 0)
+        writer.set(12, "backward")
+        directory.run(launch / "0-first", live_dir=live)
+        found = RunSource(launch).poll().ranks[0].pulse
+        assert found is not None
+        assert (found.step, found.phase, found.live) == (12, "backward", True)
+        assert found.since_s < 5
+    finally:
+        for name in os.listdir(live):
+            os.unlink(f"{live}/{name}")
+        os.rmdir(live)
+
+
+def test_without_shared_memory_the_sampled_pulse_ages(launch):
+    run = launch / "0-first"
+    held = {"step": 9, "phase": "forward", "since_s": 4.0, "collectives": 2}
+    directory.sample(run, ts=time.time() - 30, ranks=[{"rank": 0, "state": "S", "pulse": held}])
+    found = RunSource(launch).poll().ranks[0].pulse
+    assert found is not None
+    assert not found.live
+    assert 29 < found.age_s < 60
+    assert 33 < found.since_s < 64
+
+
+@pytest.mark.parametrize(
+    ("supervisor", "workers", "expected"),
+    [("alive", "alive", "running"), ("dead", "alive", "unsupervised"), ("dead", "dead", "lost")],
+)
+def test_a_dead_supervisor_decides_nothing_any_more(launch, supervisor, workers, expected):
+    mine = rundir.identity()
+    worker = mine if workers == "alive" else mine | DEAD
+    directory.run(
+        launch / "0-first",
+        workers=[{"rank": 0, **worker, "exit": None}],
+        **(mine if supervisor == "alive" else mine | DEAD),
+    )
+    assert RunSource(launch).poll().state == expected
+
+
+def test_an_end_stays_what_the_supervisor_wrote(launch):
+    directory.run(launch / "0-first", state="crashed", why="rank 1 was killed by SIGKILL", **DEAD)
+    state = RunSource(launch).poll()
+    assert (state.state, state.why) == ("crashed", "rank 1 was killed by SIGKILL")
+    assert state.data_age_s is None
+
+
+def test_alerts_open_are_acknowledged_and_clear(launch):
+    run = launch / "0-first"
+    source = RunSource(launch)
+    directory.event(run, "alert", alert="a", level="warn", text="slow")
+    directory.event(run, "alert", alert="b", level="crit", text="rank 1 is stopped", key="3")
+    assert [a.id for a in source.poll().alerts] == ["b", "a"]
+    directory.event(run, "ack", alert="b")
+    assert [(a.id, a.acknowledged) for a in source.poll().alerts] == [("a", False), ("b", True)]
+    directory.event(run, "clear", alert="a")
+    assert [a.id for a in source.poll().alerts] == ["b"]
+
+
+def test_attempts_are_never_mixed(launch):
+    run = launch / "0-first"
+    directory.beat(run, 0, 50, loss=1.0)
+    directory.beat(run, 0, 3, loss=2.0, attempt=2)
+    directory.beat(run, 0, 51, loss=0.5, attempt=1)
+    state = RunSource(launch).poll()
+    assert (state.attempt, state.step) == (2, 3)
+    assert state.figures["loss"].value == 2.0
+
+
+def test_lost_gpus_keep_their_row(launch):
+    gpus = [
+        {"index": 0, "name": "H200", "state": "ok", "util_pct": 97, "power_w": 412.5},
+        {"index": 1, "name": "H200", "state": "lost", "why": "GPU is lost"},
+    ]
+    directory.sample(launch / "0-first", gpus=gpus, ranks=[{"rank": 0}, {"rank": 1}])
+    state = RunSource(launch).poll()
+    assert [(g.index, g.state) for g in state.gpus] == [(0, "ok"), (1, "lost")]
+    assert state.ranks[0].gpu is not None
+    assert state.ranks[0].gpu.power_w == 412.5
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+NAMED = st.dictionaries(
+    st.sampled_from(
+        ["v", "state", "why", "attempt", "workers", "rank", "pid", "host", "phase", "phases",
+         "next_flags", "supervisor", "verdict", "gates", "settings", "flags", "argv", "live_dir",
+         "since_ts", "gpus", "ranks", "disk", "ts", "kind", "alert", "level", "text", "backend",
+         "start_ticks", "boot_id", "updated_ts", "dir", "name"]
+    ),
+    VALUES | st.lists(st.dictionaries(st.sampled_from(["rank", "pid", "exit", "state", "name",
+                      "dir", "index", "pulse", "result"]), VALUES, max_size=5), max_size=3),
+    max_size=8,
+)  # fmt: skip
+
+
+@given(st.tuples(*[NAMED] * 7))
+@settings(max_examples=200)
+def test_no_document_makes_the_reader_raise(tmp_path_factory, documents):
+    path = directory.launch(tmp_path_factory.mktemp("hostile"))
+    run = directory.run(path / "0-first")
+    plan, plan_state, born, supervisor, sample, event, beat = documents
+    directory.document(path / rundir.PLAN_STATE, plan_state)
+    directory.document(path / rundir.PLAN, {"phases": [{"dir": "0-first"}]} | plan)
+    directory.document(run / rundir.RUN, born)
+    directory.document(run / rundir.SUPERVISOR, supervisor)
+    directory.document(run / rundir.GATES, plan)
+    directory.document(run / rundir.ENV, born)
+    directory.append(rundir.samples(run, "x"), {"ts": time.time()} | sample)
+    directory.append(run / rundir.EVENTS, event)
+    directory.beat(
+        run, 0, 1, **{k: v for k, v in beat.items() if k not in ("rank", "v", "attempt")}
+    )
+    source = RunSource(path)
+    source.poll()
+    RunSource(run).poll()
+
+
+def test_a_directory_that_vanishes_under_the_reader_is_survived(launch):
+    source = RunSource(launch)
+    directory.beat(launch / "0-first", 0, 5, loss=1.0)
+    source.poll()
+    shutil.rmtree(launch)
+    source.poll()

@@ -1,0 +1,121 @@
+"""Text from a run directory: harmless on a terminal, found again, parsed without trust."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.sources import launches, stacks
+from console.sources.logs import LogSource
+from console.sources.sanitize import clean
+from tests.console.sources import directory
+from trainers.contract import rundir
+from trainers.contract.errors import NotFoundError, UsageError
+
+DUMP = """Stack (most recent call first):
+  File "/x/distributed_c10d.py", line 3252 in all_reduce
+  File "/x/loop.py", line 40 in train
+=== rank 1 pid 5 unix 1.0
+Thread prefetch (most recent call first):
+  File "/x/data.py", line 9 in fetch
+=== end of dump 1 of rank 1
+"""
+
+
+@given(st.text(max_size=400))
+def test_nothing_that_a_terminal_would_obey_is_left(text):
+    shown = clean(text)
+    assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in shown)
+    assert not any(c in shown for c in "\u202e\u2066\u200f\ufeff")
+    shown.encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]52;c;aGk=\x07after", "after"),
+        ("\x1b]0;title\x1b\\after", "after"),
+        ("10 %\r50 %\r100 %\r\n", "100 %"),
+        ("[bold]not markup[/bold]", "[bold]not markup[/bold]"),
+        ("a\tb", "a    b"),
+        ("\x9b31mC1", "�31mC1"),
+        ("abc\u202edef", "abcdef"),
+    ],
+)
+def test_known_tricks_become_plain_text(raw, shown):
+    assert clean(raw) == shown
+
+
+def test_a_very_long_line_is_cut_and_marked():
+    assert clean("x" * 10_000, 50) == "x" * 49 + "…"
+
+
+def test_a_dump_names_its_threads_and_frames():
+    threads = stacks.parse(DUMP)
+    assert [thread.name for thread in threads] == ["main", "prefetch"]
+    assert threads[0].frames[0].short == "distributed_c10d.py:3252 all_reduce"
+
+
+@given(st.text(max_size=600))
+def test_any_text_is_parsed_as_a_dump(text):
+    stacks.parse(text)
+
+
+def test_the_newest_dump_of_each_rank_is_shown(tmp_path):
+    for ms, function in ((1000, "old"), (2000, "new")):
+        (tmp_path / f"stackdump_rank0_{ms}.txt").write_text(DUMP.replace("all_reduce", function))
+    (tmp_path / "stackdump_rank1_1500.txt").write_text(DUMP)
+    (tmp_path / "stackdump_rank2_1.txt").symlink_to("/etc/passwd")
+    found = stacks.latest(tmp_path, range(3))
+    assert found[0].threads[0].frames[0].function == "new"
+    assert (found[1].ts, set(found)) == (1.5, {0, 1})
+
+
+def test_logs_of_all_ranks_come_merged_and_only_once(tmp_path):
+    logs = rundir.logs(tmp_path, 1)
+    logs.mkdir(parents=True)
+    (logs / "rank0.log").write_bytes(b"hello \x1b[2J\nhalf")
+    (logs / "torchrun.log").write_text("starting\n")
+    directory.event(tmp_path, "alert", level="crit", text="rank 1 is stopped")
+    source = LogSource(tmp_path)
+    lines = [(line.source, line.text) for line in source.poll()]
+    assert ("r0", "hello ") in lines
+    assert ("torchrun", "starting") in lines
+    assert any(s == "sup" and "CRIT rank 1 is stopped" in t for s, t in lines)
+    assert source.poll() == []
+    with (logs / "rank0.log").open("ab") as stream:
+        stream.write(b" line\n")
+    assert [line.text for line in source.poll()] == ["half line"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    directory.launch(tmp_path, "alpha", "20261121-030000")
+    newest = directory.launch(tmp_path, "beta", "20261121-040000")
+    directory.run(newest / "0-first")
+    return tmp_path
+
+
+def test_a_run_is_found_by_directory_id_prefix_and_latest(root):
+    newest = root / "beta/20261121-040000"
+    assert launches.find(str(newest), root) == newest
+    assert launches.find("beta-20261121-040000", root) == newest
+    assert launches.find("bet", root) == newest
+    assert launches.find("latest", root) == newest
+    assert launches.find("beta/first", root) == newest / "0-first"
+    assert launches.find("beta-20261121-040000/0-first", root) == newest / "0-first"
+
+
+def test_what_is_not_a_run_is_said_in_one_sentence(root, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match="is not a run"):
+        launches.find(str(tmp_path / "empty"), root)
+    with pytest.raises(NotFoundError, match="did you mean"):
+        launches.find("betta-20261121-040000", root)
+    with pytest.raises(NotFoundError, match="no run"):
+        launches.find("latest", tmp_path / "empty")
+    directory.launch(root, "beta", "20261121-050000")
+    with pytest.raises(UsageError, match="fits 2 runs"):
+        launches.find("beta", root)

@@ -1,0 +1,112 @@
+"""The state of a run from recorded evidence: one definition each."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.supervisor.ending import End, Facts, decide, error_of
+from console.supervisor.follow import Story, last_exception
+
+PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
+
+
+def over(**facts):
+    return decide(Facts(spawned=True, over=True, world=2, **facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ({}, "starting"),
+        ({"spawned": True}, "starting"),
+        ({"spawned": True, "step": 1}, "running"),
+        ({"step": 9, "verdict": "rank 1 is stopped"}, "stalled"),
+        ({"step": 9, "halt_file": True}, "halting"),
+        ({"step": 9, "halting_ranks": 1}, "halting"),
+        ({"step": 9, "asked": "halt", "by": "me"}, "halting"),
+        ({"step": 9, "asked": "halt", "verdict": "rank 1 is stopped"}, "stalled"),
+        ({"step": 9, "asked": "stop", "verdict": "rank 1 is stopped"}, "stopping"),
+        ({"step": 9, "asked": "kill"}, "stopping"),
+    ],
+)
+def test_live_states(facts, state):
+    assert decide(Facts(**facts))[0] == state
+
+
+def test_all_ranks_done():
+    ends = (End(0, 0, None, 100), End(1, 0, None, 100))
+    assert over(agent_code=0, ends=ends, step=100) == ("completed", "all ranks done after step 100")
+
+
+def test_a_halt_names_the_step_and_who_asked():
+    state, why = over(agent_code=0, asked="halt", by="ada", halt_steps={0: 41, 1: 41})
+    assert (state, why) == ("halted", "all 2 ranks halted at step 41, asked by ada")
+
+
+def test_stop_is_stop_also_when_the_ranks_halted_in_time():
+    assert over(agent_code=1, asked="stop", halt_steps={0: 9, 1: 9})[0] == "stopped"
+    assert over(agent_code=-9, asked="kill")[0] == "killed"
+
+
+def test_a_run_that_was_done_before_the_stop_is_completed():
+    assert over(agent_code=0, asked="stop")[0] == "completed"
+
+
+def test_ranks_that_outlived_torchrun_and_ended_well_are_completed():
+    ends = (End(0, 0, None, 9), End(1, 0, None, 9))
+    assert over(agent_code=-9, agent_gone=True, ends=ends)[0] == "completed"
+    assert over(agent_code=-9, agent_gone=True, ends=ends[:1])[0] == "crashed"
+
+
+def test_the_peer_of_a_killed_rank_is_secondary_whatever_came_first():
+    ends = (End(0, 14, None, 40, PEER), End(1, None, "SIGKILL", 41))
+    state, why = over(agent_code=1, ends=ends, order=(0, 1))
+    assert state == "crashed"
+    assert why == "rank 1 was killed by SIGKILL at step 41; rank 0 ended because of it"
+
+
+def test_a_named_error_is_failed_and_the_rank_told_to_end_is_secondary():
+    ends = (End(0, None, "SIGTERM", 7), End(1, 10, None, 7, "loss stayed non-finite for 5 steps"))
+    state, why = over(agent_code=1, ends=ends, order=(0, 1))
+    assert state == "failed"
+    assert why.startswith("rank 1: loss stayed non-finite for 5 steps at step 7 (exit 10)")
+
+
+def test_native_crash_and_bare_exit_code():
+    assert "native code (SIGSEGV)" in over(agent_code=1, ends=(End(1, None, "SIGSEGV", 3),))[1]
+    state, why = over(agent_code=1, ends=(End(1, 7, None, 3),))
+    assert (state, "exit 7" in why) == ("crashed", True)
+    assert over(agent_code=1, ends=(End(1, 12, None, 3),))[0] == "failed"
+
+
+def test_the_first_of_two_that_failed_is_named():
+    ends = (End(0, 7, None, 3), End(1, 9, None, 3))
+    assert over(agent_code=1, ends=ends, order=(1, 0))[1].startswith("rank 1")
+
+
+def test_a_start_that_failed_says_why():
+    state, why = over(failure="torchrun cannot be started: no such file")
+    assert (state, why) == ("crashed", "torchrun cannot be started: no such file")
+
+
+def test_errors_and_exceptions_are_found_in_records_and_logs():
+    assert error_of({"msg": "error", "error": "out of memory"}) == "out of memory"
+    assert error_of({"msg": "progress", "error": "x"}) == ""
+    log = b"""Traceback (most recent call last):
+  File "x.py", line 3
+ValueError: broken batch
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: x
+"""
+    assert last_exception(log) == "ValueError: broken batch"
+    assert last_exception(b"[rank1]: RuntimeError: boom\n") == "RuntimeError: boom"
+    assert last_exception(b"\xff\0nothing") == ""
+
+
+def test_the_99th_percentile_leaves_the_first_steps_out():
+    story = Story()
+    beat = {"rank": 0, "msg": "progress", "step": 5}
+    story.take(beat | {"steps_dt_s": [90.0, 80.0]})
+    assert story.p99_s(0) is None
+    story.take(beat | {"steps_dt_s": [0.1] * 98 + [0.2, "nan", None, True, -1]})
+    assert story.p99_s(0) == 0.2
+    assert story.p99_s(1) is None

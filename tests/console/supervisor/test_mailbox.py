@@ -1,0 +1,143 @@
+"""Requests to a live run: hostile ones, repeated ones, and the last one, kill."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from console import actions
+from console.sources import process
+from console.supervisor import requests
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError, UsageError
+
+from .conftest import phase
+
+
+@pytest.fixture(scope="module")
+def launched(begin):
+    started = begin(phase("one", "member.py", 100_000, "deaf"))
+    started.wait_steps(2)
+    return started
+
+
+def answers(started, index=0):
+    return [e for e in started.events(index) if e["kind"] == "answer"]
+
+
+def drop(started, name, **record):
+    """Writes a request file as somebody might."""
+    box = started.run() / rundir.REQUESTS
+    rundir.write_json(box / name, {"v": 1, "args": {}, "by": "x", **record})
+
+
+def test_the_supervisor_is_small_and_idle_and_has_no_torch(launched):
+    pid = launched.plan_state["supervisor"]["pid"]
+    before, begun = process.stat(pid), time.monotonic()
+    time.sleep(5)
+    after, took = process.stat(pid), time.monotonic() - begun
+    assert after.rss_mib < 40
+    assert (after.cpu_s - before.cpu_s) / took < 0.02
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "torch" not in maps
+    assert os.getsid(pid) == pid
+    assert os.readlink(f"/proc/{pid}/fd/0") == os.devnull
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "says"),
+    [
+        ("b1.json", {"id": "b1", "action": "explode"}, "no action 'explode'"),
+        ("b2.json", {"id": "b2", "action": "dump", "args": {"rank": "x"}}, "number of a rank"),
+        ("b3.json", {"id": "b3", "action": "dump", "args": {"depth": 1}}, "no argument 'depth'"),
+        ("b4.json", {"id": "b4", "action": "dump", "args": [1]}, "version 1"),
+        ("b5.json", {"id": "b5", "action": "dump", "v": 2}, "version 1"),
+        ("b6.json", {"id": "b6", "action": "kill"}, "needs yes"),
+        ("b7.json", {"id": "b7", "action": "proceed"}, "asked of a launch"),
+        ("b8.json", {"id": "../b8", "action": "note", "args": {"text": ""}}, "text takes"),
+    ],
+)
+def test_a_wrong_request_is_answered_with_what_is_wrong(launched, name, record, says):
+    drop(launched, name, **record)
+    stem = name.removesuffix(".json")
+    found = launched.wait(lambda: [a for a in answers(launched) if a["request"] == stem], 5)
+    assert not found[0]["ok"]
+    assert says in found[0]["text"]
+    launched.wait(lambda: not (launched.run() / rundir.REQUESTS / name).exists(), 5)
+
+
+def test_what_is_no_request_is_removed_and_harms_nothing(launched):
+    box = launched.run() / rundir.REQUESTS
+    outside = launched.path / "outside"
+    outside.write_text("{}")
+    os.mkfifo(box / "c1.json")
+    (box / "c2.json").symlink_to(outside)
+    (box / "c3.json").mkdir()
+    (box / "c4.json").write_bytes(b"[" * 100_000)
+    (box / "c5.json").write_bytes(b"\0" * (1 << 20))
+    launched.wait(lambda: not [n for n in os.listdir(box) if not n.startswith(".")], 5)
+    refused = {a["request"] for a in answers(launched) if not a["ok"]}
+    assert {"c1", "c2", "c3", "c4", "c5"} <= refused
+    assert outside.read_text() == "{}"
+    assert launched.state()["state"] == "running"
+
+
+def test_a_request_is_executed_once(launched):
+    for name in ("d1.json", "d1-again.json"):
+        drop(launched, name, id="d1", action="note", args={"text": "only once"})
+        launched.wait(lambda n=name: not (launched.run() / rundir.REQUESTS / n).exists(), 5)
+    notes = [e for e in launched.events(0) if e["kind"] == "note" and e["text"] == "only once"]
+    assert len(notes) == 1
+    assert [a["ok"] for a in answers(launched) if a["request"] == "d1"] == [True, False]
+
+
+def test_two_dumps_at_once_are_one_dump_with_two_answers(launched):
+    sent = [actions.send(launched.path, "dump", {}, f"operator {n}") for n in (1, 2)]
+    found = [actions.answer(launched.path, request, 10) for request in sent]
+    assert all(answer["ok"] for answer in found)
+    names = {line.split()[-1] for answer in found for line in answer["detail"]}
+    assert all((launched.run() / name).stat().st_size > 0 for name in names)
+
+
+def test_kill_ends_ranks_that_are_deaf_at_once_and_says_who_asked(launched):
+    with pytest.raises(UsageError, match="needs yes"):
+        actions.send(launched.path, "kill", {}, "tester")
+    assert launched.ask("kill", yes="true")["ok"]
+    launched.wait_end(5)
+    assert launched.state()["state"] == "killed"
+    assert "tester" in launched.state()["why"]
+    assert not process.with_token(launched.token())
+
+
+def test_an_ended_run_takes_no_request(launched):
+    with pytest.raises(RefusedError, match="is over"):
+        actions.send(launched.path, "halt", {}, "tester")
+    with pytest.raises(RefusedError, match="is over"):
+        actions.send(launched.run(), "dump", {}, "tester")
+
+
+@pytest.mark.parametrize(
+    ("action", "args", "says"),
+    [
+        ("dumb", {}, "did you mean 'dump'"),
+        ("dump", {"rnak": 1}, "did you mean 'rank'"),
+        ("halt", {"now": True}, "takes none"),
+        ("set-flag", {}, "needs name"),
+        ("set-flag", {"name": "NSA_LRR"}, "did you mean 'NSA_LR'"),
+        ("note", {"text": "x" * 1001}, "at most 1000"),
+        ("dump", {"rank": True}, "number of a rank"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_sent(action, args, says):
+    with pytest.raises(UsageError, match=says):
+        requests.check(action, args)
+
+
+def test_every_action_is_documented_and_reachable():
+    for action in requests.TABLE:
+        assert action.help.endswith(".")
+        assert action.mailboxes
+        assert all(argument.help for argument in action.args)

@@ -1,0 +1,303 @@
+"""What an operator can do, refused where it must be, and leaving nothing half done."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from console import actions
+from console.actions import LaunchOptions
+from console.sources import process
+from trainers.contract import rundir
+from trainers.contract.errors import ContractError, NotFoundError, RefusedError, UsageError
+
+ROOT = Path(__file__).parents[2]
+MEMBER = ROOT / "tests" / "programs" / "member.py"
+RACERS = 50
+
+
+def plan(folder: Path, **more) -> str:
+    path = folder / "tested.yaml"
+    document = {
+        "name": "tested",
+        "nproc": 2,
+        "watch": {"stall_floor_s": 10, "startup_s": 60, "grace_s": 2},
+        "phases": [
+            {"name": "one", "script": str(MEMBER), "args": ["100000"]},
+            {"name": "two", "script": str(MEMBER), "args": ["5"]},
+        ],
+    }
+    path.write_text(yaml.safe_dump(document | more))
+    return str(path)
+
+
+def options(folder: Path, **more) -> LaunchOptions:
+    return LaunchOptions(plan=plan(folder), root=folder / "artifacts", **more)
+
+
+def end(path: Path) -> None:
+    """Ends a launch and everything that it started."""
+    owner = (rundir.read_json(path / rundir.PLAN_STATE) or {}).get("supervisor", {})
+    if rundir.is_alive(owner):
+        os.kill(owner["pid"], signal.SIGKILL)
+    for run in path.glob("[0-9]*-*"):
+        born = rundir.read_json(run / rundir.RUN) or {}
+        token = born.get("environment", {}).get("NSA_CONSOLE_TOKEN", "-")
+        for pid in process.with_token(token):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(f"/dev/shm/nsa-console-{os.geteuid()}-{token}", ignore_errors=True)
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# --- before a launch --------------------------------------------------------------------------
+
+
+def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
+    chosen = options(tmp_path, flags={"NCCL_DEBUG": "warn"}, nproc=3, devices="0,1")
+    before = listing(tmp_path)
+    prepared = actions.prepare(chosen)
+    assert listing(tmp_path) == before == [] or listing(tmp_path) == ["tested.yaml"]
+    assert [phase.name for phase in prepared.phases] == ["one", "two"]
+    first = prepared.phases[0]
+    assert first.argv[1:3] == ("-m", "torch.distributed.run")
+    assert first.argv[first.argv.index("--nproc-per-node") + 1] == "3"
+    assert first.argv[first.argv.index("--max-restarts") + 1] == "0"
+    assert first.environment["NCCL_DEBUG"] == "WARN"
+    assert first.flags["NCCL_DEBUG"].origin == "--flag"
+    assert first.flags["CUDA_VISIBLE_DEVICES"].origin == "--devices"
+    assert first.environment["PYTHONUNBUFFERED"] == "1"
+    assert str(ROOT) in first.environment["PYTHONPATH"]
+    text = "\n".join(prepared.lines())
+    assert "NCCL_DEBUG=WARN" in text
+    assert prepared.as_dict()["phases"][0]["shell"] in text
+
+
+def test_only_the_allow_list_reaches_a_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "x")
+    monkeypatch.setenv("NSA_LR", "7")
+    monkeypatch.setenv("LD_PRELOAD", "")
+    environment = actions.prepare(options(tmp_path)).phases[0].environment
+    assert not {"SECRET_KEY", "NSA_LR", "LD_PRELOAD"} & set(environment)
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):
+    chosen = LaunchOptions(
+        plan="cpu_smoke", root=tmp_path, phase="plumbing",
+        sets={"train.steps": "7"}, flags={"NSA_LR": "0.5"},
+    )  # fmt: skip
+    (phase,) = actions.prepare(chosen).phases
+    assert phase.settings["train.steps"] == {"value": 7, "origin": "--set"}
+    assert phase.settings["train.lr"] == {"value": 0.5, "origin": "flag NSA_LR"}
+    assert phase.settings["data.source"]["origin"] == "plan"
+    assert "train.steps=7" in phase.argv
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"phase": "tow"}, "did you mean 'two'"),
+        ({"flags": {"NSA_LLR": "1"}}, "did you mean 'NSA_LR'"),
+        ({"flags": {"NSA_ACCUM": "0"}}, "at least 1"),
+        ({"nproc": 0}, "1 to 1024"),
+        ({"between": "maybe"}, "go or ask"),
+    ],
+)
+def test_wrong_words_are_usage_errors_and_write_nothing(tmp_path, more, says):
+    with pytest.raises(UsageError, match=says):
+        actions.launch(options(tmp_path, **more), "tester")
+    assert listing(tmp_path) == ["tested.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"sets": {"train.stepz": "1"}}, "did you mean 'train.steps'"),
+        ({"flags": {"NSA_DDP_STATIC_GRAPH": "1", "NSA_ACCUM": "2"}}, "is refused"),
+        ({"sets": {"data.path": "/no/such/folder"}, "phase": "plumbing"}, "no such folder"),
+    ],
+)
+def test_settings_that_do_not_fit_together_start_nothing(tmp_path, more, says):
+    with pytest.raises(UsageError, match=says):
+        actions.launch(LaunchOptions(plan="cpu_smoke", root=tmp_path, **more), "tester")
+    assert listing(tmp_path) == []
+
+
+def test_a_failed_check_refuses_with_its_sentence(tmp_path):
+    phases = [{"name": "one", "script": "nowhere.py"}]
+    chosen = LaunchOptions(plan=plan(tmp_path, phases=phases), root=tmp_path / "artifacts")
+    with pytest.raises(RefusedError, match=r"nowhere\.py"):
+        actions.launch(chosen, "tester")
+    assert listing(tmp_path) == ["tested.yaml"]
+
+
+# --- the directory ----------------------------------------------------------------------------
+
+
+def test_a_directory_with_something_else_in_it_is_refused_and_left_alone(tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "thesis.txt").write_text("mine")
+    with pytest.raises(RefusedError, match=r"not empty and holds no launch.*thesis.txt"):
+        actions.launch(options(tmp_path, run_dir=taken), "tester")
+    assert listing(taken) == ["thesis.txt"]
+
+
+def test_a_directory_of_a_finished_launch_is_refused_by_name(tmp_path):
+    done = tmp_path / "done"
+    done.mkdir()
+    (done / rundir.PLAN).write_text('{"launch": "tested-1"}')
+    (done / rundir.LOCK).touch()
+    with pytest.raises(RefusedError, match="holds the launch tested-1, which is over"):
+        actions.launch(options(tmp_path, run_dir=done), "tester")
+
+
+def test_a_link_and_a_file_are_refused(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(RefusedError, match="link"):
+        actions.launch(options(tmp_path, run_dir=tmp_path / "link"), "tester")
+    (tmp_path / "file").touch()
+    with pytest.raises(RefusedError, match="cannot create"):
+        actions.launch(options(tmp_path, run_dir=tmp_path / "file"), "tester")
+    assert listing(tmp_path / "real") == []
+
+
+def test_a_supervisor_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
+    """The supervisor cannot import the project, so it ends before it has taken over."""
+    monkeypatch.setattr("console.supervisor.start.PROJECT", tmp_path / "no-project")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ContractError, match=r"the supervisor ended at once: .*No module named"):
+        actions.launch(options(tmp_path), "tester")
+    assert listing(tmp_path) == ["artifacts", "artifacts/tested", "tested.yaml"]
+
+
+# --- one launch, many launchers ---------------------------------------------------------------
+
+
+def _race(chosen: LaunchOptions, gate, results) -> None:
+    gate.wait()
+    try:
+        results.put(("won", str(actions.launch(chosen, "racer"))))
+    except RefusedError as error:
+        results.put(("refused", str(error)))
+    except BaseException as error:
+        results.put(("broken", repr(error)))
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory):
+    """Fifty launches into one directory at the same moment; the winner lives on."""
+    folder = tmp_path_factory.mktemp("race")
+    chosen = options(folder, run_dir=folder / "one")
+    context = multiprocessing.get_context("fork")
+    gate, results = context.Event(), context.Queue()
+    racers = [context.Process(target=_race, args=(chosen, gate, results)) for _ in range(RACERS)]
+    for racer in racers:
+        racer.start()
+    gate.set()
+    found = [results.get(timeout=100) for _ in racers]
+    for racer in racers:
+        racer.join()
+    yield folder / "one", found
+    end(folder / "one")
+
+
+def test_exactly_one_of_fifty_launches_wins_and_the_others_say_who_did(raced):
+    path, found = raced
+    outcomes = [outcome for outcome, _ in found]
+    assert outcomes.count("won") == 1
+    assert outcomes.count("refused") == RACERS - 1, [f for f in found if f[0] == "broken"]
+    assert len(list(path.glob("0-*"))) == 1
+    assert all("is in use by" in text for outcome, text in found if outcome == "refused")
+
+
+def test_a_later_launch_into_the_live_directory_names_the_owner(raced):
+    path, _ = raced
+    owner = rundir.read_json(path / rundir.PLAN_STATE)["supervisor"]["pid"]
+    with pytest.raises(RefusedError, match=rf"the launch one: pid {owner} of .*since 20"):
+        actions.launch(options(path.parent, run_dir=path), "tester")
+
+
+def test_the_supervisor_holds_the_lock_and_its_children_do_not(raced):
+    path, _ = raced
+    state = rundir.read_json(path / rundir.PLAN_STATE)
+    with (path / rundir.LOCK).open() as stream, pytest.raises(BlockingIOError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    holders = []
+    for pid in process.pids():
+        try:
+            links = {os.readlink(f.path) for f in os.scandir(f"/proc/{pid}/fd")}
+        except OSError:
+            continue
+        if str(path / rundir.LOCK) in links:
+            holders.append(pid)
+    assert holders == [state["supervisor"]["pid"]]
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_requests_find_the_right_mailbox(raced):
+    path, _ = raced
+    run = next(path.glob("0-*"))
+    deadline = time.monotonic() + 10
+    while not (run / rundir.SUPERVISOR).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for where in (path, run):
+        sent = actions.send(where, "note", {"text": f"to {where.name}"}, "tester")
+        assert actions.answer(where, sent, 10)["ok"]
+    sent = actions.send(run, "set-flag", {"name": "NCCL_DEBUG", "value": "INFO"}, "tester")
+    assert actions.answer(run, sent, 10)["ok"]
+    assert actions.answer(path, "never-sent", 0.1) is None
+
+
+def test_halt_works_without_a_supervisor_and_nothing_else_does(raced):
+    path, _ = raced
+    run = next(path.glob("0-*"))
+    owner = rundir.read_json(path / rundir.PLAN_STATE)["supervisor"]["pid"]
+    os.kill(owner, signal.SIGKILL)
+    while rundir.is_alive(rundir.read_json(path / rundir.PLAN_STATE)["supervisor"]):
+        time.sleep(0.02)
+    with pytest.raises(RefusedError, match=r"supervisor of .* is gone"):
+        actions.send(run, "dump", {}, "tester")
+    with pytest.raises(RefusedError, match=r"supervisor of .* is gone"):
+        actions.send(path, "set-flag", {"name": "NSA_LR", "value": "1"}, "tester")
+    request = actions.send(path, "halt", {}, "tester")
+    assert actions.answer(path, request, 1)["ok"]
+    assert (run / rundir.HALT).exists()
+
+
+def test_a_run_of_somebody_else_or_behind_a_link_is_read_only(raced, tmp_path):
+    path, _ = raced
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(RefusedError, match="link"):
+        actions.send(link, "note", {"text": "x"}, "tester")
+
+
+def test_a_bare_run_takes_no_request_of_a_launch(tmp_path):
+    (tmp_path / "heartbeat_rank0.jsonl").touch()
+    with pytest.raises((RefusedError, NotFoundError)):
+        actions.send(tmp_path, "proceed", {}, "tester")
+
+
+def test_the_console_does_not_pull_in_torch():
+    program = (
+        "import sys, console.actions, console.supervisor.__main__\n"
+        "print([m for m in ('torch', 'textual', 'numpy', 'pynvml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,163 @@
+"""The command line: every wrong word gets one sentence and its exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from console import plain
+from console.cli import build_parser
+from console.sources.run import RunSource
+from tests.console.sources import directory
+from trainers.contract import rundir
+
+ROOT = Path(__file__).parents[2]
+
+
+def cli(root: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "console", "--root", str(root), *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        env={"PATH": os.environ["PATH"], "HOME": str(root), "LANG": "C.UTF-8", **variables},
+    )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifacts")
+    launch = directory.launch(path)
+    run = directory.run(launch / "0-first")
+    directory.beat(run, 0, 3, loss=2.5)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["launch", "nope"], 2, "no plan 'nope'"),
+        (["launch", "cpu_smok"], 2, "did you mean 'cpu_smoke'"),
+        (["launch", "cpu_smoke", "--flag", "NSA_LRR=1"], 2, "did you mean 'NSA_LR'"),
+        (["launch", "cpu_smoke", "--flag", "NSA_LR=fast"], 2, "a number"),
+        (["launch", "cpu_smoke", "--flag", "NSA_LR"], 2, "NAME=VALUE"),
+        (["launch", "cpu_smoke", "--set", "train.stepz=3"], 2, "did you mean 'train.steps'"),
+        (["launch", "cpu_smoke", "--set", "train.steps=abc"], 2, "train.steps"),
+        (["launch", "cpu_smoke", "--set", "model.n_heads=3"], 2, "multiple of n_kv_groups"),
+        (["launch", "cpu_smoke", "--set", "data.path=/nowhere"], 2, "/nowhere"),
+        (["launch", "cpu_smoke", "--phase", "nope"], 2, "no phase 'nope'"),
+        (["launch", "cpu_smoke", "--nproc", "0"], 2, "nproc"),
+        (["launch", "cpu_smoke", "--devices", "0"], 4, "GPU"),
+        (["launch", "cpu_smoke", "--run-dir", "/usr"], 4, "not empty"),
+        (["launch", "/nowhere/plan.yaml"], 2, "plan"),
+        (["status", "nope"], 3, "no run 'nope'"),
+        (["status", "/usr"], 3, "is not a run"),
+        (["do", "latest", "fly"], 2, "no action 'fly'"),
+        (["do", "latest", "note", "text"], 2, "NAME=VALUE"),
+        (["stop", "latest", "--kill"], 2, "--yes"),
+        (["logs", "latest", "--grep", "["], 2, "regular expression"),
+        ([], 2, "needs a terminal"),
+    ],
+)  # fmt: skip
+def test_wrong_words_get_one_sentence_and_their_exit_code(root, words, code, said):
+    before = sorted(str(path) for path in root.rglob("*"))
+    done = cli(root, *words)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+def test_an_unknown_flag_in_the_shell_is_refused_before_anything_starts(root):
+    done = cli(root, "launch", "cpu_smoke", NSA_DISABLE_CSV_LOG="1")
+    assert done.returncode == 2
+    assert "did you mean 'NSA_DISABLE_CSV_LOGS'" in done.stderr
+
+
+def test_json_is_data_for_errors_too(root):
+    done = cli(root, "status", "nope", "--json")
+    assert json.loads(done.stdout)["exit_code"] == done.returncode == 3
+
+
+def test_status_speaks_in_words_and_in_data(root):
+    words = cli(root, "status", "latest")
+    assert "RUNNING" in words.stdout
+    assert "step 3 of 100" in words.stdout
+    data = json.loads(cli(root, "status", "latest", "--json").stdout)
+    assert (data["state"], data["step"], data["exit_code"]) == ("running", 3, 0)
+    assert data["figures"]["loss"] == {
+        "value": 2.5, "unit": "nats/token", "window": "step 3",
+        "at": data["figures"]["loss"]["at"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("running", 0), ("completed", 0), ("halted", 4), ("stopped", 4), ("crashed", 5), ("lost", 5)],
+)
+def test_the_exit_code_says_how_the_run_is(tmp_path, state, code):
+    run = directory.run(tmp_path / "0-x", state=state)
+    assert plain.exit_code(RunSource(run).poll()) == code
+
+
+def test_a_failed_gate_is_exit_code_1(tmp_path):
+    run = directory.run(tmp_path / "0-x", state="completed")
+    gate = {"name": "bytes_right", "value": 0.2, "bound": "≥ 0.9", "result": "fail"}
+    directory.document(run / rundir.GATES, {"gates": [gate]})
+    assert plain.exit_code(RunSource(run).poll()) == 1
+
+
+@pytest.mark.parametrize("words", [["runs"], ["flags"], ["plans"]])
+def test_registries_print_words_and_data(root, words):
+    assert cli(root, *words).stdout.strip()
+    assert json.loads(cli(root, *words, "--json").stdout)
+
+
+def test_dry_run_prints_the_command_and_writes_nothing(root):
+    before = sorted(str(path) for path in root.rglob("*"))
+    done = cli(root, "launch", "cpu_smoke", "--dry-run", "--flag", "NSA_LR=0.5")
+    assert done.returncode == 0
+    assert "torch.distributed.run" in done.stdout
+    assert "NSA_LR=0.5" in done.stdout
+    assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+def test_hostile_text_reaches_the_terminal_as_plain_text(tmp_path):
+    run = directory.run(
+        tmp_path / "toy/20261121-010101", state="crashed", why="\x1b]52;c;eA==\x07\x1b[2Jx"
+    )
+    directory.event(run, "alert", alert="a", level="crit", text="\x1b[31mred\u202e")
+    done = cli(tmp_path, "status", str(run))
+    assert "\x1b" not in done.stdout
+    assert "\u202e" not in done.stdout
+
+
+def test_watch_says_one_sentence_a_change():
+    changes = plain.Changes()
+    launch = None
+    said: list[str] = []
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        launch = directory.launch(Path(folder))
+        run = directory.run(launch / "0-first")
+        source = RunSource(launch)
+        said += changes.sentences(source.poll(), 0.0)
+        said += changes.sentences(source.poll(), 1.0)
+        directory.event(run, "alert", alert="s", level="crit", text="rank 1 is stopped")
+        said += changes.sentences(source.poll(), 2.0)
+        said += changes.sentences(source.poll(), 3.0)
+    assert sum("is running" in line for line in said) >= 1
+    assert [line for line in said if "rank 1 is stopped" in line] == ["CRIT: rank 1 is stopped."]
+
+
+def test_every_command_has_help_with_exit_codes():
+    text = build_parser().format_help()
+    assert "exit codes" in text

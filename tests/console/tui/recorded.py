@@ -1,0 +1,241 @@
+"""Recorded states for the screen: plain data that stands for what a run directory says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from console.history import History
+from console.model import (
+    Alert,
+    Figure,
+    Gate,
+    Gpu,
+    LaunchState,
+    PendingFlag,
+    PhaseState,
+    Pulse,
+    Rank,
+    RunState,
+    Verdict,
+)
+from console.tui.main import ConsoleApp
+from console.tui.terminal import Terminal
+
+NOW = time.time()
+HOSTILE = "\x1b[31m[red]boo[/red] [@click=app.bell]x[/] \x1b]52;c;aGk=\x07 ünï漢字"
+
+
+def gpu(index: int, **given: Any) -> Gpu:
+    held = {"util_pct": 97.0, "power_w": 612.0, "power_limit_w": 700.0, "mem_used_mib": 62464.0,
+            "mem_total_mib": 81920.0, "temp_c": 63.0, "sm_mhz": 1700.0}  # fmt: skip
+    return Gpu(index, "H200", given.pop("state", "ok"), **(held | given))
+
+
+def rank(number: int, with_gpu: bool = True, **given: Any) -> Rank:
+    pulse = Pulse(given.pop("step", 41_208), given.pop("phase", "forward"),
+                  given.pop("since_s", 0.2), 0.0, 918_331, 41_208, "forward", True)  # fmt: skip
+    held: dict[str, Any] = {"host": "gpu01", "pid": 48_230 + number, "state": "R", "cpu_pct": 97.0,
+                            "rss_mib": 1240.0, "pulse": pulse, "age_s": 0.2,
+                            "gpu": gpu(number) if with_gpu else None}  # fmt: skip
+    return Rank(number, **(held | given))
+
+
+def phases(current: int = 1, state: str = "running") -> tuple[PhaseState, ...]:
+    names = ("sanity", "plumbing", "recall")
+    proves = ("The ranks start.", "Data and loss are connected.", "Attention works.")
+    states = ["completed"] * current + [state] + ["next", "later"]
+    return tuple(
+        PhaseState(i, name, proves[i], states[i], "", "pass" if i < current else "", None, 100,
+                   NOW - 60 if i <= current else None, NOW - 30 if i < current else None,
+                   f"{i}-{name}" if i <= current else "")
+        for i, name in enumerate(names)
+    )  # fmt: skip
+
+
+def launch(state: str = "running", **given: Any) -> LaunchState:
+    held: dict[str, Any] = {
+        "id": "cpu_smoke-20261120-031500", "path": "/nowhere/cpu_smoke/20261120-031500",
+        "plan": "cpu_smoke", "state": state, "why": "", "phase": 1, "phases": phases(),
+        "between": "ask", "next_flags": (),
+    }  # fmt: skip
+    return LaunchState(**(held | given))
+
+
+def figures() -> dict[str, Figure]:
+    values = {"toks_per_s": (41_020.0, "tok/s"), "loss": (2.318, "nats/token"),
+              "grad_norm": (0.91, ""), "lr": (2.4e-4, ""), "step_p50_s": (0.8, "s"),
+              "step_p99_s": (1.31, "s"), "disk_free_gib": (812.0, "GiB"),
+              "rss_mib": (1240.0, "MiB"), "gate_entropy_mean": (0.931, "nats")}  # fmt: skip
+    now = time.time()
+    return {name: Figure(v, unit, "last 10 steps", now) for name, (v, unit) in values.items()}
+
+
+def running(count: int = 2, with_gpu: bool = False, **given: Any) -> RunState:
+    held: dict[str, Any] = {
+        "id": "cpu_smoke-20261120-031500/1-plumbing",
+        "path": "/nowhere/cpu_smoke/20261120-031500/1-plumbing", "state": "running", "why": "",
+        "since_ts": NOW - 60, "attempt": 1, "host": "gpu01", "world": count, "step": 41,
+        "steps_planned": 100, "eta_s": 60.0, "data_age_s": 0.3,
+        "ranks": tuple(rank(r, with_gpu) for r in range(count)),
+        "gpus": tuple(gpu(i) for i in range(count)) if with_gpu else (),
+        "figures": figures(), "armed": "if it stalls: dump", "launch": launch(),
+        "environment": {"OMP_NUM_THREADS": "1"},
+        "argv": ("torchrun", "-m", "trainers.ddp", "--config", "configs/tiny_cpu.yaml"),
+    }  # fmt: skip
+    return RunState(**(held | given))
+
+
+SENTENCE = "rank 3 has not left backward of step 41,207 for 74 s; 7 ranks wait for it"
+VERDICT = Verdict(NOW - 5, SENTENCE,
+                  "straggler", 3, "backward", 41_207, "high",
+                  ("rank 3 lags by one step", "GPU 3 is idle, the others spin"))  # fmt: skip
+
+
+def stalled() -> RunState:
+    ranks = [rank(r, since_s=73.0) for r in range(8)]
+    ranks[3] = rank(3, step=41_207, phase="backward", since_s=74.0, state="S",
+                    gpu=gpu(3, util_pct=0.0, power_w=88.0))  # fmt: skip
+    alert = Alert("stall-3", NOW - 5, "crit", "rank 3: no step for 74 s (limit 60 s)", "3")
+    return running(8, True, state="stalled", since_ts=NOW - 74, ranks=tuple(ranks),
+                   verdict=VERDICT, alerts=(alert,))  # fmt: skip
+
+
+def lost_gpu() -> RunState:
+    ranks = [rank(r) for r in range(8)]
+    ranks[5] = rank(5, gpu=Gpu(5, "H200", "lost", why="Xid 79: fallen off the bus"))
+    return running(8, True, ranks=tuple(ranks))
+
+
+def waiting() -> RunState:
+    flags = (PendingFlag("NSA_LR", "0.001", "op@gpu01", NOW),)
+    held = launch("waiting", phases=phases(1, "completed"), next_flags=flags)
+    return running(state="completed", data_age_s=None, launch=held, eta_s=None, step=100)
+
+
+def crashed() -> RunState:
+    ranks = (rank(0, False, exit="killed by SIGSEGV", state="gone"), rank(1, False, exit="exit 1"))
+    return running(state="crashed", why="rank 0 was killed by SIGSEGV", ranks=ranks,
+                   data_age_s=None, launch=launch("ended"))  # fmt: skip
+
+
+def unsupervised() -> RunState:
+    return running(state="unsupervised", why="the supervisor (pid 7) is gone; rank 0 still runs")
+
+
+def gates_failed() -> RunState:
+    gates = (
+        Gate("steps_done", 100.0, "steps", "run", "heartbeat", "≥ 100", "pass"),
+        Gate("bytes_right", 0.41, "share", "last record", "heartbeat", "≥ 0.9", "fail"),
+    )
+    return replace(waiting(), gates=gates)
+
+
+def hostile() -> RunState:
+    alert = Alert("x", NOW, "warn", HOSTILE, "")
+    return running(id=HOSTILE, why=HOSTILE, host=HOSTILE, alerts=(alert,), armed=HOSTILE,
+                   launch=None, argv=(HOSTILE,), checkpoint="step_[b]",
+                   ranks=(rank(0, False, exit=HOSTILE),), environment={"A": HOSTILE})  # fmt: skip
+
+
+STATES: dict[str, Callable[[], RunState]] = {
+    "running": running, "eight_gpus": lambda: running(8, True), "stalled": stalled,
+    "lost_gpu": lost_gpu, "waiting": waiting, "crashed": crashed, "unsupervised": unsupervised,
+    "gates_failed": gates_failed, "hostile": hostile,
+}  # fmt: skip
+
+
+class Recorded:
+    """A source that hands out recorded states; the last one again and again."""
+
+    def __init__(self, *states: RunState, run: Path | None = None):
+        self.states = list(states)
+        self.run_path = run
+        self.history = History()
+        self.polls = 0
+        for second in range(120):
+            at = NOW - 120 + second
+            self.history.add("toks_per_s", at, 41_000.0 + 10 * (second % 7))
+            self.history.add("loss", at, 3.0 - second / 200)
+            self.history.add("rss_mib:0", at, 1240.0)
+
+    def poll(self) -> RunState:
+        self.polls += 1
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+
+class Asked:
+    """Stands where `console.actions` stands and writes down what was asked of it."""
+
+    def __init__(self, ok: bool = True, text: str = "2 stacks dumped", delay_s: float = 0.0):
+        from console.actions import LaunchOptions, prepare
+
+        self.LaunchOptions, self.prepare = LaunchOptions, prepare
+        self.sent: list[tuple[str, str, dict[str, Any]]] = []
+        self.launched: list[Any] = []
+        self.ok, self.text, self.delay_s = ok, text, delay_s
+        self.directory = Path("/nowhere/launched")
+
+    def who(self) -> str:
+        return "op@gpu01 pid 1"
+
+    def send(self, path: Path, action: str, args: dict[str, Any], by: str) -> str:
+        time.sleep(self.delay_s)
+        self.sent.append((str(path), action, args))
+        return "id-1"
+
+    def answer(self, path: Path, request_id: str, timeout_s: float) -> dict[str, Any]:
+        return {"kind": "answer", "ok": self.ok, "text": self.text, "by": self.who()}
+
+    def launch(self, options: Any, by: str) -> Path:
+        self.launched.append(options)
+        return self.directory
+
+
+def app_on(
+    *states: RunState, run: Path | None = None, actions: Any = None, root: Path | None = None
+) -> ConsoleApp:
+    """Returns the app on recorded states; without one there is no run."""
+    source = Recorded(*states, run=run) if states else None
+    return ConsoleApp(
+        Path("/nowhere") if states else None, "cpu_smoke", root or Path("/nowhere/artifacts"),
+        Terminal(), actions or Asked(), opener=lambda path: source or Recorded(running()),
+    )  # fmt: skip
+
+
+def drive(
+    app: ConsoleApp, body: Callable[[Any], Awaitable[None]], size: tuple[int, int] = (80, 24)
+) -> None:
+    """Runs the app without a terminal, waits for its first picture, and hands it to `body`."""
+
+    async def main() -> None:
+        async with app.run_test(size=size) as pilot:
+            await until(pilot, lambda: app.snapshot is not None)
+            await pilot.pause()
+            await body(pilot)
+
+    asyncio.run(main())
+
+
+async def until(pilot: Any, true: Callable[[], bool], seconds: float = 8.0) -> None:
+    """Waits until something holds; fails with what is on the screen when it does not."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not within {seconds:g} s:\n{picture(pilot.app)}"
+        await pilot.pause(0.02)
+    await pilot.pause()
+
+
+def lines(app: ConsoleApp) -> list[str]:
+    """Returns the rows of the screen as text."""
+    strips = app.screen._compositor.render_strips()
+    return [re.sub(r"\s+$", "", strip.text) for strip in strips]
+
+
+def picture(app: ConsoleApp) -> str:
+    return "\n".join(lines(app))

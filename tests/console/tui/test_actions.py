@@ -1,0 +1,329 @@
+"""Acting: by key, by Tab and Enter, by click; questions with No as default and a frozen target."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from console.tui import questions
+from console.tui.main import Fresh
+from console.tui.questions import CannotAsk
+from console.tui.rows import text_of
+from console.tui.widgets.confirm import question_rows
+from console.tui.widgets.flags import next_value
+from tests.console.tui import recorded
+from tests.console.tui.recorded import Asked, app_on, drive, picture, until
+from trainers.contract.flags import FLAGS
+
+PATH = "/nowhere/cpu_smoke/20261120-031500/1-plumbing"
+SIZES = [(80, 24), (120, 40)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("way", ["key", "tab", "click"])
+def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
+    asked = Asked(text="all ranks stop at step 45")
+    app = app_on(recorded.running(), actions=asked)
+
+    async def body(pilot):
+        if way == "key":
+            await pilot.press("H")
+        elif way == "click":
+            await pilot.click("#button-halt")
+        else:
+            await pilot.press("tab", "tab", "enter")
+        await until(pilot, lambda: "Halt this run" in picture(app))
+        for fact in ("gpu01", "48230, 48231", "not run: recall", "1-plumbing"):
+            assert fact in picture(app)
+        if way == "click":
+            await pilot.click("#choice0")
+        else:
+            await pilot.press("tab", "enter")
+        await until(pilot, lambda: "all ranks stop at step 45" in picture(app))
+        assert asked.sent == [(PATH, "halt", {})]
+
+    drive(app, body, size)
+
+
+@pytest.mark.parametrize("answer", [["enter"], ["escape"], ["n"], ["q"]])
+@pytest.mark.parametrize("key", ["D", "H", "L"])
+def test_no_is_the_default_and_sends_nothing(key, answer):
+    asked = Asked()
+    state = recorded.waiting() if key == "L" else recorded.running()
+    app = app_on(state, actions=asked)
+
+    async def body(pilot):
+        await pilot.press(key)
+        await until(pilot, lambda: "y yes" in picture(app))
+        await pilot.press(*answer)
+        await until(pilot, lambda: app.overlay is None)
+        await pilot.pause(0.05)
+        assert asked.sent == []
+        assert app.is_running
+
+    drive(app, body)
+
+
+def test_the_target_is_frozen_when_the_question_opens():
+    asked = Asked()
+    app = app_on(recorded.running(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("D")
+        await until(pilot, lambda: "Dump the stacks of 2 ranks?" in picture(app))
+        other = recorded.running(id="another/0-run", path="/nowhere/another/0-run")
+        app.on_fresh(Fresh(dataclasses.replace(app.snapshot, state=other)))
+        await pilot.pause()
+        assert "1-plumbing" in picture(app)
+        await pilot.press("y")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent[0][0] == PATH
+
+    drive(app, body)
+
+
+def test_other_keys_do_nothing_while_a_question_is_open():
+    asked = Asked()
+    app = app_on(recorded.running(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("H")
+        await until(pilot, lambda: "Halt this run" in picture(app))
+        await pilot.press("4", "D", "p")
+        await pilot.pause()
+        assert app.view_name == "dashboard"
+        assert "Halt this run" in picture(app)
+        assert not app.paused
+
+    drive(app, body)
+
+
+def test_kill_needs_the_name_of_the_run():
+    asked = Asked()
+    app = app_on(recorded.running(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("K")
+        await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
+        await pilot.press(*"1-plumb", "tab", "tab", "enter")
+        await pilot.pause(0.05)
+        assert asked.sent == []
+        if app.overlay is None:
+            await pilot.press("K")
+            await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
+        else:
+            app.query_one("#confirm Input").value = ""
+            app.query_one("#confirm Input").focus()
+        await pilot.press(*"1-plumbing", "enter", "tab", "tab", "enter")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent == [(PATH, "kill", {"yes": True})]
+
+    drive(app, body)
+
+
+def test_a_refusal_is_one_sentence_on_the_screen():
+    app = app_on(recorded.running(), actions=Asked(ok=False, text="rank 1 does not catch it"))
+
+    async def body(pilot):
+        await pilot.press("D", "y")
+        await until(pilot, lambda: "✗ rank 1 does not catch it" in picture(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "does not catch" not in picture(app))
+
+    drive(app, body)
+
+
+def test_a_directory_that_does_not_answer_does_not_hold_up_the_screen():
+    app = app_on(recorded.running(), actions=Asked(delay_s=3.0))
+
+    async def body(pilot):
+        await pilot.press("D", "y")
+        started = time.monotonic()
+        for key in "2341":
+            await pilot.press(key)
+        assert time.monotonic() - started < 2.0
+        assert "dump: asked …" in picture(app)
+
+    drive(app, body)
+
+
+def test_acting_on_a_run_that_ended_says_so():
+    app = app_on(recorded.crashed())
+
+    async def body(pilot):
+        await pilot.press("H")
+        await until(pilot, lambda: "has ended (crashed)" in picture(app))
+
+    drive(app, body)
+
+
+def test_the_alert_that_was_shown_is_acknowledged():
+    asked = Asked(text="noted")
+    app = app_on(recorded.stalled(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("A")
+        await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
+        await pilot.press("y")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent == [(PATH, "ack", {"alert": "stall-3"})]
+
+    drive(app, body)
+
+
+def test_a_flag_toggled_while_a_launch_waits_is_asked_of_the_launch():
+    asked = Asked(text="NSA_OPT_FUSED=1 from the next phase")
+    app = app_on(recorded.waiting(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("2", "j", "j", "space")
+        await until(pilot, lambda: "from the next phase" in picture(app))
+        assert asked.sent == [
+            ("/nowhere/cpu_smoke/20261120-031500", "set-flag",
+             {"name": "NSA_OPT_FUSED", "value": "1"})
+        ]  # fmt: skip
+
+    drive(app, body)
+
+
+def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
+    asked = Asked()
+    app = app_on(recorded.waiting(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("2", "enter")
+        await until(pilot, lambda: "a number of at least 0" in picture(app))
+        await pilot.press("ctrl+a", "ctrl+k", *"fast")
+        await until(pilot, lambda: "cannot be 'fast'" in picture(app))
+        await pilot.press("enter")
+        assert asked.sent == []
+        await pilot.press(*["backspace"] * 4, *"0.01", "enter")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent[0][2] == {"name": "NSA_LR", "value": "0.01"}
+
+    drive(app, body)
+
+
+def test_proceed_names_the_phase_and_goes_to_the_launch():
+    asked = Asked(text="recall starts")
+    app = app_on(recorded.waiting(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("L")
+        await until(pilot, lambda: "Start phase recall?" in picture(app))
+        assert "NSA_LR=0.001" in picture(app)
+        assert "Attention works." in picture(app)
+        await pilot.press("y")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent == [
+            ("/nowhere/cpu_smoke/20261120-031500", "proceed", {"phase": "recall"})
+        ]
+
+    drive(app, body)
+
+
+def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
+    asked = Asked()
+    app = app_on(root=tmp_path, actions=asked)
+
+    async def body(pilot):
+        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        await pilot.press("space")
+        await until(pilot, lambda: "go on while gates pass" in picture(app))
+        await pilot.press("down", "down", "down", "space")
+        await until(pilot, lambda: "* launch" in picture(app))
+        await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {}, 20)
+        await pilot.press("L")
+        await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
+        assert "2 ranks by torchrun, goes on while the gates pass" in picture(app)
+        await pilot.press("y")
+        await until(pilot, lambda: "launched cpu_smoke in" in picture(app))
+        options = asked.launched[0]
+        assert (options.plan, options.between) == ("cpu_smoke", "go")
+        assert options.flags == {"NSA_OPT_FUSED": "1"}
+        assert app.view_name == "dashboard"
+
+    drive(app, body)
+
+
+def test_leaving_asks_nothing_and_sends_nothing():
+    for key in ("q", "ctrl+c"):
+        asked = Asked()
+        app = app_on(recorded.running(), actions=asked)
+
+        async def body(pilot, key=key, app=app):
+            await pilot.press(key)
+            await until(pilot, lambda: not app.is_running or app._exit)
+
+        drive(app, body)
+        assert asked.sent == []
+        assert app.return_value == 0
+
+
+def test_the_picture_is_held_and_let_go():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await pilot.press("p")
+        await until(pilot, lambda: "picture paused" in picture(app))
+        later = dataclasses.replace(app.snapshot, state=recorded.running(step=77))
+        app.on_fresh(Fresh(later))
+        await pilot.pause()
+        assert "41/100" in picture(app)
+        await pilot.press("p")
+        await until(pilot, lambda: "picture paused" not in picture(app))
+
+    drive(app, body)
+
+
+def test_what_is_shown_is_copied_to_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    app = app_on(recorded.waiting())
+
+    async def body(pilot):
+        await pilot.press("2", "y")
+        await until(pilot, lambda: "copied 1 lines" in picture(app))
+        text = (tmp_path / "nsa-console" / "copied.txt").read_text()
+        assert text == "OMP_NUM_THREADS=1 torchrun -m trainers.ddp --config configs/tiny_cpu.yaml\n"
+
+    drive(app, body)
+
+
+def test_commands_are_found_by_their_words():
+    asked = Asked()
+    app = app_on(recorded.running(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("colon")
+        await until(pilot, lambda: "what to do" in picture(app))
+        await pilot.press(*"stacks of all", "enter")
+        await until(pilot, lambda: "Dump the stacks of 2 ranks?" in picture(app))
+
+    drive(app, body)
+
+
+def test_the_question_says_run_host_pids_and_what_is_lost():
+    for make in (questions.dump, questions.halt, questions.kill):
+        question = make(recorded.stalled())
+        text = "\n".join(text_of(row) for row in question_rows(question, 80))
+        for part in ("run ", "host ", "pids ", "loses ", "gpu01", "48230"):
+            assert part in text
+    with pytest.raises(CannotAsk, match="no run"):
+        questions.dump(None)
+    with pytest.raises(CannotAsk, match="still runs"):
+        questions.proceed(recorded.running())
+    with pytest.raises(CannotAsk, match="no alert"):
+        questions.acknowledge(recorded.running(), "", "")
+
+
+def test_space_goes_through_the_values_and_back():
+    fused = FLAGS["NSA_OPT_FUSED"]
+    assert next_value(fused, "", None) == (True, "1")
+    assert next_value(fused, "", "1") == (True, "0")
+    assert next_value(fused, "", "0") == (True, None)
+    assert next_value(fused, "1", None) == (True, "0")
+    compress = FLAGS["NSA_DDP_COMPRESS"]
+    assert next_value(compress, "", "none") == (True, "fp16")
+    assert next_value(FLAGS["NSA_LR"], "", None) == (False, None)

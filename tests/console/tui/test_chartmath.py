@@ -1,0 +1,118 @@
+"""The maths of the charts, without an app."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.history import Series
+from console.tui import chartmath
+from console.tui.rows import text_of, width_of
+from console.tui.widgets.chart import Chart, Time, chart_rows
+
+reals = st.floats(allow_nan=False, allow_infinity=False)
+sane = st.floats(-1e150, 1e150)
+spans = st.sampled_from(chartmath.SPANS_S)
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6), spans)
+def test_the_window_holds_now_and_is_at_least_three_quarters_full_once_it_jumped(first, past, span):
+    start = chartmath.window_start(first, first + past, span)
+    shown = first + past - start
+    assert -1e-6 <= shown <= span + 1e-6
+    if past > span:
+        assert shown >= 0.75 * span - 1e-6
+
+
+@given(st.floats(0, 1e5), spans)
+def test_the_window_jumps_by_a_quarter_and_otherwise_stands(past, span):
+    before = chartmath.window_start(0.0, past, span)
+    after = chartmath.window_start(0.0, past + 1.0, span)
+    jump = after - before
+    assert math.isclose(jump, 0.0, abs_tol=1e-6) or math.isclose(jump, span / 4, rel_tol=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(0, 600), reals), max_size=200), st.integers(1, 120))
+def test_bins_hold_every_point_and_nothing_else(points, count):
+    points.sort()
+    held = chartmath.bins(points, 0.0, 600.0, count)
+    assert len(held) == count
+    shown = [v for at, v in points if at < 600.0 and int(at * (count / 600.0)) < count]
+    known = [b for b in held if b is not None]
+    if shown:
+        assert min(b[0] for b in known) == min(shown)
+        assert max(b[1] for b in known) == max(shown)
+    else:
+        assert known == []
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(sane, sane)), max_size=50), st.booleans())
+def test_bounds_enclose_all_values_and_are_not_empty(held, from_zero):
+    ordered = [None if b is None else (min(b), max(b)) for b in held]
+    low, high = chartmath.bounds(ordered, from_zero)
+    assert low < high
+    for b in ordered:
+        if b is not None:
+            slack = max(1e-100, 1e-6 * max(abs(low), abs(high)))
+            assert low - slack <= b[0]
+            assert b[1] <= high + slack
+
+
+def test_bounds_are_round_and_do_not_move_with_every_sample():
+    assert chartmath.bounds([(3.0, 41_020.0)], True) == (0.0, 50_000.0)
+    assert chartmath.bounds([(3.0, 41_700.0)], True) == (0.0, 50_000.0)
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.tuples(reals, reals)), min_size=1, max_size=80),
+    st.integers(1, 12),
+    st.sampled_from(["braille", "block", "ascii"]),
+)
+def test_a_drawing_has_exactly_its_size_and_only_its_alphabet(held, height, mode):
+    ordered = [None if b is None else (min(b), max(b)) for b in held]
+    low, high = chartmath.bounds(ordered, False)
+    drawn = chartmath.draw(ordered, low, high, height, mode)
+    width = math.ceil(len(held) / 2) if mode == "braille" else len(held)
+    assert [len(line) for line in drawn] == [width] * height
+    if mode == "ascii":
+        assert all(line.isascii() for line in drawn)
+    if mode == "braille":
+        assert all(c == " " or 0x2800 < ord(c) <= 0x28FF for line in drawn for c in line)
+
+
+def test_the_highest_value_is_on_the_top_line_and_the_lowest_at_the_bottom():
+    held = [(0.0, 0.0)] * 20 + [None] * 20 + [(1.0, 1.0)] * 2
+    drawn = chartmath.draw(held, 0.0, 1.0, 3, "braille")
+    assert drawn[0].strip()
+    assert drawn[0][0] == " "
+    assert drawn[2][0] != " "
+
+
+def test_a_new_sample_changes_only_columns_at_the_right_edge():
+    points = [(float(s), 50.0 + s % 5) for s in range(400)]
+    chart = Chart("tok/s", ("x",), "", from_zero=True)
+    before = chart_rows(chart, {"x": Series("x", "", tuple(points))}, Time(0.0, 399.0, 600), 60, 8,
+                        "braille")  # fmt: skip
+    points += [(float(s), 52.0) for s in range(400, 410)]
+    after = chart_rows(chart, {"x": Series("x", "", tuple(points))}, Time(0.0, 409.0, 600), 60, 8,
+                       "braille")  # fmt: skip
+    for old, new in zip(before[1:], after[1:], strict=True):
+        pairs = zip(text_of(old), text_of(new), strict=False)
+        differs = [i for i, (a, b) in enumerate(pairs) if a != b]
+        assert all(36 <= i <= 44 for i in differs), differs
+
+
+def test_a_chart_has_labels_unit_and_window_and_fits():
+    points = tuple((float(s), 41_000.0) for s in range(60))
+    for width, height in ((38, 6), (58, 9), (20, 4)):
+        rows = chart_rows(Chart("tok/s", ("x",), ""), {"x": Series("x", "", points)},
+                          Time(0.0, 60.0, 600), width, height, "braille")  # fmt: skip
+        text = "\n".join(map(text_of, rows))
+        assert len(rows) == height
+        assert all(width_of(row) <= width for row in rows)
+        assert "tok/s" in text
+    assert "10 min" in text or width == 20
+    empty = chart_rows(Chart("loss", ("y",), ""), {}, Time(0.0, 60.0), 40, 6, "braille")
+    assert "no data yet" in text_of(empty[0])

@@ -1,0 +1,73 @@
+"""The table of keys: no clash, no dead key, and everything that is shown is drawn from it."""
+
+from __future__ import annotations
+
+import pytest
+from textual.app import App
+
+from console.tui import keys
+from console.tui.main import ConsoleApp
+from console.tui.rows import text_of, width_of
+from console.tui.screens.dashboard import Dashboard
+from console.tui.screens.help import help_rows
+from console.tui.screens.launch import Launch
+from console.tui.screens.logs import LogView
+from console.tui.screens.stall import Stall
+from console.tui.widgets.footer import footer_row
+
+CLASSES = {"dashboard": Dashboard, "launch": Launch, "stall": Stall, "logs": LogView}
+TAKEN_BY_TERMINALS = {"ctrl+a", "ctrl+b", "ctrl+s", "ctrl+q", "ctrl+z"}
+
+
+def test_no_key_means_two_things_in_one_view():
+    assert keys.clashes() == []
+
+
+def test_a_clash_is_found(monkeypatch):
+    monkeypatch.setattr(keys, "TABLE", (*keys.TABLE, keys.Key("again", ("D",), "something else")))
+    assert ("D", "dump", "again") in keys.clashes()
+
+
+@pytest.mark.parametrize("view", keys.VIEWS)
+def test_every_key_of_a_view_does_something_there(view):
+    for key in keys.for_view(view):
+        name = f"do_{key.id}"
+        assert hasattr(CLASSES[view], name) or hasattr(ConsoleApp, name), key
+
+
+def test_bindings_come_from_the_table_and_ctrl_c_only_leaves():
+    bound = set(ConsoleApp._merged_bindings.key_to_bindings)
+    assert {"1", "D", "K", "ctrl+c", "ctrl+p", "question_mark", "left_square_bracket"} <= bound
+    assert not bound & TAKEN_BY_TERMINALS
+    assert ConsoleApp._merged_bindings.key_to_bindings["ctrl+c"][0].action == "quit_now"
+    assert App.BINDINGS  # the framework's own are not inherited: its ctrl+q would leave
+
+
+def test_lower_case_looks_and_upper_case_acts():
+    acts = {key.id for key in keys.TABLE if key.keys[0] in "ABCDEFHKLMRX"}
+    asks = {key.id for key in keys.TABLE if key.asks}
+    assert asks <= acts
+    assert acts - asks == {"flags"}  # it only goes there
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("view", keys.VIEWS)
+def test_the_footer_fits_and_always_says_how_to_leave(view, width):
+    row = footer_row(view, width)
+    assert width_of(row) <= width
+    assert "q leave" in text_of(row)
+    assert "1 Dash" in text_of(row)
+
+
+@pytest.mark.parametrize("view", keys.VIEWS)
+def test_the_help_names_every_key_of_the_view(view):
+    text = "\n".join(text_of(row) for row in help_rows(view, 76))
+    for key in keys.for_view(view):
+        assert key.help.split()[0] in text
+        assert key.shown in text
+
+
+def test_the_documents_are_drawn_from_the_table():
+    text = keys.as_markdown()
+    assert all(key.help in text for key in keys.TABLE)
+    assert len(text.splitlines()) == len(keys.TABLE) + 2

@@ -1,0 +1,111 @@
+"""Rows, the fitting of parts, and what of a row is sent again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from console.tui import format as fmt
+from console.tui import rows
+from console.tui.terminal import Terminal, detect
+
+visible = st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf"))
+texts = st.text(visible, max_size=60)
+row = st.lists(st.tuples(texts, st.sampled_from(["", "dim", "crit"])), max_size=5).map(tuple)
+
+
+@given(texts, st.integers(0, 40))
+def test_cut_and_fill_keep_to_the_width(text, width):
+    assert cell_len(rows.cut(text, width)) <= width
+    assert cell_len(rows.fill(text, width)) == width
+
+
+@given(row, st.integers(1, 60))
+def test_clip_keeps_to_the_width(held, width):
+    assert rows.width_of(rows.clip(held, width)) <= width
+
+
+@given(row, row, st.integers(1, 60))
+def test_what_is_outside_the_changed_cells_is_equal(old, new, width):
+    old, new = rows.clip(old, width), rows.clip(new, width)
+    span = rows.changed(old, new, width)
+    a, b = rows._cells(old, width), rows._cells(new, width)
+    if span is None:
+        assert a == b
+    elif len(a) == len(b) == width:
+        first, end = span
+        assert a[:first] == b[:first]
+        assert a[end:] == b[end:]
+        assert a[first] != b[first]
+
+
+def test_the_least_important_part_is_shortened_first():
+    parts = [
+        (9, [(("the run", ""),)]),
+        (2, [(("on a host", ""),), (("host", ""),)]),
+        (5, [(("step 4", ""),)]),
+    ]
+    assert rows.text_of(rows.fit(parts, 40)) == "the run  on a host  step 4"
+    assert rows.text_of(rows.fit(parts, 24)) == "the run  host  step 4"
+    assert rows.text_of(rows.fit(parts, 16)) == "the run  step 4"
+    assert rows.text_of(rows.fit(parts, 9)) == "the run"
+
+
+@given(texts, st.integers(4, 40))
+def test_wrapped_and_chopped_lines_fit_and_lose_no_word(text, width):
+    for broken in (rows.wrap(text, width), rows.chop(text, width, 999)):
+        assert all(cell_len(line) <= width for line in broken)
+        assert "".join("".join(broken).split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "1s"), (0.9, "1s"), (1.2, "2s"), (74, "74s"), (600, "10m"), (3 * 3600 + 300, "3h05"),
+     (3 * 86400, "3d"), (None, "–"), (float("nan"), "–"), (float("inf"), "–"), (-5, "1s")],
+)  # fmt: skip
+def test_ages(seconds, text):
+    assert fmt.age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.91, "0.91"), (2.4e-4, "2.4e-4"), (41_020.0, "41.0k"), (1.3e6, "1.3M"), (0.0, "0"),
+     (float("nan"), "nan"), (float("inf"), "inf"), (812, "812"), (1e18, "1000000T")],
+)  # fmt: skip
+def test_short_numbers(value, text):
+    assert fmt.short(value) == text
+
+
+@given(st.floats())
+def test_no_number_breaks_a_format(value):
+    for text in (fmt.short(value), fmt.age(value), fmt.eta(value), fmt.count(value),
+                 fmt.gib(value),
+                 fmt.short_gib(value), fmt.percent(value), fmt.watts(value), fmt.figure(value, "s"),
+                 fmt.figure(value, "share"), fmt.figure(value, "MiB"),
+                 fmt.figure(value, "")):  # fmt: skip
+        assert text
+    assert sum(map(len, fmt.bar(value, 10))) == 10
+
+
+def test_the_mouse_is_off_over_ssh_unless_asked_for():
+    local, remote = {"TERM": "xterm"}, {"TERM": "xterm", "SSH_CONNECTION": "a b"}
+    assert detect(local, None).mouse
+    assert not detect(remote, None).mouse
+    assert detect(remote, True).mouse
+    assert not detect(local, False).mouse
+
+
+def test_terminals_without_utf8_or_cursor_control_are_known():
+    assert detect({"TERM": "dumb"}, None).dumb
+    assert detect({"TERM": "xterm", "LANG": "C"}, None).ascii_only
+    assert detect({"TERM": "linux", "LANG": "C.UTF-8"}, None).chart_mode == "block"
+    assert detect({"TERM": "xterm", "LANG": "de_DE.UTF-8"}, None) == Terminal(mouse=True)
+
+
+@given(texts)
+def test_plain_text_is_ascii_and_as_long(text):
+    plain = Terminal(ascii_only=True).plain(text)
+    assert plain.isascii()
+    assert len(plain) == len(text)

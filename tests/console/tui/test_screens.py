@@ -1,0 +1,350 @@
+"""The screen on recorded states, at both sizes: what it says, and that nothing overflows."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.model import LogLine
+from console.sources.stacks import Frame, Stack, Thread
+from console.tui.feed import Snapshot
+from console.tui.main import Fresh
+from console.tui.rows import text_of, width_of
+from console.tui.screens.dashboard import shape
+from console.tui.widgets.alertline import alert_row, notices
+from console.tui.widgets.header import header_row
+from console.tui.widgets.lines import Lines
+from console.tui.widgets.ranks import rank_rows
+from console.tui.widgets.stacks import grouped, rank_list
+from tests.console.tui import recorded
+from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, until
+
+SIZES = [(80, 24), (120, 40)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", list(recorded.STATES))
+def test_every_state_is_shown_on_every_view_without_overflow(name, size):
+    app = app_on(recorded.STATES[name]())
+
+    async def body(pilot):
+        for key in "1234":
+            await pilot.press(key)
+            await pilot.pause()
+            shown = lines(app)
+            assert len(shown) == size[1]
+            assert app.query_one("#header", Lines).shown
+            assert "q leave" in shown[-1], picture(app)
+            assert "[ Dump ]" in shown[-2], picture(app)
+            await pilot.pause()
+            for widget in app.query(Lines):
+                if widget.region.area and app.view in widget.ancestors:
+                    assert all(width_of(row) <= widget.size.width for row in widget.shown), widget
+        assert "\x1b" not in picture(app)
+
+    drive(app, body, size)
+
+
+def seen(state, size=(80, 24), keys=()):
+    app = app_on(state)
+    found = []
+
+    async def body(pilot):
+        await until(pilot, lambda: bool(app.query_one("#header", Lines).shown))
+        for key in keys:
+            await pilot.press(key)
+        await pilot.pause(0.05)
+        found.append(picture(app))
+
+    drive(app, body, size)
+    return found[0]
+
+
+def test_the_dashboard_says_which_run_how_far_how_fresh_and_what_is_armed():
+    text = seen(recorded.running(), (120, 40))
+    for part in ("cpu_smoke 0315 plumbing", "RUNNING", "phase 2/3", "step 41/100 41%", "ETA 1m00",
+                 "data 1s", "if it stalls: dump", "no alert", "tok/s", "41,020", "2.318",
+                 "p99 1.31 s"):  # fmt: skip
+        assert part in text, text
+
+
+def test_utilisation_stands_beside_watts_memory_and_temperature():
+    text = seen(recorded.running(8, True))
+    row = next(line for line in text.splitlines() if line.startswith("7 "))
+    for part in ("97%", "61/80G", "612W", "63", "41,208", "forward"):
+        assert part in row, row
+
+
+def test_a_lost_gpu_says_lost_and_why():
+    assert "GPU LOST Xid 79" in seen(recorded.lost_gpu())
+
+
+def test_a_stall_names_rank_and_phase_on_the_alert_line_and_on_its_screen():
+    text = seen(recorded.stalled(), keys=("3",))
+    assert "! CRIT rank 3: no step for 74 s" in text
+    assert "3 diagnose  A ack" in text
+    assert "VERDICT  rank 3 has not left backward of step 41,207" in text
+    assert "how sure: high" in text
+    behind = next(line for line in text.splitlines() if line.startswith("3 "))
+    assert "backward" in behind
+    assert "◂" in behind
+    assert "+ GPU 3 is idle" in text
+
+
+def test_a_crash_says_why_and_where_to_look():
+    text = seen(recorded.crashed())
+    assert "CRASHED" in text
+    assert "killed by SIGSEGV" in text
+    assert "4 logs" in text
+
+
+def test_a_missing_supervisor_is_named():
+    text = seen(recorded.unsupervised())
+    assert "UNSUPERVISED" in text
+    assert "supervisor (pid 7) is gone" in text
+
+
+def test_a_waiting_launch_says_which_key_goes_on():
+    text = seen(recorded.waiting(), keys=("2",))
+    assert "waits for you before phase 3 recall" in text
+    assert "L go on" in text
+    assert "flags now → 3 recall" in text
+    assert "0.001      * 3 recall" in text
+    assert "Attention works." in text
+
+
+def test_a_failed_gate_is_on_the_alert_line_and_on_the_launch_view():
+    state = recorded.gates_failed()
+    running = dataclasses.replace(state, launch=recorded.launch("running"))
+    assert "gate bytes_right failed: 41.0 %, must be ≥ 0.9" in seen(running)
+    text = seen(state, keys=("2",))
+    assert "✗ bytes_right: 41.0 % (≥ 0.9)" in text
+    assert "1 of 2 pass" in text
+
+
+def test_hostile_names_are_text_and_no_markup():
+    text = seen(recorded.hostile(), (120, 40))
+    assert "[red]boo[/red] [@click=app.bell]x[/]" in text
+
+
+def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
+    app = app_on(root=tmp_path)
+
+    async def body(pilot):
+        await until(pilot, lambda: "checks before the launch" in picture(app))
+        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        text = picture(app)
+        for part in ("no run", "plan cpu_smoke", "1 sanity", "3 recall", "between phases",
+                     "ask before each", "trainers.ddp"):  # fmt: skip
+            assert part in text, text
+
+    drive(app, body)
+
+
+@pytest.mark.parametrize(
+    ("size", "must"), [((40, 12), "RUNNING"), ((60, 16), "RUNNING"), ((30, 10), "RUNNING")]
+)
+def test_a_small_terminal_keeps_header_alert_and_ranks_and_says_so(size, must):
+    text = seen(recorded.running(), size)
+    assert must in text, text
+    assert "no alert" in text
+    assert any(line.startswith("0 ") for line in text.splitlines()), text
+    assert "80×24" in text, text
+
+
+def test_the_picture_that_nothing_changes_sends_nothing():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await until(pilot, lambda: app.snapshot is not None and app.snapshot.state is not None)
+        await pilot.pause(0.1)
+        app.feed.stop()
+        await pilot.pause(0.1)
+        before = {widget: widget.repaints for widget in app.query(Lines)}
+        again = dataclasses.replace(app.snapshot, log=(), log_begins=False)
+        for _ in range(3):
+            app.on_fresh(Fresh(again))
+            await pilot.pause()
+        assert {widget: widget.repaints for widget in app.query(Lines)} == before
+        state = dataclasses.replace(again.state, step=42)
+        app.on_fresh(Fresh(dataclasses.replace(again, state=state)))
+        changed = {w.id for w in app.query(Lines) if w.repaints != before[w]}
+        assert changed == {"header"}
+
+    drive(app, body)
+
+
+def test_the_header_ages_when_nothing_comes():
+    snapshot = Snapshot(0.0, NOW, recorded.running())
+    assert "data 1s" in text_of(header_row(snapshot, 120))
+    assert "data 5s old" in text_of(header_row(snapshot, 120, late_s=4.0))
+    row = header_row(snapshot, 120, late_s=30.0)
+    assert ("data 31s old", "stale") in row
+    worst = notices(snapshot, late_s=30.0)[0]
+    assert worst.level == "crit"
+    assert "has not answered for 30s" in worst.text
+
+
+def test_a_directory_that_takes_no_writes_is_said():
+    state = dataclasses.replace(recorded.running(), directory_blocked_s=12.0)
+    worst = notices(Snapshot(0.0, NOW, state))[0]
+    assert worst.text == "the run directory does not answer writes for 12s; training goes on"
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
+def test_header_and_alert_fit_any_width(width):
+    for make in recorded.STATES.values():
+        snapshot = Snapshot(0.0, NOW, make())
+        assert width_of(header_row(snapshot, width)) <= width
+        assert width_of(alert_row(notices(snapshot), width)) <= width
+        assert make().state.upper() in text_of(header_row(snapshot, width)) or width == 30
+
+
+def test_of_a_thousand_ranks_the_worst_are_shown_and_the_others_counted():
+    ranks = [recorded.rank(r) for r in range(1024)]
+    ranks[700] = recorded.rank(700, step=41_000)
+    ranks[800] = recorded.rank(800, state="T")
+    rows = [text_of(row) for row in rank_rows(recorded.running(8, True), 78, 12)]
+    assert len(rows) == 9
+    state = dataclasses.replace(recorded.running(), ranks=tuple(ranks))
+    rows = [text_of(row) for row in rank_rows(state, 78, 10)]
+    assert len(rows) == 10
+    assert any(row.startswith("700 ") for row in rows)
+    assert any(row.startswith("800 ") for row in rows)
+    assert "and 1,016 more ranks" in rows[-1]
+
+
+@given(st.integers(20, 300), st.integers(4, 80), st.integers(0, 2000))
+def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks):
+    now = shape(width, height, ranks)
+    assert now.top >= 2
+    assert now.top + now.log <= height
+    assert now.charts == 0 or height - now.top - now.log >= 3
+
+
+def stack(number: int, *frames: str) -> Stack:
+    held = tuple(Frame(f"/work/nsa/{name}.py", 7, "f") for name in frames)
+    return Stack(number, NOW, f"stackdump_rank{number}.txt", (Thread("main", held),))
+
+
+def test_equal_stacks_are_grouped_and_the_odd_one_comes_first():
+    stacks = {r: stack(r, "reduce", "loop") for r in range(8)}
+    stacks[3] = stack(3, "select", "loop")
+    groups = grouped(stacks)
+    assert [group.ranks for group in groups] == [(3,), (0, 1, 2, 4, 5, 6, 7)]
+    assert rank_list(groups[1].ranks) == "0–2,4–7"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
+    for number in range(2):
+        frame = f'  File "/x/nsa/part{number}.py", line 7 in work\n'
+        text = "Stack (most recent call first):\n" + frame
+        (tmp_path / f"stackdump_rank{number}_{int(NOW * 1000)}.txt").write_text(text)
+    app = app_on(recorded.running(), run=tmp_path)
+
+    async def body(pilot):
+        await pilot.press("3")
+        await until(pilot, lambda: "part1.py:7 work" in picture(app))
+        row = next(line for line in lines(app) if line.startswith("rank 0 ◂"))
+        assert "rank 1 ◂ differs" in row
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: "stack of rank 1" in picture(app))
+        assert "/x/nsa/part1.py:7 work" in picture(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: "stack of rank 1" not in picture(app))
+
+    drive(app, body, size)
+
+
+@pytest.fixture
+def logged(tmp_path):
+    folder = tmp_path / "logs" / "attempt1"
+    folder.mkdir(parents=True)
+    (folder / "rank0.log").write_text("".join(f"zero line {i} loss 2.3\n" for i in range(60)))
+    (folder / "rank1.log").write_text("one [red]markup[/red] needle\nWARN one\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_logs_follow_filter_and_find(logged, size):
+    app = app_on(recorded.running(), run=logged)
+
+    async def body(pilot):
+        await until(pilot, lambda: app.book.total == 62)
+        await pilot.press("4")
+        await pilot.pause()
+        assert "follows" in picture(app)
+        assert "[red]markup[/red]" in picture(app)
+        await pilot.press("g")
+        await pilot.pause()
+        assert "zero line 0 " in picture(app)
+        assert "follows" not in lines(app)[2].replace("G follows", "")
+        await pilot.press("slash", *"NEEDLE", "enter")
+        await until(pilot, lambda: "one [red]markup[/red] needle" in picture(app))
+        assert "find 'NEEDLE'" in picture(app)
+        await pilot.press("n")
+        await until(pilot, lambda: "no later line with 'NEEDLE'" in picture(app))
+        await pilot.press("G", "right", "right")
+        await pilot.pause()
+        assert "[r1]" in lines(app)[2]
+        assert "zero line" not in picture(app)
+
+    drive(app, body, size)
+
+
+def test_what_is_held_in_the_log_stays_when_lines_come(logged):
+    app = app_on(recorded.running(), run=logged)
+
+    async def body(pilot):
+        await until(pilot, lambda: app.book.total == 62)
+        await pilot.press("4", "pageup")
+        await pilot.pause()
+        before = lines(app)[3:20]
+        snapshot = dataclasses.replace(
+            app.snapshot, log=tuple(LogLine("r0", f"new {i}") for i in range(5)), log_begins=False
+        )
+        app.on_fresh(Fresh(snapshot))
+        await pilot.pause()
+        assert lines(app)[3:20] == before
+        await pilot.press("G")
+        await pilot.pause()
+        assert "new 4" in picture(app)
+
+    drive(app, body)
+
+
+def test_a_second_snapshot_waits_until_the_first_is_shown(tmp_path):
+    """A slow screen skips samples: nothing piles up behind it."""
+    delivered = []
+
+    async def body():
+        app = app_on(recorded.running())
+        app.feed._deliver = delivered.append
+        app.feed.start()
+        await asyncio.sleep(1.6)
+        assert len(delivered) == 1
+        app.feed.taken()
+        await asyncio.sleep(0.4)
+        assert len(delivered) == 2
+        app.feed.stop()
+
+    asyncio.run(body())
+
+
+def test_a_change_of_state_is_shown_within_a_third_of_a_second(tmp_path):
+    run = tmp_path / "1-plumbing"
+    run.mkdir()
+    app = app_on(recorded.running(), recorded.crashed(), run=run)
+
+    async def body(pilot):
+        await pilot.pause(0.3)
+        assert "RUNNING" in picture(app) or "CRASHED" in picture(app)
+        (run / "supervisor.json").write_text("{}")
+        await until(pilot, lambda: "CRASHED" in picture(app), 0.6)
+
+    drive(app, body)

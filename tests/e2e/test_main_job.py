@@ -1,0 +1,216 @@
+"""The main job as a new user does it: by keyboard, at 80×24, in a real terminal, on a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from console.sources import launches
+from console.sources.run import RunSource
+from tests.terminal import Terminal
+from trainers.contract import jsonl, rundir
+
+ROOT = Path(__file__).parents[2]
+PLAN = ROOT / "tests/e2e/main_job.yaml"
+CONSOLE = [sys.executable, "-m", "console"]
+FLAG = "NSA_DISABLE_CSV_LOGS"
+FLAG_HELP = "Write no CSV files"
+FIRST_FIGURES_S = 15.0
+
+
+def console(root: Path) -> Terminal:
+    return Terminal([*CONSOLE, "--root", str(root), "--plan", str(PLAN)], ROOT)
+
+
+def wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.1)
+    raise AssertionError("did not happen in time")
+
+
+def workers(run: Path) -> list[dict]:
+    record = rundir.read_json(run / rundir.SUPERVISOR) or {}
+    return [worker for worker in record.get("workers", []) if worker.get("exit") is None]
+
+
+def last_beats(run: Path) -> dict[int, list[dict]]:
+    beats = {}
+    for rank in (0, 1):
+        lines = rundir.heartbeat(run, rank).read_bytes().splitlines()
+        beats[rank] = [record for line in lines if (record := jsonl.decode(line))]
+    return beats
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifacts")
+    yield path
+    for launch in launches.launches(path):
+        state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
+        owner = state.get("supervisor") or {}
+        if rundir.is_alive(owner):
+            os.kill(owner["pid"], signal.SIGTERM)
+            wait_for(lambda owner=owner: not rundir.is_alive(owner))
+
+
+@pytest.fixture(scope="module")
+def launch(root):
+    """Launched from the screen, its first phase done, a flag set, its second phase running."""
+    with console(root) as terminal:
+        terminal.wait("main_job")
+        terminal.wait("sanity")
+        begun = time.monotonic()
+        terminal.press("L")
+        terminal.wait("Launch main_job?")
+        terminal.press("y")
+        terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text, 60)
+        took = time.monotonic() - begun
+        path = wait_for(lambda: next(iter(launches.launches(root)), None))
+        terminal.wait("plumbing", 60)
+        wait_for(lambda: RunSource(path).poll().launch.state == "waiting")
+        terminal.press("E")
+        for _ in range(24):
+            if FLAG_HELP in terminal.text:
+                break
+            terminal.press("down")
+        terminal.wait(FLAG_HELP)
+        terminal.press("space")
+        wait_for(lambda: RunSource(path).poll().launch.next_flags)
+        terminal.press("L")
+        terminal.wait("Start phase plumbing?")
+        terminal.press("y")
+        wait_for(lambda: len(workers(path / "1-plumbing")) == 2)
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+        assert terminal.left_on() == []
+    return path, took
+
+
+def test_first_live_figures_come_soon_after_the_launch_key(launch):
+    assert launch[1] < FIRST_FIGURES_S
+
+
+def test_the_toggled_flag_is_in_the_next_phase_and_not_in_the_one_before(launch):
+    run = launch[0] / "1-plumbing"
+    for worker in wait_for(lambda: workers(run)):
+        environment = Path(f"/proc/{worker['pid']}/environ").read_bytes().split(b"\0")
+        assert f"{FLAG}=1".encode() in environment
+    born = rundir.read_json(run / rundir.RUN)
+    assert born["flags"][FLAG]["value"] == "1"
+    assert "operator" in born["flags"][FLAG]["origin"]
+    before = rundir.read_json(launch[0] / "0-sanity" / rundir.RUN)
+    assert before["flags"].get(FLAG, {}).get("value", "0") in ("0", "")
+    assert (launch[0] / "0-sanity" / "training.csv").exists()
+    wait_for(lambda: any(b["msg"] == "progress" for b in last_beats(run)[0]))
+    assert not (run / "training.csv").exists()
+
+
+def test_opening_again_shows_the_run_and_a_dump_shows_both_stacks(launch, root):
+    run = launch[0] / "1-plumbing"
+    with console(root) as terminal:
+        terminal.wait(lambda text: "plumbing" in text and "RUNNING" in text.upper())
+        terminal.press("D")
+        terminal.wait("Dump the stacks")
+        terminal.press("y")
+        wait_for(lambda: len(list(run.glob("stackdump_rank?_*.txt"))) >= 2)
+        terminal.press("3")
+        shown = terminal.wait(lambda text: text.count("loop.py") + text.count("parallel.py") >= 2)
+        assert "0" in shown
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+    for rank in (0, 1):
+        dump = next(run.glob(f"stackdump_rank{rank}_*.txt")).read_text()
+        assert "trainers/loop.py" in dump
+
+
+@pytest.mark.parametrize("end", ["kill", "hang up", "leave"])
+def test_the_run_goes_on_when_the_console_ends(launch, root, end):
+    run = launch[0] / "1-plumbing"
+    terminal = console(root)
+    try:
+        terminal.wait("plumbing")
+        if end == "kill":
+            os.kill(terminal.pid, signal.SIGKILL)
+        elif end == "hang up":
+            terminal.hang_up()
+        else:
+            terminal.press("q")
+        wait_for(lambda: os.waitpid(terminal.pid, os.WNOHANG)[0])
+        terminal.pid = 0
+    finally:
+        terminal.close()
+    step = RunSource(run).poll().step
+    wait_for(lambda: RunSource(run).poll().step > step + 3)
+
+
+def test_buttons_work_by_tab_and_enter_and_by_click(launch, root):
+    with console(root) as terminal:
+        terminal.wait("[ Dump ]")
+        for _ in range(12):
+            terminal.press("tab")
+            terminal.press("enter")
+            if "Dump the stacks" in terminal.text:
+                break
+        terminal.wait("Dump the stacks")
+        terminal.press("n")
+        terminal.click("[ Halt ]")
+        terminal.wait("Halt this run")
+        terminal.press("enter")
+        terminal.wait(lambda text: "Halt this run" not in text)
+        assert RunSource(launch[0]).poll().state == "running"
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+
+
+def test_a_stopped_rank_is_named_and_clears_when_it_goes_on(launch, root):
+    run = launch[0] / "1-plumbing"
+    pid = next(w["pid"] for w in workers(run) if w["rank"] == 1)
+    with console(root) as terminal:
+        terminal.wait("plumbing")
+        begun = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            terminal.wait(lambda text: "rank 1" in text and "stopped" in text, 40)
+            took = time.monotonic() - begun
+            state = RunSource(launch[0]).poll()
+            assert state.verdict is not None
+            assert state.verdict.rank == 1
+            assert state.verdict.phase in terminal.text
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        terminal.wait(lambda text: "stopped" not in text, 40)
+        wait_for(lambda: RunSource(launch[0]).poll().state == "running")
+        assert took < 20
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+
+
+def test_z_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(launch, root):
+    run = launch[0] / "1-plumbing"
+    with console(root) as terminal:
+        terminal.wait("plumbing")
+        terminal.press("H")
+        terminal.wait("Halt this run")
+        terminal.press("y")
+        terminal.wait(lambda text: "HALTED" in text.upper(), 60)
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+    beats = last_beats(run)
+    halts = [next(b for b in beats[rank] if b["msg"] == "halt") for rank in (0, 1)]
+    assert halts[0]["step"] == halts[1]["step"] > 0
+    name = (run / rundir.CHECKPOINTS / rundir.LATEST).read_text().strip()
+    assert name == f"step_{halts[0]['step']:08d}"
+    assert any((run / rundir.CHECKPOINTS / name).iterdir())
+    assert json.loads((run / rundir.METRICS).read_text())
+    wait_for(lambda: RunSource(launch[0]).poll().launch.state == "ended")
+    assert RunSource(launch[0]).poll().state == "halted"

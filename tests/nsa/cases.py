@@ -1,0 +1,94 @@
+"""What the attention tests share: drawn configurations, gradients, and how far two results are."""
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from nsa.config import ModelConfig, NSAConfig
+from nsa.reference import Reference, nsa_layer
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def model_config(
+    *, heads: tuple[int, int] = (2, 2), d_k: int = 8, d_v: int = 8, dim: int = 16, **changes
+) -> ModelConfig:
+    """A small model; `heads` is (groups, heads per group), `changes` go to ModelConfig or nsa."""
+    sparse = {name: changes.pop(name) for name in list(changes) if hasattr(NSAConfig, name)}
+    small = {"block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4, "window": 6}
+    groups, per_group = heads
+    base = {"n_layers": 1, "mlp_hidden": 16, "vocab_size": 64}
+    return ModelConfig(
+        **base | changes,
+        dim=dim,
+        n_heads=groups * per_group,
+        n_kv_groups=groups,
+        d_k=d_k,
+        d_v=d_v,
+        nsa=NSAConfig(**small | sparse),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    """Shapes that need not divide each other: l, d, l' and n, w, groups, head widths."""
+    size = draw(st.integers(1, 9))
+    return model_config(
+        heads=draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1)])),
+        d_k=draw(st.sampled_from([4, 8])),
+        d_v=draw(st.sampled_from([4, 6, 8])),
+        block_size=size,
+        block_stride=draw(st.integers(1, size)),
+        select_block_size=draw(st.integers(1, 9)),
+        n_select=draw(st.integers(3, 6)),
+        window=draw(st.integers(1, 12)),
+        compress=draw(st.sampled_from(["mlp", "mean"])),
+        gate=draw(st.sampled_from(["sigmoid", "softmax"])),
+    )
+
+
+def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Output of `layer(x)` and the gradients of its product with `weight`, by name."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    (out * weight).sum().backward()
+    found = {"out": out, "x": x.grad}
+    found |= {name: p.grad for name, p in layer.named_parameters()}
+    missing = [name for name, value in found.items() if value is None]
+    assert not missing, f"no gradient for {missing}"
+    return {name: value.detach() for name, value in found.items()}  # pyright: ignore
+
+
+def reference_gradients(
+    layer: nn.Module, x: Tensor, weight: Tensor, config: ModelConfig, selected: Tensor | None
+) -> tuple[dict[str, Tensor], Reference]:
+    """The same from the oracle, in float64, given the same (rounded) parameters and input."""
+    params = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
+    x = x.detach().double().requires_grad_()
+    reference = nsa_layer(params, x, config, selected)
+    (reference.out * weight.double()).sum().backward()
+    found = {"out": reference.out.detach(), "x": x.grad}
+    found |= {name: p.grad for name, p in params.items()}
+    zeros = {"x": x, **params}
+    return {
+        name: torch.zeros_like(zeros[name]) if value is None else value
+        for name, value in found.items()
+    }, reference
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """max|a - b| / max|b| per tensor within the dtype's tolerance.
+
+    Where the exact gradient is 0 (one visible key, say), only rounding may be left of it.
+    """
+    assert got.keys() == expected.keys()
+    scale = max(value.abs().max().item() for value in expected.values())
+    for name, b in expected.items():
+        a = got[name].double()
+        largest = b.abs().max().item()
+        allowed = TOLERANCE[dtype] * largest
+        if largest < 1e-13 * scale:
+            allowed = 8 * torch.finfo(dtype).eps * scale
+        error = (a - b).abs().max().item()
+        assert error <= allowed, f"{name}: {error:.2e} of {largest:.2e}, {dtype}"

@@ -1,0 +1,162 @@
+"""Configuration: what is refused and how, and what is counted."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from nsa.config import (
+    ModelConfig,
+    NSAConfig,
+    attended_pairs,
+    compressed_blocks,
+    flops_per_token,
+    max_gate_entropy_nats,
+    parameter_count,
+)
+from nsa.model import Transformer
+from tests.nsa.cases import configs, model_config
+
+VALID = {
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 4,
+    "n_kv_groups": 2,
+    "d_k": 8,
+    "d_v": 8,
+    "mlp_hidden": 16,
+}
+M7C = ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, mlp_hidden=2048)
+
+
+def test_importing_the_config_does_not_load_torch():
+    code = "import sys, nsa.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dimm": 3}, "ModelConfig has no key 'dimm'; did you mean 'dim'?"),
+        ({"nsa": {"windw": 3}}, "NSAConfig has no key 'windw'; did you mean 'window'?"),
+        ({"nsa": 3}, "nsa must be a mapping"),
+        ({"n_heads": 0}, "n_heads must be a whole number of at least 1, got 0"),
+        ({"n_layers": 2.0}, "n_layers must be a whole number of at least 1, got 2.0"),
+        ({"n_layers": True}, "n_layers must be a whole number of at least 1, got True"),
+        ({"n_kv_groups": 3}, "n_heads (4) must be a multiple of n_kv_groups (3)"),
+        ({"d_k": 7}, "d_k must be even"),
+        ({"rope_base": "1e4"}, "YAML reads 1e4 as text"),
+        ({"norm_eps": -1.0}, "norm_eps must be a finite number above 0"),
+        ({"init_std": math.nan}, "init_std must be a finite number above 0"),
+        ({"attention": "flash"}, "attention must be 'nsa' or 'dense', got 'flash'"),
+        ({"tie_embeddings": "yes"}, "tie_embeddings must be true or false"),
+        ({"nsa": {"window": 0}}, "window must be a whole number of at least 1, got 0"),
+        ({"nsa": {"n_select": 2}}, "n_select must be at least 3"),
+        ({"nsa": {"block_size": 8}}, "block_stride must not exceed block_size (8)"),
+        ({"nsa": {"compress": "max"}}, "compress must be 'mlp' or 'mean', got 'max'"),
+        ({"nsa": {"gate": None}}, "gate must be 'sigmoid' or 'softmax', got None"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_sentence(changes, says):
+    with pytest.raises(ValueError, match=r".") as refusal:
+        ModelConfig.from_dict(VALID | changes)
+    message = str(refusal.value)
+    assert says in message
+    assert message[-1] in ".?"
+    assert "\n" not in message
+    assert ". " not in message
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ValueError, match="ModelConfig lacks the key 'd_v'"):
+        ModelConfig.from_dict({key: value for key, value in VALID.items() if key != "d_v"})
+
+
+def test_a_section_that_is_no_mapping_is_refused():
+    with pytest.raises(ValueError, match="must be a mapping of keys to values, got None"):
+        ModelConfig.from_dict(None)  # pyright: ignore
+
+
+def test_nested_sections_become_configs():
+    config = ModelConfig.from_dict(VALID | {"nsa": {"window": 7}})
+    assert config.nsa == NSAConfig(window=7)
+    assert ModelConfig.from_dict(VALID).nsa == NSAConfig()
+
+
+@settings(max_examples=15)
+@given(configs(), st.booleans(), st.sampled_from(["nsa", "dense"]), st.integers(1, 3))
+def test_parameter_count_is_that_of_the_model(config, tied, attention, n_layers):
+    changes = {"tie_embeddings": tied, "attention": attention, "n_layers": n_layers}
+    config = ModelConfig(**{**vars(config), **changes})
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert parameter_count(config) == sum(p.numel() for p in model.parameters())
+
+
+@settings(max_examples=50)
+@given(configs(), st.integers(1, 60))
+def test_attended_pairs_are_those_that_the_definition_gives(config, seq_len):
+    nsa = config.nsa
+    pairs = {"cmp": 0, "slc": 0, "win": 0}
+    for t in range(seq_len):
+        ends = range(nsa.block_size - 1, seq_len, nsa.block_stride)
+        pairs["cmp"] += sum(end <= t for end in ends)
+        current = t // nsa.select_block_size
+        earlier = min(nsa.n_select - 1, current) * nsa.select_block_size
+        pairs["slc"] += earlier + t - current * nsa.select_block_size + 1
+        pairs["win"] += min(nsa.window, t + 1)
+    assert attended_pairs(nsa, seq_len) == pairs
+
+
+def test_attended_pairs_of_the_papers_shape():
+    assert attended_pairs(NSAConfig(), 2048) == {"cmp": 128_143, "slc": 1_541_120, "win": 917_760}
+
+
+def test_uncorrected_dense_flops_are_those_that_torch_counts():
+    # Unequal head widths take the route of SDPA whose products torch can count.
+    config = model_config(attention="dense", heads=(2, 2), d_k=8, d_v=6, n_layers=2)
+    model, tokens = Transformer(config), torch.randint(64, (3, 32))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == flops_per_token(config, 32, causal=False) * tokens.numel()
+
+
+@settings(max_examples=20)
+@given(configs(), st.integers(1, 50))
+def test_flops_of_nsa_are_the_sum_of_its_parts(config, seq_len):
+    counted = flops_per_token(config, seq_len, causal=True)
+    pairs = attended_pairs(config.nsa, seq_len)
+    per_pair = 6 * (config.d_k + config.d_v)
+    attention = per_pair * sum(pairs.values()) + 2 * config.d_k * pairs["cmp"]
+    layer = Transformer(config).blocks[0]
+    flops = config.n_heads * attention
+    for name, p in layer.named_parameters():
+        if name.endswith("weight") and "norm" not in name:
+            blocks = config.n_kv_groups * compressed_blocks(config.nsa, seq_len)
+            flops += 6 * p.numel() * (blocks if "phi" in name else seq_len)
+    flops += 6 * config.vocab_size * config.dim * seq_len
+    assert counted * seq_len == pytest.approx(flops, rel=1e-12)
+
+
+def test_causal_correction_halves_long_dense_attention():
+    dense = ModelConfig(**{**vars(M7C), "attention": "dense"})
+    weights = 6 * (parameter_count(dense) - 25 * 768 - 256 * 768)
+    full = flops_per_token(dense, 4096, causal=False)
+    half = flops_per_token(dense, 4096, causal=True)
+    assert full == weights + 12 * 12 * 12 * 64 * 4096
+    assert (half - weights) / (full - weights) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_flops_of_no_tokens_are_refused():
+    with pytest.raises(ValueError, match="seq_len must be at least 1 token, got 0"):
+        flops_per_token(M7C, 0, causal=True)
+
+
+def test_gate_entropy_is_at_most_ln_3():
+    assert max_gate_entropy_nats(M7C) == math.log(3)
+    assert max_gate_entropy_nats(ModelConfig(**{**vars(M7C), "attention": "dense"})) == 0

@@ -1,0 +1,104 @@
+"""The transformer around the attention: initial loss, tying, init, learning."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nsa.config import ModelConfig, NSAConfig
+from nsa.model import Transformer
+from tests.nsa.cases import model_config
+
+TINY = ModelConfig(
+    dim=128,
+    n_layers=2,
+    n_heads=4,
+    n_kv_groups=2,
+    d_k=32,
+    d_v=32,
+    mlp_hidden=256,
+    nsa=NSAConfig(block_size=4, block_stride=2, select_block_size=8, n_select=8, window=32),
+)
+
+
+def next_token_loss(model, tokens):
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_loss_is_ln_of_the_vocabulary(attention, tied):
+    torch.manual_seed(0)
+    changes = {"attention": attention, "tie_embeddings": tied}
+    model = Transformer(ModelConfig(**{**vars(TINY), **changes}))
+    loss = next_token_loss(model, torch.randint(256, (4, 129)))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_every_parameter_of_the_model_gets_a_gradient():
+    model = Transformer(model_config(n_layers=2))
+    next_token_loss(model, torch.randint(64, (2, 40))).backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().max() == 0]
+    assert dead == []
+
+
+def test_tied_embeddings_are_one_parameter():
+    model = Transformer(model_config(tie_embeddings=True))
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+def test_initial_weights_are_what_the_docstring_says():
+    torch.manual_seed(0)
+    model = Transformer(model_config(dim=64, d_k=32, d_v=32, n_layers=8, init_std=0.05))
+    stds = {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
+    for name, std in stds.items():
+        expected = 0.05
+        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+            expected = 0.05 / 4
+        elif "phi" in name:
+            fan_in = dict(model.named_parameters())[name].shape[1]
+            expected = 0 if "position" in name else fan_in**-0.5
+        assert std == pytest.approx(expected, rel=0.2), name
+    assert all((p == 1).all() for n, p in model.named_parameters() if "norm" in n)
+
+
+def test_initialising_twice_from_one_seed_gives_one_model():
+    model = Transformer(model_config(n_layers=2))
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model.reset_parameters()
+        weights.append({name: p.clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_state_holds_parameters_only():
+    model = Transformer(model_config(n_layers=2))
+    model(torch.randint(64, (1, 40)))
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_training_after_inference_mode_works():
+    """Masks and tables are shared between calls; they must not remember inference mode."""
+    model = Transformer(model_config(window=9))
+    tokens = torch.randint(64, (2, 46))
+    with torch.inference_mode():
+        model(tokens)
+    next_token_loss(model, torch.randint(64, (2, 47))).backward()
+
+
+def test_a_future_token_moves_no_earlier_logit():
+    model, tokens = Transformer(model_config(n_layers=2)), torch.randint(64, (2, 40))
+    changed = tokens.clone()
+    changed[:, 20:] = (tokens[:, 20:] + 1) % 64
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert (before[:, 20:] != after[:, 20:]).any(-1).all()
+
+
+def test_a_batch_is_computed_row_by_row():
+    model, tokens = Transformer(model_config(n_layers=2)).double(), torch.randint(64, (3, 30))
+    single = torch.cat([model(row[None]) for row in tokens])
+    torch.testing.assert_close(model(tokens), single, rtol=1e-9, atol=1e-12)

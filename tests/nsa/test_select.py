@@ -1,0 +1,115 @@
+"""Selection: scores of blocks, which are taken, and that exactly these are attended to."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa.config import NSAConfig
+from nsa.select import attend_selected, block_mask, importance, overlap, top_blocks
+
+
+def sparse(**changes):
+    small = {"block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4}
+    return NSAConfig(**small | changes)
+
+
+def test_weights_of_the_papers_shape():
+    weights = overlap(13, 4, NSAConfig(), torch.device("cpu"), torch.float32)
+    assert weights[:, 1].tolist() == [0, 0, 0, 0.5, 1, 1, 1, 0.5, 0, 0, 0, 0, 0]
+    assert weights[:, 0].tolist() == [1, 1, 1, 0.5, *[0] * 9]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 50))
+def test_each_compressed_block_is_shared_out_whole(size, stride, select, seq_len):
+    config = sparse(block_size=size, block_stride=min(size, stride), select_block_size=select)
+    n_cmp = max(0, (seq_len - size) // config.block_stride + 1)
+    n_slc = -(-seq_len // select)
+    weights = overlap(n_cmp, n_slc, config, torch.device("cpu"), torch.float64)
+    for i in range(n_cmp):
+        tokens = range(i * config.block_stride, i * config.block_stride + size)
+        for j in range(n_slc):
+            inside = sum(token // select == j for token in tokens)
+            assert weights[i, j].item() == pytest.approx(inside / size)
+
+
+def test_first_and_two_local_blocks_are_always_in_and_counted():
+    p_slc = torch.rand(2, 3, 64, 16) + 1
+    p_slc[..., 0] = 0
+    for t in range(64):
+        current = t // 4
+        p_slc[:, :, t, max(0, current - 1) : current + 1] = 0
+    blocks = top_blocks(p_slc, sparse())
+    for t in range(64):
+        forced = {0, t // 4, max(0, t // 4 - 1)}
+        for row in blocks[:, :, t].flatten(0, 1).tolist():
+            assert forced <= set(row)
+            assert len([j for j in row if j < 16]) == min(4, t // 4 + 1)
+
+
+def test_indices_ascend_and_end_with_the_sentinel():
+    blocks = top_blocks(torch.rand(1, 1, 32, 8), sparse())
+    assert blocks[0, 0, 3].tolist() == [0, 8, 8, 8]
+    assert blocks[0, 0, 9].tolist() == [0, 1, 2, 8]
+    assert (blocks.diff(dim=-1) >= 0).all()
+    assert blocks.dtype == torch.int64
+
+
+def test_of_equal_scores_the_lower_index_wins():
+    p_slc = torch.full((1, 1, 400, 100), 0.25)
+    assert top_blocks(p_slc, sparse(n_select=6))[0, 0, -1].tolist() == [0, 1, 2, 3, 98, 99]
+    p_slc[..., 50] = 0.5
+    assert top_blocks(p_slc, sparse(n_select=6))[0, 0, -1].tolist() == [0, 1, 2, 50, 98, 99]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(3, 12), st.integers(0, 99))
+def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed):
+    config = sparse(select_block_size=size, n_select=n_select)
+    n_slc = -(-seq_len // size)
+    p_slc = torch.rand(1, 1, seq_len, n_slc, generator=torch.Generator().manual_seed(seed))
+    blocks = top_blocks(p_slc, config)
+    assert blocks.shape[-1] == min(n_select, n_slc)
+    for t in range(seq_len):
+        current = t // size
+        forced = {0, max(0, current - 1), current}
+        free = sorted(set(range(current)) - forced, key=lambda j: -p_slc[0, 0, t, j].item())
+        expected = sorted(forced | set(free[: n_select - len(forced)]))
+        assert [j for j in blocks[0, 0, t].tolist() if j < n_slc] == expected
+
+
+def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():
+    config = sparse()
+    p_cmp = torch.rand(1, 2, 12, 5, requires_grad=True)
+    p_slc = importance(p_cmp, config)
+    assert not p_slc.requires_grad
+    torch.testing.assert_close(p_slc[..., 1], p_cmp[..., 1] / 2 + p_cmp[..., 2] + p_cmp[..., 3] / 2)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(3, 6))
+def test_exactly_the_past_tokens_of_the_selected_blocks_are_attended(seq_len, size, n_select):
+    config = sparse(select_block_size=size, n_select=n_select)
+    blocks = top_blocks(torch.rand(1, 2, seq_len, -(-seq_len // size)), config)
+    q = torch.zeros(1, 2, 3, seq_len, 4)
+    values = torch.eye(seq_len).expand(1, 2, -1, -1)
+    out = attend_selected(q, torch.zeros(1, 2, seq_len, 4), values, blocks, config)
+    for g in range(2):
+        for t in range(seq_len):
+            tokens = [i for i in range(t + 1) if i // size in blocks[0, g, t].tolist()]
+            for head in range(3):
+                row = out[0, g, head, t]
+                assert row.nonzero().flatten().tolist() == tokens
+                assert row.sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel():
+    torch.manual_seed(0)
+    config = sparse(select_block_size=16, n_select=5)
+    q = torch.randn(1, 2, 2, 1100, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, 1100, 8, dtype=torch.float64)
+    blocks = top_blocks(torch.rand(1, 2, 1100, 69), config)
+    token = torch.arange(1100)
+    seen = block_mask(blocks, 69)[..., token // 16] & (token <= token[:, None])
+    scores = q @ k.unsqueeze(2).mT / 8**0.5
+    weights = scores.masked_fill(~seen.unsqueeze(2), -torch.inf).softmax(-1)
+    torch.testing.assert_close(attend_selected(q, k, v, blocks, config), weights @ v.unsqueeze(2))

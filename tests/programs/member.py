@@ -1,0 +1,36 @@
+"""A member without torch: ranks step in lockstep through a shared file, as in a collective.
+
+`member.py STEPS [MODE]`: `raise` makes rank 1 raise at step 5, `hang` makes it sleep at step 30,
+`deaf` makes all ranks ignore TERM.
+"""
+
+import mmap
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+from trainers.contract.member import join
+
+steps, mode = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+run = join()
+if mode == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+path = Path(run.live or run.run) / "lockstep"
+path.touch()
+with path.open("r+b") as stream:
+    stream.truncate(8 * run.world)
+    board = mmap.mmap(stream.fileno(), 8 * run.world)
+for step in range(1, steps + 1):
+    if run.step(step, loss=1.0 / step, grad_norm=1.0):
+        break
+    if mode == "raise" and run.rank == 1 and step == 5:
+        raise ValueError("the batch of step 5 is broken")
+    if mode == "hang" and run.rank == 1 and step == 30:
+        time.sleep(3600)
+    time.sleep(0.02)
+    run.pulse.set(step, "backward")
+    struct.pack_into("<q", board, 8 * run.rank, step)
+    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
+        time.sleep(0.002)

@@ -1,0 +1,157 @@
+"""A real terminal for tests: a pty with an emulated screen behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pyte
+
+KEYS = {"enter": "\r", "esc": "\x1b", "tab": "\t", "space": " ", "up": "\x1b[A", "down": "\x1b[B"}
+QUERIES = re.compile(
+    rb"\x1b\[[<>=][0-9;:]*[A-Za-z]|\x1b\[\?[0-9;]*\$p|\x1bP[^\x1b]*\x1b\\|\x1b_[^\x1b]*\x1b\\"
+    rb"|\x1b\[[0-9;]* q|\x1b\[[0-9;]*t"
+)
+UNFINISHED = re.compile(rb"\x1b(\[[0-9;:<=>?!$ ]*|P[^\x1b]*|\][^\x07\x1b]*)?$")
+LEFT_ON = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1003": b"h", b"1006": b"h", b"2004": b"h"}
+
+
+class Terminal:
+    """One program in one pty; `text` is what a person would see."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        size: tuple[int, int] = (80, 24),
+    ):
+        columns, rows = size
+        self.screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self.screen)
+        self._carry = b""
+        self.received = 0
+        self.modes: dict[bytes, bytes] = {}
+        self.closed = False
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            try:
+                os.chdir(cwd)
+                fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+                named = {k: v for k, v in os.environ.items() if not k.startswith(("TMUX", "SSH"))}
+                named |= {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
+                os.execvpe(argv[0], list(argv), named | dict(env or {}))
+            finally:
+                os._exit(127)
+        os.set_blocking(self.fd, False)
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def pump(self, seconds: float = 0.05) -> None:
+        """Takes in what the program has painted."""
+        ready, _, _ = select.select([self.fd], [], [], seconds)
+        if not ready:
+            return
+        try:
+            data = os.read(self.fd, 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.closed = True
+            return
+        self.received += len(data)
+        for found in re.finditer(rb"\x1b\[\?([0-9;]+)([hl])", data):
+            for mode in found[1].split(b";"):
+                self.modes[mode] = found[2]
+        data = self._carry + data
+        cut = UNFINISHED.search(data)
+        self._carry, data = (data[cut.start() :], data[: cut.start()]) if cut else (b"", data)
+        self._stream.feed(QUERIES.sub(b"", data))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.screen.display)
+
+    def wait(self, wanted: str | Callable[[str], object], seconds: float = 30.0) -> str:
+        """Waits until the text (or a predicate of the screen) is there; returns the screen."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.closed:
+            shown = self.text
+            if wanted in shown if isinstance(wanted, str) else wanted(shown):
+                return shown
+            self.pump()
+        raise AssertionError(f"{wanted!r} is not on the screen:\n{self.text}")
+
+    def settle(self, seconds: float = 1.0) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.closed:
+            self.pump(0.05)
+        return self.text
+
+    def press(self, *keys: str) -> None:
+        """Types keys, one after the other, as a person does."""
+        for key in keys:
+            os.write(self.fd, KEYS.get(key, key).encode())
+            self.settle(0.15)
+
+    def click(self, words: str) -> None:
+        """Presses and releases the left button on the first place where the words stand."""
+        for y, line in enumerate(self.screen.display):
+            x = line.find(words)
+            if x >= 0:
+                at = f"{x + 1 + len(words) // 2};{y + 1}"
+                os.write(self.fd, f"\x1b[<0;{at}M\x1b[<0;{at}m".encode())
+                self.settle(0.15)
+                return
+        raise AssertionError(f"{words!r} is not on the screen:\n{self.text}")
+
+    def wait_exit(self, seconds: float = 10.0) -> int:
+        """Returns the exit code; a negative one is the signal that ended it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not self.closed:
+                self.pump(0.05)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = 0
+                while not self.closed:
+                    self.pump(0.05)
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        raise AssertionError(f"the program does not end:\n{self.text}")
+
+    def left_on(self) -> list[bytes]:
+        """Returns the terminal modes that the program did not put back."""
+        return [mode for mode, bad in LEFT_ON.items() if self.modes.get(mode) == bad]
+
+    def hang_up(self) -> None:
+        """Closes the terminal as a dropped connection does."""
+        os.close(self.fd)
+        self.closed = True
+
+    def close(self) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            self.pid = 0
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

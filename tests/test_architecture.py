@@ -1,0 +1,131 @@
+"""Who may import whom, who reads the environment, and what a cheap command must not load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
+STDLIB = sys.stdlib_module_names
+FLOORS = (
+    "model", "plain", "sources", "history", "diagnose", "plans", "supervisor", "actions", "cli",
+    "tui",
+)  # fmt: skip
+
+
+def imports(path: Path) -> set[str]:
+    """Returns every module that a file imports, at whatever depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def tops(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)} - {"__future__"}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_keep_to_their_room(path):
+    relative = path.relative_to(ROOT)
+    used = tops(path) - STDLIB
+    if relative.parts[:2] == ("trainers", "contract"):
+        allowed = {"trainers", "yaml"} if relative.name == "yamlfile.py" else {"trainers"}
+        assert used <= allowed
+        assert all(
+            name.startswith("trainers.contract") for name in imports(path) if "trainers" in name
+        )
+    elif room(path) == "nsa":
+        assert used <= {"nsa", "torch"}
+        if relative.name == "config.py":
+            assert used <= {"nsa"}
+    elif room(path) == "trainers":
+        assert used <= {"trainers", "nsa", "torch", "datasets"}
+    else:
+        assert used <= {"console", "trainers", "nsa", "textual", "rich", "psutil", "pynvml"}
+        for name in imports(path):
+            if name.startswith("trainers"):
+                assert name.startswith(("trainers.contract", "trainers.settings")) or name == (
+                    "trainers"
+                )
+            if name.startswith("nsa"):
+                assert name.startswith("nsa.config") or name == "nsa"
+
+
+def floor(name: str) -> int | None:
+    parts = name.split(".")
+    return FLOORS.index(parts[1]) if len(parts) > 1 and parts[1] in FLOORS else None
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in PRODUCT if room(p) == "console"], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_inside_the_console_an_import_never_climbs(path):
+    relative = path.relative_to(ROOT).with_suffix("")
+    mine = floor(".".join(relative.parts))
+    if mine is None:
+        return
+    for name in imports(path):
+        if name.startswith("console."):
+            other = floor(name)
+            opens_the_screen = relative.name == "cli" and name.startswith("console.tui")
+            assert other is None or other <= mine or opens_the_screen, f"{name} is above {relative}"
+
+
+def test_the_environment_is_read_in_one_module():
+    readers = set()
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            if named and isinstance(node.value, ast.Name) and node.value.id == "os":
+                readers.add(str(path.relative_to(ROOT)))
+    assert readers == {"trainers/contract/environ.py"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import trainers.contract.member, trainers.contract.plan", ("torch", "yaml", "numpy")),
+        ("import nsa.config", ("torch", "numpy")),
+        ("import trainers.settings", ("torch", "numpy", "datasets")),
+        ("import console.cli", ("torch", "numpy", "pandas", "textual", "yaml", "psutil")),
+        ("import console.supervisor.__main__", ("torch", "numpy", "pandas", "textual")),
+        ("import console.tui.app", ("torch", "numpy", "pandas", "datasets")),
+        (
+            "import sys; sys.argv = ['x', 'status', '--json', 'latest']\n"
+            "from console.cli import main\nmain()",
+            ("torch", "numpy", "pandas", "textual", "rich", "yaml"),
+        ),
+    ],
+)
+def test_what_is_cheap_stays_cheap(statement, absent, tmp_path):
+    """The import loads none of the heavy packages; checked in a process of its own."""
+    program = f"{statement}\nimport sys\nprint([m for m in {absent!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_nobody_imports_the_console_but_itself():
+    for path in PRODUCT:
+        if room(path) != "console":
+            assert "console" not in tops(path), path

@@ -1,0 +1,82 @@
+"""The real trainer with one thing broken on purpose, for tests that must then fail.
+
+`python -m tests.trainers.ablated MODE …` takes the words of `trainers.ddp` after the mode.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.attention import NSAttention, merge_heads, split_heads
+from nsa.model import Transformer
+from trainers import loop
+from trainers.data import Batch
+from trainers.entry import main
+
+plain_forward, plain_score = Transformer.forward, loop.score
+calls: list[int] = []
+
+
+def zero_of_all(layer: NSAttention) -> Tensor:
+    """Zero, with a zero gradient for every parameter, so that DDP finds all of them used."""
+    return torch.stack([(p * 0).sum() for p in layer.parameters()]).sum()
+
+
+def no_attention(layer: NSAttention, x: Tensor) -> Tensor:
+    """Attention gives nothing."""
+    return x * 0 + zero_of_all(layer)
+
+
+def first_value(layer: NSAttention, x: Tensor) -> Tensor:
+    """Every query gets the first value, like the stubs of the ancestor system."""
+    groups = layer.config.n_kv_groups
+    values = split_heads(layer.v_slc(x), groups)[:, :, :1].expand(-1, -1, x.shape[1], -1)
+    values = values.repeat_interleave(layer.config.n_heads // groups, dim=1)
+    return layer.out(merge_heads(values)) + zero_of_all(layer)
+
+
+def nan_from_step_3(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, ...]:
+    """Rank 1 alone gets a NaN loss from step 3 on, though with finite gradients."""
+    calls.append(1)
+    loss, scored, right = plain_score(logits, batch, count_right)
+    bad = len(calls) >= 3 and torch.distributed.get_rank() == 1
+    return loss + (float("nan") if bad else 0.0), scored, right
+
+
+def sees_the_next_byte(model: Transformer, tokens: Tensor) -> Tensor:
+    """A leak: position t computes from byte t + 1, which it has to predict."""
+    return plain_forward(model, tokens.roll(-1, dims=1))
+
+
+def nan_at_step_3(model: Transformer, tokens: Tensor) -> Tensor:
+    """The third forward pass alone computes NaN, on every rank."""
+    calls.append(1)
+    return plain_forward(model, tokens) * (float("nan") if len(calls) == 3 else 1.0)
+
+
+def bug(model: Transformer, tokens: Tensor) -> Tensor:
+    """A mistake that nobody foresaw."""
+    raise ZeroDivisionError("a real bug")
+
+
+MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "no_attention": (NSAttention, "forward", no_attention),
+    "first_value": (NSAttention, "forward", first_value),
+    "nan_from_step_3": (loop, "score", nan_from_step_3),
+    "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
+    "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
+    "double_precision": (Transformer, "forward", plain_forward),
+    "bug": (Transformer, "forward", bug),
+}
+
+if __name__ == "__main__":
+    mode = sys.argv[1]
+    if mode == "double_precision":
+        torch.set_default_dtype(torch.float64)
+    setattr(*MODES[mode])
+    sys.exit(main(sys.argv[2:]))

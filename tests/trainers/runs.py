@@ -1,0 +1,113 @@
+"""Real runs for the tests of the trainers: started, followed, signalled, read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "tiny_cpu.yaml"
+
+SMALL = {
+    "model.dim": 32, "model.n_layers": 1, "model.n_heads": 2, "model.n_kv_groups": 1,
+    "model.d_k": 16, "model.d_v": 16, "model.mlp_hidden": 64, "model.nsa.window": 8,
+    "data.seq_len": 32, "data.recall_span": 16, "data.recall_distance": 16, "train.batch_size": 4,
+    "train.warmup_steps": 2,
+}  # fmt: skip
+"""A model whose step takes milliseconds, where the test is about something else."""
+
+
+def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
+    """Returns what a child inherits: a home of its own, one thread, no network wanted."""
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    return {
+        "PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **flags,
+    }  # fmt: skip
+
+
+class Run:
+    """One training in its own processes."""
+
+    def __init__(
+        self, tmp_path: Path, settings: Mapping[str, Any], nproc: int = 2, config: Path = CONFIG,
+        broken: str = "", flags: Mapping[str, str] | None = None, name: str = "run",
+    ):  # fmt: skip
+        self.path, self.nproc = tmp_path / name, nproc
+        program = ["tests.trainers.ablated", broken] if broken else ["trainers.ddp"]
+        sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+        self.command = [
+            sys.executable, *(torchrun if nproc > 1 else []), "-m", *program,
+            "--config", str(config), "--run-dir", str(self.path), *sets,
+        ]  # fmt: skip
+        self.log = tmp_path / f"{name}.log"
+        with self.log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                self.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT,
+                env=environment(tmp_path, **(flags or {})), start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self, timeout_s: float = 120) -> int:
+        """Returns the exit code; ends the run with an error when it takes too long."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.text()}") from None
+
+    def done(self, timeout_s: float = 120) -> Run:
+        """Returns the run after its successful end."""
+        assert self.wait(timeout_s) == 0, self.text()
+        return self
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def records(self, rank: int = 0, *messages: str) -> list[dict[str, Any]]:
+        """Returns one rank's heartbeats, of the messages named."""
+        return heartbeats(self.path, rank, *messages)
+
+    def metrics(self) -> dict[str, Any]:
+        return json.loads((self.path / "metrics.json").read_text())
+
+    def until(self, what: Callable[[], Any], timeout_s: float = 60) -> Any:
+        """Waits for something true while the run lives; returns it."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if found := what():
+                return found
+            assert self.process.poll() is None, f"the run ended first:\n{self.text()}"
+            time.sleep(0.02)
+        raise AssertionError(f"waited {timeout_s} s in vain:\n{self.text()}")
+
+    def until_step(self, step: int) -> None:
+        """Waits until every rank has reported progress at `step` or later."""
+        for rank in range(self.nproc):
+            self.until(lambda rank=rank: last_step(self.records(rank, "progress")) >= step)
+
+    def pids(self) -> list[int]:
+        return [self.records(rank)[0]["pid"] for rank in range(self.nproc)]
+
+
+def heartbeats(run: Path, rank: int, *messages: str) -> list[dict[str, Any]]:
+    path = run / f"heartbeat_rank{rank}.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    return [record for record in records if not messages or record["msg"] in messages]
+
+
+def last_step(records: Iterable[dict[str, Any]]) -> int:
+    return max((record["step"] for record in records), default=0)
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Returns the small settings with some keys changed, `__` for the dot."""
+    return SMALL | {key.replace("__", "."): value for key, value in changes.items()}

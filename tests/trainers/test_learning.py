@@ -1,0 +1,83 @@
+"""What the three sources prove, on the shipped configuration itself.
+
+Text: loss falls. Recall: only attention can do it. Synthetic: nothing to learn, so no leak.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.trainers.runs import Run
+
+RECALL_STEPS, BROKEN_STEPS, LEAK_STEPS = 600, 180, 300
+LEAK_TOKENS = 16_384
+NO_STATS = {"NSA_DISABLE_AUX_STATS": "1"}
+RECALL = {"data.source": "recall", "train.stop_at_bytes_right": 0.9, "checkpoint.at_end": False}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The long runs: two ranks that learn, then three processes that must not, side by side."""
+    folder = tmp_path_factory.mktemp("learning")
+    recall = Run(folder, RECALL | {"train.steps": RECALL_STEPS}, name="recall").done(170)
+    # One process with the batch of two ranks, so that it had the same chance.
+    alone = RECALL | {"train.steps": BROKEN_STEPS, "train.batch_size": 16}
+    leak = {
+        "data.source": "synthetic", "train.steps": LEAK_STEPS, "report.log_every": 1,
+        "checkpoint.at_end": False,
+    }  # fmt: skip
+    started = {
+        "no_attention": Run(folder, alone, 1, broken="no_attention", name="no_attention"),
+        "first_value": Run(folder, alone, 1, broken="first_value", name="first_value"),
+        "random": Run(folder, leak, 1, name="random", flags=NO_STATS),
+        "leak": Run(
+            folder,
+            leak | {"train.steps": 120},
+            1,
+            broken="sees_the_next_byte",
+            name="leak",
+            flags=NO_STATS,
+        ),
+    }
+    return {"recall": recall} | {name: run.done(170) for name, run in started.items()}
+
+
+def rights(run: Run) -> list[float]:
+    return [record["bytes_right"] for record in run.records(0, "progress")]
+
+
+def test_recall_is_learned_and_the_run_stops_there(runs):
+    metrics = runs["recall"].metrics()
+    assert metrics["reason"] == "bytes_right reached"
+    assert metrics["bytes_right"] >= 0.9
+    assert metrics["steps_done"] < RECALL_STEPS
+    assert runs["recall"].records(1, "progress")[-1]["bytes_right"] == metrics["bytes_right"]
+
+
+@pytest.mark.parametrize("broken", ["no_attention", "first_value"])
+def test_recall_is_not_learned_without_attention(runs, broken):
+    assert runs[broken].metrics()["steps_done"] == BROKEN_STEPS
+    assert runs["recall"].metrics()["steps_done"] < BROKEN_STEPS
+    assert max(rights(runs[broken])) < 0.1
+
+
+def lowest_mean(run: Run) -> float:
+    """Returns the lowest mean loss over any `LEAK_TOKENS` consecutive tokens."""
+    records = run.records(0, "progress")
+    wide = -(-LEAK_TOKENS // records[0]["tokens_total"])
+    losses = [record["loss"] for record in records]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return min(sum(losses[i : i + wide]) / wide for i in range(len(losses) - wide + 1))
+
+
+def test_nothing_is_learned_from_random_bytes(runs):
+    """At the text learning rate, over 300 steps."""
+    assert runs["random"].metrics()["steps_done"] == LEAK_STEPS
+    assert lowest_mean(runs["random"]) > math.log(256) - 0.02
+
+
+def test_a_look_at_the_next_byte_shows_on_random_bytes(runs):
+    """The bound above does find a leak."""
+    assert lowest_mean(runs["leak"]) < math.log(256) - 0.02

@@ -1,0 +1,328 @@
+"""Whole runs: what they record, that the launch does not change the result, how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.config import parameter_count
+from nsa.model import Transformer
+from tests.trainers.runs import CONFIG, ROOT, Run, environment, heartbeats, small
+from trainers import checkpoint, failures, optim, settings
+from trainers.contract import rundir
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory):
+    """Two ranks on text, statistics and CSV on, a flag set; everything below reads it."""
+    changes = small(data__source="text", train__steps=STEPS, report__log_every=4)
+    return Run(tmp_path_factory.mktemp("text"), changes, flags={"NSA_LR": "0.002"}).done()
+
+
+PROGRESS = {
+    "loss", "lr", "grad_norm", "toks_per_s", "toks_per_s_rank", "tokens_total", "mfu",
+    "steps_dt_s", "dt_fetch_s", "dt_forward_s", "dt_backward_s", "dt_optimizer_s", "fetch_p50_ms",
+    "fetch_p95_ms", "rss_mib", "skipped_steps", "dropped_records", "gate_entropy_mean",
+    "gate_entropy_min", "gate_entropy_layers", "gate_max_gate", "gate_collapse_frac",
+    "gate_branch_shares",
+}  # fmt: skip
+
+
+def test_every_rank_reports_the_first_five_steps_and_every_log_step(text_run):
+    for rank in range(2):
+        records = text_run.records(rank)
+        assert [r["msg"] for r in records[:2]] == ["boot", "loader_ready"]
+        assert [r["msg"] for r in records[-2:]] == ["checkpoint", "exit"]
+        for message in ("step_start", "progress", "step_end"):
+            steps = [r["step"] for r in text_run.records(rank, message)]
+            assert steps == [1, 2, 3, 4, 5, 8, 12]
+        assert {r["rank"] for r in records} == {rank}
+        assert {r["world"] for r in records} == {2}
+
+
+def test_progress_carries_every_figure_and_the_figures_agree_with_each_other(text_run):
+    for rank in range(2):
+        progress = text_run.records(rank, "progress")
+        assert sum(len(r["steps_dt_s"]) for r in progress) == STEPS
+        for record in progress:
+            assert set(record) >= PROGRESS
+            assert record["mfu"] is None
+            assert record["tokens_total"] == record["step"] * 2 * 4 * 32
+            steps = len(record["steps_dt_s"])
+            rate = steps * 2 * 4 * 32 / sum(record["steps_dt_s"])
+            assert record["toks_per_s"] == pytest.approx(rate, rel=0.01)
+            assert record["toks_per_s_rank"] == pytest.approx(rate / 2, rel=0.01)
+            parts = [record[f"dt_{p}_s"] for p in ("fetch", "forward", "backward", "optimizer")]
+            assert 0 < sum(parts) <= sum(record["steps_dt_s"]) / steps * 1.5
+            assert len(record["gate_branch_shares"]) == 3
+    both = zip(text_run.records(0, "progress"), text_run.records(1, "progress"), strict=True)
+    for mine, theirs in both:
+        assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+
+
+def test_csv_env_and_metrics_are_the_same_numbers(text_run):
+    lines = (text_run.path / "training.csv").read_text().splitlines()
+    header, rows = lines[0].split(","), [line.split(",") for line in lines[1:]]
+    progress = text_run.records(0, "progress")
+    assert [float(row[header.index("loss")]) for row in rows] == [r["loss"] for r in progress]
+    env = json.loads((text_run.path / "env.json").read_text())
+    model = settings.resolve(CONFIG, {}, small()).settings.model
+    assert env["parameters"] == env["parameters_counted"] == parameter_count(model)
+    assert env["settings"]["train.lr"] == {"value": 0.002, "origin": "flag NSA_LR"}
+    assert (env["strategy"], env["backend"], env["world"]) == ("ddp", "gloo", 2)
+    metrics = text_run.metrics()
+    assert (metrics["steps_done"], metrics["reason"], metrics["exit_code"]) == (STEPS, "done", 0)
+    assert metrics["loss"] == progress[-1]["loss"] < metrics["first_loss"]
+
+
+def test_nothing_is_written_outside_the_run_directory(text_run):
+    assert not [p for p in (text_run.path.parent / "home").rglob("*") if p.is_file()]
+    names = {path.name for path in text_run.path.iterdir()}
+    assert names == {
+        "heartbeat_rank0.jsonl", "heartbeat_rank1.jsonl", "stackdump_rank0.txt",
+        "stackdump_rank1.txt", "pulse_rank0", "pulse_rank1", "training.csv", "env.json",
+        "metrics.json", "checkpoints",
+    }  # fmt: skip
+
+
+def test_the_checkpoint_loads_weights_only_and_says_where_the_run_was(text_run):
+    path = checkpoint.latest(text_run.path)
+    assert path is not None
+    assert path.name == f"step_{STEPS:08d}"
+    state = torch.load(path / checkpoint.STATE, weights_only=True)
+    assert state["step"] == STEPS
+    assert state["data"]["sequences"] == STEPS * 2 * 4
+    assert state["settings"]["train.lr"] == 0.002
+    assert len(state["random"]) == 2
+    resolved = settings.resolve(CONFIG, {}, small()).settings
+    model = Transformer(resolved.model)
+    position = checkpoint.load(path, model, optim.build(model, resolved.optim))
+    assert position.tokens_total == STEPS * 2 * 4 * 32
+
+
+def test_a_directory_that_holds_a_run_is_refused(text_run, tmp_path):
+    before = (text_run.path / "heartbeat_rank0.jsonl").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-m", "trainers.ddp", "--run-dir", str(text_run.path)],
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 13
+    assert "already holds a run" in done.stderr
+    assert (text_run.path / "heartbeat_rank0.jsonl").read_bytes() == before
+
+
+def test_one_process_two_ranks_and_accumulation_give_the_same_losses(tmp_path):
+    """In float64, the same global batch gives the same losses and norms to 1e-9."""
+    changes = small(data__source="recall", train__steps=8, report__log_every=1)
+    runs = [
+        Run(tmp_path, changes, name="ddp", broken="double_precision"),
+        Run(tmp_path, changes | {"train.batch_size": 8}, nproc=1, name="single",
+            broken="double_precision"),
+        Run(tmp_path, changes | {"train.batch_size": 2, "train.accumulate": 2}, name="accumulate",
+            broken="double_precision", flags={"NSA_DISABLE_AUX_STATS": "1"}),
+    ]  # fmt: skip
+    ddp, *others = [run.done().records(0, "progress") for run in runs]
+    assert len(ddp) == 8
+    for other in others:
+        for mine, theirs in zip(ddp, other, strict=True):
+            for name in ("loss", "grad_norm"):
+                assert theirs[name] == pytest.approx(mine[name], rel=1e-9)
+            assert theirs["bytes_right"] == mine["bytes_right"]
+    assert "gate_entropy_mean" not in others[1][0]
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [
+        (".HALT", {"NSA_DDP_STATIC_GRAPH": "1", "NSA_DISABLE_CSV_LOGS": "1"}),
+        ("SIGTERM", {"NSA_DDP_COMPRESS": "fp16", "NSA_DDP_BUCKET_MB": "1", "NSA_ACCUM": "2"}),
+    ],
+)
+def test_a_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(tmp_path, how, flags):
+    """Whatever way gradients travel; a stack dump before harms nothing."""
+    run = Run(tmp_path, small(train__steps=100_000, report__log_every=5), flags=flags)
+    run.until_step(10)
+    for pid in run.pids():
+        os.kill(pid, signal.SIGUSR1)
+    run.until(lambda: b"end of dump 1" in (run.path / "stackdump_rank1.txt").read_bytes())
+    seen = run.records(1, "progress")[-1]["step"]
+    asked = time.time()
+    if how == ".HALT":
+        (run.path / ".HALT").touch()
+    else:
+        os.kill(run.pids()[1], signal.SIGTERM)
+    assert run.wait() == 0, run.text()
+    halts = [run.records(rank, "halt")[-1] for rank in range(2)]
+    assert halts[0]["step"] == halts[1]["step"] > seen
+    assert {halt["reason"] for halt in halts} == {how}
+    assert halts[0]["ts"] - asked < 5
+    metrics = run.metrics()
+    assert (metrics["steps_done"], metrics["reason"]) == (halts[0]["step"], how)
+    assert metrics["exit_code"] == 0
+    path = checkpoint.latest(run.path)
+    assert path is not None
+    assert torch.load(path / checkpoint.STATE, weights_only=True)["step"] == halts[0]["step"]
+    assert run.records(1)[-1]["reason"] == how
+    assert (run.path / "training.csv").exists() == ("NSA_DISABLE_CSV_LOGS" not in flags)
+    env = json.loads((run.path / "env.json").read_text())
+    assert env["comm_hook"] == flags.get("NSA_DDP_COMPRESS", "none")
+
+
+def test_a_rank_with_nan_makes_all_skip_and_the_run_ends_with_10(tmp_path):
+    run = Run(
+        tmp_path, small(train__steps=50, train__max_nonfinite_steps=3, report__log_every=1),
+        broken="nan_from_step_3",
+    )  # fmt: skip
+    assert run.wait() != 0
+    for rank in range(2):
+        progress = run.records(rank, "progress")
+        assert [r["skipped_steps"] for r in progress] == [0, 0, 1, 2, 3]
+        assert [r["loss"] == "nan" for r in progress] == [False, False, True, True, True]
+        error = run.records(rank, "error")[-1]
+        assert (error["exit_code"], error["step"]) == (10, 5)
+        assert "3 steps in a row" in error["error"]
+        assert run.records(rank)[-1]["exit_code"] == 10
+    assert run.metrics()["exit_code"] == 10
+    assert "Traceback (most recent call last):\n  File" not in run.text().split("trainers.ddp:")[0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_step_leaves_the_weights_and_training_goes_on(tmp_path, fused):
+    run = Run(
+        tmp_path, small(train__steps=6, report__log_every=1, optim__fused=fused,
+                        train__precision="fp32" if fused else "bf16"), nproc=1,
+        broken="nan_at_step_3",
+    ).done()  # fmt: skip
+    losses = [record["loss"] for record in run.records(0, "progress")]
+    assert [loss == "nan" for loss in losses] == [False, False, True, False, False, False]
+    assert run.metrics()["skipped_steps"] == 1
+    path = checkpoint.latest(run.path)
+    assert path is not None
+    state = torch.load(path / checkpoint.STATE, weights_only=True)
+    assert all(torch.isfinite(weight).all() for weight in state["model"].values())
+    assert {float(each["step"]) for each in state["optimizer"].values()} == {5.0}
+
+
+def test_a_bug_leaves_its_traceback_in_the_log_and_its_class_in_the_heartbeat(tmp_path):
+    run = Run(tmp_path, small(), nproc=1, broken="bug")
+    assert run.wait() == 1
+    assert "Traceback" in run.text()
+    assert run.records(0, "error")[-1]["error_class"] == "ZeroDivisionError"
+    assert run.metrics()["reason"] == "ZeroDivisionError: a real bug"
+
+
+def test_an_empty_text_folder_ends_with_12_and_a_sentence(tmp_path):
+    (tmp_path / "nothing").mkdir()
+    changes = small(data__source="text", data__path=tmp_path / "nothing")
+    run = Run(tmp_path, changes, nproc=1)
+    assert run.wait() == 12
+    assert "Traceback" not in run.text()
+    assert str(tmp_path / "nothing") in run.records(0, "error")[-1]["error"]
+    assert run.metrics()["exit_code"] == 12
+    assert not (run.path / "checkpoints").exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_with_15(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    run = Run(tmp_path, small(train__steps=2), nproc=1)
+    assert run.wait() == 15
+    assert "Traceback" not in run.text()
+    assert "checkpoints" in run.records(0, "error")[-1]["error"]
+    metrics = run.metrics()
+    assert (metrics["steps_done"], metrics["exit_code"]) == (2, 15)
+
+
+def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [part for k, v in small(train__steps=100_000).items() for part in ("--set", f"{k}={v}")]
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        variables = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "trainers.ddp", "--run-dir", str(tmp_path / "run"), *words]
+        with log.open("wb") as stream:
+            ranks.append(subprocess.Popen(
+                command, cwd=ROOT, env=environment(tmp_path, **variables), stderr=stream,
+                stdout=stream,
+            ))  # fmt: skip
+    end = time.monotonic() + 60
+    while not heartbeats(tmp_path / "run", 1, "progress"):
+        assert time.monotonic() < end, logs[1].read_text()
+        time.sleep(0.05)
+    ranks[1].kill()
+    ranks[1].wait()
+    assert ranks[0].wait(30) == 14, logs[0].read_text()
+    assert "Traceback" not in logs[0].read_text()
+    error = heartbeats(tmp_path / "run", 0, "error")[-1]
+    assert "another rank is gone" in error["error"]
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["exit_code"] == 14
+    assert metrics["steps_done"] >= 1
+
+
+def test_out_of_memory_is_11_whoever_raises_it():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert failures.classify(caught.value)[0] == 11
+    assert failures.classify(torch.OutOfMemoryError("CUDA out of memory"))[0] == 11
+    assert failures.classify(MemoryError())[0] == 11
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
+    """Steps go on while the disk is full; what was lost is counted when there is room again."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        changes = small(train__steps=100_000, report__log_every=1, checkpoint__at_end=False)
+        run = Run(tmp_path, changes, nproc=1, name="disk")
+        run.until_step(5)
+        filler = disk / "filler"
+        with filler.open("wb", buffering=0) as stream:
+            try:
+                while True:
+                    stream.write(b"x" * 4096)
+            except OSError:
+                pass
+        run.until(lambda: "records are dropped and counted" in run.text())
+        before = run.records(0, "progress")[-1]
+        time.sleep(0.5)
+        filler.unlink()
+        after = run.until(lambda: [r for r in readable(disk) if r.get("dropped_records")])[-1]
+        assert after["step"] > before["step"] + 1
+        (disk / rundir.HALT).touch()
+        assert run.wait() == 0, run.text()
+        assert run.metrics()["reason"] == rundir.HALT
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+def readable(run: Path) -> list[dict]:
+    """Returns the progress records between torn lines."""
+    records = []
+    for line in (run / "heartbeat_rank0.jsonl").read_bytes().split(b"\n"):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return [record for record in records if record.get("msg") == "progress"]

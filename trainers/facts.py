@@ -1,0 +1,47 @@
+"""What env.json says about the machine, the libraries and the model."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainers.data import Source
+from trainers.parallel import Single
+from trainers.precision import MFU_FORMULA
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def collect(parallel: Single, model: nn.Module, source: Source) -> dict[str, Any]:
+    """Returns the facts of this run that its settings do not tell."""
+    on_cuda = parallel.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "datasets")},
+        "cuda": torch.version.cuda,
+        "device": {"type": parallel.device.type, "name": device_name(parallel.device)},
+        "device_count": torch.cuda.device_count() if on_cuda else 0,
+        "threads_per_rank": torch.get_num_threads(),
+        "strategy": parallel.name,
+        "backend": parallel.backend,
+        "comm_hook": parallel.comm_hook,
+        "data": {"about": source.about, "fingerprint": source.fingerprint},
+        "parameters_counted": sum(p.numel() for p in model.parameters()),
+        "mfu_formula": MFU_FORMULA,
+    }
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Returns the GPU memory of this rank in MiB, nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "gpu_mem_alloc": torch.cuda.memory_allocated(device) >> 20,
+        "gpu_mem_reserved": torch.cuda.memory_reserved(device) >> 20,
+    }

@@ -1,0 +1,75 @@
+"""Why a training ends early, and with which exit code. Needs no torch."""
+
+from __future__ import annotations
+
+from trainers.contract.errors import ContractError
+
+DONE, BUG, NONFINITE, OUT_OF_MEMORY, DATA, CONFIG, COLLECTIVE, CHECKPOINT = (
+    0, 1, 10, 11, 12, 13, 14, 15,
+)  # fmt: skip
+
+
+class TrainingError(Exception):
+    """Training cannot go on; the message is one sentence for the operator."""
+
+    exit_code = BUG
+
+
+class NonFiniteError(TrainingError):
+    """Loss or gradients stayed non-finite."""
+
+    exit_code = NONFINITE
+
+
+class DataError(TrainingError):
+    """No batch: the source is empty, broken or too slow."""
+
+    exit_code = DATA
+
+
+class CollectiveError(TrainingError):
+    """The ranks cannot meet."""
+
+    exit_code = COLLECTIVE
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint could not be written or read."""
+
+    exit_code = CHECKPOINT
+
+
+BY_NAME: dict[str, tuple[int, str]] = {
+    "OutOfMemoryError": (
+        OUT_OF_MEMORY, "out of GPU memory; lower train.batch_size or data.seq_len",
+    ),
+    "MemoryError": (OUT_OF_MEMORY, "out of host memory; lower train.batch_size or data.seq_len"),
+    "DistBackendError": (COLLECTIVE, "a collective failed"),
+    "DistNetworkError": (COLLECTIVE, "the ranks cannot reach each other"),
+    "DistStoreError": (COLLECTIVE, "the rendezvous store does not answer"),
+}  # fmt: skip
+"""Exceptions of torch and Python that have an exit code, by class name (torch stays unloaded)."""
+
+HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
+"""What stands in the RuntimeError of torch's CPU allocator."""
+
+COLLECTIVE_SIGNS = ("gloo", "NCCL")
+"""What stands in the RuntimeError of a collective whose peer died or timed out."""
+
+
+def classify(error: BaseException) -> tuple[int, str]:
+    """Returns the exit code and one sentence; the code is `BUG` for what nobody foresaw."""
+    if isinstance(error, TrainingError):
+        return error.exit_code, str(error)
+    if isinstance(error, ContractError):
+        return CONFIG, str(error)
+    first_line = (str(error).splitlines() or [""])[0][:300]
+    for cls in type(error).__mro__:
+        if cls.__name__ in BY_NAME:
+            code, sentence = BY_NAME[cls.__name__]
+            return code, f"{sentence}: {first_line}"
+    if isinstance(error, RuntimeError) and HOST_MEMORY_SIGN in str(error):
+        return OUT_OF_MEMORY, BY_NAME["MemoryError"][1]
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in COLLECTIVE_SIGNS):
+        return COLLECTIVE, f"a collective failed, another rank is gone or stuck: {first_line}"
+    return BUG, f"{type(error).__name__}: {first_line}"

@@ -1,0 +1,36 @@
+"""AdamW with decay on matrices only, and a schedule that is a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from trainers.settings import OptimSettings, TrainSettings
+
+
+def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
+    """Returns AdamW over the trainable parameters: decay where there are two dimensions or more."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=settings.fused)
+
+
+def learning_rate(step: int, settings: TrainSettings) -> float:
+    """Returns the rate of `step` (from 1): linear warm-up, then a cosine to `min_lr_ratio`."""
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    span = max((settings.schedule_steps or settings.steps) - settings.warmup_steps, 1)
+    done = min((step - settings.warmup_steps) / span, 1.0)
+    low = settings.min_lr_ratio
+    return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,157 @@
+"""How ranks share the work: one strategy object, one loop.
+
+A strategy wraps the model, says when gradients are reduced, sums small vectors over ranks and
+hands out the plain state. `scale` is what a rank multiplies its loss sum by, so that the reduced
+gradient is that of the token-weighted mean over all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainers.contract.errors import UsageError
+from trainers.contract.member import Member
+from trainers.failures import CollectiveError
+from trainers.settings import DdpSettings, Settings
+
+
+class Single:
+    """One process, nothing to share."""
+
+    name, backend, comm_hook = "single", "none", "none"
+    rank, world = 0, 1
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Returns the module to call."""
+        return model
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Returns the module whose state has the plain names."""
+        return model
+
+    def synced(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+        """Returns the context of a micro-step; gradients are reduced in the `last` one."""
+        del model, last
+        return contextlib.nullcontext()
+
+    def scale(self, tokens: int) -> float:
+        """Returns the factor of a rank's loss sum where all ranks together score `tokens`."""
+        return 1.0 / tokens
+
+    def reduce(self, vector: Tensor) -> Callable[[], None]:
+        """Begins to sum `vector` over ranks, in place. Returns the function that waits for it."""
+        del vector
+        return lambda: None
+
+    def gather(self, vector: Tensor) -> list[Tensor]:
+        """Returns the equally long vectors of all ranks."""
+        return [vector]
+
+    def close(self) -> None:
+        """Leaves the group."""
+
+
+class Ddp(Single):
+    """Replicas; gradients are averaged in buckets while backward still runs."""
+
+    name = "ddp"
+
+    def __init__(self, device: torch.device, member: Member, settings: DdpSettings):
+        super().__init__(device)
+        self._settings, self._member = settings, member
+        self.rank, self.world = member.rank, member.world
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.comm_hook = settings.compress
+        if settings.compress == "bf16" and self.backend != "nccl":
+            raise UsageError("ddp.compress=bf16 needs NCCL, this run has gloo; use fp16 or none")
+        try:
+            dist.init_process_group(
+                self.backend,
+                timeout=timedelta(minutes=settings.timeout_min),
+                device_id=device if self.backend == "nccl" else None,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise CollectiveError(
+                f"rank {member.rank} of {member.world} cannot join the others: {reason}"
+            ) from error
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        settings = self._settings
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            bucket_cap_mb=settings.bucket_mb,
+            find_unused_parameters=settings.find_unused,
+            static_graph=settings.static_graph,
+            gradient_as_bucket_view=True,
+        )
+        if settings.compress != "none":
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            hook = getattr(default_hooks, f"{settings.compress}_compress_hook")
+            wrapped.register_comm_hook(None, hook)
+        return wrapped
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def synced(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+        if last or not isinstance(model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return model.no_sync()
+
+    def scale(self, tokens: int) -> float:
+        # DDP divides the sum of gradients by the number of ranks; this takes it back.
+        return self.world / tokens
+
+    def reduce(self, vector: Tensor) -> Callable[[], None]:
+        self._member.pulse.collectives += 1
+        work = dist.all_reduce(vector, async_op=True)
+        return lambda: None if work is None else _wait(work)
+
+    def gather(self, vector: Tensor) -> list[Tensor]:
+        self._member.pulse.collectives += 1
+        vectors = [torch.empty_like(vector) for _ in range(self.world)]
+        dist.all_gather(vectors, vector)
+        return vectors
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()
+
+
+def device_of(settings: Settings, member: Member) -> torch.device:
+    """Returns this rank's device. Raises UsageError where the wished one is not there."""
+    wish = settings.train.device
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if member.local_rank >= count:
+        raise UsageError(
+            f"local rank {member.local_rank} has no GPU, {count} are visible; start fewer ranks or "
+            "set train.device=cpu"
+        )
+    device = torch.device("cuda", member.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(settings: Settings, member: Member) -> Single:
+    """Returns the strategy of this run: alone without torchrun, DDP with it."""
+    device = device_of(settings, member)
+    return Ddp(device, member, settings.ddp) if member.world > 1 else Single(device)

@@ -1,0 +1,56 @@
+"""Where the step is, and what each phase of it took."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from trainers.contract.pulse import PulseWriter
+
+ON_DEVICE = ("forward", "backward", "optimizer")
+
+
+class Phases:
+    """Sets the pulse at each phase edge and sums the seconds between edges.
+
+    On the CPU the host's clock is right. On CUDA the host runs ahead, so each edge also records an
+    event; events are queried, never waited for, and tell how far the device got.
+    """
+
+    def __init__(self, pulse: PulseWriter, cuda: Any = None):
+        self._pulse, self._cuda = pulse, cuda
+        self._name, self._since = "boot", time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._edges: deque[tuple[int, str, Any]] = deque()
+        self._free: list[Any] = []
+        self._device_step, self._device_phase = -1, ""
+
+    def enter(self, step: int, name: str) -> float:
+        """Begins a phase. Returns the host seconds of the one that ends."""
+        now = time.perf_counter()
+        took = now - self._since
+        if self._cuda is None or self._name not in ON_DEVICE:
+            self._seconds[self._name] = self._seconds.get(self._name, 0.0) + took
+        self._name, self._since = name, now
+        if self._cuda is not None:
+            self._record(step, name)
+        self._pulse.set(step, name, self._device_step, self._device_phase)
+        return took
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds per phase since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _record(self, step: int, name: str) -> None:
+        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+        event.record()
+        self._edges.append((step, name, event))
+        while len(self._edges) > 1 and self._edges[1][2].query():
+            _, ended, begun = self._edges.popleft()
+            self._device_step, self._device_phase, reached = self._edges[0]
+            if ended in ON_DEVICE:
+                took = begun.elapsed_time(reached) / 1e3
+                self._seconds[ended] = self._seconds.get(ended, 0.0) + took
+            self._free.append(begun)

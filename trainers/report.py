@@ -1,0 +1,209 @@
+"""What a run says about itself: heartbeats, CSV, log lines, env.json and metrics.json.
+
+Everything goes through the member's recorder, so no record can hold up a step. Needs no torch:
+figures arrive as plain numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nsa.config import flops_per_token, parameter_count
+from trainers.contract import VERSION, rundir
+from trainers.contract.member import Member
+from trainers.settings import Resolved, Settings
+
+FIRST_STEPS = 5
+CSV = "training.csv"
+CSV_COLUMNS = (
+    "step", "loss", "lr", "grad_norm", "toks_per_s", "tokens_total", "bytes_right",
+    "skipped_steps",
+)  # fmt: skip
+PHASE_FIELDS = ("fetch", "forward", "backward", "optimizer")
+FETCHES_KEPT = 200
+PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the loop knows at a progress step."""
+
+    loss: float
+    lr: float
+    grad_norm: float
+    skipped_steps: int
+    phases_s: Mapping[str, float]
+    extra: Mapping[str, Any]
+    """Fields that some runs have: gate statistics, GPU memory."""
+
+
+class Report:
+    """Turns steps into records. Every rank has one; files for the whole run are rank 0's."""
+
+    def __init__(self, resolved: Resolved, member: Member):
+        self.settings: Settings = resolved.settings
+        self._resolved, self._member = resolved, member
+        train, data = self.settings.train, self.settings.data
+        self._tokens_per_step = train.batch_size * train.accumulate * data.seq_len * member.world
+        self.flops_per_token = flops_per_token(self.settings.model, data.seq_len, causal=False)
+        self.peak_flops: float | None = None
+        self.steps_done = 0
+        self.first_loss: float | None = None
+        self._started = self._ended_at = time.perf_counter()
+        self._training_s = 0.0
+        self._durations: list[float] = []
+        self._fetches: deque[float] = deque(maxlen=FETCHES_KEPT)
+        self._right = self._scored = 0
+        self._last: dict[str, Any] = {}
+
+    @property
+    def tokens_total(self) -> int:
+        """Returns the tokens that all ranks together were trained on."""
+        return self.steps_done * self._tokens_per_step
+
+    def values(self) -> dict[str, Any]:
+        """Returns the plain value of each setting, for the checkpoint."""
+        return {key: entry["value"] for key, entry in self._resolved.as_dict().items()}
+
+    def environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
+        """Writes env.json and the header of the CSV (rank 0)."""
+        self.peak_flops = peak_flops
+        if self._member.rank:
+            return
+        record = {
+            "v": VERSION, "run": self._member.run_id, "attempt": self._member.attempt,
+            "ts": time.time(), "host": rundir.host_name(), "world": self._member.world,
+            "parameters": parameter_count(self.settings.model),
+            "flops_per_token": self.flops_per_token, "peak_flops": peak_flops,
+            "tokens_per_step": self._tokens_per_step, **facts,
+            "settings": self._resolved.as_dict(),
+        }  # fmt: skip
+        path = self._member.run / rundir.ENV
+        self._member.recorder.call(lambda: rundir.write_json(path, record))
+        if not self.settings.report.disable_csv and not (self._member.run / CSV).exists():
+            self._member.append(CSV, (",".join(CSV_COLUMNS) + "\n").encode())
+
+    def due(self, step: int) -> bool:
+        """Says whether `step` gets a progress record."""
+        every = self.settings.report.log_every
+        return step <= FIRST_STEPS or step % every == 0 or step == self.settings.train.steps
+
+    def begin(self, step: int) -> None:
+        """Marks the start of a step."""
+        if not self.steps_done:
+            self._ended_at = time.perf_counter()
+        if self.due(step):
+            self._member.beat("step_start", step)
+
+    def fetched(self, took_s: float) -> None:
+        """Takes the time of one fetch."""
+        self._fetches.append(took_s)
+
+    def end(self, step: int) -> None:
+        """Marks the end of a step; its duration runs from the end of the one before."""
+        now = time.perf_counter()
+        self._durations.append(now - self._ended_at)
+        self._training_s += now - self._ended_at
+        self._ended_at = now
+        self.steps_done = step
+
+    def count_right(self, right: int, scored: int) -> None:
+        """Takes how many copied bytes all ranks predicted right in a step."""
+        self._right += right
+        self._scored += scored
+
+    def progress(self, step: int, figures: Figures) -> float | None:
+        """Writes the progress record of a step. Returns the share of copied bytes right."""
+        fields = self._fields(figures)
+        fields |= figures.extra
+        self._member.beat("progress", step, **fields)
+        self._member.beat("step_end", step)
+        self.first_loss = figures.loss if self.first_loss is None else self.first_loss
+        self._last = fields
+        if self._member.rank == 0:
+            self._log(step, fields)
+            if not self.settings.report.disable_csv:
+                row = [step, *(fields.get(name, "") for name in CSV_COLUMNS[1:])]
+                self._member.append(CSV, (",".join(map(str, row)) + "\n").encode())
+        self._durations, self._right, self._scored = [], 0, 0
+        return fields.get("bytes_right")
+
+    def _fields(self, figures: Figures) -> dict[str, Any]:
+        world, steps = self._member.world, len(self._durations)
+        rate = self._tokens_per_step * steps / max(sum(self._durations), 1e-9)
+        fields: dict[str, Any] = {
+            "loss": figures.loss, "lr": figures.lr, "grad_norm": figures.grad_norm,
+            "toks_per_s": round(rate, 2), "toks_per_s_rank": round(rate / world, 2),
+            "tokens_total": self.tokens_total, "mfu": self._mfu(rate),
+            "steps_dt_s": [round(duration, 6) for duration in self._durations],
+            "skipped_steps": figures.skipped_steps, "rss_mib": _rss_mib(),
+            "dropped_records": self._member.recorder.dropped,
+        }  # fmt: skip
+        for name in PHASE_FIELDS:
+            fields[f"dt_{name}_s"] = round(figures.phases_s.get(name, 0.0) / steps, 6)
+        fields["fetch_p50_ms"] = _percentile_ms(self._fetches, 50)
+        fields["fetch_p95_ms"] = _percentile_ms(self._fetches, 95)
+        if self.settings.data.source == "recall":
+            fields["bytes_right"] = round(self._right / max(self._scored, 1), 4)
+        return fields
+
+    def _mfu(self, toks_per_s: float) -> float | None:
+        if self.peak_flops is None:
+            return None
+        return self.flops_per_token * toks_per_s / (self._member.world * self.peak_flops)
+
+    def _log(self, step: int, fields: Mapping[str, Any]) -> None:
+        right = f"  right {fields['bytes_right']:.3f}" if "bytes_right" in fields else ""
+        self._member.log(
+            f"step {step}/{self.settings.train.steps}  loss {fields['loss']:.4f}  "
+            f"lr {fields['lr']:.2e}  grad {fields['grad_norm']:.3f}  "
+            f"{fields['toks_per_s']:,.0f} tok/s  {fields['steps_dt_s'][-1]:.3f} s/step{right}"
+        )
+
+    def say(self, msg: str, step: int, text: str, **fields: Any) -> None:
+        """Records one event of the run, in the heartbeat and in the log."""
+        self._member.beat(msg, step, **fields)
+        self._member.log(text)
+
+    def metrics(self, reason: str, exit_code: int, **more: Any) -> None:
+        """Writes metrics.json: how far the run came, with what, and why it ended."""
+        kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s", "mfu")
+        mean = self.tokens_total / self._training_s if self._training_s else None
+        write_metrics(
+            self._member, steps_done=self.steps_done, reason=reason, exit_code=exit_code,
+            steps_planned=self.settings.train.steps, tokens_total=self.tokens_total,
+            first_loss=self.first_loss, mean_toks_per_s=mean, training_s=self._training_s,
+            wall_s=time.perf_counter() - self._started,
+            **{name: self._last.get(name) for name in kept}, **more,
+        )  # fmt: skip
+
+
+def write_metrics(member: Member, **figures: Any) -> None:
+    """Writes metrics.json (rank 0), without waiting for the disk."""
+    if member.rank:
+        return
+    record = {
+        "v": VERSION, "run": member.run_id, "attempt": member.attempt, "ts": time.time(),
+        "world": member.world, **figures,
+    }  # fmt: skip
+    path = member.run / rundir.METRICS
+    member.recorder.call(lambda: rundir.write_json(path, record))
+
+
+def _percentile_ms(seconds: Iterable[float], percent: int) -> float:
+    values = sorted(seconds)
+    if len(values) < 2:
+        return round(values[0] * 1e3, 3) if values else 0.0
+    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1] * 1e3, 3)
+
+
+def _rss_mib() -> float:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return round(int(pages) * PAGE_MIB, 1)
