@@ -85,8 +85,8 @@ def main() -> None:
         "step_cost",
         "What a step pays for being watched",
         table(("what", "p50 µs", "p99 µs", "budget p50 µs"), rows),
-        f"Medians of {ROUNDS} rounds of {CALLS} calls, one a step of {STEP_S * 1e3:g} ms, the three "
-        "in turn in one process.",
+        f"Medians of {ROUNDS} rounds of {CALLS} calls, one a step of {STEP_S * 1e3:g} ms, the "
+        "three in turn in one process.",
     )
 
 

@@ -27,8 +27,7 @@ __all__ = [
     "prepare", "send", "who",
 ]  # fmt: skip
 
-FLAG_OPTION, SET_OPTION, DEVICES_OPTION = "--flag", "--set", "--devices"
-DEVICES_FLAG = "CUDA_VISIBLE_DEVICES"
+FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 ANSWER_POLL_S = 0.05
 
 
@@ -136,11 +135,13 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]
     if options.between and options.between not in BETWEEN:
         raise UsageError(f"--between {options.between!r}: it is go or ask")
     between: Between = "ask" if (options.between or plan.between) == "ask" else "go"
-    given = {name: _checked(name, value) for name, value in options.flags.items()}
-    flag_origins = dict.fromkeys(given, FLAG_OPTION)
+    given = flags.from_shell(environ.snapshot())
+    flag_origins = dict.fromkeys(given, SHELL)
+    given |= {name: _checked(name, value) for name, value in options.flags.items()}
+    flag_origins |= dict.fromkeys(options.flags, FLAG_OPTION)
     if options.devices:
-        given[DEVICES_FLAG] = _checked(DEVICES_FLAG, options.devices)
-        flag_origins[DEVICES_FLAG] = DEVICES_OPTION
+        given[flags.DEVICES] = _checked(flags.DEVICES, options.devices)
+        flag_origins[flags.DEVICES] = DEVICES_OPTION
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
         raise UsageError(f"--nproc {options.nproc}: it is 1 to 1024 processes")
     phases = tuple(

@@ -27,7 +27,9 @@ TERM = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
 SMALL, WIDE = (80, 24), (120, 40)
 
 
-async def shoot(path: Path | None, root: Path, size: tuple[int, int], shots: dict[str, str]) -> None:
+async def shoot(
+    path: Path | None, root: Path, size: tuple[int, int], shots: dict[str, str]
+) -> None:
     """Opens the screen; for each name presses the keys and keeps the picture."""
     app = ConsoleApp(path, "cpu_smoke", root, detect(TERM, False))
     async with app.run_test(size=size) as pilot:

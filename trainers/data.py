@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -64,16 +65,20 @@ class Synthetic:
 
     def read(self, first: int, count: int, rank: int, world: int) -> Share:
         mine = range(first + (rank - first) % world, first + count, world)
-        return self._stack([self.sequence(index)[0] for index in mine]), None
+        return stack([self.sequence(index)[0] for index in mine], self.seq_len + 1), None
 
     def sequence(self, index: int) -> tuple[bytearray, random.Random]:
         """Returns S + 1 bytes that follow from seed and index, and the generator after them."""
         generator = random.Random(f"{self.seed}/{index}")
         return bytearray(generator.randbytes(self.seq_len + 1)), generator
 
-    def _stack(self, sequences: list[bytearray]) -> Tensor:
-        flat = torch.frombuffer(bytearray().join(sequences), dtype=torch.uint8)
-        return flat.view(len(sequences), self.seq_len + 1)
+
+def stack(sequences: Sequence[bytes | bytearray], length: int) -> Tensor:
+    """Returns uint8 `[B, length]` of equally long sequences."""
+    if not sequences:
+        return torch.empty(0, length, dtype=torch.uint8)
+    flat = torch.frombuffer(bytearray().join(sequences), dtype=torch.uint8)
+    return flat.view(len(sequences), length)
 
 
 class Recall(Synthetic):
@@ -103,7 +108,7 @@ class Recall(Synthetic):
             # Position t predicts byte t + 1.
             scored[len(sequences), back : back - 1 + self.span] = True
             sequences.append(sequence)
-        return self._stack(sequences), scored
+        return stack(sequences, self.seq_len + 1), scored
 
 
 @dataclass(frozen=True, slots=True)

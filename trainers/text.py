@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 from datasets.builder import Key
 from torch import Tensor
 
+from trainers.data import stack
 from trainers.failures import DataError
 from trainers.settings import DataSettings
 
@@ -128,8 +128,7 @@ class TextFiles:
             if index >= first and index % world == rank:
                 mine.append(sequence)
         self._next = first + count
-        flat = torch.frombuffer(bytearray().join(mine), dtype=torch.uint8)
-        return flat.view(len(mine), self.seq_len + 1), None
+        return stack(mine, self.seq_len + 1), None
 
 
 def list_files(data: DataSettings) -> list[Path]:

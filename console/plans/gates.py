@@ -177,7 +177,8 @@ class Rule:
 
 
 TABLE: tuple[Rule, ...] = (
-    Rule("steps_done", "steps", "at least", _steps_done, "heartbeat_rank*.jsonl, metrics.json", "So many steps are finished."),
+    Rule("steps_done", "steps", "at least", _steps_done, "heartbeat_rank*.jsonl, metrics.json",
+         "So many steps are finished."),
     Rule("loss_finite", "records", "yes", _loss_finite, RANK0, "No loss is NaN or infinite."),
     Rule("grad_norm_above", "", "above", _grad_norm, RANK0, "Every gradient norm lies above."),
     Rule("no_stall", "stalls", "yes", _stalls, "events.jsonl", "The run never stalled."),

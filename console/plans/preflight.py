@@ -63,11 +63,18 @@ def _programs(case: Case) -> Check:
         if phase.script and not Path(phase.script).is_file():
             text = f"phase {phase.name!r}: there is no script {phase.script}"
             return Check("program", "fail", text)
-        if not phase.script and importlib.util.find_spec(phase.module.partition(".")[0]) is None:
+        if not phase.script and not _is_there(phase.module):
             text = f"phase {phase.name!r}: there is no module {phase.module}"
             return Check("program", "fail", text)
     named = dict.fromkeys(phase.script or phase.module for phase in case.plan.phases)
     return Check("program", "pass", ", ".join(named))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def gpus_there() -> int | None:
@@ -87,6 +94,9 @@ def _gpus(case: Case) -> Check:
     needed, there = case.plan.gpus, gpus_there()
     if there is None:
         return Check("gpus", "fail" if needed else "unknown", "the NVIDIA driver does not answer")
+    if case.devices and there == 0:
+        text = f"--devices {case.devices} names GPUs and this machine has none; leave it out"
+        return Check("gpus", "fail", text)
     if needed == 0:
         return Check("gpus", "pass", f"none needed, {there} there")
     chosen = [word for word in case.devices.split(",") if word]
@@ -160,13 +170,15 @@ def _directory(case: Case) -> Check:
 
 
 def _shell(_case: Case) -> Check:
-    """Names flags of the shell: a launch takes over none, so that it can be repeated."""
-    named = [n for n in environ.snapshot() if n in flags.FLAGS or n.startswith(flags.OWN_PREFIX)]
-    named = [name for name in named if name not in environ.CONTRACT_NAMES]
-    if not named:
-        return Check("shell", "pass", "the shell sets no flag")
-    listed = ", ".join(sorted(named)[:6])
-    return Check("shell", "unknown", f"not taken over from the shell: {listed}; use --flag")
+    """Names the flags that the shell sets: which ones the launch takes, and which not."""
+    variables = environ.snapshot()
+    taken = flags.from_shell(variables)
+    if taken:
+        return Check("shell", "pass", "taken from the shell: " + ", ".join(taken))
+    left = sorted(name for name in variables if name in flags.FLAGS)
+    if left:
+        return Check("shell", "pass", f"not taken from the shell: {', '.join(left)}; use --flag")
+    return Check("shell", "pass", "the shell sets no flag")
 
 
 CHECKS: tuple[Callable[[Case], Check], ...] = (

@@ -90,8 +90,8 @@ class Attempt:
             self._ending = True
             self.tree.expire(self.watch.grace_s)
             gone = [w.rank for w in self.tree.workers.values() if w.over_ts is not None]
-            ranks = ", ".join(map(str, gone)) or "a rank"
-            self.alert(RANK_LOST, f"rank {ranks} is gone, torchrun ends the others; what is left "
+            who = f"rank {', '.join(map(str, gone))}" if gone else "a rank"
+            self.alert(RANK_LOST, f"{who} is gone, torchrun ends the others; what is left "
                        f"after {self.watch.grace_s:g} s is killed", "crit")  # fmt: skip
         if news.disk:
             self._sampler.disk = news.disk
@@ -320,8 +320,11 @@ class Attempt:
         rank, code = worker.rank, worker.code
         if code is None and worker.signal is None:
             code = self.story.codes.get(rank)
-        return End(rank, code, worker.signal, self.story.steps.get(rank, 0),
-                   self.story.errors.get(rank, ""), self._words.get(rank, ""))  # fmt: skip
+        story, words = self.story, self._words.get(rank, "")
+        return End(
+            rank, code, worker.signal, story.steps.get(rank, 0), story.errors.get(rank, ""), words,
+            worker.culled,
+        )  # fmt: skip
 
     def _decide(self) -> None:
         if self.stage == "collect":

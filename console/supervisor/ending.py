@@ -35,6 +35,8 @@ class End:
     error: str = ""
     log: str = ""
     """The last exception in its log, for a rank that named no error."""
+    culled: bool = False
+    """Killed by the supervisor because it outlived another rank's failure."""
 
     @property
     def bad(self) -> bool:
@@ -45,7 +47,8 @@ class End:
         """Ended because another rank did: told to by torchrun, or its peer was gone."""
         words = f"{self.error} {self.log}"
         lost_peer = self.code == COLLECTIVE or any(sign in words for sign in PEER_SIGNS)
-        return self.signal == "SIGTERM" or (lost_peer and self.signal is None)
+        told = self.culled or self.signal == "SIGTERM"
+        return told or (lost_peer and self.signal is None)
 
     def sentence(self) -> str:
         at = f" at step {self.step}" if self.step else ""

@@ -73,8 +73,11 @@ class Launch:
     @property
     def busy(self) -> bool:
         """Says whether something is under way that wants to be looked at often."""
-        stopping = self.attempt is not None and self.attempt.state == "stopping"
-        return self._dump is not None or stopping or self._preparing()
+        attempt = self.attempt
+        if attempt is None:
+            return False
+        changing = attempt.stage != "run" or attempt.state == "stopping"
+        return self._dump is not None or changing or attempt.tree.incomplete
 
     def tick(self) -> None:
         """Does what is due; never waits."""
@@ -103,9 +106,6 @@ class Launch:
             self._end(f"stopped by {by} before the next phase")
 
     # --- phases --------------------------------------------------------------------------------
-
-    def _preparing(self) -> bool:
-        return self.attempt is not None and self.attempt.stage != "run"
 
     def _start(self, index: int) -> None:
         self._index = index

@@ -37,6 +37,8 @@ class Worker:
     over_ts: float | None = None
     code: int | None = None
     signal: str | None = None
+    culled: bool = False
+    """Killed here because it outlived another rank's failure."""
 
     def ended(self, status: Mapping[str, int | str | None]) -> None:
         code, name = status["code"], status["signal"]
@@ -78,6 +80,11 @@ class Tree:
     def spawned(self) -> bool:
         return self.agent_pid > 0
 
+    @property
+    def incomplete(self) -> bool:
+        """Says whether torchrun lives and some of its ranks have not been found yet."""
+        return self.spawned and self.agent_status is None and len(self.workers) < self.nproc
+
     def spawn(self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int) -> None:
         """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in it."""
         self._popen = subprocess.Popen(
@@ -93,7 +100,7 @@ class Tree:
     def look(self) -> bool:
         """Finds new ranks, reaps what ended; True when something changed."""
         changed = self._reap()
-        if self.spawned and len(self.workers) < self.nproc and self.agent_status is None:
+        if self.incomplete:
             changed = self._discover() or changed
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():
@@ -158,6 +165,8 @@ class Tree:
         """Kills what has outlived its grace; True when it just did so for the first time."""
         now = time.monotonic()
         if self._ranks_kill_at is not None and now >= self._ranks_kill_at and self.alive():
+            for worker in self.alive():
+                worker.culled = True
             self._kill_ranks()
         if self._kill_at is None or now < self._kill_at:
             return False
@@ -166,12 +175,16 @@ class Tree:
         return first
 
     def take_log(self, log: bytes) -> None:
-        """Takes the exits that only torchrun saw from the summary at the end of its log."""
+        """Takes the exits that only torchrun saw from the summary at the end of its log.
+
+        A rank that ended before it was found is known from there alone.
+        """
         root = log.rfind(ROOT_CAUSE)
         for match in FAILED.finditer(log):
             rank, code, pid = (int(group) for group in match.groups())
-            worker = self.workers.get(rank)
-            if worker is None or worker.handle.pid != pid:
+            unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
+            worker = self.workers.setdefault(rank, unseen)
+            if worker.handle.pid != pid:
                 continue
             worker.ended(
                 {"code": None, "signal": process.signal_name(-code)} if code < 0

@@ -50,9 +50,10 @@ class Commands(Overlay):
 
     def compose(self) -> ComposeResult:
         picker = Picker("list", "do", cursor=True)
-        picker.styles.height = min(len(self.found) + 1, max(4, self.app.size.height - 8))
         picker.items = tuple(command_row(key) for key in self.found)
         picker.always = True
+        size = self.app.size
+        picker.prepare(size.width, min(len(self.found) + 1, max(4, size.height - 8)))
         yield picker
         yield Input(placeholder="what to do; ↑ ↓ enter, esc closes", compact=True)
 

@@ -87,11 +87,27 @@ def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
 
 def test_only_the_allow_list_reaches_a_training(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "x")
-    monkeypatch.setenv("NSA_LR", "7")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("LD_PRELOAD", "")
     environment = actions.prepare(options(tmp_path)).phases[0].environment
-    assert not {"SECRET_KEY", "NSA_LR", "LD_PRELOAD"} & set(environment)
+    assert not {"SECRET_KEY", "NCCL_DEBUG", "LD_PRELOAD"} & set(environment)
     assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_our_flags_in_the_shell_are_taken_with_their_origin_below_the_command_line(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("NSA_LR", "7")
+    monkeypatch.setenv("NSA_ACCUM", "2")
+    chosen = LaunchOptions(plan="cpu_smoke", root=tmp_path, flags={"NSA_LR": "0.5"})
+    phase = actions.prepare(chosen).phases[0]
+    assert (phase.flags["NSA_LR"].value, phase.flags["NSA_LR"].origin) == ("0.5", "--flag")
+    assert (phase.flags["NSA_ACCUM"].value, phase.flags["NSA_ACCUM"].origin) == ("2", "shell")
+    assert phase.environment["NSA_ACCUM"] == "2"
+    assert phase.settings["train.accumulate"] == {"value": 2, "origin": "flag NSA_ACCUM"}
+    monkeypatch.setenv("NSA_ACUM", "2")
+    with pytest.raises(UsageError, match="did you mean 'NSA_ACCUM'"):
+        actions.prepare(chosen)
 
 
 def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):

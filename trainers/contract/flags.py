@@ -16,6 +16,7 @@ from trainers.contract.errors import UsageError, did_you_mean
 Kind = Literal["bool", "int", "float", "str", "choice"]
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 OWN_PREFIX = "NSA_"
+DEVICES = "CUDA_VISIBLE_DEVICES"
 Value = bool | int | float | str
 
 
@@ -141,6 +142,20 @@ def check_names(environment: Mapping[str, str]) -> None:
             raise UsageError(
                 f"the environment sets {name}, which is no flag{did_you_mean(name, FLAGS)}"
             )
+
+
+def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the flags that a launch takes over from the operator's shell.
+
+    Our own and the choice of GPUs; other libraries' variables stand in a shell for other reasons.
+    Raises UsageError.
+    """
+    check_names(environment)
+    return {
+        name: format_value(parse(name, environment[name]))
+        for name in FLAGS
+        if environment.get(name) and (name.startswith(OWN_PREFIX) or name == DEVICES)
+    }
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:

@@ -37,8 +37,9 @@ class Reader(Overlay):
 
     def compose(self) -> ComposeResult:
         picker = Picker("reading", self._title, cursor=False)
-        picker.styles.height = min(len(self._rows) + 1, max(4, self.app.size.height - 5))
         picker.items, picker.note = tuple(self._rows), self._note
+        size = self.app.size
+        picker.prepare(size.width, min(len(self._rows) + 1, max(4, size.height - 5)))
         yield picker
 
     def on_mount(self) -> None:

@@ -45,10 +45,10 @@ class Lines(Widget):
             self.refresh(Region(span[0], y, span[1] - span[0], 1))
 
     def on_resize(self) -> None:
-        """Draws all of it again: what is on the terminal was cut for another size."""
+        """Draws again for the new size; what stands on the terminal was cut for it already."""
+        self.shown = tuple(clip(row, self.size.width) for row in self.shown)
         self._strips.clear()
         self.redraw()
-        self.refresh()
 
     def redraw(self) -> None:
         """Draws what is known again, for the size that it has now."""

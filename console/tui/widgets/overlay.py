@@ -36,6 +36,8 @@ class Overlay(Widget):
             self.overlay = overlay
 
     def close(self) -> None:
+        """Is gone from the screen at once; the app takes it away when it has time."""
+        self.display = False
         self.post_message(self.Closed(self))
 
     def do_back(self) -> None:

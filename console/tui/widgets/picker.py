@@ -43,22 +43,30 @@ class Picker(Lines, can_focus=True):
         self.redraw()
 
     def redraw(self) -> None:
-        if not self.size.area:
-            return
-        width = self.size.width
+        if self.size.area:
+            self.show(self.drawn(self.size.width, self.size.height))
+
+    def prepare(self, width: int, height: int) -> None:
+        """Draws before the first layout, so that the first picture has it."""
+        self.styles.height = height
+        self.shown = tuple(self.drawn(width, height))
+
+    def drawn(self, width: int, height: int) -> list[Row]:
+        """Returns the rows for a size."""
         rows: list[Row] = []
+        room = max(1, height - bool(self.heading))
         if self.heading:
-            rows.append(rule(self.heading, width, self._note(), focused=self.has_focus))
-        for index, item in enumerate(self.items[self.top : self.top + self.room], self.top):
+            rows.append(rule(self.heading, width, self._note(room), focused=self.has_focus))
+        for index, item in enumerate(self.items[self.top : self.top + room], self.top):
             if index == self.cursor and (self.has_focus or self.always):
                 text = text_of(item)
                 item = ((text + " " * (width - width_of(item)), "cursor"),)
             rows.append(item)
-        self.show(rows)
+        return rows
 
-    def _note(self) -> str:
-        hidden = len(self.items) - self.room
-        more = f"{self.top + 1}–{min(len(self.items), self.top + self.room)} of {len(self.items)}"
+    def _note(self, room: int) -> str:
+        hidden = len(self.items) - room
+        more = f"{self.top + 1}–{min(len(self.items), self.top + room)} of {len(self.items)}"
         return "  ".join(part for part in (self.note, more if hidden > 0 else "") if part)
 
     def on_resize(self) -> None:

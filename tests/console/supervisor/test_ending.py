@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import select
+
 import pytest
 
 from console.supervisor.ending import End, Facts, decide, error_of
 from console.supervisor.follow import Story, last_exception
+from console.supervisor.tree import Tree
 
 PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
 
@@ -63,6 +66,25 @@ def test_the_peer_of_a_killed_rank_is_secondary_whatever_came_first():
     state, why = over(agent_code=1, ends=ends, order=(0, 1))
     assert state == "crashed"
     assert why == "rank 1 was killed by SIGKILL at step 41; rank 0 ended because of it"
+
+
+def test_a_rank_that_was_killed_after_the_failure_of_another_is_not_blamed():
+    ends = (End(0, None, "SIGKILL", 4, culled=True), End(1, 1, None, 5, log="ValueError: broken"))
+    state, why = over(agent_code=1, ends=ends, order=(0, 1))
+    assert state == "crashed"
+    assert why.startswith("rank 1: ValueError: broken at step 5")
+
+
+def test_a_rank_that_ended_before_it_was_found_is_known_from_torchruns_summary():
+    log = b"""Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -11 (pid: 4711)  (SIGSEGV)
+"""
+    tree = Tree("token", 2, select.poll())
+    tree.take_log(log)
+    assert (tree.workers[1].signal, tree.workers[1].handle.pid) == ("SIGSEGV", 4711)
+    assert tree.order == [1]
 
 
 def test_a_named_error_is_failed_and_the_rank_told_to_end_is_secondary():

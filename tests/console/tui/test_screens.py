@@ -348,3 +348,25 @@ def test_a_change_of_state_is_shown_within_a_third_of_a_second(tmp_path):
         await until(pilot, lambda: "CRASHED" in picture(app), 0.6)
 
     drive(app, body)
+
+
+@pytest.mark.parametrize("key", ["1", "2", "3"])
+def test_a_resize_leaves_nothing_of_the_old_size(key):
+    state = recorded.stalled()
+    pictures = []
+    for sizes in (((80, 24),), ((120, 40), (80, 24)), ((60, 20), (80, 24))):
+        app = app_on(state)
+
+        async def body(pilot, sizes=sizes, app=app):
+            await pilot.press(key)
+            await pilot.pause(0.1)
+            app.feed.stop()
+            for size in sizes[1:]:
+                await pilot.resize_terminal(*size)
+                await pilot.pause(0.2)
+            await pilot.pause(0.1)
+            pictures.append(lines(app)[1:])
+
+        drive(app, body, sizes[0])
+    assert pictures[0] == pictures[1]
+    assert pictures[0] == pictures[2]

@@ -1,0 +1,82 @@
+"""Documents are tested like code: their commands, links, pictures and tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from console.cli import build_parser
+from console.tui import keys
+from trainers.contract import rundir
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"nsa-console ((?!\w+ RUN|\w+ PLAN)[a-z][^`\n#]*)")
+SAFE = ("flags", "plans", "check cpu_smoke", "launch cpu_smoke --dry-run", "runs")
+
+
+def commands() -> list[str]:
+    found = {c.strip() for path in DOCUMENTS for c in COMMAND.findall(path.read_text())}
+    return sorted(found)
+
+
+def test_documents_hold_commands():
+    assert len(commands()) >= 10
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_in_the_documents_is_one(command):
+    words = shlex.split(command)
+    if words[0] in ("PLAN", "RUN"):
+        pytest.skip("a placeholder")
+    parsed = build_parser().parse_args(words)
+    assert callable(parsed.command)
+
+
+@pytest.mark.parametrize("command", SAFE)
+def test_commands_that_only_look_run(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "console", "--root", str(tmp_path), *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_links_and_pictures_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+def test_pictures_are_of_the_product_that_is_there():
+    for picture in (ROOT / "docs/pictures").glob("*.svg"):
+        assert "nsa-console" in picture.read_text()
+
+
+@pytest.mark.parametrize("target", re.findall(r"make (\w+)", (ROOT / "README.md").read_text()))
+def test_make_targets_exist(target):
+    if target not in ("sure",):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+
+
+def test_the_keys_in_the_documents_are_those_of_the_table():
+    assert keys.as_markdown() in (ROOT / "docs/keys.md").read_text()
+
+
+def test_the_run_directory_document_names_every_file_of_the_contract():
+    text = (ROOT / "docs/run-directory.md").read_text()
+    for name in (
+        rundir.PLAN, rundir.PLAN_STATE, rundir.LOCK, rundir.RUN, rundir.ENV, rundir.SUPERVISOR,
+        rundir.EVENTS, rundir.GATES, rundir.METRICS, rundir.REQUESTS, rundir.VERDICTS,
+        rundir.CHECKPOINTS, rundir.LATEST, rundir.HALT, rundir.LIVE_STATUS, rundir.TORCHRUN_LOG,
+    ):  # fmt: skip
+        assert name in text, name
