@@ -168,6 +168,10 @@ class Changes:
         for gate in state.gates:
             if self._new(f"gate {state.id} {gate.name}", gate.result):
                 yield f"Gate {gate_line(gate)}."
+        for phase in state.launch.phases if state.launch else ():
+            ended = phase.result and self._new(f"phase {phase.name}", phase.result)
+            if ended:
+                yield f"Phase {phase.name} is {phase.state}, gates: {phase.result}."
         if state.launch and self._new("launch", f"{state.launch.state}|{state.launch.why}"):
             why = f": {state.launch.why}" if state.launch.why else ""
             yield f"Launch {state.launch.id} is {state.launch.state}{why}."

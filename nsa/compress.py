@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa.precision import no_autocast, widen
 from nsa.tables import cached_table
 
 
@@ -34,11 +35,10 @@ class BlockMLP(nn.Module):
 
     def forward(self, blocks: Tensor) -> Tensor:
         """`[..., l, D]` → `[..., D]`, in float32 at least."""
-        wide = torch.promote_types(blocks.dtype, torch.float32)
-        with torch.autocast(blocks.device.type, enabled=False):
-            placed = (blocks.to(wide) + self.position.to(wide)).flatten(-2)
-            hidden = F.silu(F.linear(placed, self.hidden.weight.to(wide)))
-            return F.linear(hidden, self.out.weight.to(wide))
+        with no_autocast(blocks.device):
+            placed = (widen(blocks) + widen(self.position)).flatten(-2)
+            hidden = F.silu(F.linear(placed, widen(self.hidden.weight)))
+            return F.linear(hidden, widen(self.out.weight))
 
 
 class BlockMean(nn.Module):
@@ -46,7 +46,7 @@ class BlockMean(nn.Module):
 
     def forward(self, blocks: Tensor) -> Tensor:
         """`[..., l, D]` → `[..., D]`, in float32 at least."""
-        return blocks.to(torch.promote_types(blocks.dtype, torch.float32)).mean(-2)
+        return widen(blocks).mean(-2)
 
 
 def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
@@ -78,15 +78,14 @@ def attend_compressed(
     p_cmp (eq. 8, summed over heads as in eq. 10) `[B, G, S, N]`, in float32 at least and without
     gradient. Tokens t < size - 1 see no block: their rows are exactly 0 and no gradient flows.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
     blind = min(size - 1, q.shape[3])
-    with torch.autocast(q.device.type, enabled=False):
-        seeing = q[:, :, :, blind:].to(wide) * q.shape[-1] ** -0.5
-        scores = seeing.flatten(2, 3) @ k.to(wide).transpose(-1, -2)
+    with no_autocast(q.device):
+        seeing = widen(q[:, :, :, blind:]) * q.shape[-1] ** -0.5
+        scores = seeing.flatten(2, 3) @ widen(k).mT
         scores = scores.unflatten(2, seeing.shape[2:4])
-        mask = visibility(seeing.shape[3], k.shape[2], stride, q.device, wide)
+        mask = visibility(seeing.shape[3], k.shape[2], stride, q.device, scores.dtype)
         weights = (scores + mask).softmax(-1)
-        out = weights.flatten(2, 3) @ v.to(wide)
+        out = weights.flatten(2, 3) @ widen(v)
     out = out.unflatten(2, seeing.shape[2:4]).to(q.dtype)
     p_cmp = weights.detach().sum(2)
     return F.pad(out, (0, 0, blind, 0)), F.pad(p_cmp, (0, 0, blind, 0))

@@ -63,7 +63,7 @@ class NSAConfig(_Strict):
     compress: str = "mlp"
     """phi: "mlp" (learnable, with intra-block position) or "mean"."""
     gate: str = "sigmoid"
-    """"sigmoid" per branch (the paper), or "softmax" over the branches."""
+    """Branch weights: "sigmoid" each by itself (the paper), or "softmax" over the three."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "block_stride", "select_block_size", "n_select", "window"):
@@ -107,7 +107,7 @@ class ModelConfig(_Strict):
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head."""
     attention: str = "nsa"
-    """"nsa", or "dense" (causal, same heads and groups) as the control."""
+    """Either "nsa", or "dense" (causal, same heads and groups) as the control."""
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:

@@ -1,10 +1,10 @@
 """The gate: how much of each branch a head takes, per token (paper, eq. 5)."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.config import N_BRANCHES
+from nsa.precision import widen
 
 
 class Gate(nn.Module):
@@ -24,7 +24,7 @@ class Gate(nn.Module):
         """`x` `[B, S, dim]` → weights and logits, each `[B, S, H, 3]`, in float32 at least."""
         logits = self.proj(x).unflatten(-1, (self.n_heads, N_BRANCHES))
         # A weight's gradient is a sum over a head's values; in bfloat16 it would be rounded twice.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = widen(logits)
         weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
         return weights, logits
 

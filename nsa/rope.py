@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nsa.precision import widen
 from nsa.tables import cached_table
 
 
@@ -34,8 +35,7 @@ def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
 
     Pairs are (i, i + D/2). Low-precision input is rotated in float32 and returned in its dtype.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotary_table(first, step, x.shape[-2], x.shape[-1], base, x.device, dtype)
-    wide = x.to(dtype)
+    wide = widen(x)
+    cos, sin = rotary_table(first, step, x.shape[-2], x.shape[-1], base, x.device, wide.dtype)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * cos + swapped * sin).to(x.dtype)

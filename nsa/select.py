@@ -5,6 +5,7 @@ from torch import Tensor
 
 from nsa.attend import attend
 from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig
+from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
 
@@ -40,12 +41,15 @@ def block_status(
 
 
 @cached_table
-def causal_in_blocks(seq_len: int, config: NSAConfig, device: torch.device) -> Tensor:
-    """Bool `[S, blocks, l']`: may the query see this token of this block."""
+def causal_in_blocks(
+    seq_len: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask `[S, blocks, l']`: a query sees the tokens of each block up to itself."""
     n_slc = -(-seq_len // config.select_block_size)
     token = torch.arange(n_slc * config.select_block_size, device=device)
-    seen = token[None, :] <= torch.arange(seq_len, device=device)[:, None]
-    return seen.unflatten(1, (n_slc, config.select_block_size))
+    hidden = token[None, :] > torch.arange(seq_len, device=device)[:, None]
+    mask = torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    return mask.unflatten(1, (n_slc, config.select_block_size))
 
 
 @torch.no_grad()
@@ -53,7 +57,7 @@ def importance(p_cmp: Tensor, config: NSAConfig) -> Tensor:
     """p_slc (eq. 9, 10): `p_cmp` `[B, G, S, N]` → `[B, G, S, blocks]`."""
     seq_len, n_cmp = p_cmp.shape[-2:]
     n_slc = -(-seq_len // config.select_block_size)
-    with torch.autocast(p_cmp.device.type, enabled=False):
+    with no_autocast(p_cmp.device):
         return p_cmp @ overlap(n_cmp, n_slc, config, p_cmp.device, p_cmp.dtype)
 
 
@@ -81,9 +85,9 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSA
     inside.
     """
     seq_len = q.shape[3]
-    seen = causal_in_blocks(seq_len, config, q.device)
-    chosen = block_mask(blocks, seen.shape[1])
-    bias = torch.where(chosen.unsqueeze(-1) & seen, 0.0, -torch.inf).to(q.dtype)
+    causal = causal_in_blocks(seq_len, config, q.device, q.dtype)
+    chosen = block_mask(blocks, causal.shape[1])
+    bias = torch.where(chosen, 0.0, -torch.inf).to(q.dtype).unsqueeze(-1) + causal
     bias = bias.flatten(-2)[..., :seq_len].flatten(0, 1).unsqueeze(1)
     out = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
     return out.unflatten(0, q.shape[:2])

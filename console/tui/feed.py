@@ -104,6 +104,7 @@ class Feed:
         self._root = root
         self._path = path
         self._source: Source | None = None
+        self._state: RunState | None = None
         self._logs: tuple[Path, int, Logs] | None = None
         self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
         self._stamps: tuple[int, ...] = ()
@@ -122,7 +123,7 @@ class Feed:
 
     def follow(self, path: Path) -> None:
         """Shows another launch or run from now on."""
-        self._path, self._source = path, None
+        self._path, self._source, self._state = path, None, None
         self.nudge()
 
     def nudge(self) -> None:
@@ -137,10 +138,18 @@ class Feed:
         if self._path is None:
             self._path = find_live(self._root)
         while not self._stopped:
-            snapshot = self.take()
+            snapshot = self._take_or_say()
             self._taken.clear()
             self._deliver(snapshot)
             self._wait()
+
+    def _take_or_say(self) -> Snapshot:
+        """Reads once; a mistake of ours is said on the screen: without a feed it would freeze."""
+        try:
+            return self.take()
+        except Exception as mistake:
+            text = f"reading failed: {type(mistake).__name__}: {mistake}; please report it"
+            return Snapshot(time.monotonic(), time.time(), self._state, trouble=text)
 
     def take(self) -> Snapshot:
         """Reads once."""
@@ -152,9 +161,10 @@ class Feed:
             if source is None:
                 source = self._source = self._open(path)
                 self._logs = None
-            state = source.poll()
+            state = self._state = source.poll()
         except OSError as error:
-            return Snapshot(at, now, trouble=f"{path} cannot be read: {error.strerror}")
+            text = f"{path} cannot be read: {error.strerror}"
+            return Snapshot(at, now, self._state, trouble=text)
         run = source.run_path
         log, begins = self._poll_logs(run, state.attempt)
         charts = {name: source.history.series(name) for name in self._wanted(state)}

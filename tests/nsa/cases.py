@@ -1,5 +1,7 @@
 """What the attention tests share: drawn configurations, gradients, and how far two results are."""
 
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -15,9 +17,15 @@ def model_config(
 ) -> ModelConfig:
     """A small model; `heads` is (groups, heads per group), `changes` go to ModelConfig or nsa."""
     sparse = {name: changes.pop(name) for name in list(changes) if hasattr(NSAConfig, name)}
-    small = {"block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4, "window": 6}
+    small: dict[str, Any] = {
+        "block_size": 4,
+        "block_stride": 2,
+        "select_block_size": 4,
+        "n_select": 4,
+        "window": 6,
+    }
     groups, per_group = heads
-    base = {"n_layers": 1, "mlp_hidden": 16, "vocab_size": 64}
+    base: dict[str, Any] = {"n_layers": 1, "mlp_hidden": 16, "vocab_size": 64}
     return ModelConfig(
         **base | changes,
         dim=dim,

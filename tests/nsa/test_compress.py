@@ -8,7 +8,7 @@ from nsa.compress import BlockMLP, attend_compressed, to_blocks
 
 def attend(seq_len, size, stride, requires_grad=False):
     """Attention with equal scores to one-hot values: the output shows which blocks were seen."""
-    blocks = max(0, (seq_len - size) // stride + 1) if seq_len >= size else 0
+    blocks = len(range(size, seq_len + 1, stride))
     q = torch.randn(2, 1, 3, seq_len, 4, dtype=torch.float64, requires_grad=requires_grad)
     k = torch.zeros(2, 1, blocks, 4, dtype=torch.float64, requires_grad=requires_grad)
     v = torch.eye(blocks, dtype=torch.float64).expand(2, 1, -1, -1)
@@ -24,9 +24,8 @@ def test_a_block_is_visible_from_its_last_token_on(size, stride):
         seen = [i for i in range(out.shape[-1]) if i * min(size, stride) + size - 1 <= t]
         assert out[0, 0, 0, t].nonzero().flatten().tolist() == seen
         assert p_cmp[1, 0, t].nonzero().flatten().tolist() == seen
-        assert out[0, 0, 0, t, seen].tolist() == pytest.approx(
-            [1 / len(seen)] * len(seen) if seen else []
-        )
+        equal = [1 / len(seen) for _ in seen]
+        assert out[0, 0, 0, t, seen].tolist() == pytest.approx(equal)
         assert p_cmp[0, 0, t].sum().item() == pytest.approx(3 if seen else 0)
 
 

@@ -102,3 +102,9 @@ def test_a_batch_is_computed_row_by_row():
     model, tokens = Transformer(model_config(n_layers=2)).double(), torch.randint(64, (3, 30))
     single = torch.cat([model(row[None]) for row in tokens])
     torch.testing.assert_close(model(tokens), single, rtol=1e-9, atol=1e-12)
+
+
+def test_a_model_without_memory_says_what_it_would_return():
+    with torch.device("meta"):
+        logits = Transformer(model_config())(torch.zeros(2, 40, dtype=torch.long))
+    assert logits.shape == (2, 40, 64)

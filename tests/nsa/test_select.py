@@ -1,5 +1,7 @@
 """Selection: scores of blocks, which are taken, and that exactly these are attended to."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,12 @@ from nsa.select import attend_selected, block_mask, importance, overlap, top_blo
 
 
 def sparse(**changes):
-    small = {"block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4}
+    small: dict[str, Any] = {
+        "block_size": 4,
+        "block_stride": 2,
+        "select_block_size": 4,
+        "n_select": 4,
+    }
     return NSAConfig(**small | changes)
 
 

@@ -55,9 +55,8 @@ def loops(p_slc, blocks, config):
     """The definitions of nsa.stats, one pick at a time."""
     size = config.select_block_size
     entropies, forced_shares, distances, ages, kept, later = [], [], [], [], 0, 0
-    for row, chosen in zip(
-        p_slc.flatten(0, 1).tolist(), blocks.flatten(0, 1).tolist(), strict=True
-    ):
+    both = (tensor.flatten(0, 1).tolist() for tensor in (p_slc, blocks))
+    for row, chosen in zip(*both, strict=True):
         for t, scores in enumerate(row):
             current = t // size
             forced = {0, current - 1, current}

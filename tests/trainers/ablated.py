@@ -1,6 +1,6 @@
 """The real trainer with one thing broken on purpose, for tests that must then fail.
 
-`python -m tests.trainers.ablated MODE …` takes the words of `trainers.ddp` after the mode.
+`python -m tests.trainers.ablated … MODE` takes the words of `trainers.ddp` before the mode.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 if __name__ == "__main__":
-    mode = sys.argv[1]
+    mode = sys.argv[-1]
     if mode == "double_precision":
         torch.set_default_dtype(torch.float64)
     setattr(*MODES[mode])
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(sys.argv[1:-1]))

@@ -41,12 +41,13 @@ class Run:
         broken: str = "", flags: Mapping[str, str] | None = None, name: str = "run",
     ):  # fmt: skip
         self.path, self.nproc = tmp_path / name, nproc
-        program = ["tests.trainers.ablated", broken] if broken else ["trainers.ddp"]
+        program = "tests.trainers.ablated" if broken else "trainers.ddp"
         sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         self.command = [
-            sys.executable, *(torchrun if nproc > 1 else []), "-m", *program,
+            sys.executable, *(torchrun if nproc > 1 else []), "-m", program,
             "--config", str(config), "--run-dir", str(self.path), *sets,
+            *([broken] if broken else []),
         ]  # fmt: skip
         self.log = tmp_path / f"{name}.log"
         with self.log.open("wb") as stream:

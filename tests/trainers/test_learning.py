@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+from console.plans import catalog, gates
 from tests.trainers.runs import Run
 
 RECALL_STEPS, BROKEN_STEPS, LEAK_STEPS = 600, 180, 300
@@ -61,6 +62,16 @@ def test_recall_is_not_learned_without_attention(runs, broken):
     assert runs[broken].metrics()["steps_done"] == BROKEN_STEPS
     assert runs["recall"].metrics()["steps_done"] < BROKEN_STEPS
     assert max(rights(runs[broken])) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "result"), [("recall", "pass"), ("no_attention", "fail"), ("first_value", "fail")]
+)
+def test_the_gate_of_the_plan_tells_attention_from_its_stubs(runs, name, result):
+    phase = next(phase for phase in catalog.load("cpu_smoke").phases if phase.name == "recall")
+    world = 2 if name == "recall" else 1
+    found = gates.evaluate(gates.summarize(runs[name].path, world), phase.gates)
+    assert {gate.name: gate.result for gate in found}["bytes_right"] == result
 
 
 def lowest_mean(run: Run) -> float:

@@ -37,7 +37,7 @@ def _gate_min(figures: Figures) -> str:
 
 def _branches(figures: Figures) -> str:
     parts = [(b, figures.get(f"gate_share_{b}")) for b in ("cmp", "sel", "win")]
-    return " ".join(f"{b} {f.value * 100:.0f}" for b, f in parts if f)
+    return " ".join(f"{f.value * 100:.0f}" for _, f in parts if f)
 
 
 LINES: tuple[Line, ...] = (
@@ -82,8 +82,8 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
             )
         )
         if line.label == "gate H" and (shares := _branches(state.figures)):
-            text = cut(shares, width - label_width)
-            rows.append(((fill("branches", label_width), "dim"), (text, "strong")))
+            label = fill("cmp sel win", label_width)
+            rows.append(((label, "dim"), (f" {shares} %", "strong")))
     if state.checkpoint:
         digits = state.checkpoint.removeprefix("step_")
         saved = fmt.count(int(digits)) if digits.isdecimal() else cut(digits, value_width)

@@ -336,16 +336,46 @@ def test_a_second_snapshot_waits_until_the_first_is_shown(tmp_path):
     asyncio.run(body())
 
 
-def test_a_change_of_state_is_shown_within_a_third_of_a_second(tmp_path):
+def test_a_change_of_state_is_shown_before_the_next_sample_is_due(tmp_path):
     run = tmp_path / "1-plumbing"
     run.mkdir()
-    app = app_on(recorded.running(), recorded.crashed(), run=run)
+    marker = run / "supervisor.json"
+
+    class Crashes(recorded.Recorded):
+        def poll(self):
+            super().poll()
+            return recorded.crashed() if marker.exists() else recorded.running()
+
+    source = Crashes(recorded.running(), run=run)
+    app = app_on(recorded.running(), run=run)
+    app.feed._open = lambda path: source
 
     async def body(pilot):
-        await pilot.pause(0.3)
-        assert "RUNNING" in picture(app) or "CRASHED" in picture(app)
-        (run / "supervisor.json").write_text("{}")
-        await until(pilot, lambda: "CRASHED" in picture(app), 0.6)
+        polls = source.polls
+        await until(pilot, lambda: source.polls > polls)
+        marker.write_text("{}")
+        await until(pilot, lambda: "CRASHED" in picture(app), 0.7)
+
+    drive(app, body)
+
+
+def test_a_mistake_while_reading_is_said_and_reading_goes_on():
+    class Breaks(recorded.Recorded):
+        def poll(self):
+            state = super().poll()
+            if self.polls == 2:
+                raise ValueError("no such thing")
+            return state
+
+    source = Breaks(recorded.running())
+    app = app_on(recorded.running())
+    app.feed._open = lambda path: source
+
+    async def body(pilot):
+        app.feed.nudge()
+        await until(pilot, lambda: "reading failed: ValueError: no such thing" in picture(app))
+        assert "RUNNING" in picture(app)
+        await until(pilot, lambda: "no alert" in picture(app))
 
     drive(app, body)
 
