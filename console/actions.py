@@ -195,7 +195,7 @@ def _prepared_phase(given: Orders, index: int, directory: Path) -> PreparedPhase
         environ.RUN_DIR: str(run.absolute()), environ.RUN_ID: f"{given.launch}/{run.name}",
         environ.ATTEMPT: "1",
     }  # fmt: skip
-    argv = orders.argv(phase, given.plan.watch.grace_s)
+    argv = orders.argv(phase, given.plan.watch.grace_s, rundir.logs(run, 1))
     settings = given.settings(index, chosen)
     environment = orders.environment(chosen, contract)
     return PreparedPhase(phase.name, tuple(argv), chosen, environment, settings)
@@ -212,7 +212,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """
     converted = check(action, args)
     folder, mailbox = _mailbox(path, ACTIONS[action])
-    _must_be_ours(folder)
+    rundir.check_ours(folder)
     if action == "halt" and _halt_alone(path):
         return ""
     _must_be_served(folder, mailbox)
@@ -222,7 +222,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     }  # fmt: skip
     box = folder / rundir.REQUESTS
     try:
-        box.mkdir(mode=0o700, exist_ok=True)
+        rundir.make_directory(box)
         rundir.write_atomic(box / f"{name}.json", jsonl.encode(record))
     except OSError as error:
         raise RefusedError(f"cannot write a request into {box}: {error.strerror}") from error
@@ -274,12 +274,6 @@ def _mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
     return top, "launch"
 
 
-def _must_be_ours(folder: Path) -> None:
-    status = folder.lstat()
-    if folder.is_symlink() or status.st_uid != os.geteuid():
-        raise RefusedError(f"{folder} is a link or belongs to somebody else; it is read-only here")
-
-
 def _must_be_served(folder: Path, mailbox: Mailbox) -> None:
     """Raises RefusedError when no supervisor would look into the mailbox (any more)."""
     name = launches.launch_id(folder) if mailbox == "launch" else folder.name
@@ -303,10 +297,11 @@ def _halt_alone(path: Path) -> bool:
         except NotFoundError:
             return False
     record = rundir.read_json(run / rundir.SUPERVISOR) or {}
-    if record.get("state") not in LIVE_STATES or rundir.is_alive(record):
+    if jsonl.text(record, "state") not in LIVE_STATES or rundir.is_alive(record):
         return False
+    rundir.check_ours(run)
     try:
-        rundir.write_atomic(run / rundir.HALT, f"halt asked by {who()}\n")
+        rundir.ask_halt(run, who())
     except OSError as error:
         raise RefusedError(f"cannot write {run / rundir.HALT}: {error.strerror}") from error
     return True

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from console import plain
 from console.sources import launches
+from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ContractError as error:
         if getattr(options, "json", False):
             emit({"error": str(error), "exit_code": error.exit_code})
-        print(f"nsa-console: {error}", file=sys.stderr)  # noqa: T201
+        print(f"nsa-console: {clean(str(error))}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
         say("left; nothing was stopped, runs go on")
@@ -131,7 +132,7 @@ def follow(run: Any, as_json: bool, interval_s: float = 1.0) -> int:
         if plain.is_over(state):
             break
         time.sleep(interval_s)
-    code = plain.launch_exit_code(state.launch, state) if state.launch else plain.exit_code(state)
+    code = plain.launch_exit_code(state.launch) if state.launch else plain.exit_code(state)
     if as_json:
         emit(plain.as_json(state) | {"exit_code": code})
     return code
@@ -151,6 +152,7 @@ def logs(options: argparse.Namespace) -> int:
         raise UsageError(f"--grep {options.grep!r} is no regular expression: {error}") from None
     reader = LogSource(run.run_path, state.attempt)
     wanted = None if options.rank is None else f"r{options.rank}"
+    over = not options.follow
     while True:
         while fresh := reader.poll():
             for line in fresh:
@@ -161,9 +163,14 @@ def logs(options: argparse.Namespace) -> int:
                     emit({"source": line.source, "text": line.text})
                 elif shown:
                     say(f"{line.source:<8} {line.text}")
-        if not options.follow or plain.is_over(run.poll()):
+        state = run.poll()
+        if (reader.run, reader.attempt) != (run.run_path, state.attempt):
+            reader = LogSource(run.run_path, state.attempt)
+        elif over:
             return 0
-        time.sleep(0.5)
+        else:
+            time.sleep(0.5)
+        over = plain.is_over(state)
 
 
 def flags(options: argparse.Namespace) -> int:
@@ -311,9 +318,9 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
     if options.json:
         emit(event)
     else:
-        say(str(event.get("text", "")))
+        say(clean(str(event.get("text", ""))))
         for line in event.get("detail") or ():
-            say(f"  {line}")
+            say(f"  {clean(str(line))}")
     return 0 if event.get("ok") else 4
 
 

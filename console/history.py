@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 MAX_POINTS = 4096
+MAX_SERIES = 16_384
 STEP_WINDOW = 200
 UNITS = {
     "loss": "nats/token", "toks_per_s": "tok/s", "grad_norm": "", "lr": "", "step_s": "s",
@@ -54,6 +55,8 @@ class History:
             return
         series = self._series.get(name)
         if series is None:
+            if len(self._series) >= MAX_SERIES:
+                return
             series = self._series[name] = _Thinned()
         series.add(at, value)
         self._versions[name] = self._versions.get(name, 0) + 1

@@ -40,22 +40,25 @@ def number(value: float | None, digits: int = 4) -> str:
 def exit_code(state: RunState) -> int:
     """Returns the documented exit code for a state: gates first, then how the run ended."""
     code = EXIT_CODES.get(state.state, 0)
-    if code == 0 and any(gate.result == "fail" for gate in state.gates):
+    if code == 0 and any(gate.result != "pass" for gate in state.gates):
         return GATE_FAILED
     return code
 
 
-def launch_exit_code(launch: LaunchState, current: RunState) -> int:
-    """Returns the exit code of a whole launch: that of the first phase that went wrong."""
+def launch_exit_code(launch: LaunchState) -> int:
+    """Returns the exit code of a launch that is over: that of the first phase that went wrong.
+
+    A plan that ended before its last phase was halted, or lost its supervisor.
+    """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
         if code:
             return code
-        if phase.result == "fail":
+        if phase.result not in ("", "pass"):
             return GATE_FAILED
-    if any(phase.state != "completed" for phase in launch.phases[: launch.phase + 1]):
-        return exit_code(current) or GATE_FAILED
-    return 0
+    if all(phase.state == "completed" for phase in launch.phases):
+        return 0
+    return EXIT_CODES["lost" if launch.state == "unsupervised" else "halted"]
 
 
 def as_json(state: RunState) -> dict[str, Any]:
@@ -157,11 +160,7 @@ class Changes:
         if self._new("state", f"{state.id}|{state.state}|{state.attempt}"):
             why = f": {state.why}" if state.why else ""
             yield f"{state.id} is {state.state}{why}."
-        for alert in state.alerts:
-            if self._new(f"alert {alert.id}", alert.text):
-                yield f"{alert.level.upper()}: {alert.text}."
-        if self._new("verdict", state.verdict.sentence if state.verdict else "") and state.verdict:
-            yield f"Verdict ({state.verdict.sure}): {state.verdict.sentence}."
+        yield from self._findings(state)
         blocked = state.directory_blocked_s >= 3
         if self._new("blocked", str(blocked)) and blocked:
             yield "The run directory does not take writes; training goes on."
@@ -179,6 +178,13 @@ class Changes:
             self._figures_at = now
             if self._new("figures", f"{state.id} {state.step}"):
                 yield f"{progress(state)}{_figures(state)}."
+
+    def _findings(self, state: RunState) -> Iterator[str]:
+        for alert in state.alerts:
+            if self._new(f"alert {alert.id}", alert.text):
+                yield f"{alert.level.upper()}: {alert.text}."
+        if self._new("verdict", state.verdict.sentence if state.verdict else "") and state.verdict:
+            yield f"Verdict ({state.verdict.sure}): {state.verdict.sentence}."
 
     def _new(self, key: str, value: str) -> bool:
         if self._said.get(key) == value:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.console.sources import directory
+
 ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "model", "plain", "sources", "history", "diagnose", "plans", "supervisor", "actions", "cli",
+    "model", "plain", "history", "sources", "diagnose", "plans", "supervisor", "actions", "cli",
     "tui",
 )  # fmt: skip
 
@@ -107,13 +109,14 @@ def test_the_environment_is_read_in_one_module():
         ("import console.tui.app", ("torch", "numpy", "pandas", "datasets")),
         (
             "import sys; sys.argv = ['x', 'status', '--json', 'latest']\n"
-            "from console.cli import main\nmain()",
-            ("torch", "numpy", "pandas", "textual", "rich", "yaml"),
+            "from console.cli import main\nassert main() == 0",
+            ("torch", "numpy", "pandas", "textual", "rich", "yaml", "psutil"),
         ),
     ],
 )
 def test_what_is_cheap_stays_cheap(statement, absent, tmp_path):
     """The import loads none of the heavy packages; checked in a process of its own."""
+    directory.run(directory.launch(tmp_path / "artifacts") / "0-first")
     program = f"{statement}\nimport sys\nprint([m for m in {absent!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -56,7 +56,8 @@ class Summary:
         norm = jsonl.number(record, "grad_norm")
         if norm is not None:
             lowest = self.grad_norm_min
-            self.grad_norm_min = norm if lowest is None or not norm >= lowest else lowest
+            if lowest is None or math.isnan(norm) or norm < lowest:
+                self.grad_norm_min = norm
         right = jsonl.number(record, "bytes_right")
         if right is not None:
             self.bytes_right, self.bytes_right_step = right, step

@@ -118,22 +118,10 @@ def _cores(case: Case) -> Check:
     return Check("cores", "pass", text)
 
 
-def memory_available_gib() -> float | None:
-    """Returns the kernel's estimate of memory that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / (1 << 20)
-    return None
-
-
 def _memory(case: Case) -> Check:
-    free = memory_available_gib()
-    if free is None:
-        return Check("memory", "unknown", "the kernel does not say how much memory is free")
+    import psutil
+
+    free = psutil.virtual_memory().available / GIB
     needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
     if free < needed:
         text = f"{free:.1f} GiB of memory free; {case.nproc} ranks need at least {needed:.1f} GiB"

@@ -24,8 +24,8 @@ from console.model import (
     Verdict,
 )
 from console.sources.sanitize import clean
-from console.sources.stacks import read_text
 from trainers.contract import jsonl, rundir
+from trainers.contract.errors import RefusedError
 
 STATES: frozenset[str] = frozenset(get_args(State))
 LEVELS: tuple[str, ...] = get_args(Level)
@@ -103,16 +103,19 @@ def age(ts: float | None) -> float | None:
 
 def live_directory(supervisor: Mapping[str, Any]) -> Path | None:
     """Returns the shared-memory directory of a run on this host and boot."""
-    named = supervisor.get("live_dir")
-    if not isinstance(named, str) or not named.startswith("/dev/shm/nsa-console-"):
+    path = Path(jsonl.text(supervisor, "live_dir"))
+    if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None
     if (
         supervisor.get("host") != rundir.host_name()
         or supervisor.get("boot_id") != rundir.boot_id()
     ):
         return None
-    path = Path(named)
-    return path if path.is_dir() and path.stat().st_uid == os.geteuid() else None
+    try:
+        rundir.check_ours(path)
+    except RefusedError:
+        return None
+    return path
 
 
 def effective_state(
@@ -338,7 +341,8 @@ def backend(env: Mapping[str, Any]) -> str:
 
 def latest_checkpoint(run: Path) -> str:
     """Returns the name of the newest whole checkpoint, "" without one."""
-    name = read_text(run / rundir.CHECKPOINTS / rundir.LATEST, 200).strip()
+    held = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200)
+    name = held.decode("ascii", "replace").strip()
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""
 
 

@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from trainers.contract import rundir
+from console.sources.sanitize import clean
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, UsageError, did_you_mean
 
 ROOT = Path("artifacts")
@@ -32,11 +33,9 @@ def launch_of(path: Path) -> Path | None:
 
 def launch_id(path: Path) -> str:
     """Returns the id of a launch directory: `<plan>-<stamp>`, or the directory's own name."""
-    plan = rundir.read_json(path / rundir.PLAN)
-    named = plan.get("launch") if plan else None
-    if isinstance(named, str) and named:
-        return named
-    return f"{path.parent.name}-{path.name}" if STAMP.fullmatch(path.name) else path.name
+    named = jsonl.text(rundir.read_json(path / rundir.PLAN) or {}, "launch")
+    stamped = f"{path.parent.name}-{path.name}" if STAMP.fullmatch(path.name) else path.name
+    return clean(named or stamped, 200)
 
 
 def run_directories(launch: Path) -> list[Path]:

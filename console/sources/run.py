@@ -16,6 +16,7 @@ from console.model import Alert, Figure, Gpu, LaunchState, Pulse, Rank, RunState
 from console.sources import documents
 from console.sources.launches import is_launch, launch_id, launch_of
 from trainers.contract import heartbeat, jsonl, pulse, rundir
+from trainers.contract.flags import DEVICES
 
 MAX_RANKS = 4096
 MAX_POLLS_PER_FILE = 4
@@ -54,7 +55,8 @@ class RunSource:
     ) -> RunState:
         born = self._document(run / rundir.RUN)
         live = documents.live_directory(supervisor)
-        ranks = _ranks(supervisor, reader, live)
+        flags = documents.flag_values(born)
+        ranks = _ranks(supervisor, reader, live, flags.get(DEVICES, ""))
         state, why = documents.effective_state(supervisor, reader.last)
         step = max((r.pulse.step for r in ranks if r.pulse), default=reader.last_step)
         planned = documents.setting_int(born, "train.steps")
@@ -85,7 +87,7 @@ class RunSource:
             skipped_records=reader.skipped,
             directory_blocked_s=blocked or 0.0,
             checkpoint=documents.latest_checkpoint(run),
-            environment=documents.flag_values(born),
+            environment=flags,
             origins=documents.flag_origins(born),
             argv=documents.words(born, "argv"),
             backend=documents.backend(self._document(run / rundir.ENV)),
@@ -249,7 +251,16 @@ class _Records:
         return figures
 
 
-def _ranks(supervisor: dict[str, Any], reader: _Records, live: Path | None) -> tuple[Rank, ...]:
+def _gpu_index(devices: str, local: int) -> int | None:
+    """Returns NVML's index of a rank's GPU; None when CUDA_VISIBLE_DEVICES does not number it."""
+    named = devices.split(",")
+    word = named[local].strip() if 0 <= local < len(named) else ""
+    return (int(word) if word.isdecimal() else None) if devices else local
+
+
+def _ranks(
+    supervisor: dict[str, Any], reader: _Records, live: Path | None, devices: str
+) -> tuple[Rank, ...]:
     workers = {
         rank: entry
         for entry in documents.entries(supervisor, "workers")
@@ -261,7 +272,7 @@ def _ranks(supervisor: dict[str, Any], reader: _Records, live: Path | None) -> t
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < MAX_RANKS:
                 sampled[rank] = (entry, sample)
-    gpus = {gpu.index: gpu for gpu in reader.gpus}
+    gpus: dict[int | None, Gpu] = {gpu.index: gpu for gpu in reader.gpus}
     ranks = []
     for rank in sorted({*workers, *sampled, *reader.last}):
         worker = workers.get(rank, {})
@@ -282,7 +293,7 @@ def _ranks(supervisor: dict[str, Any], reader: _Records, live: Path | None) -> t
                 cpu_pct=jsonl.number(entry, "cpu_pct"),
                 rss_mib=jsonl.number(entry, "rss_mib"),
                 pulse=found,
-                gpu=gpus.get(rank if local is None else local),
+                gpu=gpus.get(_gpu_index(devices, rank if local is None else local)),
                 exit=documents.exit_words(worker),
                 age_s=min(ages) if ages else None,
             )

@@ -86,21 +86,7 @@ def latest(run: Path, ranks: Iterable[int]) -> dict[int, Stack]:
     stacks = {}
     for rank, ms in sorted(newest.items()):
         path = run / f"stackdump_rank{rank}_{ms}.txt"
-        text = read_text(path, MAX_DUMP_BYTES)
+        text = jsonl.read_bytes(path, MAX_DUMP_BYTES).decode("utf-8", "replace")
         if text:
             stacks[rank] = Stack(rank, ms / 1000, str(path), parse(text))
     return stacks
-
-
-def read_text(path: Path, limit: int) -> str:
-    """Returns at most the last `limit` bytes of a regular file as text, "" for anything else."""
-    fd = jsonl.open_regular(path)
-    if fd is None:
-        return ""
-    try:
-        size = os.fstat(fd).st_size
-        return os.pread(fd, limit, max(0, size - limit)).decode("utf-8", "replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)

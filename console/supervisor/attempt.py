@@ -6,6 +6,7 @@ import os
 import secrets
 import select
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from trainers.contract.errors import ContractError
 
 Stage = Literal["prepare", "run", "collect", "over"]
 REFRESH_S = 5.0
+ENDINGS = ("halt", "stop", "kill")
+"""What can be asked, each stronger than the one before."""
 AGENT_LOST, RANK_LOST = "torchrun-gone", "rank-gone"
 
 
@@ -56,6 +59,7 @@ class Attempt:
         self.begun_ts = self.since_ts = time.time()
         self._directory = directory
         self._files = Files(run, self.number, self.phase.nproc)
+        self._news: deque[News] = deque()
         self._sampler = Sampler(nvml, self.live or run)
         self._begun = time.monotonic()
         self._verdict: Verdict | None = None
@@ -73,16 +77,20 @@ class Attempt:
 
     def tick(self) -> None:
         """Does what is due; never waits."""
+        self._take_news()
         {"prepare": self._begin, "run": self._watch_it, "collect": self._conclude,
          "over": lambda: None}[self.stage]()  # fmt: skip
         self._decide()
 
-    def look(self, heartbeats: bool) -> News:
-        """Reads the run's files; runs on the directory's thread."""
-        return self._files.look(heartbeats)
+    def look(self, heartbeats: bool) -> None:
+        """Reads the run's files; runs on the directory's thread. The next tick takes it in."""
+        self._news.append(self._files.look(heartbeats))
 
-    def take(self, news: News) -> None:
-        """Takes in what a look found, requests aside."""
+    def _take_news(self) -> None:
+        while self._news:
+            self._take(self._news.popleft())
+
+    def _take(self, news: News) -> None:
         for record in news.records:
             self.story.take(record)
         self._halt_file = self._halt_file or news.halt_file
@@ -96,35 +104,24 @@ class Attempt:
         if news.disk:
             self._sampler.disk = news.disk
 
-    def halt(self, by: str) -> str:
-        """Asks all ranks to stop at the same step; returns the answer."""
-        if self._asked in ("halt", "stop", "kill"):
-            return f"already {self._asked}ed by {self._by}" if self._asked == "halt" else (
-                f"{self._asked} is under way, asked by {self._by}"
-            )  # fmt: skip
-        self._asked, self._by = "halt", by
-        path = self.run / rundir.HALT
-        self._directory.call(lambda: rundir.write_atomic(path, f"halt asked by {by}\n"))
-        self._decide()
-        return ".HALT is written; all ranks stop at the same step and save"
-
-    def stop(self, by: str) -> str:
-        """TERM now, KILL after the grace; returns the answer."""
-        if self._asked in ("stop", "kill"):
+    def end(self, action: str, by: str) -> str:
+        """Halts, stops or kills the ranks, unless as much was asked before; returns the answer."""
+        if self.stage in ("collect", "over"):
+            return "the ranks have ended already; no further phase starts"
+        if self._asked and ENDINGS.index(action) <= ENDINGS.index(self._asked):
             return f"{self._asked} is under way, asked by {self._by}"
-        self._asked, self._by = "stop", by
-        if self.tree.spawned:
+        self._asked, self._by = action, by
+        if action == "halt":
+            self._directory.call(lambda: rundir.ask_halt(self.run, by))
+            answer = ".HALT is written; all ranks stop at the same step and save"
+        elif action == "stop":
             self.tree.terminate(self.watch.grace_s)
-        self._decide()
-        return f"TERM is sent; what is left after {self.watch.grace_s:g} s is killed"
-
-    def kill(self, by: str) -> str:
-        """KILL now; returns the answer."""
-        self._asked, self._by = "kill", by
-        if self.tree.spawned:
+            answer = f"TERM is sent; what is left after {self.watch.grace_s:g} s is killed"
+        else:
             self.tree.kill()
+            answer = "KILL is sent to every process of the run"
         self._decide()
-        return "KILL is sent to every process of the run"
+        return answer
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> None:
         self._directory.event(self.run, self.number, kind, text, level, **more)
@@ -149,15 +146,18 @@ class Attempt:
     def _prepare(self) -> int:
         """Makes the run directory; returns the descriptor of torchrun's log."""
         rundir.make_directory(self.run)
-        for folder in (self.run / rundir.REQUESTS, self.run / rundir.VERDICTS,
-                       rundir.logs(self.run, self.number)):  # fmt: skip
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        logs = rundir.logs(self.run, self.number)
+        for folder in (self.run / rundir.REQUESTS, self.run / rundir.VERDICTS, logs):
+            rundir.make_directory(folder)
         aside = rundir.set_aside_stale_halt(self.run)
         if aside is not None:
             self.event("note", f"a .HALT from before the start was set aside as {aside.name}",
                        "warn")  # fmt: skip
         rundir.write_json(self.run / rundir.RUN, self._record)
-        return rundir.open_append(rundir.logs(self.run, self.number) / rundir.TORCHRUN_LOG)
+        return rundir.open_append(logs / rundir.TORCHRUN_LOG)
+
+    def _argv(self) -> list[str]:
+        return orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.run, self.number))
 
     def _environment(self) -> dict[str, str]:
         contract = {
@@ -176,7 +176,7 @@ class Attempt:
             "plan": self.orders.plan.name, "phase": self.phase.name, "index": self.index,
             "proves": self.phase.proves, "by": self.orders.by, "created_ts": self.begun_ts,
             "nnodes": 1, "nproc": self.phase.nproc, "world": self.phase.nproc,
-            "steps_planned": planned, "argv": orders.argv(self.phase, self.watch.grace_s),
+            "steps_planned": planned, "argv": self._argv(),
             "cwd": str(Path.cwd()), "environment": self._environment(),
             "flags": {name: asdict(flag) for name, flag in self.flags.items()},
             "settings": settings, "gates": dict(self.phase.gates), "watch": asdict(self.watch),
@@ -203,8 +203,7 @@ class Attempt:
         if self._asked:
             self._never_began(f"{self._asked} was asked by {self._by} before the start")
             return
-        argv = orders.argv(self.phase, self.watch.grace_s)
-        self.tree.spawn(argv, self._environment(), log_fd)
+        self.tree.spawn(self._argv(), self._environment(), log_fd)
         self._begun, self.stage = time.monotonic(), "run"
         self.event("phase", f"{self.phase.name}: torchrun started as pid {self.tree.agent_pid}")
         self._publish()
@@ -271,21 +270,21 @@ class Attempt:
         except OSError as error:
             rest = Rest()
             self._failure = self._failure or f"the run directory cannot be read: {error}"
-        self.take(rest.news)
+        self._take_news()
+        self._take(rest.news)
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
         self._words = rest.words
         self.gates = gates.evaluate(self.story.summary, self.phase.gates)
         self._verdict, self.stage = None, "over"
-        self.clear("stall", "the run has ended")
-        for name in (AGENT_LOST, RANK_LOST):
+        for name in self.open_alerts():
             self.clear(name, "the run has ended")
-        self._decide()
         self._directory.document(
             self.run / rundir.GATES,
             {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(self.gates),
              "gates": [asdict(gate) for gate in self.gates]},
         )  # fmt: skip
+        self._decide()
         self.tree.close()
         live.remove(self.live)
         self.live = None

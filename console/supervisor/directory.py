@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trainers.contract import VERSION, jsonl, rundir
-from trainers.contract.errors import ContractError
 from trainers.contract.recorder import Recorder
 
 T = TypeVar("T")
 
 
 class Job(Generic[T]):
-    """Work for the directory's thread whose result somebody waits for, without blocking."""
+    """Work for the directory's thread whose result somebody waits for, without blocking.
+
+    Whatever it raises is raised where the result is taken; the thread goes on.
+    """
 
     def __init__(self, work: Callable[[], T], on_done: Callable[[], None]):
         self._work, self._on_done = work, on_done
         self.done = False
-        self.error: OSError | ContractError | None = None
+        self.error: Exception | None = None
         self._value: T | None = None
 
     def __call__(self) -> None:
         try:
             self._value = self._work()
-        except (OSError, ContractError) as error:
+        except Exception as error:
             self.error = error
         finally:
             self.done = True
@@ -48,6 +51,8 @@ class Directory(Recorder):
 
     def __init__(self, on_done: Callable[[], None] = lambda: None):
         self._on_done = on_done
+        self._documents: dict[Path, Mapping[str, Any]] = {}
+        self._lock = threading.Lock()
         super().__init__()
 
     def job(self, work: Callable[[], T]) -> Job[T]:
@@ -69,6 +74,14 @@ class Directory(Recorder):
         return record
 
     def document(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Replaces a JSON document as a whole."""
-        frozen = dict(record)
-        self.call(lambda: rundir.write_json(path, frozen))
+        """Replaces a JSON document as a whole; of several that wait only the newest is written."""
+        with self._lock:
+            waits = path in self._documents
+            self._documents[path] = dict(record)
+        if not waits:
+            self.call(lambda: self._write_document(path))
+
+    def _write_document(self, path: Path) -> None:
+        with self._lock:
+            record = self._documents.pop(path)
+        rundir.write_json(path, record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -30,10 +29,10 @@ class _Part:
 
 def refusal(pid: int) -> str:
     """Says why a rank cannot be asked for its stack, "" when it can."""
-    seen = process.stat(pid)
-    if seen is None or seen.state in "ZX":
+    state = process.Meter().look(pid).state
+    if state in ("Z", "X", process.GONE):
         return "is gone"
-    if seen.state in "Tt":
+    if state in "Tt":
         return "is stopped (SIGSTOP or a debugger) and cannot dump; kill -CONT lets it go on"
     if not process.catches(pid, signal.SIGUSR1):
         return "does not catch SIGUSR1 (still starting, or no member), so it was not signalled"
@@ -50,8 +49,8 @@ class Dump:
 
     def ask(self, rank: int, handle: process.Handle) -> None:
         """Signals one rank, if it would survive it."""
-        live = rundir.live_stack(self._live, rank) if self._live else None
-        source = live if live is not None and live.exists() else rundir.stackdump(self._run, rank)
+        live, run = self._live, self._run
+        source = rundir.live_stack(live, rank) if live else rundir.stackdump(run, rank)
         part = _Part(rank, source, _size(source), refusal(handle.pid))
         if not part.result and not handle.send(signal.SIGUSR1):
             part.result = "is gone"
@@ -66,7 +65,7 @@ class Dump:
         for part in self.parts:
             if part.result:
                 continue
-            part.data = _read(part.source, part.offset)
+            part.data = jsonl.read_bytes(part.source, MAX_DUMP_BYTES, part.offset)
             whole = END_MARK.encode() in part.data and part.data.endswith(b"\n")
             if whole or late:
                 self._finish(part, whole, keep)
@@ -104,15 +103,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _read(path: Path, offset: int) -> bytes:
-    fd = jsonl.open_regular(path)
-    if fd is None:
-        return b""
-    try:
-        return os.pread(fd, MAX_DUMP_BYTES, offset)
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)

@@ -134,6 +134,7 @@ ENDED: tuple[Rule, ...] = (
     ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
     ("stopped", lambda f: f.asked == "stop" and (not f.clean or bool(f.halt_steps)),
      lambda f: f"stopped, asked by {f.by}"),
+    ("halted", lambda f: f.asked == "halt" and not f.spawned, _halt_words),
     ("halted", lambda f: f.clean and bool(f.halt_steps), _halt_words),
     ("completed", lambda f: f.clean, lambda f: f"all ranks done after step {f.step}"),
     ("failed", _trainer_named_it, _error_words),

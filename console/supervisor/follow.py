@@ -1,4 +1,4 @@
-"""What a run's own files say: heartbeats, `.HALT`, requests. Read on the directory's thread."""
+"""What a run's own files say: heartbeats, `.HALT`, torchrun's log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from console.plans.gates import Summary
-from console.supervisor import requests
 from console.supervisor.ending import error_of
 from trainers.contract import heartbeat, jsonl, rundir
 
@@ -30,7 +29,6 @@ CLOSING = b"closing signal SIG"
 class News:
     """What one look found."""
 
-    requests: list[requests.Request] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     halt_file: bool = False
     ending: bool = False
@@ -49,7 +47,7 @@ class Rest:
 
 
 class Files:
-    """Follows the files of one attempt. `look` runs on the directory's thread."""
+    """Follows the files of one attempt; `look` and `rest` run on the directory's thread."""
 
     def __init__(self, run: Path, attempt: int, world: int):
         self._run, self._attempt = run, attempt
@@ -58,19 +56,21 @@ class Files:
         self._tails = [heartbeat.tail(rundir.heartbeat(run, rank)) for rank in range(world)]
 
     def look(self, heartbeats: bool) -> News:
-        """Returns what is new; `heartbeats` False looks only for requests and `.HALT`."""
-        news = News(requests.scan(self._run, "run"))
-        news.halt_file = (self._run / rundir.HALT).exists()
+        """Returns what is new; `heartbeats` False looks only for `.HALT`.
+
+        What may raise comes first: a record that was read is never lost.
+        """
+        news = News(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
-            for tail in self._tails:
-                news.records += self._read(tail, MAX_POLLS)
-            news.ending = self._torchrun_ends()
             space = os.statvfs(self._run)
             gib = space.f_frsize / (1 << 30)
             news.disk = {
                 "free_gib": round(space.f_bavail * gib, 2),
                 "total_gib": round(space.f_blocks * gib, 2),
             }
+            news.ending = self._torchrun_ends()
+            for tail in self._tails:
+                news.records += self._read(tail, MAX_POLLS)
         return news
 
     def rest(self) -> Rest:
@@ -78,22 +78,17 @@ class Files:
         news = News()
         for tail in self._tails:
             news.records += self._read(tail, 1 << 20)
-        log = _end_of(self._log)
+        log = jsonl.read_bytes(self._log, LOG_TAIL_BYTES)
         words = {}
         for rank in range(len(self._tails)):
-            own = _end_of(rundir.rank_log(self._run, self._attempt, rank))
+            path = rundir.rank_log(self._run, self._attempt, rank)
+            own = jsonl.read_bytes(path, LOG_TAIL_BYTES)
             words[rank] = last_exception(own) or last_exception(log)
         return Rest(news, log, rundir.read_json(self._run / rundir.METRICS), words)
 
     def _torchrun_ends(self) -> bool:
         """Says whether torchrun's log tells of signals to the ranks since the last look."""
-        fd = jsonl.open_regular(self._log)
-        if fd is None:
-            return False
-        try:
-            data = os.pread(fd, LOG_TAIL_BYTES, self._log_offset)
-        finally:
-            os.close(fd)
+        data = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, self._log_offset)
         self._log_offset += max(0, len(data) - len(CLOSING))
         return CLOSING in data
 
@@ -104,17 +99,6 @@ class Files:
             if tail.offset >= tail.size_bytes:
                 break
         return found
-
-
-def _end_of(path: Path) -> bytes:
-    fd = jsonl.open_regular(path)
-    if fd is None:
-        return b""
-    try:
-        size = os.fstat(fd).st_size
-        return os.pread(fd, LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
-    finally:
-        os.close(fd)
 
 
 def last_exception(log: bytes) -> str:

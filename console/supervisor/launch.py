@@ -16,7 +16,6 @@ from console.supervisor import live, requests
 from console.supervisor.attempt import REFRESH_S, Attempt
 from console.supervisor.directory import Directory, Job
 from console.supervisor.dump import Dump
-from console.supervisor.follow import News
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.requests import Request
 from trainers.contract import VERSION, flags, rundir
@@ -56,19 +55,17 @@ class Launch:
         self._next_flags: dict[str, dict[str, Any]] = {}
         self._requests: dict[str, _Known] = {}
         self._dump: tuple[Dump, list[Request]] | None = None
-        self._look: Job[tuple[News, list[Request], Attempt | None]] | None = None
+        self._look: Job[list[Request]] | None = None
+        self._ended_by = ""
+        self._last_look = self.over = False
         self._looked = self._beats = self._said = self._refreshed = 0.0
         self._actions: Mapping[str, Callable[[Request], Outcome | None]] = {
-            "dump": self._do_dump, "halt": self._do_halt, "stop": self._do_stop,
-            "kill": self._do_kill, "ack": self._do_ack, "note": self._do_note,
+            "dump": self._do_dump, "halt": self._do_end, "stop": self._do_end,
+            "kill": self._do_end, "ack": self._do_ack, "note": self._do_note,
             "set-flag": self._do_set_flag, "proceed": self._do_proceed,
         }  # fmt: skip
         directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
         self._start(0)
-
-    @property
-    def over(self) -> bool:
-        return self.state == "ended"
 
     @property
     def busy(self) -> bool:
@@ -100,10 +97,16 @@ class Launch:
 
     def terminate(self, by: str) -> None:
         """Stops the running phase and ends the plan: what SIGTERM asks for."""
-        if self.attempt is not None:
-            self.attempt.stop(by)
-        else:
-            self._end(f"stopped by {by} before the next phase")
+        self._end_by("stop", by)
+
+    def _end_by(self, action: str, by: str) -> str:
+        """Ends the running phase, and the plan with it; returns the answer."""
+        if self.attempt is None:
+            if self.state != "ended":
+                self._end(f"{action} asked by {by} before the next phase")
+            return "the plan has ended; nothing was running"
+        self._ended_by = self._ended_by or f"{action} asked by {by}"
+        return self.attempt.end(action, by)
 
     # --- phases --------------------------------------------------------------------------------
 
@@ -132,6 +135,8 @@ class Launch:
 
     def _end_of_phase(self, attempt: Attempt) -> None:
         result = gates.overall(attempt.gates) if attempt.gates else "pass"
+        for request in self._dump[1] if self._dump else ():
+            self._answer(request, (False, "the ranks ended before they answered", []))
         entry, self.attempt, self._dump = self._phases[self._index], None, None
         entry |= {
             "state": attempt.state, "why": attempt.why, "result": result,
@@ -157,13 +162,13 @@ class Launch:
         if state != "completed":
             return f"{state}: {attempt.why}"
         if result == "pass":
-            return ""
+            return self._ended_by
         missed = [f"{g.name} {g.result} ({_value(g.value)} {g.unit}, bound {g.bound})"
                   for g in attempt.gates if g.result != "pass"]  # fmt: skip
         return "gate " + "; gate ".join(missed)
 
     def _end(self, why: str) -> None:
-        self.state, self.why = "ended", why
+        self.state, self.why, self._looked = "ended", why, 0.0
         for entry in self._phases:
             if entry["state"] in ("next", "later"):
                 entry["state"] = "later"
@@ -173,16 +178,17 @@ class Launch:
     # --- requests ------------------------------------------------------------------------------
 
     def _look_around(self, now: float) -> None:
-        """Takes what the last look brought and asks for the next; never two at once."""
+        """Takes what the last look brought and asks for the next; never two at once.
+
+        Nobody's question is left without an answer: after the end there is one look more.
+        """
         if self._look is not None:
             if not self._look.done:
                 return
             ended, self._look = self._look, None
-            news, own, attempt = (News(), [], None) if ended.error else ended.value
-            if attempt is not None and attempt is self.attempt:
-                attempt.take(news)
-                self._answer_all(news.requests, attempt)
-            self._answer_all(own, None)
+            if not isinstance(ended.error, OSError):
+                self._answer_all(ended.value)
+            self.over = self._last_look
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
@@ -191,14 +197,20 @@ class Launch:
         attempt, path = self.attempt, self.path
         if attempt is not None and attempt.stage != "run":
             attempt = None
+        runs = [path / entry["dir"] for entry in self._phases[: self._index + 1]]
 
-        def look() -> tuple[News, list[Request], Attempt | None]:
-            news = attempt.look(heartbeats) if attempt is not None else News()
-            return news, requests.scan(path, "launch"), attempt
+        def look() -> list[Request]:
+            found = requests.scan(path, "launch")
+            for run in runs:
+                found += requests.scan(run, "run")
+            if attempt is not None:
+                attempt.look(heartbeats)
+            return found
 
+        self._last_look = self.state == "ended"
         self._look = self._directory.job(look)
 
-    def _answer_all(self, found: list[Request], attempt: Attempt | None) -> None:
+    def _answer_all(self, found: list[Request]) -> None:
         for request in found:
             known = self._requests.get(request.id)
             if known is not None and (known.path == request.path or not known.done):
@@ -215,7 +227,14 @@ class Launch:
                 self._answer(request, outcome)
 
     def _execute(self, request: Request) -> Outcome | None:
+        if self.state == "ended":
+            return False, f"the plan has ended: {self.why}", []
         return self._actions[request.action](request)
+
+    def _addressed(self, request: Request) -> Attempt | None:
+        """Returns the running attempt, None when the request lies in a former run's mailbox."""
+        attempt = self.attempt
+        return attempt if attempt and request.path.parent.parent == attempt.run else None
 
     def _record_request(self, request: Request) -> None:
         folder = request.path.parent.parent
@@ -233,31 +252,14 @@ class Launch:
         )  # fmt: skip
         self._directory.call(lambda: requests.remove(request.path))
 
-    def _do_halt(self, request: Request) -> Outcome:
-        if self.attempt is None:
-            self._end(f"halted by {request.by} before the next phase")
-            return True, "the plan has ended; nothing was running", []
-        return True, self.attempt.halt(request.by), []
-
-    def _do_stop(self, request: Request) -> Outcome:
-        if self.attempt is None:
-            self._end(f"stopped by {request.by} before the next phase")
-            return True, "the plan has ended; nothing was running", []
-        return True, self.attempt.stop(request.by), []
-
-    def _do_kill(self, request: Request) -> Outcome:
-        if self.attempt is None:
-            return False, "nothing is running", []
-        return True, self.attempt.kill(request.by), []
+    def _do_end(self, request: Request) -> Outcome:
+        return True, self._end_by(request.action, request.by), []
 
     def _do_ack(self, request: Request) -> Outcome:
-        name = request.args["alert"]
-        if self.attempt is None or name not in self.attempt.open_alerts():
+        name, attempt = request.args["alert"], self._addressed(request)
+        if attempt is None or name not in attempt.open_alerts():
             return False, f"there is no open alert {name!r}", []
-        self._directory.event(
-            self.attempt.run, self.attempt.number, "ack", f"{name} acknowledged",
-            by=request.by, alert=name,
-        )  # fmt: skip
+        attempt.event("ack", f"{name} acknowledged", by=request.by, alert=name)
         return True, f"{name} acknowledged", []
 
     def _do_note(self, request: Request) -> Outcome:
@@ -298,7 +300,7 @@ class Launch:
         return True, f"{phase} starts", []
 
     def _do_dump(self, request: Request) -> Outcome | None:
-        attempt = self.attempt
+        attempt = self._addressed(request)
         workers = {w.rank: w for w in attempt.tree.alive()} if attempt is not None else {}
         rank = request.args.get("rank")
         wanted = sorted(workers) if rank is None else [rank]

@@ -10,13 +10,10 @@ from typing import Any
 
 from trainers.contract import jsonl, rundir
 
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "nsa-console"
-
 
 def create(token: str) -> Path | None:
     """Creates the live directory of an attempt; None where there is no shared memory."""
-    path = SHARED_MEMORY / f"{PREFIX}-{os.geteuid()}-{token}"
+    path = rundir.SHARED_MEMORY / f"{rundir.LIVE_PREFIX}{os.geteuid()}-{token}"
     try:
         path.mkdir(mode=0o700)
     except OSError:
@@ -26,7 +23,7 @@ def create(token: str) -> Path | None:
 
 def remove(path: Path | None) -> None:
     """Removes the live directory; what is already gone is fine."""
-    if path is not None and path.parent == SHARED_MEMORY and path.name.startswith(PREFIX):
+    if path is not None:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from console.plans.catalog import PROJECT
+from console.plans.catalog import PROJECT, project_file
 from trainers.contract import VERSION, environ, rundir
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
@@ -64,7 +64,7 @@ class Orders:
             return {}
         from trainers import settings
 
-        config = config_file(phase) if phase.config else None
+        config = project_file(phase.config) if phase.config else None
         environment = {name: flag.value for name, flag in flags.items()}
         resolved = settings.resolve(config, environment, phase.set).as_dict()
         for key in phase.set:
@@ -95,34 +95,32 @@ def is_ours(phase: Phase) -> bool:
     return not phase.script and phase.module.startswith("trainers.")
 
 
-def config_file(phase: Phase) -> Path:
-    """Returns the config as the ranks get it: relative to the working directory if it is there."""
-    path = Path(phase.config)
-    return path if path.is_absolute() or path.is_file() else PROJECT / path
-
-
-def argv(phase: Phase, grace_s: float) -> list[str]:
-    """Returns the command that starts a phase on one host."""
+def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
+    """Returns the command that starts a phase on one host; torchrun's own files go below `logs`."""
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
         "--shutdown-timeout", str(max(1, round(grace_s))),
+        "--log-dir", str(logs.absolute() / "torchrun"),
     ]  # fmt: skip
     words += [phase.script] if phase.script else ["-m", phase.module]
     if phase.config:
-        words += ["--config", str(config_file(phase))]
+        words += ["--config", str(project_file(phase.config))]
     for key, value in phase.set.items():
         words += ["--set", f"{key}={value}"]
     return words + list(phase.args)
 
 
-def environment(flags: Mapping[str, FlagValue], contract: Mapping[str, str]) -> dict[str, str]:
-    """Returns the whole environment of torchrun: allow-list, flags, contract, nothing else."""
+def inherited() -> dict[str, str]:
+    """Returns the allow-listed environment, in which this project can be imported."""
     found = environ.inherited()
     paths = [entry for entry in found.get("PYTHONPATH", "").split(":") if entry]
     if str(PROJECT) not in paths:
         paths.insert(0, str(PROJECT))
-    found["PYTHONPATH"] = ":".join(paths)
-    found["PYTHONUNBUFFERED"] = "1"
-    found |= {name: flag.value for name, flag in flags.items()}
-    return found | dict(contract)
+    return found | {"PYTHONPATH": ":".join(paths)}
+
+
+def environment(flags: Mapping[str, FlagValue], contract: Mapping[str, str]) -> dict[str, str]:
+    """Returns the whole environment of torchrun: allow-list, flags, contract, nothing else."""
+    chosen = {name: flag.value for name, flag in flags.items()}
+    return inherited() | {"PYTHONUNBUFFERED": "1"} | chosen | dict(contract)

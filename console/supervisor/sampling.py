@@ -26,7 +26,7 @@ class Sampler:
 
     def __init__(self, nvml: Nvml, folder: Path):
         self._nvml, self._folder = nvml, folder
-        self._cpu = process.CpuMeter()
+        self._meter = process.Meter()
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
         self.seen: tuple[Seen, ...] = ()
@@ -60,15 +60,14 @@ class Sampler:
         self, worker: Worker, story: Story, now: float, begun: float
     ) -> tuple[dict[str, Any], Seen]:
         pid = worker.handle.pid
-        stat = process.stat(pid) if worker.over_ts is None else None
-        state = stat.state if stat else "gone"
+        use = self._meter.look(pid) if worker.over_ts is None else process.Use()
+        state = use.state
         found = pulse.read(rundir.pulse(self._folder, worker.rank))
         if found is not None and found.pid != pid:
             found = None
         row: dict[str, Any] = {
             "rank": worker.rank, "pid": pid, "state": state,
-            "cpu_pct": self._cpu.pct(stat) if stat else None,
-            "rss_mib": round(stat.rss_mib, 1) if stat else None, "pulse": None,
+            "cpu_pct": use.cpu_pct, "rss_mib": use.rss_mib, "pulse": None,
         }  # fmt: skip
         p99_s = story.p99_s(worker.rank)
         if found is None:

@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from console.plans.catalog import PROJECT
-from console.supervisor.orders import Orders
-from trainers.contract import environ, jsonl, rundir
+from console.supervisor.orders import Orders, inherited
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
 READY_S = 20.0
@@ -65,11 +64,11 @@ class Claim:
                 raise self._in_use() from None
             raise RefusedError(f"cannot lock {path}: {error.strerror}") from error
         try:
+            self.directory.chmod(0o700)
             self._check_content()
         except RefusedError:
             self.release()
             raise
-        self.directory.chmod(0o700)
 
     def _check_content(self) -> None:
         """Raises RefusedError when the directory holds something that is not this launch."""
@@ -115,6 +114,7 @@ class Claim:
         held = rundir.identity(pid) | {
             "user": user_name(), "since_ts": time.time(), "launch": launch,
         }  # fmt: skip
+        os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, jsonl.encode(held), 0)
 
     def release(self) -> None:
@@ -161,18 +161,13 @@ def start(directory: Path, given: Orders) -> None:
 
 def _spawn(directory: Path, lock_fd: int) -> subprocess.Popen[bytes]:
     log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
-    environment = environ.inherited()
-    paths = [entry for entry in environment.get("PYTHONPATH", "").split(":") if entry]
-    if str(PROJECT) not in paths:
-        paths.insert(0, str(PROJECT))
-    environment["PYTHONPATH"] = ":".join(paths)
     argv = [
         sys.executable, "-m", "console.supervisor", str(directory.absolute()),
         "--lock-fd", str(lock_fd),
     ]  # fmt: skip
     try:
         return subprocess.Popen(
-            argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            argv, env=inherited(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=(lock_fd,),
         )  # fmt: skip
     finally:
@@ -193,18 +188,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> None
 
 
 def _last_line(directory: Path) -> str:
-    text = _read_text(directory / rundir.SUPERVISOR_LOG)
+    data = jsonl.read_bytes(directory / rundir.SUPERVISOR_LOG, 1 << 16)
+    text = data.decode("utf-8", "replace")
     return next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
-
-
-def _read_text(path: Path) -> str:
-    fd = jsonl.open_regular(path)
-    if fd is None:
-        return ""
-    try:
-        return os.pread(fd, 1 << 16, 0).decode("utf-8", "replace")
-    finally:
-        os.close(fd)
 
 
 def host_facts() -> dict[str, Any]:

@@ -20,7 +20,8 @@ from console.sources import process
 from trainers.contract import rundir
 
 LEFTOVER_GRACE_S = 2.0
-SCAN_EVERY_S = 0.5
+SCAN_EVERY_S = 0.2
+"""A scan reads the environment of every process of the host."""
 FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
 )
@@ -40,10 +41,9 @@ class Worker:
     culled: bool = False
     """Killed here because it outlived another rank's failure."""
 
-    def ended(self, status: Mapping[str, int | str | None]) -> None:
-        code, name = status["code"], status["signal"]
-        self.code = code if isinstance(code, int) else None
-        self.signal = name if isinstance(name, str) else None
+    def ended(self, code: int) -> None:
+        """Takes the exit code; a negative one is the signal that killed it."""
+        self.code, self.signal = (None, process.signal_name(-code)) if code < 0 else (code, None)
         self.over_ts = self.over_ts or time.time()
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Tree:
         self._agent_over_at: float | None = None
         self._kill_at: float | None = None
         self._ranks_kill_at: float | None = None
-        self._scanned = 0.0
+        self._scanned = self._killed = 0.0
         self._left: list[int] = []
 
     @property
@@ -119,7 +119,7 @@ class Tree:
         if not self.spawned or self.agent_status is None:
             return False
         now = time.monotonic()
-        if now - self._scanned < (0.0 if self._kill_at else SCAN_EVERY_S) and self._left:
+        if now - self._scanned < SCAN_EVERY_S and self._left:
             return False
         self._scanned, self._left = now, process.with_token(self.token)
         helpers_only = not self.alive()
@@ -129,6 +129,8 @@ class Tree:
 
     def terminate(self, grace_s: float) -> None:
         """Sends TERM to torchrun, or to the ranks if it is gone; KILL follows after the grace."""
+        if not self.spawned:
+            return
         if self._kill_at is None:
             self._kill_at = time.monotonic() + grace_s
         if self._agent is not None and self.agent_status is None:
@@ -144,7 +146,9 @@ class Tree:
 
     def kill(self) -> None:
         """Sends KILL to every process of this attempt, and again at each `enforce`."""
-        self._kill_at = 0.0
+        if not self.spawned:
+            return
+        self._kill_at, self._killed = 0.0, time.monotonic()
         if self._agent is not None and self.agent_status is None:
             self._agent.send(signal.SIGKILL)
         self._kill_ranks()
@@ -168,7 +172,7 @@ class Tree:
             for worker in self.alive():
                 worker.culled = True
             self._kill_ranks()
-        if self._kill_at is None or now < self._kill_at:
+        if self._kill_at is None or now < max(self._kill_at, self._killed + SCAN_EVERY_S):
             return False
         first = self._kill_at > 0
         self.kill()
@@ -186,15 +190,12 @@ class Tree:
             worker = self.workers.setdefault(rank, unseen)
             if worker.handle.pid != pid:
                 continue
-            worker.ended(
-                {"code": None, "signal": process.signal_name(-code)} if code < 0
-                else {"code": code, "signal": None}
-            )  # fmt: skip
+            worker.ended(code)
             if rank not in self.order:
                 self.order.insert(0 if match.start() > root >= 0 else len(self.order), rank)
         if self.agent_status == 0:
             for worker in self.workers.values():
-                worker.ended({"code": 0, "signal": None})
+                worker.ended(0)
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -227,15 +228,16 @@ class Tree:
             if pid == 0:
                 return changed
             changed = True
+            code = os.waitstatus_to_exitcode(status)
             if pid == self.agent_pid and self._agent is not None:
-                self.agent_status = os.waitstatus_to_exitcode(status)
+                self.agent_status = code
                 self._agent_over_at = time.monotonic()
                 if self._popen is not None:
                     self._popen.returncode = self.agent_status
                 self._forget(self._agent)
             for worker in self.workers.values():
                 if worker.handle.pid == pid:
-                    worker.ended(process.exit_record(status))
+                    worker.ended(code)
                     self._forget(worker.handle)
                     if worker.rank not in self.order:
                         self.order.append(worker.rank)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Coroutine
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,25 @@ from console.tui.questions import CannotAsk, Choice, Question
 if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
     from console.tui.screens.view import View
+
+
+LATER = (
+    "console.tui.widgets.confirm",
+    "console.tui.screens.help",
+    "console.tui.screens.launch",
+    "console.tui.screens.stall",
+    "console.tui.screens.logs",
+    "console.actions",
+)
+"""Not needed for the first picture, wanted at once when a key asks for it."""
+
+
+def preload(wait_s: float = 0.5) -> None:
+    """Imports what comes later, in a thread beside the screen, with pauses for the keys."""
+    for name in LATER:
+        time.sleep(wait_s)
+        import_module(name)
+        wait_s = 0.05
 
 
 class Doing:
@@ -38,8 +59,6 @@ class Doing:
         return rundir.host_name()
 
     def make_view(self, name: str) -> View:
-        from importlib import import_module
-
         module = import_module(f"console.tui.screens.{name}")
         return module.make(self.me)
 

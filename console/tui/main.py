@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from textual.message import Message
 
 from console.tui import keys
 from console.tui.deeds import Deeds, Done
-from console.tui.doing import Doing
+from console.tui.doing import Doing, preload
 from console.tui.feed import Feed, Snapshot, Source, open_source
 from console.tui.launching import Draft, Launching
 from console.tui.screens.dashboard import Dashboard, wanted_series
@@ -122,6 +123,7 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
     def _painted(self) -> None:
         """What can wait until the first picture stands: reading, and collecting garbage."""
         self.feed.start()
+        threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()
         gc.enable()
 

@@ -12,12 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from console import actions
 from console.actions import LaunchOptions
 from console.sources import process
+from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, NotFoundError, RefusedError, UsageError
 
@@ -69,7 +71,7 @@ def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
     chosen = options(tmp_path, flags={"NCCL_DEBUG": "warn"}, nproc=3, devices="0,1")
     before = listing(tmp_path)
     prepared = actions.prepare(chosen)
-    assert listing(tmp_path) == before == [] or listing(tmp_path) == ["tested.yaml"]
+    assert listing(tmp_path) == before == ["tested.yaml"]
     assert [phase.name for phase in prepared.phases] == ["one", "two"]
     first = prepared.phases[0]
     assert first.argv[1:3] == ("-m", "torch.distributed.run")
@@ -194,7 +196,7 @@ def test_a_link_and_a_file_are_refused(tmp_path):
 
 def test_a_supervisor_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
     """The supervisor cannot import the project, so it ends before it has taken over."""
-    monkeypatch.setattr("console.supervisor.start.PROJECT", tmp_path / "no-project")
+    monkeypatch.setattr("console.supervisor.orders.PROJECT", tmp_path / "no-project")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ContractError, match=r"the supervisor ended at once: .*No module named"):
@@ -255,7 +257,7 @@ def test_the_supervisor_holds_the_lock_and_its_children_do_not(raced):
     with (path / rundir.LOCK).open() as stream, pytest.raises(BlockingIOError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     holders = []
-    for pid in process.pids():
+    for pid in psutil.pids():
         try:
             links = {os.readlink(f.path) for f in os.scandir(f"/proc/{pid}/fd")}
         except OSError:
@@ -302,6 +304,27 @@ def test_a_run_of_somebody_else_or_behind_a_link_is_read_only(raced, tmp_path):
     link.symlink_to(path)
     with pytest.raises(RefusedError, match="link"):
         actions.send(link, "note", {"text": "x"}, "tester")
+
+
+def test_a_halt_is_not_written_through_a_link_in_somebodys_launch(tmp_path):
+    """An unpacked launch may name any directory as its current run."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    path = directory.launch(tmp_path)
+    directory.run(outside, **directory.DEAD)
+    (path / "0-first").symlink_to(outside)
+    with pytest.raises(RefusedError, match="link"):
+        actions.send(path, "halt", {}, "tester")
+    assert not (outside / rundir.HALT).exists()
+
+
+def test_a_request_is_not_written_through_a_link(tmp_path):
+    path, outside = directory.launch(tmp_path), tmp_path / "outside"
+    outside.mkdir()
+    (path / rundir.REQUESTS).symlink_to(outside)
+    with pytest.raises(RefusedError, match="link"):
+        actions.send(path, "note", {"text": "x"}, "tester")
+    assert listing(outside) == []
 
 
 def test_a_bare_run_takes_no_request_of_a_launch(tmp_path):

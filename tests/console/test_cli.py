@@ -12,6 +12,7 @@ import pytest
 
 from console import plain
 from console.cli import build_parser
+from console.model import LaunchState, PhaseState
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -133,10 +134,12 @@ def test_hostile_text_reaches_the_terminal_as_plain_text(tmp_path):
     run = directory.run(
         tmp_path / "toy/20261121-010101", state="crashed", why="\x1b]52;c;eA==\x07\x1b[2Jx"
     )
+    directory.document(tmp_path / "toy/20261121-010101" / rundir.PLAN, {"launch": "\x1b[2Jtoy"})
     directory.event(run, "alert", alert="a", level="crit", text="\x1b[31mred\u202e")
-    done = cli(tmp_path, "status", str(run))
-    assert "\x1b" not in done.stdout
-    assert "\u202e" not in done.stdout
+    for words in (["status", str(run)], ["status", "nope"], ["logs", "toy/\x1b[2Jx"]):
+        done = cli(tmp_path, *words)
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\u202e" not in done.stdout
 
 
 def test_watch_says_one_sentence_a_change():
@@ -156,6 +159,52 @@ def test_watch_says_one_sentence_a_change():
         said += changes.sentences(source.poll(), 3.0)
     assert sum("is running" in line for line in said) >= 1
     assert [line for line in said if "rank 1 is stopped" in line] == ["CRIT: rank 1 is stopped."]
+
+
+def launch_state(*phases: tuple[str, str], state: str = "ended") -> LaunchState:
+    """Phases as (state, result)."""
+    shown = tuple(
+        PhaseState(i, f"p{i}", "", phase, "", result, 1, 1, None, None, f"{i}-p")
+        for i, (phase, result) in enumerate(phases)
+    )
+    return LaunchState("x", "/x", "x", state, "", 0, shown, "go")
+
+
+@pytest.mark.parametrize(
+    ("phases", "state", "code"),
+    [
+        ([("completed", "pass"), ("completed", "pass")], "ended", 0),
+        ([("completed", "pass"), ("later", "")], "ended", 4),
+        ([("completed", "unknown"), ("later", "")], "ended", 1),
+        ([("completed", "fail"), ("later", "")], "ended", 1),
+        ([("completed", "pass"), ("crashed", "fail")], "ended", 5),
+        ([("completed", "pass"), ("next", "")], "unsupervised", 5),
+        ([("running", "")], "unsupervised", 5),
+    ],
+)
+def test_the_exit_code_of_a_launch_is_0_only_when_all_its_phases_passed(phases, state, code):
+    assert plain.launch_exit_code(launch_state(*phases, state=state)) == code
+
+
+def test_followed_logs_go_on_with_the_next_phase(tmp_path):
+    launch = directory.launch(tmp_path)
+    for name in ("0-first", "1-second"):
+        log = rundir.rank_log(directory.run(launch / name), 1, 0)
+        log.parent.mkdir(parents=True)
+        log.write_text(f"words of {name}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "console", "logs", str(launch), "-f"],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline().strip() == "r0       words of 0-first"
+        held = json.loads((launch / rundir.PLAN_STATE).read_text())
+        directory.run(launch / "1-second", state="completed")
+        directory.document(launch / rundir.PLAN_STATE, held | {"phase": 1, "state": "ended"})
+        assert process.communicate(timeout=10)[0].strip() == "r0       words of 1-second"
+        assert process.returncode == 0
+    finally:
+        process.kill()
 
 
 def test_every_command_has_help_with_exit_codes():

@@ -32,12 +32,23 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
-    """Returns one line, newline included; non-finite floats become "nan", "inf", "-inf"."""
+def _foreign(value: Any) -> Any:
+    """Returns the number in a value that JSON does not know (a tensor's, say), else its text."""
     try:
-        text = json.dumps(record, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+        return _plain(float(value))
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)[:200]
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """Returns one line, newline included; non-finite floats become "nan", "inf", "-inf".
+
+    No value makes it raise: the thread that writes records must not die of a foreign figure.
+    """
+    try:
+        text = json.dumps(record, separators=(",", ":"), allow_nan=False, default=_foreign)
     except ValueError:
-        text = json.dumps(_plain(record), separators=(",", ":"), allow_nan=False)
+        text = json.dumps(_plain(record), separators=(",", ":"), allow_nan=False, default=_foreign)
     return text.encode("ascii") + b"\n"
 
 
@@ -87,6 +98,20 @@ def open_regular(path: Path) -> int | None:
         return fd
     os.close(fd)
     return None
+
+
+def read_bytes(path: Path, limit: int, offset: int | None = None) -> bytes:
+    """Returns at most `limit` bytes from `offset` on (None: the last ones), b"" when unreadable."""
+    fd = open_regular(path)
+    if fd is None:
+        return b""
+    try:
+        start = max(0, os.fstat(fd).st_size - limit) if offset is None else offset
+        return os.pread(fd, limit, start)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
 
 
 class Tail:

@@ -17,6 +17,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -144,10 +145,11 @@ class HaltBoard:
     """Sixteen shared bytes through which the ranks of one host agree on the step to halt at.
 
     Rank 0 publishes `step + 1` before it enters the collective of `step`; no rank can begin
-    `step + 1` before that collective, so all of them see the decision in time.
+    `step + 1` before that collective, so all of them see the decision in time. It begins by
+    clearing what a former program in the same directory decided; wishes are made again each step.
     """
 
-    def __init__(self, directory: Path, attempt: int):
+    def __init__(self, directory: Path, attempt: int, rank: int):
         path = directory / f"{rundir.HALT_BOARD}_{attempt}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -155,6 +157,8 @@ class HaltBoard:
             self._memory = mmap.mmap(fd, _BOARD.size)
         finally:
             os.close(fd)
+        if rank == 0:
+            self._memory[:] = bytes(_BOARD.size)
 
     def decide(self, rank: int, step: int, wish: bool) -> bool:
         """Says whether `step` must not be begun."""
@@ -172,28 +176,35 @@ class Joined(Member):
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
-        self._board = HaltBoard(self.live or run, self.attempt)
+        self._board = HaltBoard(self.live or run, self.attempt, self.rank)
         self._last_step = 0
         self._last_at = time.monotonic()
+        self._in_step = False
         self.start()
         self.beat("boot", 0)
         atexit.register(self._leave)
 
     def step(self, step: int, **figures: Any) -> bool:
         """Says that `step` begins (figures are of the step before); True: all ranks stop here."""
-        now = time.monotonic()
-        if self._last_step:
-            duration = now - self._last_at
-            self.beat("progress", self._last_step, steps_dt_s=[duration], **figures)
+        self._end_step(**figures)
         if self._board.decide(self.rank, step, bool(self.halt_wish)):
             self.pulse.set(self._last_step, "halt")
             self.beat("halt", self._last_step, reason=self.halt_wish or "agreed")
             return True
-        self._last_step, self._last_at = step, now
+        self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
         self.pulse.set(step, "forward")
         return False
 
+    def _end_step(self, **figures: Any) -> None:
+        if self._in_step:
+            self._in_step = False
+            duration_s = time.monotonic() - self._last_at
+            self.beat("progress", self._last_step, steps_dt_s=[duration_s], **figures)
+
     def _leave(self) -> None:
+        """The last step of a loop ends here, unless an exception that nobody caught ended it."""
+        if not hasattr(sys, "last_type"):
+            self._end_step()
         self.close(self._last_step)
 
 

@@ -6,6 +6,7 @@ else: links are not followed, only regular files are read, and sizes are bounded
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -32,6 +33,7 @@ REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT = (
 TORCHRUN_LOG = "torchrun.log"
 LIVE_STATUS = "supervisor_status.json"
 HALT_BOARD = "halt_board"
+SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES = 4 << 20
 
 
@@ -77,13 +79,13 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns when a process started (clock ticks since boot), None if there is no such process."""
+    """Returns when a process started (clock ticks since boot), None if it has ended."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     fields = data.rpartition(b")")[2].split()
-    return int(fields[19]) if len(fields) > 19 else None
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else None
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
@@ -101,15 +103,8 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
         return False
     if owner.get("host") != host_name() or owner.get("boot_id") != boot_id():
         return False
-    return start_ticks(pid) == owner.get("start_ticks") and not is_zombie(pid)
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return data.rpartition(b")")[2].split()[:1] == [b"Z"]
+    ticks = start_ticks(pid)
+    return ticks is not None and ticks == owner.get("start_ticks")
 
 
 def read_json(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> dict[str, Any] | None:
@@ -165,19 +160,27 @@ def make_directory(path: Path) -> None:
     """Creates a directory of mode 0700, parents too. Raises RefusedError with the reason."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
     except OSError as error:
         raise RefusedError(
             f"cannot create the directory {path}: {error.strerror}; give another with --run-dir"
         ) from error
+    check_ours(path)
+    if _is_read_only(path):
+        raise RefusedError(f"{path} is not writable; give another with --run-dir")
+
+
+def check_ours(path: Path) -> None:
+    """Raises RefusedError when `path` is a link, no directory, or somebody else's."""
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise RefusedError(f"cannot look at {path}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise RefusedError(f"{path} is a link, not a directory; give the directory itself")
     if status.st_uid != os.geteuid():
         raise RefusedError(
-            f"{path} belongs to user id {status.st_uid}, not to you; give another with --run-dir"
+            f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
         )
-    if not os.access(path, os.W_OK | os.X_OK) or _is_read_only(path):
-        raise RefusedError(f"{path} is not writable; give another with --run-dir")
 
 
 def _is_read_only(path: Path) -> bool:
@@ -188,6 +191,16 @@ def _is_read_only(path: Path) -> bool:
     except OSError as error:
         return error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC)
     return False
+
+
+def ask_halt(run: Path, by: str) -> None:
+    """Creates `.HALT`. On a full disk it lacks its text and halts all the same. Raises OSError."""
+    fd = open_append(run / HALT)
+    try:
+        with contextlib.suppress(OSError):
+            os.write(fd, f"halt asked by {by}\n".encode("utf-8", "replace"))
+    finally:
+        os.close(fd)
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:

@@ -10,6 +10,9 @@ from typing import Any
 
 from trainers.contract import jsonl, rundir
 
+DEAD = {"pid": 2**22 - 3, "start_ticks": 1}
+"""The identity of a process that is gone."""
+
 
 def launch(root: Path, plan: str = "toy", stamp: str = "20261121-030000") -> Path:
     path = root / plan / stamp

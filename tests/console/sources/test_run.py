@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console.history import MAX_SERIES, History
+from console.sources import documents
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
 
-DEAD = {"pid": 2**22 - 3, "start_ticks": 1}
+DEAD = directory.DEAD
 
 
 @pytest.fixture
@@ -166,6 +168,38 @@ def test_lost_gpus_keep_their_row(launch):
     assert [(g.index, g.state) for g in state.gpus] == [(0, "ok"), (1, "lost")]
     assert state.ranks[0].gpu is not None
     assert state.ranks[0].gpu.power_w == 412.5
+
+
+def test_a_ranks_gpu_is_the_one_it_was_given(launch):
+    gpus = [{"index": i, "name": "H200", "state": "ok"} for i in range(4)]
+    directory.sample(launch / "0-first", gpus=gpus)
+    for devices, expected in (("2,3", [2, 3]), ("GPU-1a2b,3", [None, 3]), ("1", [1, None])):
+        born = json.loads((launch / "0-first" / rundir.RUN).read_text())
+        born["flags"]["CUDA_VISIBLE_DEVICES"] = {"value": devices, "origin": "--devices"}
+        directory.document(launch / "0-first" / rundir.RUN, born)
+        shown = [rank.gpu and rank.gpu.index for rank in RunSource(launch).poll().ranks]
+        assert shown == expected, devices
+
+
+@pytest.mark.parametrize("start_ticks", [None, 1, "x"])
+def test_a_process_that_is_not_there_is_not_alive(start_ticks):
+    owner = rundir.identity() | {"pid": DEAD["pid"], "start_ticks": start_ticks}
+    assert rundir.is_alive(rundir.identity())
+    assert not rundir.is_alive(owner)
+
+
+@pytest.mark.parametrize(
+    "named", ["/dev/shm/nsa-console-x/../../etc", "/dev/shm/nsa-console-none", "/etc", ""]
+)
+def test_only_a_live_directory_of_ours_is_one(named):
+    assert documents.live_directory(rundir.identity() | {"live_dir": named}) is None
+
+
+def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
+    history = History()
+    for rank in range(MAX_SERIES + 100):
+        history.add(f"rss_mib:{rank}", 1.0, 2.0)
+    assert len(history.names()) == MAX_SERIES
 
 
 VALUES = st.recursive(

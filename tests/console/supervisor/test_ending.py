@@ -36,6 +36,11 @@ def test_live_states(facts, state):
     assert decide(Facts(**facts))[0] == state
 
 
+def test_a_halt_before_the_start_is_a_halt():
+    facts = Facts(over=True, asked="halt", by="ada", failure="halt was asked before the start")
+    assert decide(facts) == ("halted", "halted, asked by ada")
+
+
 def test_all_ranks_done():
     ends = (End(0, 0, None, 100), End(1, 0, None, 100))
     assert over(agent_code=0, ends=ends, step=100) == ("completed", "all ranks done after step 100")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from console.plans import gates
 from console.sources import process
+from console.supervisor import requests
 from trainers.contract import rundir
 from trainers.contract.dumps import END_MARK
 
@@ -92,6 +95,37 @@ def test_the_sign_of_life_is_written_every_second(launched):
     launched.wait(lambda: rundir.read_json(path)["mono"] > first["mono"], 3)
     assert first["run"].endswith("1-two")
     assert first["blocked_s"] < 1
+
+
+def test_the_document_names_every_key_that_is_written(launched):
+    """docs/run-directory.md is what other readers go by."""
+    text = (PROGRAMS.parents[1] / "docs" / "run-directory.md").read_text()
+    words = set(re.findall(r"[a-z][a-z0-9_]*", text)) | set(gates.RULES)
+    run = launched.run(1)
+    written = [
+        *(rundir.read_json(launched.path / name) for name in (rundir.PLAN, rundir.PLAN_STATE)),
+        *(rundir.read_json(run / name) for name in (rundir.RUN, rundir.SUPERVISOR)),
+        rundir.read_json(Path(launched.state(1)["live_dir"]) / rundir.LIVE_STATUS),
+        rundir.read_json(launched.run(0) / rundir.GATES),
+        *launched.events(), *launched.events(0), *launched.samples(1)[-1:],
+    ]  # fmt: skip
+    for record in written:
+        assert {key for key in keys_of(record) if key.islower()} <= words
+    for action in requests.TABLE:
+        wanted = [argument.name for argument in action.args] + [*action.mailboxes]
+        rows = [line for line in text.splitlines() if line.startswith(f"| `{action.name}` |")]
+        assert any(all(word in row for word in wanted) for row in rows), action.name
+
+
+def keys_of(value):
+    """Yields the keys at every depth."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from keys_of(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys_of(inner)
 
 
 def test_a_dump_holds_the_stacks_of_both_ranks(launched):

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from console import actions
@@ -36,11 +37,11 @@ def drop(started, name, **record):
 
 def test_the_supervisor_is_small_and_idle_and_has_no_torch(launched):
     pid = launched.plan_state["supervisor"]["pid"]
-    before, begun = process.stat(pid), time.monotonic()
+    supervisor = psutil.Process(pid)
+    supervisor.cpu_percent()
     time.sleep(5)
-    after, took = process.stat(pid), time.monotonic() - begun
-    assert after.rss_mib < 40
-    assert (after.cpu_s - before.cpu_s) / took < 0.02
+    assert supervisor.cpu_percent() < 2
+    assert supervisor.memory_info().rss < 40 << 20
     maps = Path(f"/proc/{pid}/maps").read_text()
     assert "torch" not in maps
     assert os.getsid(pid) == pid

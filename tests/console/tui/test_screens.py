@@ -227,7 +227,7 @@ def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks):
 
 
 def stack(number: int, *frames: str) -> Stack:
-    held = tuple(Frame(f"/work/nsa/{name}.py", 7, "f") for name in frames)
+    held = tuple(Frame(f"/src/nsa/{name}.py", 7, "f") for name in frames)
     return Stack(number, NOW, f"stackdump_rank{number}.txt", (Thread("main", held),))
 
 

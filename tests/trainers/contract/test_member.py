@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -168,7 +169,7 @@ def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
         for lead in (0, 1):
             directory = tmp_path / f"{wisher}{lead}"
             directory.mkdir()
-            boards = [HaltBoard(directory, 1), HaltBoard(directory, 1)]
+            boards = [HaltBoard(directory, 1, 0), HaltBoard(directory, 1, 1)]
             stopped: dict[int, int] = {}
             for step in range(1, 8):
                 for rank in (lead, 1 - lead):
@@ -177,6 +178,44 @@ def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
                     ):
                         stopped[rank] = step
             assert stopped[0] == stopped[1] <= 6
+
+
+def test_what_a_former_program_decided_halts_nobody(tmp_path):
+    before = HaltBoard(tmp_path, 1, 0)
+    assert not before.decide(0, 1, wish=True)
+    assert before.decide(0, 2, wish=False)
+    after = HaltBoard(tmp_path, 1, 0)
+    assert not any(after.decide(0, step, wish=False) for step in (1, 2, 3))
+
+
+LOOP = """
+import sys
+from trainers.contract.member import join
+class Tensor:
+    def __float__(self): return 0.5
+class Odd:
+    pass
+run = join()
+for step in range(1, 4):
+    run.step(step, loss=Tensor(), odd=Odd())
+if len(sys.argv) > 1:
+    raise SystemError("in the last step")
+"""
+
+
+@pytest.mark.parametrize(("words", "steps"), [((), [1, 2, 3]), (("raise",), [1, 2])])
+def test_the_last_step_of_a_loop_counts_unless_it_failed(tmp_path, words, steps):
+    subprocess.run([sys.executable, "-c", LOOP, *words], env=environment(tmp_path), timeout=30)
+    records = [b for b in beats(tmp_path) if b["msg"] == "progress"]
+    assert [b["step"] for b in records] == steps
+    assert beats(tmp_path)[-1]["msg"] == "exit"
+
+
+def test_a_figure_that_json_does_not_know_costs_no_record(tmp_path):
+    subprocess.run([sys.executable, "-c", LOOP], env=environment(tmp_path), timeout=30)
+    first = next(b for b in beats(tmp_path) if b["msg"] == "progress")
+    assert first["loss"] == 0.5
+    assert "Odd object" in first["odd"]
 
 
 def test_without_shared_memory_the_pulse_stands_in_the_run_directory(tmp_path):
@@ -209,6 +248,11 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
         lines = path.read_bytes().split(b"\n")
         assert json.loads(lines[-2]) == {"n": "last"}
         assert recorder.dropped > 1000
+        with (mount / "rest").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+            while stream.write(b"x" * 4096):
+                pass
+        rundir.ask_halt(mount, "tester")
+        assert (mount / rundir.HALT).exists()
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
 

@@ -1,0 +1,70 @@
+"""What processes use, and who they are: real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from console.sources import process
+from trainers.contract import environ
+
+
+@pytest.fixture
+def busy():
+    program = "import signal\nsignal.signal(signal.SIGUSR1, print)\nwhile True: pass"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, environ.TOKEN: "test-token"}
+    )
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_use_is_measured_from_one_look_to_the_next(busy):
+    meter = process.Meter()
+    first = meter.look(busy.pid)
+    assert (first.cpu_pct, first.state) in ((None, "R"), (None, "S"))
+    time.sleep(0.5)
+    second = meter.look(busy.pid)
+    assert 20 < second.cpu_pct < 120
+    assert 1 < second.rss_mib < 200
+    busy.send_signal(signal.SIGSTOP)
+    time.sleep(0.05)
+    assert meter.look(busy.pid).state == "T"
+    busy.kill()
+    deadline = time.monotonic() + 5
+    while meter.look(busy.pid).state != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert meter.look(busy.pid).state == "Z"
+    busy.wait()
+    assert meter.look(busy.pid) == process.Use()
+
+
+def test_a_process_is_found_by_token_and_held_only_with_it(busy):
+    assert busy.pid in process.children(os.getpid())
+    assert process.children(os.getpid()) == process._children_by_scan(os.getpid())
+    assert process.with_token("test-token") == [busy.pid]
+    assert process.hold(busy.pid, "another") is None
+    handle = process.hold(busy.pid, "test-token")
+    assert handle is not None
+    assert not handle.is_over()
+    assert handle.send(signal.SIGKILL)
+    busy.wait()
+    assert handle.is_over()
+    assert not handle.send(signal.SIGKILL)
+    handle.close()
+    assert process.hold(busy.pid, "test-token") is None
+
+
+def test_only_a_handler_of_its_own_catches(busy):
+    deadline = time.monotonic() + 5
+    while not process.catches(busy.pid, signal.SIGUSR1) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.catches(busy.pid, signal.SIGUSR1)
+    assert not process.catches(busy.pid, signal.SIGUSR2)
+    assert not process.catches(2**22 - 3, signal.SIGUSR1)

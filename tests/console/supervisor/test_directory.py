@@ -1,0 +1,34 @@
+"""The directory's thread: a disk that hangs costs bounded memory, a failed job fails its asker."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from console.supervisor.directory import Directory
+from trainers.contract import rundir
+
+
+def test_of_documents_that_wait_only_the_newest_is_kept(tmp_path):
+    fifo, done = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    directory = Directory(lambda: done.append(1))
+    directory.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # blocks until somebody reads
+    for n in range(10_000):
+        directory.document(tmp_path / "a.json", {"n": n})
+        directory.document(tmp_path / "b.json", {"n": -n})
+    assert directory.waiting <= 3
+    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
+    assert directory.close(20)
+    assert rundir.read_json(tmp_path / "a.json") == {"n": 9999}
+    assert rundir.read_json(tmp_path / "b.json") == {"n": -9999}
+
+
+def test_whatever_a_job_raises_is_raised_where_its_result_is_taken(tmp_path):
+    directory = Directory()
+    failed, fine = directory.job(lambda: int("x")), directory.job(lambda: 7)
+    assert directory.close(20)
+    with pytest.raises(ValueError, match="invalid literal"):
+        _ = failed.value
+    assert fine.value == 7
