@@ -84,6 +84,7 @@ def wrap(text: str, width: int, limit: int = 99) -> list[str]:
     """Breaks text at spaces into lines of at most `width` cells, at most `limit` of them."""
     lines: list[str] = []
     line = ""
+    width = max(2, width)
     for word in text.split():
         while cell_len(word) > width:
             if line:

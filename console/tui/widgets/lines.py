@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -12,6 +13,9 @@ from textual.widget import Widget
 from console.tui.feed import Snapshot
 from console.tui.palette import STYLES, drawn
 from console.tui.rows import BLANK, Row, changed, clip, safe
+
+PLAIN = Style.null()
+"""NO_COLOR's filter cannot take a segment without a style."""
 
 
 class Lines(Widget):
@@ -58,8 +62,10 @@ class Lines(Widget):
         strip = self._strips.get(y)
         if strip is None or strip.cell_length != width:
             row = self.shown[y] if y < len(self.shown) else BLANK
-            segments = [Segment(drawn(text), STYLES[style]) for text, style in clip(row, width)]
-            strip = self._strips[y] = Strip(segments).adjust_cell_length(width)
+            segments = [
+                Segment(drawn(text), STYLES[style] or PLAIN) for text, style in clip(row, width)
+            ]
+            strip = self._strips[y] = Strip(segments).adjust_cell_length(width, PLAIN)
         return strip
 
 
