@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,6 +58,17 @@ def bindings() -> list[Binding]:
         for key in keys.TABLE
         for name in key.keys
     ]
+
+
+def leave_without_terminal() -> None:
+    """Ends the process when its terminal is gone, also while the loop is blocked in a write."""
+    while True:
+        time.sleep(TERMINAL_CHECK_S)
+        try:
+            os.tcgetpgrp(0)
+        except OSError:
+            time.sleep(TERMINAL_CHECK_S)
+            os._exit(0)
 
 
 class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
@@ -116,6 +128,8 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
         self.call_after_refresh(self._painted)
         self.set_interval(TICK_S, self._tick)
         self.set_interval(TERMINAL_CHECK_S, self._check_terminal)
+        if not self.is_headless:
+            threading.Thread(target=leave_without_terminal, daemon=True).start()
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(name, self.exit, 0)

@@ -1,0 +1,8 @@
+"""Runs every benchmark that needs no GPU and commits nothing: `make bench`."""
+
+import runpy
+import sys
+
+for name in ("step_cost", "screen"):
+    sys.argv = [name]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
