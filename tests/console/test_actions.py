@@ -195,13 +195,16 @@ def test_a_link_and_a_file_are_refused(tmp_path):
 
 
 def test_a_supervisor_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
-    """The supervisor cannot import the project, so it ends before it has taken over."""
-    monkeypatch.setattr("console.supervisor.orders.PROJECT", tmp_path / "no-project")
+    """A folder that hides the project comes first, so the supervisor ends before it takes over."""
+    hiding = tmp_path / "no-project"
+    (hiding / "console").mkdir(parents=True)
+    (hiding / "console" / "__init__.py").touch()
+    monkeypatch.setattr("console.supervisor.orders.PROJECT", hiding)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ContractError, match=r"the supervisor ended at once: .*No module named"):
         actions.launch(options(tmp_path), "tester")
-    assert listing(tmp_path) == ["artifacts", "artifacts/tested", "tested.yaml"]
+    assert listing(tmp_path / "artifacts") == ["tested"]
 
 
 # --- one launch, many launchers ---------------------------------------------------------------
