@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from console.model import LIVE_STATES
+from console.model import LIVE_STATES, State
 from console.plans import catalog, preflight
 from console.plans.preflight import Check
 from console.sources import launches
+from console.sources.run import RunSource
 from console.supervisor import orders, start
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.requests import ACTIONS, Action, Mailbox, check
@@ -29,6 +30,8 @@ __all__ = [
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 ANSWER_POLL_S = 0.05
+UNSERVED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
+"""In these no supervisor answers; ranks may live, also where this host cannot see them."""
 
 
 def who() -> str:
@@ -103,7 +106,7 @@ def prepare(options: LaunchOptions) -> Prepared:
     Raises UsageError for words that are wrong: plan, phase, flag, setting, gate.
     """
     plan, flag_origins, set_origins = _plan(options)
-    directory = options.run_dir or _fresh_directory(options.root, plan.name)
+    directory = _directory(options, plan.name)
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     given = Orders(
         name, plan, who(), flag_origins, set_origins, start.host_facts(),
@@ -155,6 +158,12 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]
         for phase in plan.phases
         if options.phase in ("", phase.name)
     )
+    foreign = [phase.name for phase in phases if not orders.is_ours(phase)]
+    if options.sets and foreign:
+        raise UsageError(
+            f"--set {next(iter(options.sets))}: the phase {foreign[0]!r} starts a program of its "
+            "own, and its settings are not known here; put its words into the plan's args"
+        )
     if not phases:
         known = [phase.name for phase in plan.phases]
         raise UsageError(
@@ -170,20 +179,25 @@ def _checked(name: str, value: str) -> str:
 
 def _script(phase: Phase, plan_file: Path) -> str:
     """Returns a script's path: below the working directory, the project or the plan's folder."""
-    if not phase.script or Path(phase.script).is_file():
+    if not phase.script or catalog.is_file(Path(phase.script)):
         return phase.script
     for folder in (catalog.PROJECT, plan_file.parent):
-        if (folder / phase.script).is_file():
+        if catalog.is_file(folder / phase.script):
             return str(folder / phase.script)
     return phase.script
 
 
-def _fresh_directory(root: Path, plan: str) -> Path:
+def _directory(options: LaunchOptions, plan: str) -> Path:
+    """Returns where the launch goes: what was chosen, else a directory of this second."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    path, again = root / plan / stamp, 1
-    while path.exists():
-        again += 1
-        path = root / plan / f"{stamp}-{again}"
+    path = options.run_dir or options.root / plan / stamp
+    try:
+        again = 1
+        while path.exists() and options.run_dir is None:
+            again += 1
+            path = options.root / plan / f"{stamp}-{again}"
+    except OSError as error:
+        raise UsageError(f"{path} cannot be a directory: {error.strerror}") from None
     return path
 
 
@@ -207,13 +221,15 @@ def _prepared_phase(given: Orders, index: int, directory: Path) -> PreparedPhase
 def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     """Drops a request into the right mailbox of a launch or run; returns its id.
 
-    Raises UsageError for wrong words, RefusedError where nobody would answer. A halt whose
-    supervisor is gone writes `.HALT` itself and returns "".
+    Raises UsageError for wrong words, RefusedError where nobody would answer. A halt that no
+    supervisor would take writes `.HALT` itself and returns "".
     """
     converted = check(action, args)
     folder, mailbox = _mailbox(path, ACTIONS[action])
     rundir.check_ours(folder)
-    if action == "halt" and _halt_alone(path):
+    run = _run_to_halt(path) if action == "halt" else None
+    if run is not None and RunSource(run).poll().state in UNSERVED_STATES:
+        _halt(run, by)
         return ""
     _must_be_served(folder, mailbox)
     name = f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
@@ -222,17 +238,24 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     }  # fmt: skip
     box = folder / rundir.REQUESTS
     try:
-        rundir.make_directory(box)
+        box.mkdir(mode=0o700, exist_ok=True)
+        rundir.check_ours(box)
         rundir.write_atomic(box / f"{name}.json", jsonl.encode(record))
     except OSError as error:
-        raise RefusedError(f"cannot write a request into {box}: {error.strerror}") from error
+        if run is None:
+            raise RefusedError(f"cannot write a request into {box}: {error.strerror}") from error
+        _halt(run, by)
+        return ""
     return name
 
 
 def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None:
     """Returns the event that answers a request, None when none came in time."""
     if not request_id:
-        text = "the supervisor is gone, so .HALT was written here; all ranks stop at the same step"
+        text = (
+            "no supervisor could be asked, so .HALT was written; ranks that live stop at the same "
+            "step"
+        )
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
@@ -288,20 +311,21 @@ def _must_be_served(folder: Path, mailbox: Mailbox) -> None:
         raise RefusedError(f"the supervisor of {name} is gone, so nobody would answer")
 
 
-def _halt_alone(path: Path) -> bool:
-    """Writes `.HALT` where ranks may run without a supervisor; True when it did."""
-    run = path
-    if launches.is_launch(path):
-        try:
-            run = _current_run(path)
-        except NotFoundError:
-            return False
-    record = rundir.read_json(run / rundir.SUPERVISOR) or {}
-    if jsonl.text(record, "state") not in LIVE_STATES or rundir.is_alive(record):
-        return False
+def _run_to_halt(path: Path) -> Path | None:
+    """Returns the run whose ranks a halt stops, None before a launch has one."""
+    try:
+        return _current_run(path) if launches.is_launch(path) else path
+    except NotFoundError:
+        return None
+
+
+def _halt(run: Path, by: str) -> None:
+    """Writes `.HALT` where no supervisor does. Raises RefusedError when that fails too."""
     rundir.check_ours(run)
     try:
-        rundir.ask_halt(run, who())
+        rundir.ask_halt(run, by)
     except OSError as error:
-        raise RefusedError(f"cannot write {run / rundir.HALT}: {error.strerror}") from error
-    return True
+        raise RefusedError(
+            f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks go on; "
+            "stop them with TERM"
+        ) from error

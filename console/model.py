@@ -23,6 +23,8 @@ LIVE_STATES: frozenset[State] = frozenset(
 )  # fmt: skip
 """In these, processes of the run may still be there."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
+RANK_GONE = "rank-gone"
+"""The alert that says that a run cannot go on: a rank ended before the others."""
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
@@ -161,7 +163,7 @@ class LaunchState:
     id: str
     path: str
     plan: str
-    state: Literal["running", "waiting", "ended", "unsupervised"]
+    state: Literal["running", "waiting", "ended", "unsupervised", "unknown"]
     why: str
     phase: int
     phases: tuple[PhaseState, ...]
@@ -200,9 +202,13 @@ class RunState:
     alerts: tuple[Alert, ...] = ()
     verdict: Verdict | None = None
     gates: tuple[Gate, ...] = ()
+    bounds: Mapping[str, str] = field(default_factory=dict)
+    """The gates that judge this phase at its end, by name, with their bounds."""
     armed: str = ""
     launch: LaunchState | None = None
     skipped_records: int = 0
+    behind_bytes: int = 0
+    """Records that are there and were not read yet: figures are older than they could be."""
     directory_blocked_s: float = 0.0
     """For how long a write to the run directory has been waiting; 0 when it answers."""
     checkpoint: str = ""

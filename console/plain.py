@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from console.model import EXIT_CODES, LIVE_STATES, Gate, LaunchState, Rank, RunState
+from console.model import (
+    EXIT_CODES,
+    LIVE_STATES,
+    RANK_GONE,
+    Gate,
+    LaunchState,
+    PhaseState,
+    Rank,
+    RunState,
+)
 
 GATE_FAILED = 1
 
@@ -38,8 +47,13 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def exit_code(state: RunState) -> int:
-    """Returns the documented exit code for a state: gates first, then how the run ended."""
+    """Returns the documented exit code for a state: gates first, then how the run ended.
+
+    A run that lost a rank has crashed already, also while its other ranks are being ended.
+    """
     code = EXIT_CODES.get(state.state, 0)
+    if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
+        code = EXIT_CODES["crashed"]
     if code == 0 and any(gate.result != "pass" for gate in state.gates):
         return GATE_FAILED
     return code
@@ -58,7 +72,7 @@ def launch_exit_code(launch: LaunchState) -> int:
             return GATE_FAILED
     if all(phase.state == "completed" for phase in launch.phases):
         return 0
-    return EXIT_CODES["lost" if launch.state == "unsupervised" else "halted"]
+    return EXIT_CODES["halted" if launch.state == "ended" else "lost"]
 
 
 def as_json(state: RunState) -> dict[str, Any]:
@@ -86,7 +100,7 @@ def status_lines(state: RunState) -> Iterator[str]:
         yield f"  {state.why}"
     if state.data_age_s is not None:
         yield f"  newest pulse or record read: {duration(state.data_age_s)} old"
-    if state.armed:
+    if state.armed and state.state in LIVE_STATES:
         yield f"  armed: {state.armed}"
     if state.directory_blocked_s >= 1:
         yield (
@@ -141,7 +155,7 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
     yield f"  launch {launch.id} {launch.state}{': ' + launch.why if launch.why else ''}"
     for phase in launch.phases:
         mark = ">" if phase.index == launch.phase else " "
-        result = f"  gates {phase.result}" if phase.result else ""
+        result = f"  gates {phase.result}" if phase.state == "completed" else ""
         yield f"  {mark} {phase.index} {phase.name:<12} {phase.state}{result}"
     for flag in launch.next_flags:
         yield f"    next phase: {flag.name}={flag.value} (set by {flag.by})"
@@ -156,7 +170,10 @@ class Changes:
         self._figures_at = 0.0
 
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
-        """Yields what is new since the last call."""
+        """Yields what is new since the last call, in the order in which it happened."""
+        phases = state.launch.phases if state.launch else ()
+        current = state.launch.phase if state.launch else 0
+        yield from self._phases_ended(phases[:current])
         if self._new("state", f"{state.id}|{state.state}|{state.attempt}"):
             why = f": {state.why}" if state.why else ""
             yield f"{state.id} is {state.state}{why}."
@@ -167,10 +184,7 @@ class Changes:
         for gate in state.gates:
             if self._new(f"gate {state.id} {gate.name}", gate.result):
                 yield f"Gate {gate_line(gate)}."
-        for phase in state.launch.phases if state.launch else ():
-            ended = phase.result and self._new(f"phase {phase.name}", phase.result)
-            if ended:
-                yield f"Phase {phase.name} is {phase.state}, gates: {phase.result}."
+        yield from self._phases_ended(phases[current:])
         if state.launch and self._new("launch", f"{state.launch.state}|{state.launch.why}"):
             why = f": {state.launch.why}" if state.launch.why else ""
             yield f"Launch {state.launch.id} is {state.launch.state}{why}."
@@ -178,6 +192,12 @@ class Changes:
             self._figures_at = now
             if self._new("figures", f"{state.id} {state.step}"):
                 yield f"{progress(state)}{_figures(state)}."
+
+    def _phases_ended(self, phases: Sequence[PhaseState]) -> Iterator[str]:
+        for phase in phases:
+            if phase.result and self._new(f"phase {phase.name}", f"{phase.state} {phase.result}"):
+                gates = f", gates: {phase.result}" if phase.state == "completed" else ""
+                yield f"Phase {phase.name} is {phase.state}{gates}."
 
     def _findings(self, state: RunState) -> Iterator[str]:
         for alert in state.alerts:
@@ -210,6 +230,9 @@ def _unit(unit: str) -> str:
 
 def is_over(state: RunState) -> bool:
     """Says whether nothing more will come of a run and its launch."""
-    if state.launch is not None:
-        return state.launch.state in ("ended", "unsupervised") and state.state not in LIVE_STATES
-    return state.state not in LIVE_STATES
+    over = state.state not in LIVE_STATES
+    if state.launch is None:
+        return over
+    if state.launch.state in ("running", "waiting"):
+        return False
+    return over or state.launch.state == "ended" or state.state == "queued"

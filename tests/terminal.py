@@ -54,6 +54,11 @@ class Terminal:
             finally:
                 os._exit(127)
         os.set_blocking(self.fd, False)
+        self.resize(columns, rows)
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Gives the terminal another size, as a person who pulls at its window."""
+        self.screen.resize(rows, columns)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def pump(self, seconds: float = 0.05) -> None:

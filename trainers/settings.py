@@ -289,7 +289,7 @@ def _convert(key: str, value: Any, kind: Any, origin: str) -> Any:
     """Returns `value` as the annotation says. Raises UsageError that says what would be right."""
     try:
         converted = _CONVERT[get_origin(kind) or kind](value, kind)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(
             f"{_source(origin, key)} cannot be {value!r}; {_takes(key, kind)}"
         ) from None

@@ -29,16 +29,25 @@ def files() -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def is_file(path: Path) -> bool:
+    """Says whether a file is there; one whose name no file system takes is not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def is_plan(name: str) -> bool:
     """Says whether a word names a plan (or a YAML file) rather than a run."""
-    return name in files() or (name.endswith(ENDINGS) and Path(name).is_file())
+    return name in files() or (name.endswith(ENDINGS) and is_file(Path(name)))
 
 
 def find(name: str) -> Path:
     """Returns the file of a plan. Raises UsageError with the nearest name."""
     path = Path(name)
-    if path.suffix in ENDINGS or path.is_file():
-        if not path.is_file():
+    there = is_file(path)
+    if path.suffix in ENDINGS or there:
+        if not there:
             raise UsageError(f"there is no plan file {name}; give a YAML file or a plan's name")
         return path
     known = files()

@@ -20,6 +20,7 @@ from trainers.contract.errors import UsageError, did_you_mean
 Bound = Literal["yes", "at least", "above", "at most", "fall"]
 EDGE_RECORDS = 5
 LEAST_FALL_NATS = 0.1
+LARGEST_BOUND = 1e300
 RANK0 = "heartbeat_rank0.jsonl"
 
 
@@ -202,6 +203,7 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
         if rule is None:
             raise UsageError(f"{where}: there is no gate {name!r}{did_you_mean(name, RULES)}")
         number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        number = number and abs(bound) < LARGEST_BOUND
         if rule.bound == "yes" and bound is not True:
             raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; it takes true")
         if rule.bound == "fall" and not (number or bound is True):
@@ -228,7 +230,7 @@ def _gate(rule: Rule, bound: Any, found: Measured) -> Gate:
 
 def _limit(rule: Rule, bound: Any) -> tuple[float, str]:
     if rule.bound == "yes":
-        return 0.0, "0"
+        return 0.0, "= 0"
     limit = LEAST_FALL_NATS if bound is True else float(bound)
     sign = {"at least": "≥", "above": ">", "at most": "≤", "fall": "≥"}[rule.bound]
     return limit, f"{sign} {limit:g}"

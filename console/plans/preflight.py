@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from console.model import Result
+from console.plans import catalog
 from console.sources import nvml
 from trainers.contract import environ, flags
 from trainers.contract.plan import Plan
@@ -60,7 +61,7 @@ def _torch(_case: Case) -> Check:
 
 def _programs(case: Case) -> Check:
     for phase in case.plan.phases:
-        if phase.script and not Path(phase.script).is_file():
+        if phase.script and not catalog.is_file(Path(phase.script)):
             text = f"phase {phase.name!r}: there is no script {phase.script}"
             return Check("program", "fail", text)
         if not phase.script and not _is_there(phase.module):

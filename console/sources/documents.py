@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -23,17 +21,12 @@ from console.model import (
     State,
     Verdict,
 )
+from console.sources.presence import supervisor_lives
 from console.sources.sanitize import clean
-from trainers.contract import jsonl, rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract import VERSION, jsonl, rundir
 
-STATES: frozenset[str] = frozenset(get_args(State))
 LEVELS: tuple[str, ...] = get_args(Level)
 RESULTS: tuple[str, ...] = get_args(Result)
-ENDED: frozenset[str] = frozenset(
-    ("halted", "stopped", "completed", "failed", "crashed", "killed", "lost")
-)
-SUPERVISOR_SILENT_S = 10.0
 CHARTED = (
     "loss", "toks_per_s", "grad_norm", "lr", "mfu", "gate_entropy_mean", "gate_entropy_min",
     "bytes_right", "gpu_mem_alloc", "gpu_mem_reserved",
@@ -52,10 +45,11 @@ FIGURES: Mapping[str, tuple[str, str]] = {
 
 
 class Document:
-    """One JSON file, read again only when it was replaced."""
+    """One JSON file, read again only when it was replaced. `trouble` says why it is not shown."""
 
     def __init__(self, path: Path):
         self.path = path
+        self.trouble = ""
         self._stamp: tuple[int, int, int] | None = None
         self._record: dict[str, Any] = {}
 
@@ -66,10 +60,17 @@ class Document:
         except OSError:
             return self._record
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if stamp != self._stamp:
-            record = rundir.read_json(self.path)
-            if record is not None:
-                self._record, self._stamp = record, stamp
+        if stamp == self._stamp:
+            return self._record
+        self._stamp = stamp
+        record = rundir.read_json(self.path)
+        if record is None:
+            self.trouble = f"{self.path.name} cannot be read as a JSON object"
+        elif record.get("v", VERSION) != VERSION:
+            version = clean(str(record["v"]), 20)
+            self.trouble = f"{self.path.name} is of version {version}; this console reads {VERSION}"
+        else:
+            self._record, self.trouble = record, ""
         return self._record
 
 
@@ -92,86 +93,6 @@ def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 def as_float(value: Any) -> float | None:
     return jsonl.number({"value": value}, "value")
-
-
-def age(ts: float | None) -> float | None:
-    """Returns seconds since `ts`, None for what is not a time; never negative."""
-    if ts is None or not math.isfinite(ts):
-        return None
-    return max(0.0, time.time() - ts)
-
-
-def live_directory(supervisor: Mapping[str, Any]) -> Path | None:
-    """Returns the shared-memory directory of a run on this host and boot."""
-    path = Path(jsonl.text(supervisor, "live_dir"))
-    if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
-        return None
-    if (
-        supervisor.get("host") != rundir.host_name()
-        or supervisor.get("boot_id") != rundir.boot_id()
-    ):
-        return None
-    try:
-        rundir.check_ours(path)
-    except RefusedError:
-        return None
-    return path
-
-
-def effective_state(
-    supervisor: Mapping[str, Any], last: Mapping[int, Mapping[str, Any]]
-) -> tuple[State, str]:
-    """Returns the state and its reason, corrected by who is really there.
-
-    The supervisor decides the state; when it is gone it can decide nothing any more, and what is
-    left is `unsupervised` (ranks live) or `lost` (nobody does).
-    """
-    named, why = jsonl.text(supervisor, "state"), line(supervisor, "why", "")
-    if named not in STATES:
-        return _bare_state(last)
-    state = cast(State, named)
-    if state in ENDED or _supervisor_lives(supervisor):
-        return state, why
-    pid = jsonl.integer(supervisor, "pid")
-    boot, host = supervisor.get("boot_id"), supervisor.get("host")
-    alive = [
-        worker.get("rank")
-        for worker in entries(supervisor, "workers")
-        if worker.get("exit") is None and rundir.is_alive({"boot_id": boot, "host": host, **worker})
-    ]
-    if alive:
-        ranks = ", ".join(str(rank) for rank in alive[:8])
-        return "unsupervised", f"the supervisor (pid {pid}) is gone; rank {ranks} still runs"
-    return "lost", f"the supervisor (pid {pid}) and all ranks are gone; they left no reason"
-
-
-def _supervisor_lives(supervisor: Mapping[str, Any]) -> bool:
-    if supervisor.get("host") == rundir.host_name():
-        return rundir.is_alive(supervisor)
-    silent = age(jsonl.number(supervisor, "updated_ts"))
-    return silent is not None and silent < SUPERVISOR_SILENT_S
-
-
-def _bare_state(last: Mapping[int, Mapping[str, Any]]) -> tuple[State, str]:
-    """The state of a run that never had a supervisor, from its heartbeats."""
-    if not last:
-        return "queued", "no record yet"
-    if all(record.get("msg") == "exit" for record in last.values()):
-        return "completed", "all ranks wrote their exit"
-    newest = min((age(jsonl.number(r, "ts")) or 0.0 for r in last.values()), default=0.0)
-    return "unsupervised", f"no supervisor; newest record {newest:.0f} s old"
-
-
-def exit_words(worker: Mapping[str, Any]) -> str:
-    """Says how a worker ended, "" while it lives."""
-    ended = worker.get("exit")
-    if not isinstance(ended, dict):
-        return ""
-    signal_name = ended.get("signal")
-    if isinstance(signal_name, str) and signal_name:
-        return f"killed by {clean(signal_name, 16)}"
-    code = jsonl.integer(ended, "code")
-    return "gone" if code is None else f"exit {code}"
 
 
 def gpus(sample: Mapping[str, Any]) -> tuple[Gpu, ...]:
@@ -225,6 +146,13 @@ def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
     )
 
 
+def bounds(born: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the gates that a phase was born with, with their bounds as text."""
+    given = born.get("gates")
+    held = list(given.items())[:64] if isinstance(given, dict) else []
+    return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in held}
+
+
 def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
     found = []
     for entry in entries(record, "gates"):
@@ -245,9 +173,12 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def launch_state(
-    path: Path, name: str, plan: Mapping[str, Any], state: Mapping[str, Any]
+    path: Path, name: str, plan: Mapping[str, Any], state: Mapping[str, Any], trouble: str = ""
 ) -> LaunchState:
-    """Returns the launch; phases come from the plan, what happened to them from the state."""
+    """Returns the launch; phases come from the plan, what happened to them from the state.
+
+    `trouble` says why plan_state.json could not be read.
+    """
     happened = entries(state, "phases")
     planned = entries(plan, "phases")
     phases = []
@@ -272,18 +203,33 @@ def launch_state(
     owner = state.get("supervisor")
     named = jsonl.text(state, "state")
     why = line(state, "why", "")
-    if named != "ended" and isinstance(owner, dict) and not _supervisor_lives(owner | _at(state)):
+    if named not in ("running", "waiting", "ended"):
+        named, why = "unknown", trouble or f"{rundir.PLAN_STATE} does not say how the launch is"
+    elif named != "ended" and isinstance(owner, dict) and not supervisor_lives(owner | _at(state)):
         named, why = "unsupervised", "the supervisor is gone; nothing sequences the phases"
     return LaunchState(
         id=name,
         path=str(path),
         plan=line(plan, "name", line(state, "plan", path.parent.name)),
-        state=cast(Any, named if named in ("running", "waiting", "unsupervised") else "ended"),
+        state=cast(Any, named),
         why=why,
         phase=max(0, min(jsonl.integer(state, "phase") or 0, max(0, len(phases) - 1))),
         phases=tuple(phases),
         between=line(state, "between", "go"),
         next_flags=_pending(pending) if isinstance(pending, dict) else (),
+    )
+
+
+def sequenced(launch: LaunchState, run: str, state: State, why: str) -> LaunchState:
+    """Returns the launch with its phase `run` as it is, when nobody is left to write it down."""
+    if launch.state not in ("unsupervised", "unknown"):
+        return launch
+    return dataclasses.replace(
+        launch,
+        phases=tuple(
+            dataclasses.replace(phase, state=state, why=why) if phase.dir == run else phase
+            for phase in launch.phases
+        ),
     )
 
 
@@ -341,7 +287,7 @@ def backend(env: Mapping[str, Any]) -> str:
 
 def latest_checkpoint(run: Path) -> str:
     """Returns the name of the newest whole checkpoint, "" without one."""
-    held = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200)
+    held = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200, below=run)
     name = held.decode("ascii", "replace").strip()
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""
 

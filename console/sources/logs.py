@@ -21,14 +21,14 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 class _File:
     """Follows one text file from its last `BACKLOG_BYTES` on."""
 
-    def __init__(self, path: Path, source: str):
-        self.path, self.source = path, source
+    def __init__(self, run: Path, path: Path, source: str):
+        self._run, self.path, self.source = run, path, source
         self._offset = -1
         self._inode = 0
         self._carry = b""
 
     def poll(self) -> list[bytes]:
-        fd = jsonl.open_regular(self.path)
+        fd = jsonl.open_regular(self.path, self._run)
         if fd is None:
             return []
         try:
@@ -76,15 +76,20 @@ class LogSource:
 
     def _discover(self) -> None:
         directory = rundir.logs(self.run, self.attempt)
+        fd = jsonl.open_inside(directory, self.run)
+        if fd is None:
+            return
         try:
-            names = sorted(os.listdir(directory))
+            names = sorted(os.listdir(fd))
         except OSError:
             return
+        finally:
+            os.close(fd)
         for name in names:
             match = _RANK_LOG.fullmatch(name)
             source = f"r{int(match[1])}" if match else name.removesuffix(".log")
             if name not in self._files and name.endswith(".log"):
-                self._files[name] = _File(directory / name, clean(source, 16))
+                self._files[name] = _File(self.run, directory / name, clean(source, 16))
 
 
 def _event_line(record: dict[str, object]) -> LogLine | None:

@@ -1,9 +1,9 @@
 """Processes through psutil, and signals that cannot hit a stranger.
 
-What psutil has not is read from /proc here: caught signals, start ticks, the children of one
-process (psutil reads every process of the host for them). A process is known by pid and start
-time; it is signalled through a pidfd that was opened first and checked afterwards, so a reused pid
-is never hit. psutil is imported at the first use: a command that only reads files does not pay.
+What psutil has not is read from /proc here: caught signals, the children of one process (psutil
+reads every process of the host for them), and all that a command needs which only reads files, so
+that psutil is imported at the first use. A process is known by pid and start time; it is signalled
+through a pidfd that was opened first and checked afterwards, so a reused pid is never hit.
 """
 
 from __future__ import annotations
@@ -82,21 +82,29 @@ def _children_by_scan(pid: int) -> list[int]:
         return []
 
 
+def state(pid: int) -> str:
+    """Returns the kernel's letter for a process, or "gone"."""
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return GONE
+    return data.rpartition(b")")[2].split()[0].decode("ascii", "replace")
+
+
 def environment(pid: int) -> dict[str, str]:
     """Returns the environment a process was born with, empty if it cannot be read."""
-    import psutil
-
     try:
-        return psutil.Process(pid).environ()
-    except psutil.Error:
+        data = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
         return {}
+    pairs = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
+    return {name: value for name, equals, value in pairs if equals}
 
 
 def with_token(token: str) -> list[int]:
     """Returns the living processes that were born with this token, whoever their parent is."""
-    import psutil
-
-    return [pid for pid in psutil.pids() if environment(pid).get(environ.TOKEN) == token]
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return [pid for pid in pids if environment(pid).get(environ.TOKEN) == token]
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

@@ -5,34 +5,36 @@ Nothing here raises on what a run directory holds; what cannot be read is counte
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from console.history import History
-from console.model import Alert, Figure, Gpu, LaunchState, Pulse, Rank, RunState
-from console.sources import documents
+from console.model import Alert, Gpu, LaunchState, Pulse, Rank, RunState, State
+from console.sources import documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of
-from trainers.contract import heartbeat, jsonl, pulse, rundir
+from console.sources.records import MAX_RANKS, Records
+from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
-MAX_RANKS = 4096
-MAX_POLLS_PER_FILE = 4
-CATCH_UP_POLLS = 64
+WHOLE_BYTES = 1 << 30
+"""What one look reads at most where nobody waits for it."""
 
 
 class RunSource:
-    """Follows a run, or a launch's current run. One thread at a time may `poll`."""
+    """Follows a run, or a launch's current run. One thread at a time may `poll`.
 
-    def __init__(self, path: Path):
+    One `poll` reads about `limit_bytes` of records; the state says how much is left.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int = WHOLE_BYTES):
+        self._limit_bytes = limit_bytes
         self.launch_path = launch_of(path)
         self._fixed = None if is_launch(path) else path
         self.run_path: Path | None = self._fixed
         self._documents: dict[Path, documents.Document] = {}
         self.history = History()
-        self._reader: _Records | None = None
+        self._reader: Records | None = None
 
     def poll(self) -> RunState:
         """Returns the state as it is on disk and in shared memory now."""
@@ -41,28 +43,39 @@ class RunSource:
             self.run_path = self._current_run(launch)
         run = self.run_path
         if run is None:
-            return _empty(self.launch_path, launch)
+            return _empty(self.launch_path, launch, self._troubles())
         if self._reader is None or self._reader.run != run:
             self.history = History()
-            self._reader = _Records(run, self.history)
+            self._reader = Records(run, self.history)
         supervisor = self._document(run / rundir.SUPERVISOR)
         reader = self._reader
-        reader.poll(jsonl.integer(supervisor, "attempt"))
+        reader.poll(jsonl.integer(supervisor, "attempt"), self._limit_bytes)
         return self._state(run, launch, supervisor, reader)
 
     def _state(
-        self, run: Path, launch: LaunchState | None, supervisor: dict[str, Any], reader: _Records
+        self, run: Path, launch: LaunchState | None, supervisor: dict[str, Any], reader: Records
     ) -> RunState:
         born = self._document(run / rundir.RUN)
-        live = documents.live_directory(supervisor)
+        gates = documents.gates(self._document(run / rundir.GATES))
+        backend = documents.backend(self._document(run / rundir.ENV))
+        live = presence.live_directory(supervisor)
+        status = (rundir.read_json(live / rundir.LIVE_STATUS) if live else None) or {}
+        supervisor = presence.newest(supervisor, reader.state_event, status)
+        state, why = presence.state_of(supervisor, born, reader.last, reader.halts)
+        if state == "lost" and reader.behind_bytes:
+            state, why = "unsupervised", "the supervisor is gone; the records are still being read"
+        ended = state in presence.ENDED
         flags = documents.flag_values(born)
         ranks = _ranks(supervisor, reader, live, flags.get(DEVICES, ""))
-        state, why = documents.effective_state(supervisor, reader.last)
-        step = max((r.pulse.step for r in ranks if r.pulse), default=reader.last_step)
+        step = max((r.pulse.step for r in ranks if r.pulse), default=0)
+        step = max(step, reader.last_step)
         planned = documents.setting_int(born, "train.steps")
-        ended = state in documents.ENDED
-        status = rundir.read_json(live / rundir.LIVE_STATUS) if live else None
-        blocked = jsonl.number(status, "blocked_s") if status and not ended else None
+        blocked = None if ended else jsonl.number(status, "blocked_s")
+        more = self._troubles() + ([] if ended else [*presence.stopped(supervisor)])
+        if reader.behind_bytes:
+            left = f"{reader.behind_bytes / (1 << 20):.1f} MiB of records are still to be read"
+            more.append(Alert("behind", time.time(), "info", left))
+        launch = launch and documents.sequenced(launch, run.name, state, why)
         return RunState(
             id=documents.line(born, "run", run.name),
             path=str(run),
@@ -79,9 +92,10 @@ class RunSource:
             ranks=ranks,
             gpus=reader.gpus,
             figures=reader.figures(),
-            alerts=reader.alerts(),
+            alerts=reader.alerts(() if ended else documents.entries(status, "alerts"), more),
             verdict=documents.verdict(supervisor),
-            gates=documents.gates(self._document(run / rundir.GATES)),
+            gates=gates,
+            bounds=documents.bounds(born),
             armed=documents.line(supervisor, "armed", ""),
             launch=launch,
             skipped_records=reader.skipped,
@@ -90,7 +104,8 @@ class RunSource:
             environment=flags,
             origins=documents.flag_origins(born),
             argv=documents.words(born, "argv"),
-            backend=documents.backend(self._document(run / rundir.ENV)),
+            backend=backend,
+            behind_bytes=reader.behind_bytes,
         )
 
     def _launch(self) -> LaunchState | None:
@@ -101,6 +116,7 @@ class RunSource:
             launch_id(self.launch_path),
             self._document(self.launch_path / rundir.PLAN),
             self._document(self.launch_path / rundir.PLAN_STATE),
+            self._documents[self.launch_path / rundir.PLAN_STATE].trouble,
         )
 
     def _current_run(self, launch: LaunchState | None) -> Path | None:
@@ -118,137 +134,12 @@ class RunSource:
             held = self._documents[path] = documents.Document(path)
         return held.read()
 
-
-class _Records:
-    """The append-only files of one run, followed."""
-
-    def __init__(self, run: Path, history: History):
-        self.run, self.history = run, history
-        self.attempt = 1
-        self.last: dict[int, dict[str, Any]] = {}
-        self.progress: dict[int, dict[str, Any]] = {}
-        self.sample: dict[str, dict[str, Any]] = {}
-        self.gpus: tuple[Gpu, ...] = ()
-        self.last_step = 0
-        self._tails: dict[str, jsonl.Tail] = {}
-        self._alerts: dict[str, Alert] = {}
-        self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
-        self._first = True
-
-    @property
-    def skipped(self) -> int:
-        return self._events.skipped + sum(tail.skipped for tail in self._tails.values())
-
-    def poll(self, attempt: int | None) -> None:
-        if attempt is not None and attempt > self.attempt:
-            self._begin_attempt(attempt)
-        self._discover()
-        polls = CATCH_UP_POLLS if self._first else MAX_POLLS_PER_FILE
-        self._first = False
-        for name, tail in self._tails.items():
-            take = self._take_sample if name.startswith("samples_") else self._take_heartbeat
-            for _ in range(polls):
-                records = tail.poll()
-                if not records and tail.offset >= tail.size_bytes:
-                    break
-                for record in records:
-                    take(record)
-        for record in self._events.poll():
-            self._take_event(record)
-
-    def _begin_attempt(self, attempt: int) -> None:
-        self.attempt = attempt
-        self.last.clear()
-        self.progress.clear()
-        self.sample.clear()
-        self.last_step = 0
-
-    def _discover(self) -> None:
-        try:
-            names = os.listdir(self.run)
-        except OSError:
-            return
-        for name in names:
-            if name in self._tails or not name.endswith(".jsonl") or len(self._tails) > MAX_RANKS:
-                continue
-            if name.startswith("heartbeat_rank"):
-                self._tails[name] = heartbeat.tail(self.run / name)
-            elif name.startswith("samples_"):
-                self._tails[name] = jsonl.Tail(self.run / name, lambda record: record)
-
-    def _take_heartbeat(self, record: dict[str, Any]) -> None:
-        if record["attempt"] > self.attempt:
-            self._begin_attempt(record["attempt"])
-        if record["attempt"] != self.attempt or record["rank"] >= MAX_RANKS:
-            return
-        rank, at = record["rank"], jsonl.number(record, "ts") or 0.0
-        self.last[rank] = record
-        self.last_step = max(self.last_step, record["step"])
-        if record["msg"] != "progress":
-            return
-        self.progress[rank] = record
-        if rank != 0:
-            self.history.add(f"rss_mib:{rank}", at, jsonl.number(record, "rss_mib"))
-            return
-        durations = record.get("steps_dt_s")
-        if isinstance(durations, list):
-            steps = [float(d) for d in durations if isinstance(d, int | float)]
-            self.history.add_steps(at, record["step"], steps)
-        for name in documents.CHARTED:
-            self.history.add(name, at, jsonl.number(record, name))
-        layers = record.get("gate_entropy_layers")
-        if isinstance(layers, list):
-            for index, value in enumerate(layers[:128]):
-                self.history.add(f"gate_entropy:{index}", at, documents.as_float(value))
-
-    def _take_sample(self, record: dict[str, Any]) -> None:
-        at = jsonl.number(record, "ts")
-        if at is None:
-            return
-        attempt = jsonl.integer(record, "attempt")
-        if attempt is not None and attempt < self.attempt:
-            return
-        host = documents.line(record, "host", "?")
-        self.sample[host] = record
-        self.gpus = tuple(gpu for s in self.sample.values() for gpu in documents.gpus(s))
-        for gpu in documents.gpus(record):
-            self.history.add(f"gpu_util:{gpu.index}", at, gpu.util_pct)
-            self.history.add(f"gpu_mem_mib:{gpu.index}", at, gpu.mem_used_mib)
-            self.history.add(f"gpu_power:{gpu.index}", at, gpu.power_w)
-        for entry in documents.entries(record, "ranks"):
-            rank = jsonl.integer(entry, "rank")
-            self.history.add(f"rss_mib:{rank}", at, jsonl.number(entry, "rss_mib"))
-            self.history.add(f"cpu_pct:{rank}", at, jsonl.number(entry, "cpu_pct"))
-
-    def _take_event(self, record: dict[str, Any]) -> None:
-        kind = jsonl.text(record, "kind")
-        name = documents.line(record, "alert", "")
-        if kind == "alert" and name:
-            self._alerts[name] = documents.alert(record, name)
-        elif kind == "clear":
-            self._alerts.pop(name, None)
-        elif kind == "ack" and name in self._alerts:
-            self._alerts[name] = documents.acknowledged(self._alerts[name])
-
-    def alerts(self) -> tuple[Alert, ...]:
-        """Returns the open alerts, worst first."""
-        order = {"crit": 0, "warn": 1, "info": 2}
-        return tuple(
-            sorted(self._alerts.values(), key=lambda a: (a.acknowledged, order[a.level], -a.ts))
-        )
-
-    def figures(self) -> Mapping[str, Figure]:
-        """Returns the newest figures of rank 0 and of the samples."""
-        figures = documents.progress_figures(self.progress)
-        percentiles = self.history.step_percentiles_s()
-        if percentiles and 0 in self.progress:
-            p50, p99, count = percentiles
-            at = jsonl.number(self.progress[0], "ts") or 0.0
-            window = f"last {count} steps"
-            figures["step_p50_s"] = Figure(p50, "s", window, at)
-            figures["step_p99_s"] = Figure(p99, "s", window, at)
-        figures |= documents.sample_figures(self.sample)
-        return figures
+    def _troubles(self) -> list[Alert]:
+        """Returns an alert for each document that is there and cannot be shown."""
+        return [
+            Alert(f"document {path.name}", time.time(), "warn", document.trouble)
+            for path, document in self._documents.items() if document.trouble
+        ]  # fmt: skip
 
 
 def _gpu_index(devices: str, local: int) -> int | None:
@@ -259,7 +150,7 @@ def _gpu_index(devices: str, local: int) -> int | None:
 
 
 def _ranks(
-    supervisor: dict[str, Any], reader: _Records, live: Path | None, devices: str
+    supervisor: dict[str, Any], reader: Records, live: Path | None, devices: str
 ) -> tuple[Rank, ...]:
     workers = {
         rank: entry
@@ -281,8 +172,8 @@ def _ranks(
         pid = jsonl.integer(worker, "pid") or jsonl.integer(entry, "pid")
         pid = pid or jsonl.integer(beat, "pid") or 0
         local = jsonl.integer(worker, "local_rank")
-        found = _live_pulse(live, rank, pid) or _sampled_pulse(entry, sample)
-        beat_age = documents.age(jsonl.number(beat, "ts"))
+        found = _live_pulse(live, rank, pid) or _last_pulse(beat) or _sampled_pulse(entry, sample)
+        beat_age = presence.age(jsonl.number(beat, "ts"))
         ages = [a for a in (beat_age, found.age_s if found else None) if a is not None]
         ranks.append(
             Rank(
@@ -294,7 +185,7 @@ def _ranks(
                 rss_mib=jsonl.number(entry, "rss_mib"),
                 pulse=found,
                 gpu=gpus.get(_gpu_index(devices, rank if local is None else local)),
-                exit=documents.exit_words(worker),
+                exit=presence.exit_words(worker, beat),
                 age_s=min(ages) if ages else None,
             )
         )
@@ -313,6 +204,14 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
     )  # fmt: skip
 
 
+def _last_pulse(beat: dict[str, Any]) -> Pulse | None:
+    """Where a rank ended that wrote its exit: a sample of it may be older."""
+    if beat.get("msg") != "exit":
+        return None
+    age, step = presence.age(jsonl.number(beat, "ts")) or 0.0, beat["step"]
+    return Pulse(step, "exit", age, age, 0, step, "exit", False)
+
+
 def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | None:
     held = entry.get("pulse")
     if not isinstance(held, dict):
@@ -320,7 +219,7 @@ def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | Non
     step, phase = jsonl.integer(held, "step"), jsonl.text(held, "phase")
     if step is None or phase not in pulse.CODES:
         return None
-    age = documents.age(jsonl.number(sample, "ts")) or 0.0
+    age = presence.age(jsonl.number(sample, "ts")) or 0.0
     device_step = jsonl.integer(held, "device_step")
     device_phase = jsonl.text(held, "device_phase")
     return Pulse(
@@ -335,20 +234,22 @@ def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | Non
     )
 
 
-def _data_age(ranks: tuple[Rank, ...], reader: _Records) -> float | None:
+def _data_age(ranks: tuple[Rank, ...], reader: Records) -> float | None:
     ages = [rank.age_s for rank in ranks if rank.age_s is not None]
     for sample in reader.sample.values():
-        age = documents.age(jsonl.number(sample, "ts"))
+        age = presence.age(jsonl.number(sample, "ts"))
         if age is not None:
             ages.append(age)
     return min(ages) if ages else None
 
 
-def _empty(path: Path | None, launch: LaunchState | None) -> RunState:
+def _empty(path: Path | None, launch: LaunchState | None, troubles: list[Alert]) -> RunState:
     """The state of a launch that has no run yet."""
     name = launch.id if launch else ""
     why = launch.why if launch else "no run"
+    state: State = "lost" if launch and launch.state == "unsupervised" else "queued"
     return RunState(
-        id=name, path=str(path or ""), state="queued", why=why, since_ts=None, attempt=1, host="",
+        id=name, path=str(path or ""), state=state, why=why, since_ts=None, attempt=1, host="",
         world=0, step=None, steps_planned=None, eta_s=None, data_age_s=None, launch=launch,
+        alerts=tuple(troubles),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from console.sources.nvml import Nvml
 from console.supervisor import orders
 from console.supervisor.directory import Directory
 from console.supervisor.launch import Launch
+from trainers.contract import rundir
 from trainers.contract.errors import ContractError
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -68,16 +70,24 @@ def supervise(path: Path) -> None:
     directory, nvml = Directory(lambda: _wake(wake_write)), Nvml()
     nvml.start()
     launch = Launch(path, given, directory, nvml, poller)
-    while not launch.over:
-        ready = poller.poll(BUSY_TICK_MS if launch.busy else IDLE_TICK_MS)
-        if any(fd == wake_read for fd, _ in ready):
-            os.read(wake_read, 4096)
-        if asked:
-            launch.terminate(f"{asked[0]} to the supervisor")
-            asked.clear()
-        launch.tick()
-    nvml.stop()
-    directory.close(FLUSH_S)
+    try:
+        while not launch.over:
+            ready = poller.poll(BUSY_TICK_MS if launch.busy else IDLE_TICK_MS)
+            if any(fd == wake_read for fd, _ in ready):
+                os.read(wake_read, 4096)
+            if asked:
+                launch.terminate(f"{asked[0]} to the supervisor")
+                asked.clear()
+            launch.tick()
+    except Exception as mistake:  # ranks that nobody watches are worse than a run that ends
+        traceback.print_exc()
+        launch.give_up(
+            f"the supervisor failed ({type(mistake).__name__}: {mistake}) and stopped the ranks; "
+            f"see {rundir.SUPERVISOR_LOG}"
+        )
+    finally:
+        nvml.stop()
+        directory.close(FLUSH_S)
 
 
 def main() -> int:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.diagnose.stall import diagnose
-from console.model import Gate, State, Verdict
+from console.ending import End, Facts, decide
+from console.model import RANK_GONE, Gate, State, Verdict
 from console.plans import gates
 from console.sources.nvml import Nvml
-from console.supervisor import live, orders
+from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory, Job
-from console.supervisor.ending import End, Facts, decide
 from console.supervisor.follow import Files, News, Rest, Story
+from console.supervisor.live import Live
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
@@ -30,7 +31,7 @@ Stage = Literal["prepare", "run", "collect", "over"]
 REFRESH_S = 5.0
 ENDINGS = ("halt", "stop", "kill")
 """What can be asked, each stronger than the one before."""
-AGENT_LOST, RANK_LOST = "torchrun-gone", "rank-gone"
+AGENT_LOST = "torchrun-gone"
 
 
 class Attempt:
@@ -49,31 +50,36 @@ class Attempt:
         self.id = f"{given.launch}/{run.name}"
         self.token = secrets.token_hex(8)
         self.flags = given.flags(index, pending)
-        self.live = live.create(self.token)
+        self._live = Live(self.token)
         self.stage: Stage = "prepare"
         self.state: State = "starting"
         self.why = ""
         self.gates: tuple[Gate, ...] = ()
         self.story = Story()
+        self.alerts = Alerts(self.event, self.story.summary, directory)
         self.tree = Tree(self.token, self.phase.nproc, poller)
         self.begun_ts = self.since_ts = time.time()
         self._directory = directory
         self._files = Files(run, self.number, self.phase.nproc)
         self._news: deque[News] = deque()
-        self._sampler = Sampler(nvml, self.live or run)
+        self._sampler = Sampler(nvml, self._live.path or run)
         self._begun = time.monotonic()
         self._verdict: Verdict | None = None
-        self._asked = self._by = self._failure = ""
+        self._asked = self._by = self._failure = self._agent_signal = self._ending = ""
         self._words: Mapping[int, str] = {}
-        self._halt_file = self._ending = False
-        self._alerts: set[str] = set()
-        self._refreshed = self._sampled = 0.0
-        self._record = self._run_record()
+        self.halt_file = self._broken = False
+        self._refreshed = self._sampled = self._said = 0.0
+        self._record = given.run_record(index, run, self.flags, self._contract())
         self._prepared: Job[int] = directory.job(self._prepare)
         self._collected: Job[Rest] | None = None
         self._publish()
 
     # --- what the launch calls -----------------------------------------------------------------
+
+    @property
+    def live(self) -> Path | None:
+        """The memory-backed directory of the ranks' pulses, None without shared memory."""
+        return self._live.path
 
     def tick(self) -> None:
         """Does what is due; never waits."""
@@ -81,6 +87,9 @@ class Attempt:
         {"prepare": self._begin, "run": self._watch_it, "collect": self._conclude,
          "over": lambda: None}[self.stage]()  # fmt: skip
         self._decide()
+        if time.monotonic() - self._said >= 1.0:
+            self.alerts.watch_writes()
+            self._say_alive()
 
     def look(self, heartbeats: bool) -> None:
         """Reads the run's files; runs on the directory's thread. The next tick takes it in."""
@@ -93,26 +102,39 @@ class Attempt:
     def _take(self, news: News) -> None:
         for record in news.records:
             self.story.take(record)
-        self._halt_file = self._halt_file or news.halt_file
+        self.halt_file = self.halt_file or news.halt_file
+        self._agent_signal = self._agent_signal or news.agent_signal
         if news.ending and not self._ending and self._asked not in ("stop", "kill"):
-            self._ending = True
-            self.tree.expire(self.watch.grace_s)
-            gone = [w.rank for w in self.tree.workers.values() if w.over_ts is not None]
-            who = f"rank {', '.join(map(str, gone))}" if gone else "a rank"
-            self.alert(RANK_LOST, f"{who} is gone, torchrun ends the others; what is left "
-                       f"after {self.watch.grace_s:g} s is killed", "crit")  # fmt: skip
+            self._take_ending()
         if news.disk:
             self._sampler.disk = news.disk
 
+    def _take_ending(self) -> None:
+        """torchrun ends the ranks: because one is gone, unless it got a signal itself."""
+        if self.stage != "run":
+            return
+        self.tree.expire(self.watch.grace_s)
+        self.tree.look()
+        gone = [w.rank for w in self.tree.workers.values() if w.over_ts is not None]
+        who = f"rank {', '.join(map(str, gone))}" if gone else "a rank"
+        self._ending = (
+            f"{who} is gone, torchrun ends the others; what is left after "
+            f"{self.watch.grace_s:g} s is killed"
+        )
+        if not self._agent_signal:
+            self.alerts.raise_(RANK_GONE, self._ending, "crit")
+
     def end(self, action: str, by: str) -> str:
-        """Halts, stops or kills the ranks, unless as much was asked before; returns the answer."""
+        """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
+
+        `.HALT` stands already: a halt is only recorded here.
+        """
         if self.stage in ("collect", "over"):
             return "the ranks have ended already; no further phase starts"
         if self._asked and ENDINGS.index(action) <= ENDINGS.index(self._asked):
             return f"{self._asked} is under way, asked by {self._by}"
         self._asked, self._by = action, by
         if action == "halt":
-            self._directory.call(lambda: rundir.ask_halt(self.run, by))
             answer = ".HALT is written; all ranks stop at the same step and save"
         elif action == "stop":
             self.tree.terminate(self.watch.grace_s)
@@ -123,23 +145,8 @@ class Attempt:
         self._decide()
         return answer
 
-    def event(self, kind: str, text: str, level: str = "info", **more: Any) -> None:
-        self._directory.event(self.run, self.number, kind, text, level, **more)
-
-    def alert(self, name: str, text: str, level: str = "warn", key: str = "") -> None:
-        """Raises an alert, once until it is cleared."""
-        if name not in self._alerts:
-            self._alerts.add(name)
-            self.story.summary.take_event({"kind": "alert", "alert": name})
-            self.event("alert", text, level, alert=name, key=key)
-
-    def clear(self, name: str, text: str) -> None:
-        if name in self._alerts:
-            self._alerts.discard(name)
-            self.event("clear", text, alert=name)
-
-    def open_alerts(self) -> frozenset[str]:
-        return frozenset(self._alerts)
+    def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
+        return self._directory.event(self.run, self.number, kind, text, level, **more)
 
     # --- stages --------------------------------------------------------------------------------
 
@@ -156,33 +163,13 @@ class Attempt:
         rundir.write_json(self.run / rundir.RUN, self._record)
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
 
-    def _argv(self) -> list[str]:
-        return orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.run, self.number))
-
-    def _environment(self) -> dict[str, str]:
-        contract = {
+    def _contract(self) -> dict[str, str]:
+        """Returns what the ranks are told about the run that they belong to."""
+        told = {
             environ.RUN_DIR: str(self.run.absolute()), environ.RUN_ID: self.id,
             environ.ATTEMPT: str(self.number), environ.TOKEN: self.token,
         }  # fmt: skip
-        if self.live is not None:
-            contract[environ.LIVE_DIR] = str(self.live)
-        return orders.environment(self.flags, contract)
-
-    def _run_record(self) -> dict[str, Any]:
-        settings = self.orders.settings(self.index, self.flags)
-        planned = settings.get("train.steps", {}).get("value", self.phase.gates.get("steps_done"))
-        return {
-            "v": VERSION, "run": self.id, "launch": self.orders.launch,
-            "plan": self.orders.plan.name, "phase": self.phase.name, "index": self.index,
-            "proves": self.phase.proves, "by": self.orders.by, "created_ts": self.begun_ts,
-            "nnodes": 1, "nproc": self.phase.nproc, "world": self.phase.nproc,
-            "steps_planned": planned, "argv": self._argv(),
-            "cwd": str(Path.cwd()), "environment": self._environment(),
-            "flags": {name: asdict(flag) for name, flag in self.flags.items()},
-            "settings": settings, "gates": dict(self.phase.gates), "watch": asdict(self.watch),
-            "host": rundir.host_name(), "machine": dict(self.orders.host),
-            "git": dict(self.orders.git),
-        }  # fmt: skip
+        return told | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})
 
     def _begin(self) -> None:
         if not self._prepared.done:
@@ -194,7 +181,7 @@ class Attempt:
             return
         try:
             self._spawn(log_fd)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._never_began(f"torchrun cannot be started: {error}")
         finally:
             os.close(log_fd)
@@ -203,7 +190,7 @@ class Attempt:
         if self._asked:
             self._never_began(f"{self._asked} was asked by {self._by} before the start")
             return
-        self.tree.spawn(self._argv(), self._environment(), log_fd)
+        self.tree.spawn(self._record["argv"], self._record["environment"], log_fd)
         self._begun, self.stage = time.monotonic(), "run"
         self.event("phase", f"{self.phase.name}: torchrun started as pid {self.tree.agent_pid}")
         self._publish()
@@ -229,7 +216,7 @@ class Attempt:
     def _watch_agent(self) -> None:
         if self.tree.agent_status is not None and self.tree.alive():
             ranks = ", ".join(str(worker.rank) for worker in self.tree.alive())
-            self.alert(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
+            self.alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
                        f"({self.tree.agent_status}); rank {ranks} still runs", "crit")  # fmt: skip
 
     def _sample(self) -> None:
@@ -237,7 +224,7 @@ class Attempt:
         sample = self._sampler.sample(workers, self.story, self.number, self._begun)
         path = rundir.samples(self.run, rundir.host_name())
         self._directory.put(path, jsonl.encode(sample))
-        ending = self._ending or self._asked in ("stop", "kill")
+        ending = bool(self._ending) or self._asked in ("stop", "kill")
         ending = ending or self.tree.agent_status is not None
         verdict = None if ending else diagnose(self._sampler.seen, self.watch, time.time())
         self._take_verdict(verdict)
@@ -246,7 +233,7 @@ class Attempt:
         before, self._verdict = self._verdict, verdict
         if verdict is None:
             if before is not None:
-                self.clear("stall", f"the pulses move again: {before.cause} is over")
+                self.alerts.clear("stall", f"the pulses move again: {before.cause} is over")
             return
         place = (verdict.cause, verdict.rank, verdict.phase, verdict.step)
         if before is not None and place == (before.cause, before.rank, before.phase, before.step):
@@ -255,7 +242,7 @@ class Attempt:
         path = self.run / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
         self._directory.document(path, {"v": VERSION} | asdict(verdict))
         self.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
-        self.alert("stall", verdict.sentence, "crit", "3")
+        self.alerts.raise_("stall", verdict.sentence, "crit", "3")
         self._publish()
 
     def _begin_collecting(self) -> None:
@@ -277,18 +264,38 @@ class Attempt:
         self._words = rest.words
         self.gates = gates.evaluate(self.story.summary, self.phase.gates)
         self._verdict, self.stage = None, "over"
-        for name in self.open_alerts():
-            self.clear(name, "the run has ended")
+        self.alerts.clear_all("the run has ended")
         self._directory.document(
             self.run / rundir.GATES,
             {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(self.gates),
              "gates": [asdict(gate) for gate in self.gates]},
         )  # fmt: skip
         self._decide()
+        self._close()
+
+    def _close(self) -> None:
+        """Writes the last word; while the disk does not take it, it stands in shared memory."""
         self.tree.close()
-        live.remove(self.live)
-        self.live = None
+        self._say_alive()
         self._publish()
+        self._directory.call(self._leave_memory)
+
+    def _leave_memory(self) -> None:
+        if not self._directory.unwritten:
+            self._live.remove()
+
+    def give_up(self, why: str) -> None:
+        """Stops the ranks and ends the attempt here and now: the supervisor itself is broken."""
+        self.tree.terminate(self.watch.grace_s)
+        until = time.monotonic() + 2 * self.watch.grace_s
+        while self.tree.spawned and not self.tree.is_over() and time.monotonic() < until:
+            time.sleep(0.05)
+            self.tree.look()
+            self.tree.enforce()
+        self.stage, self._failure = "over", why
+        self._broken = True
+        self._decide()
+        self._close()
 
     # --- the state -----------------------------------------------------------------------------
 
@@ -302,7 +309,7 @@ class Attempt:
             over=self.stage == "over",
             asked=self._asked,
             by=self._by,
-            halt_file=self._halt_file,
+            halt_file=self.halt_file,
             halting_ranks=sum(phase == "halt" for phase in phases),
             step=max(pulsed, self.story.summary.steps, *self.story.steps.values(), 0),
             verdict=self._verdict.sentence if self._verdict else "",
@@ -311,6 +318,11 @@ class Attempt:
             ends=ends,
             order=tuple(self.tree.order),
             halt_steps=self.story.halts,
+            halt_reason=self.story.halt_reason,
+            told=len(self.story.codes) == self.phase.nproc or not self.story.steps,
+            agent_signal=self._agent_signal,
+            ending=self._ending,
+            broken=self._broken,
             world=self.phase.nproc,
             failure=self._failure,
         )
@@ -335,25 +347,44 @@ class Attempt:
             return
         level = "crit" if state in ("stalled", "failed", "crashed") else "info"
         self.event("state", f"{self.state} → {state}" + (f": {why}" if why else ""), level,
-                   state=state)  # fmt: skip
+                   state=state, why=why)  # fmt: skip
         self.state, self.since_ts = state, time.time()
         self._publish()
 
     def _publish(self) -> None:
         """Replaces supervisor.json."""
         self._refreshed = time.monotonic()
-        workers = [w.as_dict() for _, w in sorted(self.tree.workers.items())]
+        workers = [self._worker_record(w) for _, w in sorted(self.tree.workers.items())]
         torchrun = {"pid": self.tree.agent_pid, "start_ticks": self.tree.agent_ticks}
         record = rundir.identity() | {
             "v": VERSION, "run": self.id, "state": self.state, "why": self.why,
             "since_ts": self.since_ts, "attempt": self.number, "launch": self.orders.launch,
             "torchrun": torchrun if self.tree.spawned else None, "workers": workers,
-            "live_dir": str(self.live) if self.live else "", "watch": asdict(self.watch),
+            "live_dir": "" if self.stage == "over" else str(self.live or ""),
+            "watch": asdict(self.watch),
             "armed": armed(self.watch.stall_floor_s),
             "verdict": asdict(self._verdict) if self._verdict else None,
             "updated_ts": time.time(),
         }  # fmt: skip
         self._directory.document(self.run / rundir.SUPERVISOR, record)
+
+    def _worker_record(self, worker: Worker) -> dict[str, Any]:
+        record = worker.as_dict()
+        if record["exit"] is not None:
+            end = self._end_of(worker)
+            record["exit"] |= {"code": end.code, "secondary": end.bad and end.secondary}
+        return record
+
+    def _say_alive(self) -> None:
+        """Replaces the sign of life: all of it also where the run directory takes no writes."""
+        self._said = time.monotonic()
+        self._live.write_status({
+            "v": VERSION, "ts": time.time(), "mono": self._said, "state": self.state,
+            "why": self.why, "since_ts": self.since_ts, "run": self.id,
+            "blocked_s": round(self._directory.blocked_s(), 2),
+            "waiting": self._directory.waiting, "dropped": self._directory.dropped,
+            "alerts": list(self.alerts.open().values()),
+        })  # fmt: skip
 
 
 def armed(floor_s: float) -> str:

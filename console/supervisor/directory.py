@@ -12,6 +12,7 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.recorder import Recorder
 
 T = TypeVar("T")
+RETRY_S, RETRY_EVERY_S = 60.0, 0.5
 
 
 class Job(Generic[T]):
@@ -52,6 +53,8 @@ class Directory(Recorder):
     def __init__(self, on_done: Callable[[], None] = lambda: None):
         self._on_done = on_done
         self._documents: dict[Path, Mapping[str, Any]] = {}
+        self.unwritten: dict[Path, Mapping[str, Any]] = {}
+        """Documents that the disk did not take; only this thread touches it."""
         self._lock = threading.Lock()
         super().__init__()
 
@@ -84,4 +87,24 @@ class Directory(Recorder):
     def _write_document(self, path: Path) -> None:
         with self._lock:
             record = self._documents.pop(path)
+        self.unwritten[path] = record
         rundir.write_json(path, record)
+        del self.unwritten[path]
+
+    def close(self, timeout_s: float = 60.0) -> bool:
+        """Also tries for `RETRY_S` to write what a full disk did not take: it is the last word."""
+        self.call(self._retry)
+        return super().close(timeout_s)
+
+    def _retry(self) -> None:
+        """Raises OSError when documents are lost for good."""
+        until = time.monotonic() + RETRY_S
+        while self.unwritten:
+            path, record = next(iter(self.unwritten.items()))
+            try:
+                rundir.write_json(path, record)
+                del self.unwritten[path]
+            except OSError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(RETRY_EVERY_S)

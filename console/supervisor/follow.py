@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from console.ending import error_of
 from console.plans.gates import Summary
-from console.supervisor.ending import error_of
+from console.sources import process
 from trainers.contract import heartbeat, jsonl, rundir
 
 WARM_UP_STEPS = 2
@@ -23,6 +24,9 @@ EXCEPTION = re.compile(
 )
 TORCHRUN_WORDS = b"ChildFailedError"
 CLOSING = b"closing signal SIG"
+DEATH = re.compile(rb"Received (\d{1,2}) death signal")
+OVERLAP_BYTES = 64
+"""Longer than what is searched for: a write may end in the middle of it."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class News:
     halt_file: bool = False
     ending: bool = False
     """torchrun says that it ends the ranks."""
+    agent_signal: str = ""
+    """The signal that torchrun says it got."""
     disk: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -56,11 +62,11 @@ class Files:
         self._tails = [heartbeat.tail(rundir.heartbeat(run, rank)) for rank in range(world)]
 
     def look(self, heartbeats: bool) -> News:
-        """Returns what is new; `heartbeats` False looks only for `.HALT`.
+        """Returns what is new; `heartbeats` False looks only for `.HALT` and at torchrun's log.
 
         What may raise comes first: a record that was read is never lost.
         """
-        news = News(halt_file=os.path.lexists(self._run / rundir.HALT))
+        news = self._news()
         if heartbeats:
             space = os.statvfs(self._run)
             gib = space.f_frsize / (1 << 30)
@@ -68,29 +74,33 @@ class Files:
                 "free_gib": round(space.f_bavail * gib, 2),
                 "total_gib": round(space.f_blocks * gib, 2),
             }
-            news.ending = self._torchrun_ends()
             for tail in self._tails:
                 news.records += self._read(tail, MAX_POLLS)
         return news
 
     def rest(self) -> Rest:
         """Returns everything that is left to read after the ranks have ended."""
-        news = News()
+        news = self._news()
         for tail in self._tails:
             news.records += self._read(tail, 1 << 20)
-        log = jsonl.read_bytes(self._log, LOG_TAIL_BYTES)
+        log = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, below=self._run)
         words = {}
         for rank in range(len(self._tails)):
             path = rundir.rank_log(self._run, self._attempt, rank)
-            own = jsonl.read_bytes(path, LOG_TAIL_BYTES)
+            own = jsonl.read_bytes(path, LOG_TAIL_BYTES, below=self._run)
             words[rank] = last_exception(own) or last_exception(log)
         return Rest(news, log, rundir.read_json(self._run / rundir.METRICS), words)
 
-    def _torchrun_ends(self) -> bool:
-        """Says whether torchrun's log tells of signals to the ranks since the last look."""
-        data = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, self._log_offset)
-        self._log_offset += max(0, len(data) - len(CLOSING))
-        return CLOSING in data
+    def _news(self) -> News:
+        """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
+        data = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, self._log_offset, self._run)
+        self._log_offset += max(0, len(data) - OVERLAP_BYTES)
+        death = DEATH.search(data)
+        return News(
+            halt_file=os.path.lexists(self._run / rundir.HALT),
+            ending=CLOSING in data,
+            agent_signal=process.signal_name(int(death[1])) if death else "",
+        )
 
     def _read(self, tail: jsonl.Tail, polls: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -114,9 +124,10 @@ class Story:
         self.summary = Summary()
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
+        self.halt_reason = ""
         self.errors: dict[int, str] = {}
         self.codes: dict[int, int] = {}
-        """Exit codes that ranks announced in their last record."""
+        """Exit codes that ranks announced in their last record; an exit without one is orderly."""
         self._durations: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
         self._p99: dict[int, float] = {}
@@ -128,12 +139,13 @@ class Story:
         self.steps[rank] = max(step, self.steps.get(rank, 0))
         if record["msg"] == "halt":
             self.halts[rank] = step
+            self.halt_reason = self.halt_reason or jsonl.text(record, "reason")[:80]
         error = error_of(record)
         if error:
             self.errors.setdefault(rank, error)
         code = jsonl.integer(record, "exit_code")
-        if code is not None:
-            self.codes[rank] = code
+        if code is not None or record["msg"] == "exit":
+            self.codes[rank] = code or 0
         durations = record.get("steps_dt_s")
         if isinstance(durations, list):
             self._take_durations(rank, durations)

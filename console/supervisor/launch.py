@@ -55,16 +55,18 @@ class Launch:
         self._next_flags: dict[str, dict[str, Any]] = {}
         self._requests: dict[str, _Known] = {}
         self._dump: tuple[Dump, list[Request]] | None = None
+        self._halts: list[tuple[Job[None], Request]] = []
         self._look: Job[list[Request]] | None = None
         self._ended_by = ""
         self._last_look = self.over = False
-        self._looked = self._beats = self._said = self._refreshed = 0.0
+        self._looked = self._beats = self._refreshed = 0.0
         self._actions: Mapping[str, Callable[[Request], Outcome | None]] = {
-            "dump": self._do_dump, "halt": self._do_end, "stop": self._do_end,
+            "dump": self._do_dump, "halt": self._do_halt, "stop": self._do_end,
             "kill": self._do_end, "ack": self._do_ack, "note": self._do_note,
             "set-flag": self._do_set_flag, "proceed": self._do_proceed,
         }  # fmt: skip
         directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
+        live.sweep()
         self._start(0)
 
     @property
@@ -79,6 +81,7 @@ class Launch:
     def tick(self) -> None:
         """Does what is due; never waits."""
         now = time.monotonic()
+        self._poll_halts()
         self._look_around(now)
         if self._dump is not None:
             self._poll_dump(*self._dump)
@@ -89,15 +92,21 @@ class Launch:
                 self._end_of_phase(self.attempt)
             elif self.attempt.state != before:
                 self._publish()
-        if now - self._said >= 1.0:
-            self._said = now
-            self._say_alive()
         if now - self._refreshed >= REFRESH_S:
             self._publish()
 
     def terminate(self, by: str) -> None:
         """Stops the running phase and ends the plan: what SIGTERM asks for."""
         self._end_by("stop", by)
+
+    def give_up(self, why: str) -> None:
+        """Ends everything because the supervisor itself is broken."""
+        attempt = self.attempt
+        if attempt is not None:
+            attempt.give_up(why)
+            self._publish()
+            self.attempt = None
+        self._end(why)
 
     def _end_by(self, action: str, by: str) -> str:
         """Ends the running phase, and the plan with it; returns the answer."""
@@ -135,6 +144,8 @@ class Launch:
 
     def _end_of_phase(self, attempt: Attempt) -> None:
         result = gates.overall(attempt.gates) if attempt.gates else "pass"
+        if result == "pass" and attempt.state != "completed":
+            result = "unknown"
         for request in self._dump[1] if self._dump else ():
             self._answer(request, (False, "the ranks ended before they answered", []))
         entry, self.attempt, self._dump = self._phases[self._index], None, None
@@ -162,7 +173,7 @@ class Launch:
         if state != "completed":
             return f"{state}: {attempt.why}"
         if result == "pass":
-            return self._ended_by
+            return self._ended_by or (f"{rundir.HALT} is there" if attempt.halt_file else "")
         missed = [f"{g.name} {g.result} ({_value(g.value)} {g.unit}, bound {g.bound})"
                   for g in attempt.gates if g.result != "pass"]  # fmt: skip
         return "gate " + "; gate ".join(missed)
@@ -252,12 +263,32 @@ class Launch:
         )  # fmt: skip
         self._directory.call(lambda: requests.remove(request.path))
 
+    def _do_halt(self, request: Request) -> Outcome | None:
+        """Writes `.HALT` first: what cannot be written was not asked of the ranks."""
+        if self.attempt is None:
+            return self._do_end(request)
+        run, by = self.attempt.run, request.by
+        self._halts.append((self._directory.job(lambda: rundir.ask_halt(run, by)), request))
+        return None
+
+    def _poll_halts(self) -> None:
+        asked, self._halts = self._halts, []
+        for job, request in asked:
+            if not job.done:
+                self._halts.append((job, request))
+            elif job.error is not None:
+                reason = getattr(job.error, "strerror", None) or job.error
+                why = f"cannot write .HALT: {reason}; the ranks go on, stop sends them TERM"
+                self._answer(request, (False, why, []))
+            else:
+                self._answer(request, self._do_end(request))
+
     def _do_end(self, request: Request) -> Outcome:
         return True, self._end_by(request.action, request.by), []
 
     def _do_ack(self, request: Request) -> Outcome:
         name, attempt = request.args["alert"], self._addressed(request)
-        if attempt is None or name not in attempt.open_alerts():
+        if attempt is None or name not in attempt.alerts.open():
             return False, f"there is no open alert {name!r}", []
         attempt.event("ack", f"{name} acknowledged", by=request.by, alert=name)
         return True, f"{name} acknowledged", []
@@ -332,15 +363,6 @@ class Launch:
 
     def _event(self, kind: str, text: str, level: str = "info") -> None:
         self._directory.event(self.path, 1, kind, text, level)
-
-    def _say_alive(self) -> None:
-        attempt = self.attempt
-        if attempt is not None:
-            live.write_status(attempt.live, {
-                "ts": time.time(), "mono": time.monotonic(), "state": attempt.state,
-                "run": attempt.id, "blocked_s": round(self._directory.blocked_s(), 2),
-                "waiting": self._directory.waiting, "dropped": self._directory.dropped,
-            })  # fmt: skip
 
     def _publish(self) -> None:
         """Replaces plan_state.json."""

@@ -2,42 +2,76 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from console.sources import process
 from trainers.contract import jsonl, rundir
 
 
-def create(token: str) -> Path | None:
-    """Creates the live directory of an attempt; None where there is no shared memory."""
-    path = rundir.SHARED_MEMORY / f"{rundir.LIVE_PREFIX}{os.geteuid()}-{token}"
-    try:
-        path.mkdir(mode=0o700)
-    except OSError:
-        return None
-    return path
+def _prefix() -> str:
+    return f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
 
 
-def remove(path: Path | None) -> None:
-    """Removes the live directory; what is already gone is fine."""
-    if path is not None:
-        shutil.rmtree(path, ignore_errors=True)
+class Live:
+    """Owns the live directory of an attempt; `path` is None where there is no shared memory.
 
+    A lock that ends with this process says that the directory has an owner.
+    """
 
-def write_status(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Replaces the supervisor's sign of life; shared memory that is full costs only this."""
-    if path is None:
-        return
-    temporary = path / f".{rundir.LIVE_STATUS}"
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    def __init__(self, token: str):
+        self._lock = -1
+        self.path: Path | None = rundir.SHARED_MEMORY / f"{_prefix()}{token}"
+        unready = self.path.with_name(f".{self.path.name}")
         try:
-            os.write(fd, jsonl.encode(record))
+            unready.mkdir(mode=0o700)
+            self._lock = os.open(unready, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unready.rename(self.path)
+        except OSError:
+            self.remove()
+
+    def remove(self) -> None:
+        """Removes the directory; what is already gone is fine."""
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def write_status(self, record: Mapping[str, Any]) -> None:
+        """Replaces the supervisor's sign of life; shared memory that is full costs only this."""
+        if self.path is None:
+            return
+        temporary = self.path / f".{rundir.LIVE_STATUS}"
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, jsonl.encode(record))
+            finally:
+                os.close(fd)
+            temporary.replace(self.path / rundir.LIVE_STATUS)
+        except OSError:
+            return
+
+
+def sweep() -> None:
+    """Removes what killed supervisors of ours left behind, unless a rank of theirs still runs."""
+    for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not process.with_token(path.name.removeprefix(_prefix())):
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue
         finally:
             os.close(fd)
-        temporary.replace(path / rundir.LIVE_STATUS)
-    except OSError:
-        return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,28 @@ class Orders:
         for key in phase.set:
             resolved[key]["origin"] = self.set_origins.get(key, PHASE_FLAGS)
         return resolved
+
+    def run_record(
+        self, index: int, run: Path, flags: Mapping[str, FlagValue], contract: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Returns run.json of a phase: what is started, with what, and why.
+
+        Raises UsageError when settings and flags do not fit together.
+        """
+        phase, watch = self.plan.phases[index], self.plan.watch
+        settings = self.settings(index, flags)
+        planned = settings.get("train.steps", {}).get("value", phase.gates.get("steps_done"))
+        return {
+            "v": VERSION, "run": contract[environ.RUN_ID], "launch": self.launch,
+            "plan": self.plan.name, "phase": phase.name, "index": index, "proves": phase.proves,
+            "by": self.by, "created_ts": time.time(), "nnodes": 1, "nproc": phase.nproc,
+            "world": phase.nproc, "steps_planned": planned,
+            "argv": argv(phase, watch.grace_s, rundir.logs(run, int(contract[environ.ATTEMPT]))),
+            "cwd": str(Path.cwd()), "environment": environment(flags, contract),
+            "flags": {name: asdict(flag) for name, flag in flags.items()},
+            "settings": settings, "gates": dict(phase.gates), "watch": asdict(watch),
+            "host": rundir.host_name(), "machine": dict(self.host), "git": dict(self.git),
+        }  # fmt: skip
 
 
 def load(launch: Path) -> Orders:

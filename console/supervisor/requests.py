@@ -140,12 +140,23 @@ class Request:
 
 
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
-    """Returns the requests that wait in a run or launch, oldest name first."""
+    """Returns the requests that wait in a run or launch, files first, oldest name first.
+
+    What cannot be a request comes last: no heap of it holds up what can. A mailbox that is a link
+    is none.
+    """
     box = folder / rundir.REQUESTS
+    fd = jsonl.open_inside(box, folder)
+    if fd is None:
+        return []
     try:
-        names = sorted(name for name in os.listdir(box) if not name.startswith("."))
+        with os.scandir(fd) as entries:
+            found = [(not e.is_file(follow_symlinks=False), e.name) for e in entries]
     except OSError:
         return []
+    finally:
+        os.close(fd)
+    names = [name for _, name in sorted(found) if not name.startswith(".")]
     return [_read(box / name, mailbox) for name in names[:MAX_REQUESTS_A_LOOK]]
 
 
@@ -158,7 +169,7 @@ def _read(path: Path, mailbox: Mailbox) -> Request:
         foreign = False
     if foreign:
         return Request(path, identifier, "", {}, "?", "the request file belongs to somebody else")
-    record = rundir.read_json(path, MAX_REQUEST_BYTES)
+    record = rundir.read_json(path, MAX_REQUEST_BYTES, path.parents[1])
     if record is None:
         return Request(path, identifier, "", {}, "?", "the request is no small JSON object")
     by = jsonl.text(record, "by", "?")[:200]

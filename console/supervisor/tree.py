@@ -91,9 +91,13 @@ class Tree:
             argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd,
             start_new_session=True,
         )  # fmt: skip
+        try:
+            fd = os.pidfd_open(self._popen.pid)
+        except OSError:
+            self._popen.kill()
+            raise
         self.agent_pid = self._popen.pid
         self.agent_ticks = rundir.start_ticks(self.agent_pid)
-        fd = os.pidfd_open(self.agent_pid)
         self._agent = process.Handle(self.agent_pid, fd, self.agent_ticks or 0)
         self._poller.register(fd, select.POLLIN)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from console.tui.terminal import detect
 from trainers.contract import environ
 
+FAILED = 5
 REFUSAL = (
     "nsa-console: this terminal cannot show the screen (TERM is dumb, or it is no terminal); "
     "use `nsa-console watch RUN --plain`\n"
@@ -30,6 +31,6 @@ def run(path: Path | None, plan: str, root: Path, mouse: bool | None) -> int:
 
     palette.use(terminal.plain if terminal.ascii_only else None)
     app = ConsoleApp(path, plan, root, terminal)
-    code = app.run(mouse=terminal.mouse)
+    app.run(mouse=terminal.mouse)
     app.feed.stop()
-    return code or 0
+    return FAILED if app.return_code else 0

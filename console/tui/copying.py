@@ -1,4 +1,4 @@
-"""Puts copied text into a file: OSC 52 is not answered, so nobody knows whether it arrived."""
+"""Puts text into a file of the operator: what was copied (OSC 52 is not answered), a traceback."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from trainers.contract import environ, rundir
 
 
-def save(text: str) -> Path:
-    """Writes the text where it can be found again; returns the file. Raises OSError."""
+def save(name: str, text: str) -> Path:
+    """Writes a file of that name in the state directory of the user; returns it. Raises OSError."""
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     folder = Path(state) / "nsa-console"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / "copied.txt"
+    path = folder / name
     rundir.write_atomic(path, text + "\n")
     return path

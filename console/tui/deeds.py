@@ -5,6 +5,9 @@ Each deed has a daemon thread of its own: a directory that does not answer freez
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,16 +23,6 @@ LIMIT_S = 20.0
 
 Then = Callable[[Any], object]
 Failed = Callable[[str], object]
-
-
-class Actions(Protocol):
-    """What the screen calls of `console.actions`."""
-
-    def send(self, path: Path, action: str, args: Mapping[str, Any], by: str) -> str: ...
-
-    def answer(self, path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None: ...
-
-    def who(self) -> str: ...
 
 
 class Poster(Protocol):
@@ -75,6 +68,8 @@ class Deeds:
                 result = work()
             except (ContractError, OSError) as problem:
                 error = str(problem) or type(problem).__name__
+            except Exception as mistake:
+                error = f"{label} failed: {type(mistake).__name__}: {mistake}; please report it"
             self._app.post_message(Done(number, label, result, error))
 
         threading.Thread(target=body, name=f"deed-{label}", daemon=True).start()
@@ -99,14 +94,24 @@ class Deeds:
             then(done.result)
 
 
-def request(actions: Actions, path: Path, action: str, args: Mapping[str, Any]) -> str:
-    """Sends a request and waits for its answer. Returns who did what; raises its refusal."""
-    by = actions.who()
-    request_id = actions.send(path, action, args, by)
-    event = actions.answer(path, request_id, ANSWER_S)
-    if event is None:
-        return f"{action}: asked, not answered within {ANSWER_S:.0f} s; the log will tell"
-    text = str(event.get("text") or event.get("detail") or "done")
-    if event.get("ok") is False:
+def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
+    """Asks by `nsa-console do`, in a process of its own: a thread that writes into a frozen
+    directory could not be ended, and would keep the console from leaving.
+
+    Returns who did what. Raises ContractError with the refusal.
+    """
+    words = [f"{name}={'' if value is None else value}" for name, value in args.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "console", "do", str(path.absolute()), action, *words,
+         "--json", "--timeout", str(ANSWER_S)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        event = json.loads(done.stdout)
+    except ValueError:
+        raise ContractError(f"{action}: {done.stderr.strip()[-300:] or 'no answer'}") from None
+    text = str(event.get("text") or event.get("error") or "done")
+    if done.returncode:
         raise ContractError(text)
     return text if text.startswith(action) else f"{action}: {text}"

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from console.tui import deeds, questions
+from console.tui import questions
 from console.tui.questions import CannotAsk, Choice, Question
 
 if TYPE_CHECKING:
@@ -118,11 +118,8 @@ class Doing:
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
         """Asks the supervisor for something, beside the screen, and shows its answer."""
         self.me.say(f"{action}: asked …", "wait")
-        work = partial(self._request, path, action, args)
+        work = partial(self.me.request, path, action, args)
         self.me.deeds.start(action, work, self.me.say)
-
-    def _request(self, path: Path, action: str, args: dict[str, Any]) -> str:
-        return deeds.request(self.actions, path, action, args)
 
     def do_pause(self) -> None:
         """Holds the picture; the header says so, and goes on to tell state and age."""
@@ -141,7 +138,7 @@ class Doing:
             self.me.say("there is nothing to copy here", "error")
             return
         self.me.copy_to_clipboard(text)
-        where = save(text)
+        where = save("copied.txt", text)
         self.me.say(f"copied {len(text.splitlines())} lines to the clipboard and to {where}")
 
     def do_panel(self) -> None:

@@ -19,6 +19,8 @@ from console.model import LIVE_STATES, LogLine, RunState
 
 POLL_S = 1.0
 GLANCE_S = 0.25
+LOOK_BYTES = 1 << 20
+"""Records read between two snapshots: the screen shows a long run while it is still being read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
 """Small files whose change is a change of state: looked at four times a second."""
 
@@ -56,7 +58,7 @@ class Snapshot:
 def open_source(path: Path) -> Source:
     from console.sources.run import RunSource
 
-    return RunSource(path)
+    return RunSource(path, LOOK_BYTES)
 
 
 def open_logs(run: Path, attempt: int) -> Logs:
@@ -71,19 +73,20 @@ def read_stacks(run: Path, ranks: list[int]) -> Mapping[int, Any]:
     return stacks.latest(run, ranks)
 
 
-def find_live(root: Path) -> Path | None:
-    """Returns the newest launch under `root` that still lives, None without one."""
+def find_newest(root: Path) -> Path | None:
+    """Returns the newest launch under `root` that still lives, else the newest, None without."""
     from console.sources import documents, launches
     from trainers.contract import rundir
 
-    for path in launches.launches(root)[:50]:
+    found = launches.launches(root)[:50]
+    for path in found:
         state = rundir.read_json(path / rundir.PLAN_STATE) or {}
         named = documents.launch_state(path, path.name, {}, state).state
         if named in ("running", "waiting"):
             return path
         if named == "unsupervised" and open_source(path).poll().state in LIVE_STATES:
             return path
-    return None
+    return found[0] if found else None
 
 
 class Feed:
@@ -136,7 +139,7 @@ class Feed:
 
     def _run(self) -> None:
         if self._path is None:
-            self._path = find_live(self._root)
+            self._path = find_newest(self._root)
         while not self._stopped:
             snapshot = self._take_or_say()
             self._taken.clear()
@@ -205,8 +208,9 @@ class Feed:
         return tuple(stamps)
 
     def _wait(self) -> None:
-        end = time.monotonic() + POLL_S
-        while not self._stopped:
+        behind = self._state is not None and self._state.behind_bytes > 0
+        end = time.monotonic() + (0.0 if behind else POLL_S)
+        while not self._stopped and time.monotonic() < end:
             if self._nudged.wait(GLANCE_S):
                 self._nudged.clear()
                 break

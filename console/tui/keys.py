@@ -61,6 +61,8 @@ TABLE: tuple[Key, ...] = (
         views=("launch",)),
     Key("open", ("enter",), "Launch: give the flag a value. Stall: the whole stack", "open", 2,
         views=("launch", "stall")),
+    Key("zoom", ("z",), "Read all of the phases, the command, and the checks or gates", "whole", 3,
+        views=("launch",)),
     Key("find", ("/",), "Find text", "find", 6, views=("logs",)),
     Key("find_next", ("n",), "Next line with that text", views=("logs",)),
     Key("find_previous", ("N",), "Line with that text before", views=("logs",)),

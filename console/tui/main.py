@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import os
-import signal
-import sys
 import threading
-import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from console.tui import keys
-from console.tui.deeds import Deeds, Done
+from console.tui import copying, keys
+from console.tui.deeds import Deeds, Done, request
 from console.tui.doing import Doing, preload
+from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, Snapshot, Source, open_source
 from console.tui.launching import Draft, Launching
 from console.tui.screens.dashboard import Dashboard, wanted_series
@@ -34,7 +32,6 @@ from console.tui.widgets.logtail import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
 
 TICK_S = 1.0
-TERMINAL_CHECK_S = 5.0
 
 
 class Fresh(Message):
@@ -60,17 +57,6 @@ def bindings() -> list[Binding]:
     ]
 
 
-def leave_without_terminal() -> None:
-    """Ends the process when its terminal is gone, also while the loop is blocked in a write."""
-    while True:
-        time.sleep(TERMINAL_CHECK_S)
-        try:
-            os.tcgetpgrp(0)
-        except OSError:
-            time.sleep(TERMINAL_CHECK_S)
-            os._exit(0)
-
-
 class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
     """The screen. It owns nothing: leaving it changes no run."""
 
@@ -88,14 +74,16 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
         root: Path,
         terminal: Terminal,
         actions: Any = None,
+        request: Callable[[Path, str, Mapping[str, Any]], str] = request,
         opener: Callable[[Path], Source] = open_source,
     ):
-        super().__init__()
+        super().__init__(driver_class=TerminalDriver)
         self.theme = "ansi-dark"
         self.animation_level = "none"
         self.terminal = terminal
         self.draft = Draft(plan, root)
         self._actions = actions
+        self.request = request
         self.book = LogBook()
         self.feed = Feed(self._deliver, wanted_series, path, root, opener)
         self.deeds = Deeds(self)
@@ -127,12 +115,15 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
         self.footer.draw(self.view_name)
         self.call_after_refresh(self._painted)
         self.set_interval(TICK_S, self._tick)
-        self.set_interval(TERMINAL_CHECK_S, self._check_terminal)
-        if not self.is_headless:
-            threading.Thread(target=leave_without_terminal, daemon=True).start()
-        loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(name, self.exit, 0)
+
+    def _fatal_error(self) -> None:
+        """A mistake of ours: Textual restores the terminal, then prints this one sentence."""
+        where = copying.save("crash.txt", traceback.format_exc())
+        what = traceback.format_exc(limit=0).splitlines()[-1]
+        self.panic(
+            Text(f"nsa-console: the screen failed: {what}; runs go on, open it again; "
+                 f"the traceback is in {where}, please report it")
+        )  # fmt: skip
 
     def _painted(self) -> None:
         """What can wait until the first picture stands: reading, and collecting garbage."""
@@ -174,17 +165,10 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
         for panel in (self.header, self.alert):
             panel.redraw()
 
-    def _check_terminal(self) -> None:
-        """Leaves when the terminal is gone: reading from it would spin."""
-        if self.is_headless:
-            return
-        try:
-            os.tcgetpgrp(sys.__stdin__.fileno() if sys.__stdin__ else 0)
-        except OSError:
-            self.exit(0)
-
     async def show_view(self, name: str) -> None:
         """Shows a view; it is made when it is first looked at."""
+        if not self.body.is_attached:
+            return
         if name not in self.views:
             self.views[name] = self.make_view(name)
             await self.body.mount(self.views[name])

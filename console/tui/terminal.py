@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from console.tui.chartmath import Mode
 
 PLAIN = str.maketrans(
-    "─│…–·×→←↓↑◂▸✓✗○●▏▎▍▌▋▊▉█°", "-|~-.x><vv<>+x.*::::####o"
+    "─│…–·×→←↓↑◂▸›✓✗○●▏▎▍▌▋▊▉█°", "-|~-.x><vv<>>+x.*::::####o"
 )  # fmt: skip
 """One ASCII character for each one that the screen draws, so that columns keep their places."""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from console import plain
-from console.cli import build_parser
 from console.model import LaunchState, PhaseState
 from console.sources.run import RunSource
 from tests.console.sources import directory
@@ -205,8 +204,3 @@ def test_followed_logs_go_on_with_the_next_phase(tmp_path):
         assert process.returncode == 0
     finally:
         process.kill()
-
-
-def test_every_command_has_help_with_exit_codes():
-    text = build_parser().format_help()
-    assert "exit codes" in text

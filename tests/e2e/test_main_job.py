@@ -21,7 +21,6 @@ PLAN = ROOT / "tests/e2e/main_job.yaml"
 CONSOLE = [sys.executable, "-m", "console"]
 FLAG = "NSA_DISABLE_CSV_LOGS"
 FLAG_HELP = "Write no CSV files"
-FIRST_FIGURES_S = 15.0
 
 
 def console(root: Path) -> Terminal:
@@ -69,12 +68,10 @@ def launch(root):
     with console(root) as terminal:
         terminal.wait("main_job")
         terminal.wait("sanity")
-        begun = time.monotonic()
         terminal.press("L")
         terminal.wait("Launch main_job?")
         terminal.press("y")
         terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text, 60)
-        took = time.monotonic() - begun
         path = wait_for(lambda: next(iter(launches.launches(root)), None))
         terminal.wait("plumbing", 60)
         wait_for(lambda: RunSource(path).poll().launch.state == "waiting")
@@ -93,30 +90,26 @@ def launch(root):
         terminal.press("q")
         assert terminal.wait_exit() == 0
         assert terminal.left_on() == []
-    return path, took
-
-
-def test_first_live_figures_come_soon_after_the_launch_key(launch):
-    assert launch[1] < FIRST_FIGURES_S
+    return path
 
 
 def test_the_toggled_flag_is_in_the_next_phase_and_not_in_the_one_before(launch):
-    run = launch[0] / "1-plumbing"
+    run = launch / "1-plumbing"
     for worker in wait_for(lambda: workers(run)):
         environment = Path(f"/proc/{worker['pid']}/environ").read_bytes().split(b"\0")
         assert f"{FLAG}=1".encode() in environment
     born = rundir.read_json(run / rundir.RUN)
     assert born["flags"][FLAG]["value"] == "1"
     assert "operator" in born["flags"][FLAG]["origin"]
-    before = rundir.read_json(launch[0] / "0-sanity" / rundir.RUN)
+    before = rundir.read_json(launch / "0-sanity" / rundir.RUN)
     assert before["flags"].get(FLAG, {}).get("value", "0") in ("0", "")
-    assert (launch[0] / "0-sanity" / "training.csv").exists()
+    assert (launch / "0-sanity" / "training.csv").exists()
     wait_for(lambda: any(b["msg"] == "progress" for b in last_beats(run)[0]))
     assert not (run / "training.csv").exists()
 
 
 def test_opening_again_shows_the_run_and_a_dump_shows_both_stacks(launch, root):
-    run = launch[0] / "1-plumbing"
+    run = launch / "1-plumbing"
     with console(root) as terminal:
         terminal.wait(lambda text: "plumbing" in text and "RUNNING" in text.upper())
         terminal.press("D")
@@ -135,7 +128,7 @@ def test_opening_again_shows_the_run_and_a_dump_shows_both_stacks(launch, root):
 
 @pytest.mark.parametrize("end", ["kill", "hang up", "leave"])
 def test_the_run_goes_on_when_the_console_ends(launch, root, end):
-    run = launch[0] / "1-plumbing"
+    run = launch / "1-plumbing"
     terminal = console(root)
     try:
         terminal.wait("plumbing")
@@ -167,36 +160,33 @@ def test_buttons_work_by_tab_and_enter_and_by_click(launch, root):
         terminal.wait("Halt this run")
         terminal.press("enter")
         terminal.wait(lambda text: "Halt this run" not in text)
-        assert RunSource(launch[0]).poll().state == "running"
+        assert RunSource(launch).poll().state == "running"
         terminal.press("q")
         assert terminal.wait_exit() == 0
 
 
 def test_a_stopped_rank_is_named_and_clears_when_it_goes_on(launch, root):
-    run = launch[0] / "1-plumbing"
+    run = launch / "1-plumbing"
     pid = next(w["pid"] for w in workers(run) if w["rank"] == 1)
     with console(root) as terminal:
         terminal.wait("plumbing")
-        begun = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         try:
             terminal.wait(lambda text: "rank 1" in text and "stopped" in text, 40)
-            took = time.monotonic() - begun
-            state = RunSource(launch[0]).poll()
+            state = RunSource(launch).poll()
             assert state.verdict is not None
             assert state.verdict.rank == 1
             assert state.verdict.phase in terminal.text
         finally:
             os.kill(pid, signal.SIGCONT)
         terminal.wait(lambda text: "stopped" not in text, 40)
-        wait_for(lambda: RunSource(launch[0]).poll().state == "running")
-        assert took < 20
+        wait_for(lambda: RunSource(launch).poll().state == "running")
         terminal.press("q")
         assert terminal.wait_exit() == 0
 
 
 def test_z_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(launch, root):
-    run = launch[0] / "1-plumbing"
+    run = launch / "1-plumbing"
     with console(root) as terminal:
         terminal.wait("plumbing")
         terminal.press("H")
@@ -212,5 +202,5 @@ def test_z_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(launch, root
     assert name == f"step_{halts[0]['step']:08d}"
     assert any((run / rundir.CHECKPOINTS / name).iterdir())
     assert json.loads((run / rundir.METRICS).read_text())
-    wait_for(lambda: RunSource(launch[0]).poll().launch.state == "ended")
-    assert RunSource(launch[0]).poll().state == "halted"
+    wait_for(lambda: RunSource(launch).poll().launch.state == "ended")
+    assert RunSource(launch).poll().state == "halted"

@@ -60,6 +60,8 @@ WRONG = {
     "not_an_integer": ({}, {"train.steps": "1.5"}, "train.steps", "a whole number"),
     "below_a_bound": ({}, {"train.batch_size": "0"}, "train.batch_size", "at least 1"),
     "not_finite": ({}, {"train.lr": "nan"}, "train.lr", "a number"),
+    "flag_not_finite": ({"NSA_LR": "1e400"}, {}, "NSA_LR", "a number"),
+    "too_large_for_a_float": ({}, {"train.lr": 10**400}, "train.lr", "a number"),
     "not_a_choice": ({}, {"train.precision": "fp8"}, "train.precision", "fp32, bf16"),
     "not_a_bool": ({}, {"ddp.find_unused": "maybe"}, "ddp.find_unused", "true or false"),
     "model_rule": ({}, {"model.d_k": "31"}, "d_k", "even"),

@@ -6,6 +6,7 @@ flag without one is for a library (NCCL, CUDA, OpenMP) and is only passed on and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -106,6 +107,12 @@ def _choice(flag: Flag, text: str) -> str:
     raise ValueError(text)
 
 
+def _float(_flag: Flag, text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
 def _text(_flag: Flag, text: str) -> str:
     if not text or any(ord(c) < 32 for c in text):
         raise ValueError(text)
@@ -115,7 +122,7 @@ def _text(_flag: Flag, text: str) -> str:
 _CONVERT: dict[Kind, Callable[[Flag, str], Value]] = {
     "bool": _bool,
     "int": lambda _flag, text: int(text),
-    "float": lambda _flag, text: float(text),
+    "float": _float,
     "str": _text,
     "choice": _choice,
 }

@@ -88,21 +88,44 @@ def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
     return value if isinstance(value, str) else default
 
 
-def open_regular(path: Path) -> int | None:
-    """Opens a regular file for reading; None for a link, a fifo, a directory or nothing."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+def open_regular(path: Path, below: Path | None = None) -> int | None:
+    """Opens a regular file for reading; None for a link, a fifo, a directory or nothing.
+
+    No directory between `below` and the file may be a link either.
+    """
+    fd = open_inside(path, below)
+    if fd is not None and not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         return None
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    return None
+    return fd
 
 
-def read_bytes(path: Path, limit: int, offset: int | None = None) -> bytes:
-    """Returns at most `limit` bytes from `offset` on (None: the last ones), b"" when unreadable."""
-    fd = open_regular(path)
+def open_inside(path: Path, below: Path | None) -> int | None:
+    """Opens what is at `path` for reading, following no link below `below`; None if it cannot."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    below = below or path.parent
+    first, *rest = path.relative_to(below).parts
+    at: int | None = None
+    try:
+        for name in (str(below / first), *rest):
+            before, at = at, os.open(name, flags, dir_fd=at)
+            if before is not None:
+                os.close(before)
+    except (OSError, ValueError):
+        if at is not None:
+            os.close(at)
+        return None
+    return at
+
+
+def read_bytes(
+    path: Path, limit: int, offset: int | None = None, below: Path | None = None
+) -> bytes:
+    """Returns at most `limit` bytes from `offset` on (None: the last ones), b"" when unreadable.
+
+    `below` as in `open_regular`.
+    """
+    fd = open_regular(path, below)
     if fd is None:
         return b""
     try:
@@ -118,7 +141,7 @@ class Tail:
     """Follows one growing file of JSON lines.
 
     `accept` turns a decoded object into a record or None (then it counts as skipped). `poll`
-    returns the new records; call it until it returns an empty list to catch up with a long file.
+    returns the new records; call it until `offset` stands still to catch up with a long file.
     """
 
     def __init__(self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]):
@@ -131,9 +154,9 @@ class Tail:
         self._carry = b""
         self._overlong = False
 
-    def poll(self) -> list[dict[str, Any]]:
-        """Returns the records that arrived since the last call, at most about 1 MiB of them."""
-        data = self._read()
+    def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[dict[str, Any]]:
+        """Returns the records that arrived since the last call, of at most 1 MiB."""
+        data = self._read(min(limit_bytes, READ_CHUNK_BYTES))
         if not data:
             return []
         *lines, self._carry = (self._carry + data).split(b"\n")
@@ -153,7 +176,7 @@ class Tail:
                 self.skipped += 1
         return records
 
-    def _read(self) -> bytes:
+    def _read(self, limit_bytes: int) -> bytes:
         fd = open_regular(self.path)
         if fd is None:
             return b""
@@ -163,7 +186,7 @@ class Tail:
             if identity != self._identity or status.st_size < self.offset:
                 self._identity, self.offset, self._carry, self._overlong = identity, 0, b"", False
             self.size_bytes = status.st_size
-            data = os.pread(fd, READ_CHUNK_BYTES, self.offset)
+            data = os.pread(fd, limit_bytes, self.offset)
         except OSError:
             return b""
         finally:

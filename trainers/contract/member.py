@@ -31,6 +31,8 @@ from trainers.contract.pulse import PulseWriter
 from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
+HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What torchrun passes on to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
 _BOARD = struct.Struct("<qq")
 
@@ -68,10 +70,11 @@ class Member:
         self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
 
     def start(self) -> None:
-        """Takes over SIGUSR1, SIGTERM and SIGINT and starts to watch for `.HALT`."""
+        """Takes over SIGUSR1 and the signals that end, and starts to watch for `.HALT`."""
         self.dumper.install()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        for number in HALTING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         self._watcher.start()
 
     def beat(self, msg: str, step: int, **figures: Any) -> None:
@@ -180,6 +183,7 @@ class Joined(Member):
         self._last_step = 0
         self._last_at = time.monotonic()
         self._in_step = False
+        self._reason = "done"
         self.start()
         self.beat("boot", 0)
         atexit.register(self._leave)
@@ -188,8 +192,9 @@ class Joined(Member):
         """Says that `step` begins (figures are of the step before); True: all ranks stop here."""
         self._end_step(**figures)
         if self._board.decide(self.rank, step, bool(self.halt_wish)):
+            self._reason = self.halt_wish or "agreed"
             self.pulse.set(self._last_step, "halt")
-            self.beat("halt", self._last_step, reason=self.halt_wish or "agreed")
+            self.beat("halt", self._last_step, reason=self._reason)
             return True
         self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
         self.pulse.set(step, "forward")
@@ -203,9 +208,13 @@ class Joined(Member):
 
     def _leave(self) -> None:
         """The last step of a loop ends here, unless an exception that nobody caught ended it."""
-        if not hasattr(sys, "last_type"):
+        error = getattr(sys, "last_value", None)
+        if error is None:
             self._end_step()
-        self.close(self._last_step)
+            self.close(self._last_step, reason=self._reason)
+        else:
+            reason = f"{type(error).__name__}: {error}"[:400]
+            self.close(self._last_step, reason=reason, exit_code=1)
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:

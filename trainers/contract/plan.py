@@ -12,6 +12,8 @@ from trainers.contract import flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters but tab and line feed, and halves of characters."""
 Between = Literal["go", "ask"]
 BETWEEN: tuple[Between, ...] = ("go", "ask")
 
@@ -70,6 +72,7 @@ def load(path: Path) -> Plan:
 def parse(document: Mapping[str, Any], where: str) -> Plan:
     """Returns the plan in parsed YAML; `where` stands in the error."""
     own = [f.name for f in fields(Plan)]
+    _printable(document, where)
     _known(document, [*own, *SHARED_KEYS], where)
     raw_phases = document.get("phases")
     if not isinstance(raw_phases, list) or not raw_phases:
@@ -146,6 +149,21 @@ def _flag_values(raw: Any, where: str) -> dict[str, str]:
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
     return values
+
+
+def _printable(value: Any, where: str) -> None:
+    """Refuses what no command line and no environment can hold, wherever it stands."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _printable(key, where)
+            _printable(inner, f"{where}: {key}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _printable(inner, where)
+    elif isinstance(value, str):
+        bad = UNPRINTABLE.search(value)
+        if bad:
+            raise UsageError(f"{where} holds the control character {bad[0]!r}; take it out")
 
 
 def _known(raw: Mapping[str, Any], known: list[str], where: str) -> None:

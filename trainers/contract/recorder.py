@@ -33,6 +33,8 @@ class Recorder:
         self._torn: set[Path] = set()
         self._failed: set[Path] = set()
         self.dropped = 0
+        self.trouble = ""
+        """Why the last record was dropped."""
         self._closed = False
         self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
@@ -80,6 +82,7 @@ class Recorder:
                     self._write(*item)
             except OSError as error:
                 self.dropped += 1
+                self.trouble = f"{error.strerror}: {error.filename or 'write failed'}"
                 self._say_once(error)
             self._busy_since = 0.0
         for path, fd in self._descriptors.items():
@@ -97,6 +100,7 @@ class Recorder:
         if written < len(data):
             self._torn.add(path)
             self.dropped += 1
+            self.trouble = f"{path.name} was written in part: the disk is full"
         else:
             self._torn.discard(path)
 

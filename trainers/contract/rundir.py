@@ -107,9 +107,14 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
     return ticks is not None and ticks == owner.get("start_ticks")
 
 
-def read_json(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, None for anything else, whatever is at `path`."""
-    fd = jsonl.open_regular(path)
+def read_json(
+    path: Path, limit: int = MAX_DOCUMENT_BYTES, below: Path | None = None
+) -> dict[str, Any] | None:
+    """Returns the object in a JSON file, None for anything else, whatever is at `path`.
+
+    `below` as in `jsonl.open_regular`.
+    """
+    fd = jsonl.open_regular(path, below)
     if fd is None:
         return None
     try:

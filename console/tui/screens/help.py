@@ -8,6 +8,7 @@ from console.tui.keys import NAMES, for_view
 from console.tui.rows import Row, fill, wrap
 from console.tui.widgets.overlay import Overlay
 from console.tui.widgets.picker import Picker
+from console.tui.widgets.scroll import Scrolls
 
 KEYS_WIDTH = 12
 WORDS = (
@@ -28,7 +29,7 @@ def help_rows(view: str, width: int) -> list[Row]:
     return rows
 
 
-class Reader(Overlay):
+class Reader(Scrolls, Overlay):
     """A text to scroll through: the help, or the whole stack of a rank."""
 
     def __init__(self, title: str, rows: list[Row], note: str = "esc closes"):
@@ -43,35 +44,12 @@ class Reader(Overlay):
         yield picker
 
     def on_mount(self) -> None:
-        self._picker.focus()
-
-    @property
-    def _picker(self) -> Picker:
-        return self.query_one(Picker)
-
-    def do_down(self) -> None:
-        self._picker.move(1)
-
-    def do_up(self) -> None:
-        self._picker.move(-1)
-
-    def do_page_down(self) -> None:
-        self._picker.move(self._picker.room)
-
-    def do_page_up(self) -> None:
-        self._picker.move(-self._picker.room)
-
-    def do_top(self) -> None:
-        self._picker.move(-len(self._rows))
-
-    def do_bottom(self) -> None:
-        self._picker.move(len(self._rows))
+        self.picker.focus()
 
     def do_help(self) -> None:
         self.close()
 
-    def do_open(self) -> None:
-        self.close()
+    do_open = do_zoom = do_help
 
 
 def open_help(view: str, width: int) -> Reader:

@@ -16,7 +16,8 @@ from console.tui.screens.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.phases import check_rows, current_phases, gate_rows, phase_rows
-from console.tui.widgets.picker import Picker
+from console.tui.widgets.picker import GUTTER, Picker
+from console.tui.widgets.scroll import Scrolls
 from trainers.contract import flags as registry
 from trainers.contract.errors import UsageError
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
 
 WIDE = 110
+WHOLE = 200
+LEAST_FLAGS = 7
+"""Rows that the list of flags keeps, its heading included."""
 
 
 def live_launch(snapshot: Snapshot | None) -> LaunchState | None:
@@ -94,7 +98,7 @@ class Checks(Panel):
         live, state = live_launch(snapshot), snapshot.state
         if live is not None and state is not None:
             name = live.phases[live.phase].name if live.phases else ""
-            return gate_rows(state.gates, width, height, f"gates of {name}")
+            return gate_rows(state.gates, state.bounds, width, height, f"gates of {name}")
         if self.draft.trouble:
             rows = [rule("checks before the launch", width, "a launch is refused")]
             lines = wrap(self.draft.trouble, width, height - 1)
@@ -102,7 +106,7 @@ class Checks(Panel):
         return check_rows(self.draft.checks, width, height)
 
 
-class Launch(View):
+class Launch(Scrolls, View):
     DEFAULT_CSS = """
     Launch { layout: vertical; }
     Launch #plan { layout: vertical; height: 1fr; }
@@ -130,21 +134,21 @@ class Launch(View):
             panel.draft = self.draft
 
     @property
-    def _picker(self) -> Picker:
-        return self.query_one(Picker)
-
-    @property
     def console(self) -> ConsoleApp:
         return self.app  # type: ignore[return-value]
 
     def arrive(self) -> None:
-        self._picker.focus()
+        self.picker.focus()
         if live_launch(self.snapshot or self.console.snapshot) is None:
             self.console.prepare()
 
     def take(self, snapshot: Snapshot) -> None:
         super().take(snapshot)
         self._fill()
+
+    def on_resize(self) -> None:
+        super().on_resize()
+        self.call_after_refresh(self._fill)
 
     def _fill(self) -> None:
         snapshot = self.snapshot
@@ -156,16 +160,18 @@ class Launch(View):
             when = f"{following[0].index + 1} {following[0].name}" if following else "no phase left"
             changed = {flag.name: flag.value for flag in live.next_flags}
             self._items = flag_list.items(state.environment, {}, changed, when, None)
-            self._picker.heading = f"flags now → {when}"
+            self.picker.heading = f"flags now → {when}"
         else:
             planned = self.draft.planned_flags()
             draft = self.draft
             self._items = flag_list.items({}, planned, draft.flags, "launch", draft.between)
-            self._picker.heading = "flags now → next"
-        self._picker.fill(flag_list.item_rows(self._items, self._picker.size.width), self._help())
+            self.picker.heading = "flags now → next"
+        self.picker.fill(
+            flag_list.item_rows(self._items, self.picker.size.width - GUTTER), self._help()
+        )
 
     def _help(self) -> str:
-        cursor = self._picker.cursor
+        cursor = self.picker.cursor
         return flag_list.help_of(self._items[cursor]) if cursor < len(self._items) else ""
 
     def fit_panels(self) -> None:
@@ -180,43 +186,24 @@ class Launch(View):
         if self.snapshot is None:
             return
         tall = height >= 30
-        wanted = len(phases.rows(self.snapshot, width, 99))
-        count = len(current_phases(live_launch(self.snapshot), self.draft.plan)) or 3
+        lines = len(wrap(command.line(self.snapshot)[1], width - 1, 7 if tall else 2)) or 1
+        check = max(2, len(checks.rows(self.snapshot, width, 9 if tall else 3)))
+        self.set_height(command, 1 + lines)
+        self.set_height(checks, check)
         if wide:
             phases.styles.height = "1fr"
         else:
-            short = len(phases.rows(self.snapshot, width, count + 3))
-            self.set_height(phases, wanted if tall else short)
-        lines = len(wrap(command.line(self.snapshot)[1], width - 1, 7 if tall else 2)) or 1
-        self.set_height(command, 1 + lines)
-        self.set_height(checks, max(2, len(checks.rows(self.snapshot, width, 9 if tall else 3))))
+            room = max(2, height - LEAST_FLAGS - 1 - lines - check)
+            self.set_height(phases, len(phases.rows(self.snapshot, width, room)))
 
-    def do_down(self) -> None:
-        self._move(1)
-
-    def do_up(self) -> None:
-        self._move(-1)
-
-    def do_page_down(self) -> None:
-        self._move(self._picker.room)
-
-    def do_page_up(self) -> None:
-        self._move(-self._picker.room)
-
-    def do_top(self) -> None:
-        self._move(-len(self._items))
-
-    def do_bottom(self) -> None:
-        self._move(len(self._items))
-
-    def _move(self, by: int) -> None:
-        self._picker.focus()
-        self._picker.move(by)
-        self._picker.note = self._help()
-        self._picker.redraw()
+    def scroll_by(self, by: int) -> None:
+        self.picker.focus()
+        self.picker.move(by)
+        self.picker.note = self._help()
+        self.picker.redraw()
 
     def _chosen(self) -> flag_list.Item | None:
-        cursor = self._picker.cursor
+        cursor = self.picker.cursor
         return self._items[cursor] if 0 <= cursor < len(self._items) else None
 
     def do_toggle(self) -> None:
@@ -234,6 +221,15 @@ class Launch(View):
             self._set(item.flag.name, value)
         else:
             self.do_open()
+
+    def do_zoom(self) -> None:
+        """Opens all of what the panels show in part."""
+        from console.tui.screens.help import Reader
+
+        snapshot, width = self.snapshot, self.size.width
+        if snapshot is not None:
+            rows = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
+            self.console.open_overlay(Reader("launch", rows))
 
     def do_open(self) -> None:
         """Opens a field for the flag under the cursor."""

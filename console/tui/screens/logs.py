@@ -12,6 +12,7 @@ from console.tui.rows import Row, rule
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.logtail import LogBook, log_rows
+from console.tui.widgets.scroll import Scrolls
 
 if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
@@ -55,7 +56,7 @@ class LogPane(Lines, can_focus=True):
             self.parent.scroll_by(-3)
 
 
-class LogView(View):
+class LogView(Scrolls, View):
     """`bottom` is the number of the line under the last one shown, None while it follows.
 
     Lines are numbered by their arrival, so what is held stays in place when new ones come.
@@ -70,7 +71,7 @@ class LogView(View):
         self.needle = ""
         self.bottom: int | None = None
         self.at: int | None = None
-        self.page = 1
+        self.seen = 1
         self._sources: dict[str, None] = {}
         self._lines: list[tuple[int, LogLine]] = []
         self._seen: tuple[int, int, str] = (0, 0, "")
@@ -84,6 +85,10 @@ class LogView(View):
     def take(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         self.redraw()
+
+    @property
+    def page(self) -> int:
+        return max(1, self.seen - 1)
 
     def _refresh_lines(self) -> None:
         """Keeps the numbered lines of the chosen source; looks only at what is new."""
@@ -119,7 +124,7 @@ class LogView(View):
         self._refresh_lines()
         end = len(self._lines) if self.bottom is None else min(self.bottom, len(self._lines))
         start, body = self._body(end, width, height - 1)
-        self.page = max(1, end - start)
+        self.seen = max(1, end - start)
         rows = [rule(self._title(), width, self._note(start, end), focused=pane.has_focus)]
         pane.show([*rows, *(body or [(("no line yet", "dim"),)])])
 
@@ -150,27 +155,8 @@ class LogView(View):
 
     def scroll_by(self, by: int) -> None:
         end = len(self._lines) if self.bottom is None else self.bottom
-        end = max(min(self.page, len(self._lines)), end + by)
+        end = max(min(self.seen, len(self._lines)), end + by)
         self.bottom = None if end >= len(self._lines) else end
-        self.redraw()
-
-    def do_down(self) -> None:
-        self.scroll_by(1)
-
-    def do_up(self) -> None:
-        self.scroll_by(-1)
-
-    def do_page_down(self) -> None:
-        self.scroll_by(max(1, self.page - 1))
-
-    def do_page_up(self) -> None:
-        self.scroll_by(-max(1, self.page - 1))
-
-    def do_top(self) -> None:
-        self.scroll_by(-len(self._lines))
-
-    def do_bottom(self) -> None:
-        self.bottom = None
         self.redraw()
 
     def do_right(self) -> None:
@@ -217,7 +203,7 @@ class LogView(View):
         while 0 <= index < len(self._lines):
             if low in self._lines[index][1].text.lower():
                 self.at = index
-                end = max(min(self.page, len(self._lines)), index + 1 + self.page // 2)
+                end = max(min(self.seen, len(self._lines)), index + 1 + self.seen // 2)
                 self.bottom = None if end >= len(self._lines) else end
                 self.redraw()
                 return

@@ -14,8 +14,9 @@ from console.tui.feed import Snapshot
 from console.tui.rows import Row, columns, cut, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
-from console.tui.widgets.picker import Picker
+from console.tui.widgets.picker import GUTTER, Picker
 from console.tui.widgets.ranks import PROCESS_WORDS
+from console.tui.widgets.scroll import Scrolls
 from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ class StacksPanel(Panel):
         if state is None:
             return []
         odd = state.verdict.rank if state.verdict else None
-        return stack_rows(snapshot.stacks, odd, width, height, snapshot.now, self.first)
+        ranks = [rank.rank for rank in state.ranks]
+        self.first = min(self.first, max(0, max(len(ranks), len(snapshot.stacks)) - 1))
+        return stack_rows(snapshot.stacks, ranks, odd, width, height, snapshot.now, self.first)
 
 
 class EvidencePanel(Panel):
@@ -133,7 +136,7 @@ class EvidencePanel(Panel):
         return evidence_rows(snapshot.state.verdict, width, height) if snapshot.state else []
 
 
-class Stall(View):
+class Stall(Scrolls, View):
     DEFAULT_CSS = """
     Stall { layout: vertical; }
     Stall VerdictPanel { height: 2; }
@@ -150,11 +153,7 @@ class Stall(View):
         yield EvidencePanel("evidence")
 
     def arrive(self) -> None:
-        self._picker.focus()
-
-    @property
-    def _picker(self) -> Picker:
-        return self.query_one(Picker)
+        self.picker.focus()
 
     def take(self, snapshot: Snapshot) -> None:
         super().take(snapshot)
@@ -162,8 +161,8 @@ class Stall(View):
         width = self.size.width
         if state is None or not width:
             return
-        self._picker.heading = cut(heading_row(width), width)
-        self._picker.fill(rank_rows(state, snapshot.stacks, width))
+        self.picker.heading = " " * GUTTER + cut(heading_row(width - GUTTER), width - GUTTER)
+        self.picker.fill(rank_rows(state, snapshot.stacks, width - GUTTER))
 
     def fit_panels(self) -> None:
         state = self.snapshot.state if self.snapshot else None
@@ -171,26 +170,8 @@ class Stall(View):
         if state is None or not height:
             return
         evidence = len(state.verdict.evidence) + 1 if state.verdict else 2
-        self.set_height(self._picker, min(len(state.ranks) + 1, max(3, height // 2 - 1)))
+        self.set_height(self.picker, min(len(state.ranks) + 1, max(3, height // 2 - 1)))
         self.set_height(self.query_one(EvidencePanel), min(evidence, max(3, height // 4)))
-
-    def do_down(self) -> None:
-        self._picker.move(1)
-
-    def do_up(self) -> None:
-        self._picker.move(-1)
-
-    def do_page_down(self) -> None:
-        self._picker.move(self._picker.room)
-
-    def do_page_up(self) -> None:
-        self._picker.move(-self._picker.room)
-
-    def do_top(self) -> None:
-        self._picker.move(-len(self._picker.items))
-
-    def do_bottom(self) -> None:
-        self._picker.move(len(self._picker.items))
 
     def do_right(self) -> None:
         self._shift(1)
@@ -213,7 +194,7 @@ class Stall(View):
         if snapshot is None or not ranks:
             app.say("there is no rank whose stack could be shown", "error")
             return
-        rank = ranks[min(self._picker.cursor, len(ranks) - 1)].rank
+        rank = ranks[min(self.picker.cursor, len(ranks) - 1)].rank
         stack = snapshot.stacks.get(rank)
         if stack is None:
             app.say(f"there is no dump of rank {rank} yet; D dumps all ranks", "error")
@@ -222,7 +203,7 @@ class Stall(View):
         app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))
 
     def copied(self) -> str:
-        panels = [*self.query(VerdictPanel), self._picker, *self.query(StacksPanel)]
+        panels = [*self.query(VerdictPanel), self.picker, *self.query(StacksPanel)]
         panels += [*self.query(EvidencePanel)]
         return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 

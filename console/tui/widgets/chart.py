@@ -49,7 +49,7 @@ def chart_rows(
 ) -> list[Row]:
     """Returns title, body with an axis from its lowest to its highest value, and the time axis."""
     held = [series[name].points for name in chart.names if name in series and series[name].points]
-    if not held:
+    if not held or width < LABEL + 2:
         return [rule(chart.title, width, "no data yet")]
     start, span = when.window()
     body_height, room = height - 2, width - LABEL - 1

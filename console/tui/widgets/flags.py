@@ -9,6 +9,7 @@ from console.tui.rows import Row, columns
 from trainers.contract.flags import TABLE, TRUE, Flag
 
 UNSET = "–"
+GROUP, NAME = 8, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +47,29 @@ _GROUPS = list(dict.fromkeys(flag.group for flag in TABLE))
 
 
 def item_rows(found: list[Item], width: int) -> list[Row]:
-    """Returns the rows of the list, each group named once."""
+    """Returns the rows of the list, each group named once: the value now → the one to come."""
+    room = width - GROUP - NAME - len("→*") - 6
+    when = min(14, room - 18) if room >= 24 else 0
+    value = max(4, (room - when) // 2)
     rows, group = [], ""
     for item in found:
         if item.flag is None:
             words = "ask before each" if item.following == "ask" else "go on while gates pass"
-            rows.append(columns([("", 9, ""), ("between phases", 24, "strong"), (words, 24, "")]))
+            rows.append(columns([("", GROUP, ""), ("between phases", NAME, "strong"),
+                                 (words, 24, "")]))  # fmt: skip
             continue
         name = "" if item.flag.group == group else item.flag.group
         group = item.flag.group
-        mark = "*" if item.changed else " "
-        rows.append(
-            columns(
-                [
-                    (name, 9, "dim"),
-                    (item.flag.name, 24, "strong" if item.changed else ""),
-                    (item.now or UNSET, 10, "" if item.now else "dim"),
-                    ("→", 1, "dim"),
-                    (
-                        item.following or UNSET,
-                        10,
-                        "warn" if item.changed else "" if item.following else "dim",
-                    ),
-                    (mark, 1, "warn"),
-                    (item.when, max(1, min(20, width - 61)), "dim"),
-                ]
-            )
-        )
+        style = "warn" if item.changed else "" if item.following else "dim"
+        cells = [
+            (name, GROUP, "dim"),
+            (item.flag.name, NAME, "strong" if item.changed else ""),
+            (item.now or UNSET, value, "" if item.now else "dim"),
+            ("→", 1, "dim"),
+            (item.following or UNSET, value, style),
+            ("*" if item.changed else " ", 1, "warn"),
+        ]
+        rows.append(columns([*cells, (item.when, when, "dim")] if when else cells))
     return rows
 
 

@@ -36,17 +36,25 @@ def phase_rows(
     phases: Sequence[PhaseState], current: int, between: str, width: int, height: int,
     now: float, step: int | None = None, gates: Sequence[Gate] = (),
 ) -> list[Row]:  # fmt: skip
-    """Returns the phases with their states; what they prove as far as there is room."""
+    """Returns the phases with their states and what they prove; in a low panel those around the
+    current one, and only what the next decision is about proves."""
     words = {"ask": "asks before each next phase", "go": "goes on by itself while gates pass"}
-    rows = [rule("phases", width, words.get(between, ""))]
-    sentences = {phase.index: wrap(phase.proves, width - 4, 2) for phase in phases}
-    all_of_it = 1 + len(phases) + sum(map(len, sentences.values()))
-    focus = current if phases and phases[current].state != "completed" else current + 1
-    for phase in phases:
+    sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]
+    finished = bool(phases) and phases[current].state == "completed"
+    focus = min(current + finished, len(phases) - 1)
+    if 1 + len(phases) + sum(map(len, sentences)) > height:
+        sentences = [lines if i == focus else [] for i, lines in enumerate(sentences)]
+    room = max(1, height - 1 - sum(map(len, sentences)))
+    start = max(0, min(focus - room // 2, len(phases) - room))
+    shown = phases[start : start + room]
+    note = (
+        f"{start + 1}–{start + len(shown)} of {len(phases)}  " if len(shown) < len(phases) else ""
+    )
+    rows = [rule("phases", width, note + words.get(between, ""))]
+    for phase, lines in zip(shown, sentences[start:], strict=False):
         is_current = phase.index == current
         rows.append(_phase_row(phase, is_current, width, now, step if is_current else None, gates))
-        if all_of_it <= height or phase.index == min(focus, len(phases) - 1):
-            rows += [((f"    {line}", "dim"),) for line in sentences[phase.index]]
+        rows += [((f"    {line}", "dim"),) for line in lines]
     return rows[:height]
 
 
@@ -54,7 +62,7 @@ def _phase_row(
     phase: PhaseState, is_current: bool, width: int, now: float, step: int | None,
     gates: Sequence[Gate],
 ) -> Row:  # fmt: skip
-    done = phase.steps if phase.steps is not None else step
+    done = step if step is not None else phase.steps
     steps = fmt.count(done) if done is not None else ""
     if phase.steps_planned:
         steps = f"{steps or 0}/{phase.steps_planned:,}"
@@ -73,10 +81,14 @@ def _phase_row(
     row = columns(
         [
             ("▸" if is_current else " ", 1, "now"),
-            (f"{phase.index + 1} {phase.name}", 18, "strong" if is_current else ""),
+            (
+                f"{phase.index + 1} {phase.name}",
+                max(12, min(18, width - 45)),
+                "strong" if is_current else "",
+            ),
             (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
             (steps, -STEPS, ""),
-            (took, -6, "dim"),
+            (took, -5, "dim"),
             (result, 11, style),
         ]
     )
@@ -84,8 +96,14 @@ def _phase_row(
     return (*row, (f"  {phase.why}", "dim")) if fits else row
 
 
-def gate_rows(gates: Sequence[Gate], width: int, height: int, heading: str) -> list[Row]:
-    """Returns the gates with value and bound, in as many columns as fit."""
+def gate_rows(
+    gates: Sequence[Gate], bounds: Mapping[str, str], width: int, height: int, heading: str
+) -> list[Row]:
+    """Returns the gates with value and bound, in as many columns as fit; before the end of the
+    phase what it will be judged by."""
+    if not gates and bounds:
+        pending = [("·", "dim", _pending(name, bound)) for name, bound in bounds.items()]
+        return grid(pending, width, height, heading, "judged when the phase ends")
     cells = []
     for gate in gates:
         sign, style = SIGNS[gate.result]
@@ -93,6 +111,15 @@ def gate_rows(gates: Sequence[Gate], width: int, height: int, heading: str) -> l
         cells.append((sign, style, f"{gate.name}: {gate_value(gate)}{bound}"))
     passed = sum(gate.result == "pass" for gate in gates)
     return grid(cells, width, height, heading, f"{passed} of {len(gates)} pass" if gates else "")
+
+
+def _pending(name: str, bound: str) -> str:
+    from console.plans.gates import RULES
+
+    rule = RULES.get(name)
+    if rule is None or rule.bound == "yes" or bound == "True":
+        return name
+    return f"{name}: {rule.bound} {bound} {rule.unit}".rstrip()
 
 
 def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 from textual import events
 
-from console.tui.rows import Row, rule, text_of, width_of
+from console.tui.rows import Row, fill, rule, text_of
 from console.tui.widgets.lines import Lines
+
+MARK = "› "
+"""Stands before the chosen row: it can be told without colour, and without the focus."""
+GUTTER = len(MARK)
 
 
 class Picker(Lines, can_focus=True):
@@ -20,7 +24,7 @@ class Picker(Lines, can_focus=True):
         self.cursor = 0 if cursor else -1
         self.top = 0
         self.always = False
-        """Marks the cursor also without the focus."""
+        """Reverses the chosen row also without the focus."""
 
     def fill(self, items: Sequence[Row], note: str = "") -> None:
         """Replaces the items; the cursor stays where it was as far as it can."""
@@ -59,8 +63,9 @@ class Picker(Lines, can_focus=True):
             rows.append(rule(self.heading, width, self._note(room), focused=self.has_focus))
         for index, item in enumerate(self.items[self.top : self.top + room], self.top):
             if index == self.cursor and (self.has_focus or self.always):
-                text = text_of(item)
-                item = ((text + " " * (width - width_of(item)), "cursor"),)
+                item = ((MARK + fill(text_of(item), width - GUTTER), "cursor"),)
+            elif self.cursor >= 0:
+                item = ((MARK if index == self.cursor else " " * GUTTER, ""), *item)
             rows.append(item)
         return rows
 

@@ -1,4 +1,4 @@
-"""Stacks side by side: equal ones grouped, the odd one first."""
+"""Stacks of all ranks side by side, the odd one first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from console.sources.stacks import Frame, Stack
 from console.tui import format as fmt
-from console.tui.rows import Row, cut, fill, rule
+from console.tui.rows import Row, fill, rule
 
 LEAST_WIDTH = 36
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
@@ -64,46 +64,56 @@ def top_frame(stack: Stack | None) -> Frame | None:
 
 
 def stack_rows(
-    stacks: Mapping[int, Stack], odd: int | None, width: int, height: int, now: float,
-    first: int = 0,
+    stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None, width: int, height: int,
+    now: float, first: int = 0,
 ) -> list[Row]:  # fmt: skip
-    """Returns the groups in columns, innermost frames on top; `first` is the leftmost group."""
+    """Returns one column a rank, innermost frames on top; `first` is the leftmost column.
+
+    Who stands somewhere else than the many comes first, `odd` before all.
+    """
     groups = grouped(stacks)
-    groups.sort(key=lambda group: odd not in group.ranks)
     if not groups:
         return [rule("stacks", width), (("no dump yet; D dumps the stacks of all ranks", "dim"),)]
+    groups.sort(key=lambda group: odd not in group.ranks)
+    order = [(rank, group) for group in groups for rank in group.ranks]
+    columns = [_column(rank, group, groups, odd) for rank, group in order]
+    columns += [_silent(rank, odd) for rank in ranks if rank not in stacks]
+    count = max(1, min(len(columns), width // LEAST_WIDTH))
+    first = min(first, len(columns) - count)
     age = fmt.age(now - max(group.newest for group in groups))
-    count = max(1, min(len(groups), width // LEAST_WIDTH))
-    first = min(first, max(0, len(groups) - count))
-    shown = groups[first : first + count]
-    hidden = f"  {first + 1}–{first + count} of {len(groups)} ← →" if count < len(groups) else ""
-    rows = [rule("stacks", width, f"innermost first  {age} ago{hidden}  enter whole")]
+    more = f"  {first + 1}–{first + count} of {len(columns)} ← →" if count < len(columns) else ""
+    rows = [rule("stacks", width, f"innermost first  {age} ago{more}  enter whole")]
     each = (width - 2 * (count - 1)) // count
-    columns = [_column(group, odd, each, height - 1, len(groups) > 1) for group in shown]
-    for lines in zip(*columns, strict=True):
+    for y in range(height - 1):
         row: list[tuple[str, str]] = []
-        for index, (text, style) in enumerate(lines):
-            row += [("  ", "")] if index else []
+        for lines in columns[first : first + count]:
+            text, style = lines[y] if y < len(lines) else ("", "")
+            row += [("  ", "")] if row else []
             row.append((fill(text, each), style))
         rows.append(tuple(row))
     return rows
 
 
 def _column(
-    group: Group, odd: int | None, width: int, height: int, differ: bool
+    rank: int, group: Group, groups: Sequence[Group], odd: int | None
 ) -> list[tuple[str, str]]:
-    is_odd = odd in group.ranks or (odd is None and differ and len(group.ranks) == 1)
-    name = f"{'rank' if len(group.ranks) == 1 else 'ranks'} {rank_list(group.ranks)}"
-    if len(group.ranks) > 1:
-        name += f" ({len(group.ranks)})"
-    lines = [(f"{name}{' ◂ differs' if is_odd and differ else ''}", "crit" if is_odd else "strong")]
+    most = max(len(other.ranks) for other in groups)
+    alone = len(group.ranks) == 1 and odd is None
+    differs = len(groups) > 1 and (rank == odd or alone or len(group.ranks) < most)
+    others = [other for other in group.ranks if other != rank]
+    note = " ◂ differs" if differs else f"  as {rank_list(others)}" if others else ""
+    lines = [(f"rank {rank}{note}", "crit" if differs else "strong")]
     if not group.frames:
-        lines.append(("no frame in the dump", "dim"))
-    for frame in group.frames[: height - 1]:
+        return [*lines, ("no frame in the dump", "dim")]
+    for frame in group.frames:
         library = any(part in frame.file for part in _LIBRARY)
-        lines.append((cut(frame.short, width), "dim" if library else ""))
-    lines += [("", "")] * (height - len(lines))
-    return lines[:height]
+        lines.append((frame.short, "dim" if library else ""))
+    return lines
+
+
+def _silent(rank: int, odd: int | None) -> list[tuple[str, str]]:
+    style = "crit" if rank == odd else "strong"
+    return [(f"rank {rank}", style), ("no dump: it did not answer", "dim")]
 
 
 def whole_rows(stack: Stack, width: int) -> list[Row]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from console.plans import catalog, preflight
+from console import actions
+from console.plans import catalog, gates, preflight
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import UsageError
 
@@ -60,6 +61,19 @@ def test_an_unknown_gate_names_file_and_phase(tmp_path):
     phases = [PHASES[0] | {"gates": {"steps_don": 1}}]
     with pytest.raises(UsageError, match=r"mine\.yaml: phase 'one'.*did you mean 'steps_done'"):
         catalog.load(written(tmp_path, phases=phases))
+
+
+@pytest.mark.parametrize("bound", [float("nan"), float("inf"), 10**400])
+def test_the_bound_of_a_gate_is_a_finite_number(tmp_path, bound):
+    with pytest.raises(UsageError, match=r"grad_norm_above cannot be .*; it takes a number"):
+        gates.check({"grad_norm_above": bound}, "here")
+
+
+def test_a_plan_without_gpus_trains_on_the_cpu_also_where_there_is_one(tmp_path):
+    for plan in catalog.plans():
+        prepared = actions.prepare(actions.LaunchOptions(plan=plan.name, root=tmp_path))
+        for phase in prepared.phases if plan.gpus == 0 else ():
+            assert phase.settings["train.device"]["value"] == "cpu", (plan.name, phase.name)
 
 
 def test_this_machine_passes_for_a_small_plan(tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.history import MAX_SERIES, History
-from console.sources import documents
+from console.sources import presence
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -93,7 +93,16 @@ def test_live_pulses_are_read_from_shared_memory(launch):
         writer = PulseWriter(rundir.pulse(Path(live), 0), 0)
         writer.set(12, "backward")
         directory.run(launch / "0-first", live_dir=live)
-        found = RunSource(launch).poll().ranks[0].pulse
+        alert = {"alert": "stall", "ts": time.time(), "level": "crit", "text": "rank 1 hangs"}
+        directory.document(
+            Path(live) / rundir.LIVE_STATUS,
+            {"v": 1, "ts": time.time(), "state": "stalled", "why": "rank 1", "alerts": [alert]},
+        )
+        state = RunSource(launch).poll()
+        assert (state.state, [a.text for a in state.alerts]) == ("stalled", ["rank 1 hangs"])
+        directory.event(launch / "0-first", "clear", alert="stall")
+        assert RunSource(launch).poll().alerts == ()
+        found = state.ranks[0].pulse
         assert found is not None
         assert (found.step, found.phase, found.live) == (12, "backward", True)
         assert found.since_s < 5
@@ -127,6 +136,104 @@ def test_a_dead_supervisor_decides_nothing_any_more(launch, supervisor, workers,
         **(mine if supervisor == "alive" else mine | DEAD),
     )
     assert RunSource(launch).poll().state == expected
+
+
+def gone(run, **last):
+    """A run whose processes are gone while its documents say that it runs."""
+    dead = rundir.identity() | DEAD
+    directory.run(run, workers=[{"rank": 0, **dead, "exit": None}], **dead)
+    for rank in (0, 1):
+        directory.beat(run, rank, 9, "exit", **last)
+
+
+@pytest.mark.parametrize(
+    ("last", "halted", "expected"),
+    [
+        ({"reason": "done", "exit_code": 0}, False, "completed"),
+        ({"reason": ".HALT"}, True, "halted"),
+        ({"reason": "loss is not finite", "exit_code": 10}, False, "failed"),
+    ],
+)
+def test_without_a_supervisor_the_ranks_own_last_words_count(launch, last, halted, expected):
+    if halted:
+        directory.beat(launch / "0-first", 0, 9, "halt", reason=".HALT")
+    gone(launch / "0-first", **last)
+    state = RunSource(launch).poll()
+    assert state.state == expected
+    assert expected == "completed" or last["reason"] in state.why
+
+
+def test_ranks_of_which_one_said_nothing_are_lost(launch):
+    gone(launch / "0-first", reason="done")
+    born = launch / "0-first" / rundir.RUN
+    directory.document(born, json.loads(born.read_text()) | {"world": 3})
+    assert RunSource(launch).poll().state == "lost"
+
+
+def test_a_state_event_that_is_newer_than_the_document_counts(launch):
+    run = launch / "0-first"
+    directory.run(run, updated_ts=time.time() - 5, **DEAD)
+    directory.event(run, "state", state="crashed", why="rank 1 was killed by SIGKILL")
+    state = RunSource(launch).poll()
+    assert (state.state, state.why) == ("crashed", "rank 1 was killed by SIGKILL")
+    directory.run(run, state="halted", updated_ts=time.time() + 5)
+    assert RunSource(launch).poll().state == "halted"
+
+
+def test_the_last_record_counts_where_a_sample_is_older(launch):
+    run = launch / "0-first"
+    held = {"step": 7, "phase": "forward", "since_s": 0.1, "collectives": 2}
+    directory.sample(run, ranks=[{"rank": 0, "state": "S", "pulse": held}])
+    directory.beat(run, 0, 9, "exit", reason="done")
+    directory.run(run, state="completed")
+    state = RunSource(launch).poll()
+    assert state.step == 9
+    assert state.ranks[0].pulse is not None
+    assert (state.ranks[0].pulse.step, state.ranks[0].pulse.phase) == (9, "exit")
+    assert state.ranks[0].exit == "exit 0"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"v": 99, "state": "running"}', "is of version 99; this console reads 1"),
+        (b"garbage", "cannot be read as a JSON object"),
+    ],
+)
+def test_a_document_that_cannot_be_shown_is_named_and_not_believed(launch, content, says):
+    (launch / rundir.PLAN_STATE).write_bytes(content)
+    (launch / "0-first" / rundir.SUPERVISOR).write_bytes(content)
+    state = RunSource(launch / "0-first").poll()
+    texts = {alert.text for alert in state.alerts}
+    assert texts == {f"{rundir.PLAN_STATE} {says}", f"{rundir.SUPERVISOR} {says}"}
+    assert state.state == "queued"
+    assert state.launch is not None
+    assert (state.launch.state, state.launch.why) == ("unknown", f"{rundir.PLAN_STATE} {says}")
+
+
+def test_a_launch_that_lost_its_supervisor_before_it_had_a_run_is_lost(tmp_path):
+    path = directory.launch(tmp_path)
+    state = json.loads((path / rundir.PLAN_STATE).read_text())
+    directory.document(path / rundir.PLAN_STATE, state | {"supervisor": rundir.identity() | DEAD})
+    assert RunSource(path).poll().state == "lost"
+
+
+def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
+    run = launch / "0-first"
+    for step in range(1, 400):
+        directory.beat(run, 0, step, loss=1.0)
+    directory.event(run, "alert", alert="a", level="crit", text="rank 1 is stopped")
+    size = rundir.heartbeat(run, 0).stat().st_size
+    source = RunSource(launch, size // 4)
+    state = source.poll()
+    assert size // 2 < state.behind_bytes < size
+    assert [alert.id for alert in state.alerts] == ["a", "behind"]
+    for _ in range(5):
+        state = source.poll()
+    assert (state.behind_bytes, state.step) == (0, 399)
+    assert [alert.id for alert in state.alerts] == ["a"]
+    assert len(source.history.series("loss").points) == 399
+    assert RunSource(launch).poll().step == 399
 
 
 def test_an_end_stays_what_the_supervisor_wrote(launch):
@@ -192,7 +299,7 @@ def test_a_process_that_is_not_there_is_not_alive(start_ticks):
     "named", ["/dev/shm/nsa-console-x/../../etc", "/dev/shm/nsa-console-none", "/etc", ""]
 )
 def test_only_a_live_directory_of_ours_is_one(named):
-    assert documents.live_directory(rundir.identity() | {"live_dir": named}) is None
+    assert presence.live_directory(rundir.identity() | {"live_dir": named}) is None
 
 
 def test_a_file_that_names_a_million_ranks_costs_bounded_memory():

@@ -90,6 +90,19 @@ def test_logs_of_all_ranks_come_merged_and_only_once(tmp_path):
     assert [line.text for line in source.poll()] == ["half line"]
 
 
+def test_no_log_is_read_through_a_link(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    for folder in (outside / "attempt1", run):
+        folder.mkdir(parents=True)
+    (outside / "attempt1" / "rank0.log").write_text("secret\n")
+    (run / "logs").symlink_to(outside)
+    assert LogSource(run).poll() == []
+    (run / "logs").unlink()
+    (run / "logs").mkdir()
+    (run / "logs" / "attempt1").symlink_to(outside / "attempt1")
+    assert LogSource(run).poll() == []
+
+
 @pytest.fixture
 def root(tmp_path):
     directory.launch(tmp_path, "alpha", "20261121-030000")

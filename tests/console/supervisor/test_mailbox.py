@@ -86,6 +86,27 @@ def test_what_is_no_request_is_removed_and_harms_nothing(launched):
     assert launched.state()["state"] == "running"
 
 
+def test_a_heap_of_what_is_no_request_holds_up_none_and_a_mailbox_is_no_link(launched):
+    box = launched.run() / rundir.REQUESTS
+    for n in range(requests.MAX_REQUESTS_A_LOOK + 6):
+        for name in (f"0{n:03}", f".refused-0{n:03}"):
+            (box / name).mkdir()
+            (box / name / "kept").touch()
+    assert launched.ask("note", launched.run(), text="through")["ok"]
+    away = box.with_name("elsewhere")
+    box.rename(away)
+    try:
+        rundir.write_json(away / "e1.json", {"v": 1, "id": "e1", "action": "note",
+                                             "args": {"text": "x"}, "by": "x"})  # fmt: skip
+        box.symlink_to(away)
+        assert requests.scan(launched.run(), "run") == []
+        time.sleep(1)
+        assert (away / "e1.json").exists()
+        box.unlink()
+    finally:
+        away.rename(box)
+
+
 def test_a_request_is_executed_once(launched):
     for name in ("d1.json", "d1-again.json"):
         drop(launched, name, id="d1", action="note", args={"text": "only once"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from console import plain
 from console.sources.run import RunSource
 from trainers.contract import rundir
@@ -17,8 +19,9 @@ def sleeper(folder: Path, name: str, seconds: float) -> dict[str, object]:
     return {"name": name, "script": str(script), "nproc": 1}
 
 
+@pytest.mark.parametrize("how", ["request", "file"])
 def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_outside(
-    begin, tmp_path, monkeypatch
+    begin, tmp_path, monkeypatch, how
 ):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -26,10 +29,14 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
     started = begin(sleeper(tmp_path, "one", 3), sleeper(tmp_path, "two", 0))
     log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
-    assert started.ask("halt")["ok"]
+    if how == "file":
+        (started.run() / rundir.HALT).touch()
+    else:
+        assert started.ask("halt")["ok"]
     ended = started.wait_end()
     assert [phase["state"] for phase in ended["phases"]] == ["completed", "later"]
-    assert ended["why"] == "one: halt asked by tester"
+    why = {"request": "halt asked by tester", "file": ".HALT is there"}[how]
+    assert ended["why"] == f"one: {why}"
     state = RunSource(started.path).poll()
     assert state.launch is not None
     assert plain.launch_exit_code(state.launch) == 4

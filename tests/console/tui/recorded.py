@@ -26,6 +26,7 @@ from console.model import (
 )
 from console.tui.main import ConsoleApp
 from console.tui.terminal import Terminal
+from trainers.contract.errors import RefusedError
 
 NOW = time.time()
 HOSTILE = "\x1b[31m[red]boo[/red] [@click=app.bell]x[/] \x1b]52;c;aGk=\x07 ünï漢字"
@@ -170,7 +171,7 @@ class Recorded:
 
 
 class Asked:
-    """Stands where `console.actions` stands and writes down what was asked of it."""
+    """Stands where `console.actions` and `nsa-console do` stand; writes down what was asked."""
 
     def __init__(self, ok: bool = True, text: str = "2 stacks dumped", delay_s: float = 0.0):
         from console.actions import LaunchOptions, prepare
@@ -184,13 +185,12 @@ class Asked:
     def who(self) -> str:
         return "op@gpu01 pid 1"
 
-    def send(self, path: Path, action: str, args: dict[str, Any], by: str) -> str:
+    def request(self, path: Path, action: str, args: dict[str, Any]) -> str:
         time.sleep(self.delay_s)
         self.sent.append((str(path), action, args))
-        return "id-1"
-
-    def answer(self, path: Path, request_id: str, timeout_s: float) -> dict[str, Any]:
-        return {"kind": "answer", "ok": self.ok, "text": self.text, "by": self.who()}
+        if not self.ok:
+            raise RefusedError(self.text)
+        return self.text
 
     def launch(self, options: Any, by: str) -> Path:
         self.launched.append(options)
@@ -202,9 +202,10 @@ def app_on(
 ) -> ConsoleApp:
     """Returns the app on recorded states; without one there is no run."""
     source = Recorded(*states, run=run) if states else None
+    actions = actions or Asked()
     return ConsoleApp(
         Path("/nowhere") if states else None, "cpu_smoke", root or Path("/nowhere/artifacts"),
-        Terminal(), actions or Asked(), opener=lambda path: source or Recorded(running()),
+        Terminal(), actions, actions.request, opener=lambda path: source or Recorded(running()),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from console.tui import questions
+from console.tui.deeds import request
 from console.tui.main import Fresh
 from console.tui.questions import CannotAsk
 from console.tui.rows import text_of
@@ -15,6 +16,7 @@ from console.tui.widgets.confirm import question_rows
 from console.tui.widgets.flags import next_value
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, drive, picture, until
+from trainers.contract.errors import ContractError
 from trainers.contract.flags import FLAGS
 
 PATH = "/nowhere/cpu_smoke/20261120-031500/1-plumbing"
@@ -133,6 +135,25 @@ def test_a_refusal_is_one_sentence_on_the_screen():
         await until(pilot, lambda: "does not catch" not in picture(app))
 
     drive(app, body)
+
+
+def test_a_mistake_in_what_was_asked_is_said():
+    asked = Asked()
+    app = app_on(recorded.running(), actions=asked)
+    app.request = lambda *given: {}["nothing"]
+
+    async def body(pilot):
+        await pilot.press("D", "y")
+        await until(
+            pilot, lambda: "dump failed: KeyError: 'nothing'; please report" in picture(app)
+        )
+
+    drive(app, body)
+
+
+def test_the_real_request_names_what_refuses_it(tmp_path):
+    with pytest.raises(ContractError, match="there is no run"):
+        request(tmp_path / "nowhere", "dump", {})
 
 
 def test_a_directory_that_does_not_answer_does_not_hold_up_the_screen():

@@ -116,3 +116,11 @@ def test_a_chart_has_labels_unit_and_window_and_fits():
     assert "10 min" in text or width == 20
     empty = chart_rows(Chart("loss", ("y",), ""), {}, Time(0.0, 60.0), 40, 6, "braille")
     assert "no data yet" in text_of(empty[0])
+
+
+@given(st.integers(0, 40), st.integers(3, 12), st.sampled_from(["braille", "block", "ascii"]))
+def test_a_chart_too_narrow_for_its_axis_is_its_title(width, height, mode):
+    series = {"loss": Series("loss", "nats", tuple((float(t), 3.0 - t / 99) for t in range(99)))}
+    chart = Chart("loss", ("loss",), "nats/token")
+    rows = chart_rows(chart, series, Time(0.0, 99.0, 60), width, height, mode)
+    assert (len(rows) > 1) == (width > 7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from textual.app import App
 
@@ -71,3 +73,4 @@ def test_the_documents_are_drawn_from_the_table():
     text = keys.as_markdown()
     assert all(key.help in text for key in keys.TABLE)
     assert len(text.splitlines()) == len(keys.TABLE) + 2
+    assert text in (Path(__file__).parents[3] / "docs" / "keys.md").read_text()

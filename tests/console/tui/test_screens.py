@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.model import LogLine
 from console.sources.stacks import Frame, Stack, Thread
-from console.tui.feed import Snapshot
+from console.tui.feed import Snapshot, find_newest
 from console.tui.main import Fresh
 from console.tui.rows import text_of, width_of
 from console.tui.screens.dashboard import shape
@@ -19,7 +19,8 @@ from console.tui.widgets.alertline import alert_row, notices
 from console.tui.widgets.header import header_row
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.ranks import rank_rows
-from console.tui.widgets.stacks import grouped, rank_list
+from console.tui.widgets.stacks import rank_list, stack_rows
+from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, until
 
@@ -89,7 +90,7 @@ def test_a_stall_names_rank_and_phase_on_the_alert_line_and_on_its_screen():
     assert "3 diagnose  A ack" in text
     assert "VERDICT  rank 3 has not left backward of step 41,207" in text
     assert "how sure: high" in text
-    behind = next(line for line in text.splitlines() if line.startswith("3 "))
+    behind = next(line for line in text.splitlines() if line.startswith("  3 "))
     assert "backward" in behind
     assert "◂" in behind
     assert "+ GPU 3 is idle" in text
@@ -113,8 +114,44 @@ def test_a_waiting_launch_says_which_key_goes_on():
     assert "waits for you before phase 3 recall" in text
     assert "L go on" in text
     assert "flags now → 3 recall" in text
-    assert "0.001      * 3 recall" in text
+    assert re.search(r"0\.001 +\* 3 recall", text)
     assert "Attention works." in text
+
+
+def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails():
+    """Six flags, the chosen one marked by a sign, on the smallest terminal."""
+    held = recorded.phases()
+    more = [dataclasses.replace(held[2], index=i, name=f"late{i}") for i in range(3, 7)]
+    launch = recorded.launch(phases=(*held, *more))
+    bounds = {"steps_done": "100", "no_stall": "True", "bytes_right": "0.9"}
+    state = recorded.running(launch=launch, bounds=bounds)
+    text = seen(state, keys=("2", "j", "j"))
+    flags = [line for line in text.splitlines() if " → " in line and "NSA_" in line]
+    assert len(flags) >= 6, text
+    assert [line for line in flags if line.startswith("›")] == [flags[2]]
+    for part in ("▸ 2 plumbing", "1–6 of 7", "torchrun -m trainers.ddp", "late3",
+                 "· steps_done: at least 100 steps", "judged when the phase ends"):  # fmt: skip
+        assert part in text, text
+    whole = seen(state, keys=("2", "z", "G"))
+    for part in ("7 late6", "torchrun -m", "bytes_right: at least 0.9 share", "esc closes"):
+        assert part in whole, whole
+
+
+def test_header_and_launch_view_tell_the_same_step():
+    held = recorded.phases()
+    behind = dataclasses.replace(held[1], steps=39)
+    state = recorded.running(launch=recorded.launch(phases=(held[0], behind, held[2])))
+    text = seen(state, keys=("2",))
+    assert "step 41/100" in text
+    assert "39/100" not in text
+
+
+def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
+    assert find_newest(tmp_path) is None
+    for stamp in ("20261121-030000", "20261121-040000"):
+        path = directory.launch(tmp_path, stamp=stamp)
+        directory.document(path / "plan_state.json", {"v": 1, "state": "ended", "phase": 0})
+    assert find_newest(tmp_path) == path
 
 
 def test_a_failed_gate_is_on_the_alert_line_and_on_the_launch_view():
@@ -231,12 +268,20 @@ def stack(number: int, *frames: str) -> Stack:
     return Stack(number, NOW, f"stackdump_rank{number}.txt", (Thread("main", held),))
 
 
-def test_equal_stacks_are_grouped_and_the_odd_one_comes_first():
-    stacks = {r: stack(r, "reduce", "loop") for r in range(8)}
+def test_every_rank_has_a_column_of_its_own_and_the_odd_one_comes_first():
+    stacks = {r: stack(r, "reduce", "loop") for r in range(7)}
     stacks[3] = stack(3, "select", "loop")
-    groups = grouped(stacks)
-    assert [group.ranks for group in groups] == [(3,), (0, 1, 2, 4, 5, 6, 7)]
-    assert rank_list(groups[1].ranks) == "0–2,4–7"
+    shown = []
+    for first in range(8):
+        rows = stack_rows(stacks, range(8), None, 80, 8, NOW, first)
+        assert text_of(rows[0]).count(f"{min(first, 6) + 1}–{min(first, 6) + 2} of 8 ← →") == 1
+        assert all(width_of(row) <= 80 for row in rows)
+        shown.append(text_of(rows[1]).split())
+    assert shown[0] == ["rank", "3", "◂", "differs", "rank", "0", "as", "1–2,4–6"]
+    assert shown[6] == shown[7] == ["rank", "6", "as", "0–2,4–5", "rank", "7"]
+    assert "select.py:7 f" in text_of(stack_rows(stacks, range(8), None, 80, 8, NOW)[2])
+    assert "no dump" in text_of(stack_rows(stacks, range(8), None, 80, 8, NOW, 7)[2])
+    assert rank_list((0, 1, 2, 4, 5, 6, 7)) == "0–2,4–7"
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -261,61 +306,21 @@ def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
     drive(app, body, size)
 
 
-@pytest.fixture
-def logged(tmp_path):
-    folder = tmp_path / "logs" / "attempt1"
-    folder.mkdir(parents=True)
-    (folder / "rank0.log").write_text("".join(f"zero line {i} loss 2.3\n" for i in range(60)))
-    (folder / "rank1.log").write_text("one [red]markup[/red] needle\nWARN one\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_logs_follow_filter_and_find(logged, size):
-    app = app_on(recorded.running(), run=logged)
+def test_every_view_lives_through_every_size():
+    app = app_on(recorded.stalled())
 
     async def body(pilot):
-        await until(pilot, lambda: app.book.total == 62)
-        await pilot.press("4")
-        await pilot.pause()
-        assert "follows" in picture(app)
-        assert "[red]markup[/red]" in picture(app)
-        await pilot.press("g")
-        await pilot.pause()
-        assert "zero line 0 " in picture(app)
-        assert "follows" not in lines(app)[2].replace("G follows", "")
-        await pilot.press("slash", *"NEEDLE", "enter")
-        await until(pilot, lambda: "one [red]markup[/red] needle" in picture(app))
-        assert "find 'NEEDLE'" in picture(app)
-        await pilot.press("n")
-        await until(pilot, lambda: "no later line with 'NEEDLE'" in picture(app))
-        await pilot.press("G", "right", "right")
-        await pilot.pause()
-        assert "[r1]" in lines(app)[2]
-        assert "zero line" not in picture(app)
+        for size in ((20, 5), (1, 1), (82, 30), (3, 40), (200, 2), (61, 22), (80, 24)):
+            await pilot.resize_terminal(*size)
+            for key in "1234":
+                await pilot.press(key)
+                await pilot.pause()
+                assert len(lines(app)) == size[1]
+        await pilot.press("1")
+        await pilot.pause(0.1)
+        assert "STALLED" in lines(app)[0]
 
-    drive(app, body, size)
-
-
-def test_what_is_held_in_the_log_stays_when_lines_come(logged):
-    app = app_on(recorded.running(), run=logged)
-
-    async def body(pilot):
-        await until(pilot, lambda: app.book.total == 62)
-        await pilot.press("4", "pageup")
-        await pilot.pause()
-        before = lines(app)[3:20]
-        snapshot = dataclasses.replace(
-            app.snapshot, log=tuple(LogLine("r0", f"new {i}") for i in range(5)), log_begins=False
-        )
-        app.on_fresh(Fresh(snapshot))
-        await pilot.pause()
-        assert lines(app)[3:20] == before
-        await pilot.press("G")
-        await pilot.pause()
-        assert "new 4" in picture(app)
-
-    drive(app, body)
+    drive(app, body, (120, 40))
 
 
 def test_a_second_snapshot_waits_until_the_first_is_shown(tmp_path):

@@ -41,6 +41,9 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ({"watch": {"stall_floor_s": -1}}, "seconds"),
         ({"gpus": -2}, "gpus"),
         ({"env": ["A"]}, "key: value"),
+        ({"phases": [{"name": "a", "args": ["x\0y"]}]}, r"control character '\x00'"),
+        ({"phases": [{"name": "a", "set": {"k": "\x1b[2J"}}]}, r"control character '\x1b'"),
+        ({"about": "half \ud800"}, "control character"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_one_sentence(change, words):
@@ -107,6 +110,14 @@ def test_every_flag_says_what_it_takes_and_keeps_its_value(flag):
     if flag.kind != "str":
         with pytest.raises(UsageError, match=flag.name):
             flags.parse(flag.name, "no such value")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
+def test_a_flag_is_a_finite_number(text):
+    for flag in flags.TABLE:
+        if flag.kind == "float":
+            with pytest.raises(UsageError, match=f"{flag.name} cannot be '{text}'"):
+                flags.parse(flag.name, text)
 
 
 def test_plans_survive_yaml_and_back():

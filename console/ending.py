@@ -79,15 +79,34 @@ class Facts:
     ends: Sequence[End] = ()
     order: Sequence[int] = ()
     halt_steps: Mapping[int, int] = field(default_factory=dict)
+    halt_reason: str = ""
+    """What the ranks say that they halted for."""
+    told: bool = False
+    """Every rank's exit record was read, or they write none: no record was lost."""
+    agent_signal: str = ""
+    """The signal that torchrun got, "" for none; it then ends the ranks."""
+    ending: str = ""
+    """Which rank is gone, as soon as torchrun ends the others because of it."""
     world: int = 1
     failure: str = ""
-    """Why the run could not even be started, or torchrun's own last words."""
+    """Why the run could not even be started, or what broke the supervisor."""
+    broken: bool = False
+    """The supervisor failed and stopped the ranks itself."""
 
     @property
     def clean(self) -> bool:
         """All ranks ended with 0, whatever became of torchrun."""
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
         return self.agent_code == 0 or (all_zero and len(self.ends) == self.world)
+
+    @property
+    def halted(self) -> bool:
+        """All ranks ended well, before their last step.
+
+        Where a full disk took their records, a halt that was asked for counts as obeyed.
+        """
+        wanted = self.asked == "halt" or self.halt_file
+        return self.clean and (bool(self.halt_steps) or (wanted and not self.told))
 
     def culprit(self) -> End | None:
         """Returns the rank to blame: the first that ended badly and not because of another."""
@@ -101,6 +120,8 @@ class Facts:
 def _halt_words(facts: Facts) -> str:
     steps = sorted(set(facts.halt_steps.values()))
     by = f", asked by {facts.by}" if facts.by and facts.asked == "halt" else ""
+    cause = f"{facts.agent_signal} to torchrun" if facts.agent_signal else facts.halt_reason
+    by = by or (f" ({cause})" if cause else "")
     if len(steps) == 1:
         who = f"all {len(facts.halt_steps)} ranks" if len(facts.halt_steps) > 1 else "rank 0"
         return f"{who} halted at step {steps[0]}{by}"
@@ -131,12 +152,14 @@ def _starting_words(facts: Facts) -> str:
 Rule = tuple[State, Callable[[Facts], bool], Callable[[Facts], str]]
 
 ENDED: tuple[Rule, ...] = (
+    ("crashed", lambda f: f.broken, lambda f: f.failure),
     ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
     ("stopped", lambda f: f.asked == "stop" and (not f.clean or bool(f.halt_steps)),
      lambda f: f"stopped, asked by {f.by}"),
-    ("halted", lambda f: f.asked == "halt" and not f.spawned, _halt_words),
-    ("halted", lambda f: f.clean and bool(f.halt_steps), _halt_words),
+    ("halted", lambda f: f.halted or (f.asked == "halt" and not f.spawned), _halt_words),
     ("completed", lambda f: f.clean, lambda f: f"all ranks done after step {f.step}"),
+    ("stopped", lambda f: bool(f.agent_signal),
+     lambda f: f"stopped by {f.agent_signal} to torchrun"),
     ("failed", _trainer_named_it, _error_words),
     ("crashed", lambda f: True, _error_words),
 )  # fmt: skip
@@ -144,6 +167,9 @@ ENDED: tuple[Rule, ...] = (
 
 LIVE: tuple[Rule, ...] = (
     ("stopping", lambda f: f.asked in ("stop", "kill"), lambda f: f"{f.asked}, asked by {f.by}"),
+    ("stopping", lambda f: bool(f.agent_signal),
+     lambda f: f"torchrun got {f.agent_signal} and ends the ranks"),
+    ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
     ("stalled", lambda f: bool(f.verdict), lambda f: f.verdict),
     ("halting", lambda f: f.asked == "halt" or f.halt_file or f.halting_ranks > 0,
      lambda f: f"halt, asked by {f.by}" if f.by else "a .HALT file or a signal asks for it"),

@@ -6,7 +6,7 @@ import select
 
 import pytest
 
-from console.supervisor.ending import End, Facts, decide, error_of
+from console.ending import End, Facts, decide, error_of
 from console.supervisor.follow import Story, last_exception
 from console.supervisor.tree import Tree
 
@@ -30,6 +30,7 @@ def over(**facts):
         ({"step": 9, "asked": "halt", "verdict": "rank 1 is stopped"}, "stalled"),
         ({"step": 9, "asked": "stop", "verdict": "rank 1 is stopped"}, "stopping"),
         ({"step": 9, "asked": "kill"}, "stopping"),
+        ({"step": 9, "ending": "rank 1 is gone", "verdict": "rank 1 is stopped"}, "stopping"),
     ],
 )
 def test_live_states(facts, state):
@@ -49,6 +50,19 @@ def test_all_ranks_done():
 def test_a_halt_names_the_step_and_who_asked():
     state, why = over(agent_code=0, asked="halt", by="ada", halt_steps={0: 41, 1: 41})
     assert (state, why) == ("halted", "all 2 ranks halted at step 41, asked by ada")
+
+
+def test_a_halt_whose_records_the_disk_did_not_take_is_a_halt():
+    assert over(agent_code=0, halt_file=True)[0] == "halted"
+    assert over(agent_code=0, halt_file=True, told=True)[0] == "completed"
+
+
+def test_a_signal_to_torchrun_stops_and_is_named():
+    state, why = over(agent_code=1, agent_signal="SIGHUP", ends=(End(0, None, "SIGHUP", 3),))
+    assert (state, why) == ("stopped", "stopped by SIGHUP to torchrun")
+    state, why = over(agent_code=1, agent_signal="SIGTERM", halt_steps={0: 4, 1: 4},
+                      ends=(End(0, 0, None, 4), End(1, 0, None, 4)))  # fmt: skip
+    assert (state, why) == ("halted", "all 2 ranks halted at step 4 (SIGTERM to torchrun)")
 
 
 def test_stop_is_stop_also_when_the_ranks_halted_in_time():

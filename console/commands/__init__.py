@@ -1,0 +1,1 @@
+"""The subcommands of `nsa-console`: what they print and what they return."""

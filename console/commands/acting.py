@@ -1,0 +1,115 @@
+"""The subcommands that act: they start a launch, or send a request and print its answer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from console import actions
+from console.actions import LaunchOptions
+from console.commands.looking import follow
+from console.commands.output import emit, say
+from console.commands.patience import within
+from console.sources import launches
+from console.sources.run import RunSource
+from console.sources.sanitize import clean
+from trainers.contract.errors import ContractError, UsageError
+
+SPARE_S = 1.0
+
+
+def pairs(words: Sequence[str], option: str) -> dict[str, str]:
+    """Splits NAME=VALUE words. Raises UsageError for a word without `=`."""
+    result: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise UsageError(f"{option} {word!r} is not NAME=VALUE")
+        result[name] = value
+    return result
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Starts a plan and returns, or waits for its end."""
+    chosen = LaunchOptions(
+        plan=options.plan, phase=options.phase or "", flags=pairs(options.flag, "--flag"),
+        sets=pairs(options.set, "--set"), nproc=options.nproc, devices=options.devices or "",
+        run_dir=options.run_dir, between=options.between, root=options.root,
+    )  # fmt: skip
+    if options.dry_run:
+        return _dry_run(chosen, options.json)
+    path = actions.launch(chosen, actions.who())
+    name = launches.launch_id(path)
+    if options.wait:
+        if not options.json:
+            say(f"launched {name} in {path}; ctrl+c leaves, the run goes on")
+        return follow(RunSource(path), options.json)
+    if options.json:
+        emit({"id": name, "path": str(path)})
+    else:
+        known = options.run_dir is None and options.root == launches.ROOT
+        say(f"launched {name} in {path}; watch it: nsa-console watch {name if known else path}")
+    return 0
+
+
+def _dry_run(chosen: LaunchOptions, as_json: bool) -> int:
+    prepared = actions.prepare(chosen)
+    if as_json:
+        emit(prepared.as_dict())
+    else:
+        for line in prepared.lines():
+            say(line)
+    return 0 if prepared.ok else 1
+
+
+def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
+    """Sends one request and prints the answer. Raises ContractError when none comes in time."""
+    path = launches.find(options.run, options.root)
+
+    def sent_and_answered() -> dict[str, Any] | None:
+        request = actions.send(path, action, args, actions.who())
+        return actions.answer(path, request, options.timeout)
+
+    limit = f"within {options.timeout:g} s"
+    try:
+        event = within(options.timeout + SPARE_S, sent_and_answered)
+    except TimeoutError:
+        raise ContractError(
+            f"{path} took no request {limit}: its file system does not answer, and whether "
+            f"{action} arrives is open; ask again when it does"
+        ) from None
+    if event is None:
+        raise ContractError(
+            f"no answer to {action} {limit}; the request stays and may be executed yet, see "
+            f"nsa-console status {options.run}"
+        )
+    if options.json:
+        emit(event)
+    else:
+        say(clean(str(event.get("text", ""))))
+        for line in event.get("detail") or ():
+            say(f"  {clean(str(line))}")
+    return 0 if event.get("ok") else 4
+
+
+def dump(options: argparse.Namespace) -> int:
+    """Takes the stacks of all ranks, or of one."""
+    return ask(options, "dump", {} if options.rank is None else {"rank": options.rank})
+
+
+def halt(options: argparse.Namespace) -> int:
+    """Asks all ranks to stop at the same step and to save."""
+    return ask(options, "halt", {})
+
+
+def stop(options: argparse.Namespace) -> int:
+    """Sends TERM, waits the grace time, then KILL, to the whole tree."""
+    if options.kill and not options.yes:
+        raise UsageError("stop --kill ends all ranks without a checkpoint; add --yes to mean it")
+    return ask(options, "kill" if options.kill else "stop", {"yes": True} if options.kill else {})
+
+
+def do(options: argparse.Namespace) -> int:
+    """Sends any request of the contract: ACTION name=value …"""
+    return ask(options, options.action, pairs(options.args, "argument"))

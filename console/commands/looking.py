@@ -1,0 +1,212 @@
+"""The subcommands that only look: they read run directories and registries, and write nothing."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from typing import Any
+
+from console import plain
+from console.commands.output import emit, say
+from console.model import LIVE_STATES, RunState
+from console.sources import launches
+from console.sources.run import RunSource
+from trainers.contract import rundir
+from trainers.contract.errors import NotFoundError, UsageError
+
+LOGS_POLL_S = 0.5
+
+
+def source(options: argparse.Namespace) -> RunSource:
+    return RunSource(launches.find(options.run, options.root))
+
+
+def runs(options: argparse.Namespace) -> int:
+    """Lists launches, newest first."""
+    rows = []
+    for path in launches.launches(options.root)[: options.limit]:
+        state = RunSource(path).poll()
+        launch = state.launch
+        if launch is None:
+            continue
+        phase = launch.phases[launch.phase].name if launch.phases else "-"
+        rows.append(
+            {
+                "id": launch.id, "path": str(path), "plan": launch.plan, "launch": launch.state,
+                "phase": phase, "state": state.state, "step": state.step, "why": state.why,
+            }
+        )  # fmt: skip
+    if options.json:
+        emit(rows)
+        return 0
+    for row in rows:
+        step = "-" if row["step"] is None else f"{row['step']:,}"
+        say(f"{row['id']:<32} {row['phase']:<12} {row['state']:<12} step {step:<8} {row['why']}")
+    if not rows:
+        say(f"no runs under {options.root}; start one with nsa-console launch PLAN")
+    return 0
+
+
+def status(options: argparse.Namespace) -> int:
+    """Says how one run is."""
+    state = source(options).poll()
+    if options.json:
+        emit(plain.as_json(state))
+    else:
+        for line in plain.status_lines(state):
+            say(line)
+    return plain.exit_code(state)
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Follows one run until it ends, in one sentence a change."""
+    return follow(source(options), options.json, options.interval)
+
+
+def follow(run: RunSource, as_json: bool, interval_s: float = 1.0) -> int:
+    """Says what changes until nothing more comes; returns the exit code of the end."""
+    changes = plain.Changes()
+    while True:
+        state = run.poll()
+        for sentence in changes.sentences(state, time.monotonic()):
+            if not as_json:
+                say(sentence)
+        if plain.is_over(state):
+            break
+        time.sleep(interval_s)
+    code = plain.launch_exit_code(state.launch) if state.launch else plain.exit_code(state)
+    if as_json:
+        emit(plain.as_json(state) | {"exit_code": code})
+    return code
+
+
+def check(options: argparse.Namespace) -> int:
+    """Says go or no go: the preflight of a plan, or the gates of a run so far."""
+    from console.plans import catalog
+
+    return _check_plan(options) if catalog.is_plan(options.run) else _check_run(options)
+
+
+def _check_plan(options: argparse.Namespace) -> int:
+    from console import actions
+
+    prepared = actions.prepare(actions.LaunchOptions(plan=options.run, root=options.root))
+    if options.json:
+        emit(prepared.as_dict())
+    else:
+        for item in prepared.checks:
+            say(f"{item.result:<8} {item.name}: {item.text}")
+        say("go" if prepared.ok else "no go")
+    return 0 if prepared.ok else 1
+
+
+def _check_run(options: argparse.Namespace) -> int:
+    state = source(options).poll()
+    code = plain.exit_code(state)
+    if options.json:
+        gates = plain.as_json(state)["gates"]
+        emit({"id": state.id, "state": state.state, "gates": gates, "exit_code": code})
+        return code
+    for gate in state.gates:
+        say(plain.gate_line(gate))
+    if state.state in LIVE_STATES and not state.gates:
+        say(f"{state.id} is {state.state}; its gates are evaluated when it ends")
+        return code
+    why = f": {state.why}" if state.why else ""
+    say("go" if code == 0 else f"no go; {state.id} is {state.state}{why}")
+    return code
+
+
+def logs(options: argparse.Namespace) -> int:
+    """Prints the logs of a run, merged or of one rank."""
+    from console.sources.logs import LogSource
+
+    run = source(options)
+    state = run.poll()
+    if run.run_path is None:
+        raise NotFoundError(f"{options.run} has no run yet, so no logs")
+    if options.rank is not None and not options.follow:
+        _must_have_rank(run, state, options.rank)
+    pattern = _pattern(options.grep or "")
+    reader = LogSource(run.run_path, state.attempt)
+    wanted = None if options.rank is None else f"r{options.rank}"
+    over = not options.follow
+    while True:
+        while fresh := reader.poll():
+            for line in fresh:
+                if wanted in (None, line.source) and pattern.search(line.text):
+                    _say_log(line.source, line.text, options.json)
+        state = run.poll()
+        if (reader.run, reader.attempt) != (run.run_path, state.attempt):
+            reader = LogSource(run.run_path, state.attempt)
+        elif over:
+            return 0
+        else:
+            time.sleep(LOGS_POLL_S)
+        over = plain.is_over(state)
+
+
+def _say_log(name: str, text: str, as_json: bool) -> None:
+    if as_json:
+        emit({"source": name, "text": text})
+    else:
+        say(f"{name:<8} {text}")
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"--grep {text!r} is no regular expression: {error}") from None
+
+
+def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:
+    """Raises NotFoundError for a rank that neither a record nor a log knows."""
+    known = [each.rank for each in state.ranks]
+    if run.run_path is None or rank in known:
+        return
+    if not rundir.rank_log(run.run_path, state.attempt, rank).exists():
+        has = f"it has ranks {known[0]} to {known[-1]}" if known else "it has no rank yet"
+        raise NotFoundError(f"{state.id} has no rank {rank}; {has}")
+
+
+def flags(options: argparse.Namespace) -> int:
+    """Prints the registry of environment flags."""
+    from trainers.contract.flags import TABLE, expected
+
+    if options.json:
+        emit(
+            [
+                {
+                    "name": flag.name, "default": flag.default, "takes": expected(flag),
+                    "group": flag.group, "help": flag.help, "setting": flag.setting,
+                }
+                for flag in TABLE
+            ]
+        )  # fmt: skip
+        return 0
+    for group in dict.fromkeys(flag.group for flag in TABLE):
+        say(group)
+        for flag in TABLE:
+            if flag.group == group:
+                default = f"default {flag.default}" if flag.default else "unset: config decides"
+                say(f"  {flag.name:<26} {flag.help} ({expected(flag)}; {default})")
+    return 0
+
+
+def plans(options: argparse.Namespace) -> int:
+    """Prints the registry of plans."""
+    from console.plans import catalog
+
+    found: list[Any] = catalog.plans()
+    if options.json:
+        emit([plan.as_dict() for plan in found])
+        return 0
+    for plan in found:
+        say(f"{plan.name}: {plan.about}")
+        for phase in plan.phases:
+            gates = ", ".join(f"{name} {bound}" for name, bound in phase.gates.items())
+            say(f"  {phase.name:<12} {phase.nproc} processes; {phase.proves}")
+            say(f"  {'':<12} gates: {gates or 'none'}")
+    return 0

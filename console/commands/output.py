@@ -1,0 +1,87 @@
+"""Standard output of the commands, and what happens when it takes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+from console.sources.sanitize import clean
+from trainers.contract import jsonl
+from trainers.contract.errors import ContractError
+
+MAX_SENTENCE_CHARS = 400
+
+
+class OutputError(ContractError):
+    """Standard output took nothing; what the command did before stays done."""
+
+    exit_code = 6
+
+    def __init__(self, error: OSError, lost: str):
+        lost = " ".join(lost.split())
+        super().__init__(f"standard output takes nothing ({error.strerror}); lost: {lost}")
+        self.reader_left = error.errno == errno.EPIPE
+
+
+def prepare() -> None:
+    """Gives closed standard descriptors a file, and unprintable characters an escape.
+
+    Otherwise the next file that is opened would become the standard output of a child.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def is_terminal() -> bool:
+    """Says whether a person sits at both ends."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+
+
+def say(text: str) -> None:
+    """Prints a line at once. Raises OutputError."""
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        print(text, flush=True)  # noqa: T201
+    except OSError as error:
+        raise OutputError(error, text) from error
+
+
+def emit(record: Any) -> None:
+    """Prints one JSON document on one line, non-finite numbers as text. Raises OutputError."""
+    say(jsonl.encode(record).decode("ascii").rstrip())
+
+
+def complain(error: ContractError, as_json: bool) -> int:
+    """Says why a command failed, on standard error and as data; returns the exit code."""
+    if isinstance(error, OutputError):
+        discard()
+    elif as_json:
+        try:
+            emit({"error": str(error), "exit_code": error.exit_code})
+        except OutputError:
+            discard()
+    tell(clean(str(error), MAX_SENTENCE_CHARS))
+    return error.exit_code
+
+
+def tell(sentence: str) -> None:
+    """Prints a sentence on standard error; where that takes nothing, the exit code has to do."""
+    with contextlib.suppress(OSError):
+        print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def discard() -> None:
+    """Lets what standard output still holds vanish, so that Python can end without an error."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

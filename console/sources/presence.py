@@ -1,0 +1,172 @@
+"""Who is really there, and so which state a run is in, whatever its last document says.
+
+The supervisor decides the state; when it is gone it can decide nothing any more. What is left is
+`unsupervised` (processes of the run live), the end that its ranks wrote themselves, or `lost`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from console.ending import End, Facts, decide
+from console.model import Alert, State
+from console.sources import process
+from console.sources.sanitize import clean
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract.errors import RefusedError
+
+STATES: frozenset[str] = frozenset(get_args(State))
+ENDED: frozenset[str] = frozenset(
+    ("halted", "stopped", "completed", "failed", "crashed", "killed", "lost")
+)
+SILENT_S = 10.0
+"""What another host's process has not said for so long is not believed to live."""
+STOPPED = "T t"
+Record = Mapping[str, Any]
+
+
+def age(ts: float | None) -> float | None:
+    """Returns seconds since `ts`, None for what is not a time; never negative."""
+    if ts is None or not math.isfinite(ts):
+        return None
+    return max(0.0, time.time() - ts)
+
+
+def live_directory(supervisor: Record) -> Path | None:
+    """Returns the shared-memory directory of a run on this host and boot."""
+    path = Path(jsonl.text(supervisor, "live_dir"))
+    if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
+        return None
+    if supervisor.get("host") != rundir.host_name() or supervisor.get("boot_id") != (
+        rundir.boot_id()
+    ):
+        return None
+    try:
+        rundir.check_ours(path)
+    except (RefusedError, ValueError):
+        return None
+    return path
+
+
+def supervisor_lives(supervisor: Record) -> bool:
+    """Says whether the supervisor that a document names still runs."""
+    if supervisor.get("host") == rundir.host_name():
+        return rundir.is_alive(supervisor)
+    silent = age(jsonl.number(supervisor, "updated_ts"))
+    return silent is not None and silent < SILENT_S
+
+
+def newest(supervisor: Record, *others: Record | None) -> dict[str, Any]:
+    """Returns supervisor.json with the state that the newest of its stand-ins tells.
+
+    A disk that is full or does not answer keeps the document back; the last `state` event, or the
+    sign of life in shared memory, then tells more.
+    """
+    told, at = supervisor, jsonl.number(supervisor, "updated_ts") or 0.0
+    for other in others:
+        ts = jsonl.number(other, "ts") if other else None
+        if other and ts is not None and ts > at and jsonl.text(other, "state") in STATES:
+            told, at = {"since_ts": ts} | dict(other), ts
+    return dict(supervisor) | {
+        key: told[key] for key in ("state", "why", "since_ts") if key in told
+    }
+
+
+def state_of(
+    supervisor: Record, born: Record, last: Mapping[int, Record], halts: Mapping[int, int]
+) -> tuple[State, str]:
+    """Returns the state and its reason.
+
+    `supervisor` is the newest word of the supervisor, `born` run.json, `last` the newest record of
+    each rank and `halts` the steps at which ranks say that they halted.
+    """
+    named, why = jsonl.text(supervisor, "state"), clean(jsonl.text(supervisor, "why"), 400)
+    if named in ENDED or (named in STATES and supervisor_lives(supervisor)):
+        return cast(State, named), why
+    gone = f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is gone"
+    living = _living(supervisor, born) if named in STATES else ""
+    if living:
+        return "unsupervised", f"{gone}; {living}"
+    world = jsonl.integer(born, "world") or 0
+    if last and len(last) >= world and all(r.get("msg") == "exit" for r in last.values()):
+        return _said_by_ranks(last, halts)
+    young = min((age(jsonl.number(r, "ts")) or 0.0 for r in last.values()), default=math.inf)
+    if named not in STATES:
+        if not last:
+            return "queued", "no record yet"
+        return "unsupervised", f"no supervisor; newest record {young:.0f} s old"
+    if supervisor.get("host") != rundir.host_name() and young < SILENT_S:
+        return "unsupervised", f"{gone}; newest record {young:.0f} s old"
+    return "lost", f"{gone} and so are all ranks; they left no reason"
+
+
+def _said_by_ranks(last: Mapping[int, Record], halts: Mapping[int, int]) -> tuple[State, str]:
+    """The end as the ranks' last records tell it."""
+    ends = []
+    for rank, record in last.items():
+        code = jsonl.integer(record, "exit_code") or 0
+        error = clean(jsonl.text(record, "reason"), 400) if code else ""
+        ends.append(End(rank, code, None, jsonl.integer(record, "step") or 0, error))
+    reasons = [jsonl.text(record, "reason") for record in last.values()]
+    return decide(
+        Facts(
+            spawned=True, over=True, ends=ends, halt_steps=halts, told=True, world=len(ends),
+            halt_reason=clean(reasons[0], 80), step=max(end.step for end in ends),
+        )
+    )  # fmt: skip
+
+
+def _living(supervisor: Record, born: Record) -> str:
+    """Says which processes of a run live on this host, "" for none."""
+    here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
+    workers = supervisor.get("workers")
+    ranks = [
+        str(worker.get("rank"))
+        for worker in (workers if isinstance(workers, list) else ())
+        if isinstance(worker, dict) and worker.get("exit") is None
+        and rundir.is_alive(here | worker)
+    ]  # fmt: skip
+    if ranks:
+        return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs"
+    environment = born.get("environment")
+    token = jsonl.text(environment, environ.TOKEN) if isinstance(environment, dict) else ""
+    left = process.with_token(token) if token else []
+    return f"pid {', '.join(map(str, left[:8]))} of its processes still runs" if left else ""
+
+
+def stopped(supervisor: Record) -> Iterator[Alert]:
+    """Yields an alert for the supervisor and torchrun when a signal has stopped them."""
+    torchrun = supervisor.get("torchrun")
+    here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
+    owners = {
+        "supervisor": (supervisor, "nothing is sampled and no request is answered"),
+        "torchrun": (torchrun, "a rank that fails does not end the others"),
+    }
+    for name, (owner, harm) in owners.items():
+        if not isinstance(owner, Mapping) or not rundir.is_alive(here | dict(owner)):
+            continue
+        pid = jsonl.integer(owner, "pid") or 0
+        if process.state(pid) in STOPPED.split():
+            text = (
+                f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
+                f"kill -CONT {pid} lets it go on"
+            )
+            yield Alert(f"{name}-stopped", time.time(), "crit", text)
+
+
+def exit_words(worker: Record, beat: Record) -> str:
+    """Says how a worker ended, "" while it lives; its last record counts where nobody saw it."""
+    ended = worker.get("exit")
+    if not isinstance(ended, dict):
+        said = beat.get("msg") == "exit"
+        return f"exit {jsonl.integer(beat, 'exit_code') or 0}" if said else ""
+    signal_name, code = ended.get("signal"), jsonl.integer(ended, "code")
+    if isinstance(signal_name, str) and signal_name:
+        words = f"killed by {clean(signal_name, 16)}"
+    else:
+        words = "gone" if code is None else f"exit {code}"
+    return f"{words}, because of another" if ended.get("secondary") is True else words

@@ -1,0 +1,55 @@
+"""The open alerts of one attempt: each is raised once until it is cleared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from console.plans.gates import Summary
+from console.supervisor.directory import Directory
+
+DROPPED = "dropped"
+SETTLED_S = 10.0
+"""After so long without a lost record the directory is believed to take them again."""
+
+
+class Alerts:
+    """Owns what is open; `event` writes it down and `summary` counts it for the gates."""
+
+    def __init__(
+        self, event: Callable[..., dict[str, Any]], summary: Summary, directory: Directory
+    ):
+        self._event, self._summary, self._directory = event, summary, directory
+        self._open: dict[str, dict[str, Any]] = {}
+        self._dropped, self._dropped_at = directory.dropped, 0.0
+
+    def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> None:
+        """Opens an alert, unless it is open."""
+        if name not in self._open:
+            self._summary.take_event({"kind": "alert", "alert": name})
+            self._open[name] = self._event("alert", text, level, alert=name, key=key)
+
+    def clear(self, name: str, text: str) -> None:
+        """Closes an alert, if it is open."""
+        if self._open.pop(name, None) is not None:
+            self._event("clear", text, alert=name)
+
+    def clear_all(self, text: str) -> None:
+        for name in list(self._open):
+            self.clear(name, text)
+
+    def open(self) -> dict[str, dict[str, Any]]:
+        """Returns the events of the open alerts by name."""
+        return dict(self._open)
+
+    def watch_writes(self) -> None:
+        """Raises an alert while the run directory does not take records."""
+        now, dropped = time.monotonic(), self._directory.dropped
+        if dropped > self._dropped:
+            self._dropped, self._dropped_at = dropped, now
+            reason = self._directory.trouble or "it is too slow"
+            self.raise_(DROPPED, f"the run directory does not take all records ({reason}): "
+                        "figures and gates may lack some")  # fmt: skip
+        elif now - self._dropped_at >= SETTLED_S:
+            self.clear(DROPPED, "the run directory takes records again")

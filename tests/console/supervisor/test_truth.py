@@ -1,0 +1,189 @@
+"""What a reader says when the supervisor, torchrun or the disk fails: the truth, at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from console import actions, plain
+from console.sources import process
+from console.sources.run import RunSource
+from trainers.contract import rundir
+
+from .conftest import PROGRAMS, phase, write_plan
+
+BROKEN = """
+import sys
+from console.supervisor import __main__ as supervisor, attempt
+class Sampler(attempt.Sampler):
+    def sample(self, *given):
+        if self.seen:
+            raise ArithmeticError("broken on purpose")
+        return super().sample(*given)
+attempt.Sampler = Sampler
+sys.exit(supervisor.main())
+"""
+
+
+def look(started, index=0):
+    return RunSource(started.run(index)).poll()
+
+
+def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_away(begin):
+    started = begin(phase("one", "member.py", 100_000))
+    started.wait(lambda: (started.state().get("torchrun") or {}).get("pid"))
+    supervisor, token = started.plan_state["supervisor"], started.token()
+    os.kill(supervisor["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(supervisor))
+    assert not started.pids()
+    (leaked,) = Path("/dev/shm").glob(f"nsa-console-*-{token}")
+    while (
+        process.with_token(token) and not started.run().joinpath("heartbeat_rank1.jsonl").exists()
+    ):
+        state = look(started)
+        assert state.state == "unsupervised", state.why
+        assert "still runs" in state.why
+        time.sleep(0.1)
+    (started.run() / rundir.HALT).touch()
+    started.wait(lambda: not process.with_token(token))
+    state = RunSource(started.path).poll()
+    assert (state.state, "halted at step" in state.why) == ("halted", True), state.why
+    assert state.launch is not None
+    assert plain.launch_exit_code(state.launch) == 4
+    assert leaked.is_dir()
+    later = begin(phase("one", "member.py", 1))
+    later.wait_end()
+    assert not leaked.exists()
+
+
+def test_stopped_processes_are_named_and_a_gone_rank_shows_before_the_others_ended(begin):
+    started = begin(phase("one", "member.py", 100_000, "deaf"))
+    started.wait_steps(3)
+    owners = {
+        "supervisor": started.plan_state["supervisor"]["pid"],
+        "torchrun": started.state()["torchrun"]["pid"],
+    }
+    for name, pid in owners.items():
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started.wait(lambda n=name: f"{n}-stopped" in {a.id for a in look(started).alerts}, 5)
+            alert = next(a for a in look(started).alerts if a.id == f"{name}-stopped")
+            assert alert.text.startswith(f"{name} (pid {pid}) is stopped (SIGSTOP")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert not look(started).alerts
+    os.kill(started.pids()[1], signal.SIGKILL)
+    started.wait(lambda: look(started).state == "stopping", 2.5)
+    state = look(started)
+    assert state.why.startswith("rank 1 is gone, torchrun ends the others")
+    assert plain.exit_code(state) == 5
+    assert process.with_token(started.token())
+    assert started.wait_state("crashed", timeout_s=10)["why"].startswith("rank 1 was killed by SIG")
+    exits = [rank.exit for rank in look(started).ranks]
+    assert exits == ["killed by SIGKILL, because of another", "killed by SIGKILL"]
+    assert plain.exit_code(look(started)) == 5
+    assert started.wait_end()["phases"][0]["result"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("number", "program"), [(signal.SIGHUP, "foreign_ddp.py"), (signal.SIGTERM, "member.py")]
+)
+def test_a_signal_to_torchrun_halts_members_and_is_named(begin, number, program):
+    started = begin(phase("one", program, 100_000), phase("two", "member.py", 5))
+    started.wait_steps(2)
+    os.kill(started.state()["torchrun"]["pid"], number)
+    ended = started.wait_end()
+    assert [p["state"] for p in ended["phases"]] == ["halted", "later"]
+    assert ended["why"].endswith(f"({number.name} to torchrun)")
+    assert not any(e["kind"] == "alert" for e in started.events(0))
+    assert [rank.exit for rank in look(started).ranks] == ["exit 0", "exit 0"]
+
+
+def test_a_signal_to_torchrun_stops_a_program_that_knows_nothing_of_us(begin, tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    started = begin({"name": "one", "script": str(script), "nproc": 1})
+    log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
+    started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGTERM)
+    assert started.wait_end()["why"] == "one: stopped: stopped by SIGTERM to torchrun"
+
+
+def test_a_supervisor_that_breaks_stops_the_ranks_and_says_why(begin, tmp_path):
+    plan = write_plan(tmp_path, phases=[phase("one", "member.py", 100_000)])
+    given = actions.prepare(actions.LaunchOptions(plan=str(plan), root=tmp_path))
+    given.directory.mkdir(parents=True)
+    rundir.write_json(given.directory / rundir.PLAN, given.orders.as_dict(time.time()))
+    log = rundir.open_append(given.directory / rundir.SUPERVISOR_LOG)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", BROKEN, str(given.directory)], stderr=log, cwd=PROGRAMS.parents[1]
+    )
+    os.close(log)
+    started = begin.adopt(given.directory)
+    assert supervisor.wait(60) == 0
+    ended = started.wait_end()
+    assert "the supervisor failed (ArithmeticError: broken on purpose)" in ended["why"]
+    assert ended["phases"][0]["state"] == started.state()["state"] == "crashed"
+    assert not process.with_token(started.token())
+    assert "Traceback" in (started.path / rundir.SUPERVISOR_LOG).read_text()
+    assert started.events()[-1]["kind"] == "state"
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system whose size can be changed while it is in use."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "none", str(mount)], check=True)
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def resize(mount: Path, size_bytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size_bytes}", str(mount)], check=True)
+
+
+def test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept(begin, small):
+    started = begin(
+        phase("one", "member.py", 100_000), phase("two", "member.py", 5), root=small / "artifacts"
+    )
+    started.wait_steps(3)
+    supervisor = started.plan_state["supervisor"]
+    space = os.statvfs(small)
+    resize(small, (space.f_blocks - space.f_bfree + 2) * space.f_frsize)
+    started.wait(lambda: "dropped" in {alert.id for alert in look(started).alerts}, 20)
+    time.sleep(1)
+    (started.run() / rundir.HALT).touch()
+    started.wait(lambda: look(started).state == "halted", 20)
+    assert rundir.is_alive(supervisor)
+    assert started.state()["state"] != "halted"
+    resize(small, 1 << 30)
+    ended = started.wait_end(20)
+    assert started.state()["state"] == "halted"
+    assert [p["state"] for p in ended["phases"]] == ["halted", "later"]
+    assert rundir.read_json(started.run() / rundir.GATES)
+    started.wait(lambda: not rundir.is_alive(supervisor), 5)
+
+
+def test_a_renamed_run_directory_is_noticed(begin):
+    started = begin(phase("one", "member.py", 100_000))
+    started.wait_steps(3)
+    here, away = started.run(), started.path / "elsewhere"
+    here.rename(away)
+    try:
+        found = started.wait(
+            lambda: [a for a in RunSource(away).poll().alerts if a.id == "dropped"], 15
+        )
+        assert "No such file or directory" in found[0].text
+    finally:
+        away.rename(here)
+    assert started.ask("halt")["ok"]
+    started.wait_end()

@@ -1,0 +1,212 @@
+"""What the commands print: as data by documented names, in order, and when nobody can read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from console import actions, cli, plain
+from console.sources.run import RunSource
+from tests.console.sources import directory
+from tests.console.test_actions import MEMBER, end
+from tests.console.test_cli import ROOT
+from tests.console.test_cli import cli as run_cli
+from trainers.contract import rundir
+
+CONSOLE = f"{shlex.quote(sys.executable)} -m console"
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    path = directory.launch(tmp_path_factory.mktemp("artifacts"))
+    run = directory.run(path / "0-first")
+    directory.beat(run, 0, 3, loss=float("inf"))
+    log = rundir.rank_log(run, 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("one\ntwo\n")
+    return path
+
+
+# --- standard output that takes nothing -------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["flags", "plans --json", "--help", "status {}", "logs {}"])
+@pytest.mark.parametrize(
+    ("where", "err_lines"), [("> /dev/full", 1), (">&-", 1), (">&- 2>&- <&-", 0)]
+)
+def test_output_that_is_lost_is_exit_code_6_and_one_sentence(launch, words, where, err_lines):
+    done = shell(f"{CONSOLE} {words.format(launch)} {where}")
+    assert done.returncode == cli.OutputError.exit_code
+    assert done.stderr.count("standard output takes nothing") == err_lines
+    assert len(done.stderr.splitlines()) == err_lines
+
+
+def test_a_reader_that_leaves_is_no_error_worth_a_word(launch):
+    done = shell(f"{CONSOLE} flags | true")
+    assert (done.returncode, done.stderr) == (6, "")
+
+
+def test_a_halt_is_sent_also_with_all_standard_descriptors_closed(tmp_path):
+    path = directory.launch(tmp_path)
+    run = directory.run(path / "0-first", **directory.DEAD)
+    assert shell(f"{CONSOLE} halt {path} >&- 2>&- <&-").returncode == 6
+    assert (run / rundir.HALT).exists()
+
+
+def test_an_unprintable_character_is_escaped_and_not_an_error(launch):
+    done = run_cli(launch.parent, "do", "--help", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path):
+    plan = tmp_path / "tested.yaml"
+    phase = {"name": "one", "script": str(MEMBER), "args": ["3"]}
+    plan.write_text(yaml.safe_dump({"name": "tested", "phases": [phase]}))
+    path = tmp_path / "here"
+    try:
+        done = shell(f"{CONSOLE} launch {plan} --run-dir {path} > /dev/full")
+        assert (done.returncode, len(done.stderr.splitlines())) == (6, 1)
+        assert f"launched here in {path}" in done.stderr
+        assert (path / rundir.PLAN_STATE).exists()
+    finally:
+        end(path)
+
+
+# --- data --------------------------------------------------------------------------------------
+
+ROW = re.compile(r"^\| (`.+`) \| (object|list|lines) \| `(.+)` \|$", re.M)
+DOCUMENTED = [
+    (command, kind, set(re.sub(r"\[\{.*?\}\]|\[\]", "", names).split()))
+    for commands, kind, names in ROW.findall((ROOT / "docs/run-directory.md").read_text())
+    for command in re.findall(r"`(.+?)`", commands)
+]
+PRINTS = {
+    "launch PLAN --dry-run": "launch cpu_smoke --dry-run", "check PLAN": "check cpu_smoke",
+    "runs": "runs", "status RUN": "status {}", "check RUN": "check {}", "logs RUN": "logs {}",
+    "flags": "flags", "plans": "plans",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", PRINTS)
+def test_data_is_a_document_a_line_with_the_documented_names(launch, command):
+    (kind, names) = next((kind, names) for name, kind, names in DOCUMENTED if name == command)
+    done = run_cli(launch.parents[1], *PRINTS[command].format(launch).split(), "--json")
+    lines = done.stdout.splitlines()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    if kind == "list":
+        (records,) = records
+    assert len(records) == 1 or kind != "object"
+    assert records
+    for record in records:
+        assert set(record) == names
+
+
+def test_every_command_with_data_is_in_the_document():
+    assert {name.split()[0] for name, _, _ in DOCUMENTED} == {
+        "launch", "check", "runs", "status", "watch", "logs", "dump", "halt", "stop", "do",
+        "flags", "plans",
+    }  # fmt: skip
+
+
+def test_the_exit_codes_in_the_readme_are_those_of_the_table():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert {int(code): means for code, means in rows} == cli.EXITS
+
+
+# --- following --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--plain"], ["--json"]])
+@pytest.mark.parametrize("state", ["ended", "unsupervised"])
+def test_watching_ends_with_the_launch_though_its_run_cannot_be_read(tmp_path, words, state):
+    path = directory.launch(tmp_path)
+    run = directory.run(path / "0-first")
+    (run / rundir.SUPERVISOR).write_text("garbage")
+    held = json.loads((path / rundir.PLAN_STATE).read_text())
+    change = {"state": "ended"} if state == "ended" else {"supervisor": directory.DEAD}
+    directory.document(path / rundir.PLAN_STATE, held | change)
+    done = run_cli(tmp_path, "watch", str(path), *words)
+    assert done.returncode == (4 if state == "ended" else 5)
+
+
+def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
+    path = directory.launch(tmp_path)
+    directory.run(path / "0-first")
+    source, changes = RunSource(path), plain.Changes()
+    said = list(changes.sentences(source.poll(), 0.0))
+    directory.run(path / "1-second", state="starting")
+    held = json.loads((path / rundir.PLAN_STATE).read_text())
+    phases = [
+        {"name": "first", "state": "completed", "result": "pass", "dir": "0-first"},
+        {"name": "second", "state": "starting", "dir": "1-second"},
+    ]
+    directory.document(path / rundir.PLAN_STATE, held | {"phase": 1, "phases": phases})
+    said = list(changes.sentences(source.poll(), 1.0))
+    assert said[0] == "Phase first is completed, gates: pass."
+    assert "1-second is starting" in said[1]
+
+
+# --- halt without a supervisor, and on a directory that takes nothing --------------------------
+
+
+def test_a_run_started_by_hand_is_halted_by_its_file_and_told_so(tmp_path):
+    trainer = subprocess.Popen(
+        [sys.executable, str(MEMBER), "100000"], stdout=subprocess.DEVNULL, cwd=ROOT,
+        env={**os.environ, "NSA_CONSOLE_RUN_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        heartbeat = rundir.heartbeat(tmp_path, 0)
+        while not (heartbeat.exists() and b"progress" in heartbeat.read_bytes()):
+            assert trainer.poll() is None
+        done = run_cli(tmp_path, "halt", str(tmp_path))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert ".HALT was written" in done.stdout
+        assert trainer.wait(30) == 0
+    finally:
+        trainer.kill()
+    done = run_cli(tmp_path, "halt", str(tmp_path))
+    assert (done.returncode, "is over" in done.stderr) == (4, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for an immutable folder")
+def test_a_halt_that_cannot_be_written_is_refused_with_the_reason(tmp_path):
+    path = directory.launch(tmp_path)
+    run = directory.run(path / "0-first", **directory.DEAD)
+    if subprocess.run(["chattr", "+i", str(run)], capture_output=True).returncode != 0:
+        pytest.skip("this file system knows no immutable folder")
+    try:
+        done = run_cli(tmp_path, "halt", str(path))
+    finally:
+        subprocess.run(["chattr", "-i", str(run)], check=True)
+    assert done.returncode == 4
+    assert f"cannot write {run / rundir.HALT}: Operation not permitted" in done.stderr
+
+
+def test_a_halt_that_finds_no_room_for_a_request_writes_the_file(tmp_path):
+    """A mailbox that is a file stands for a disk on which no request can be made."""
+    path = directory.launch(tmp_path)
+    run = directory.run(path / "0-first")
+    (path / rundir.REQUESTS).touch()
+    assert actions.send(path, "halt", {}, "tester") == ""
+    assert (run / rundir.HALT).read_text() == "halt asked by tester\n"
+
+
+def test_a_request_into_a_frozen_directory_is_given_up_in_time(frozen):
+    run_dir, thaw = frozen
+    done = run_cli(run_dir, "halt", str(run_dir), "--timeout", "1")
+    thaw()
+    assert done.returncode == 5
+    assert "took no request within 1 s: its file system does not answer" in done.stderr

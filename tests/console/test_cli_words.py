@@ -1,0 +1,118 @@
+"""Whatever words a command gets: one sentence and a documented exit code, and nothing begun."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from console import cli
+from tests.console.sources import directory
+from trainers.contract import rundir
+
+GARBAGE = (
+    "", " ", "-1", "0", "nan", "inf", "-inf", "1e400", "9" * 5000, "x" * 300, "x" * 5000,
+    "a/" * 2500, "/" + "a" * 300 + ".yaml", "a\0b", "\x1b[2J", "a\nb", "\udcff", "=", "A=", "=b",
+    "train.lr=nan", "NSA_LR=1e400", "--", "..", "/dev/null", "/dev/zero", "[", "*", "٣", "\u202ex",
+)  # fmt: skip
+RUN = "<run>"
+GOOD = {
+    "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "check": [RUN], "logs": [RUN],
+    "flags": [], "plans": [], "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"],
+    "dump": [RUN], "halt": [RUN], "stop": [RUN], "do": [RUN, "note", "text=hello"],
+}  # fmt: skip
+"""Words with which a command does what it should; a run that is over takes no request."""
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    actions = cli.build_parser()._actions
+    (chosen,) = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
+    return chosen.choices
+
+
+@pytest.fixture(scope="module")
+def over(tmp_path_factory):
+    """A launch that has ended, with one run."""
+    launch = directory.launch(tmp_path_factory.mktemp("artifacts"))
+    run = directory.run(launch / "0-first", state="halted")
+    directory.beat(run, 0, 3, loss=2.5)
+    phases = [{"name": "first", "state": "halted", "result": "", "dir": "0-first"}]
+    directory.document(
+        launch / rundir.PLAN_STATE, {"v": 1, "state": "ended", "phase": 0, "phases": phases}
+    )
+    return launch
+
+
+def variants(name: str, parser: argparse.ArgumentParser, run: str):
+    """Yields the good words with one of them replaced, or one option more, for each garbage."""
+    good = [run if word == RUN else word for word in GOOD[name]]
+    yield [name, *good]
+    for wrong in GARBAGE:
+        yield [name, *good, wrong]
+        yield ["--root", wrong, name, *good]
+        for place, word in enumerate(good):
+            if not word.startswith("-"):
+                yield [name, *good[:place], wrong, *good[place + 1 :]]
+        for action in parser._actions:
+            if action.option_strings and action.nargs is None:
+                yield [name, *good, action.option_strings[-1], wrong]
+                yield [name, *good, f"{action.option_strings[-1]}={wrong}", "--json"]
+
+
+@pytest.mark.parametrize("name", commands())
+def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsys, monkeypatch):
+    monkeypatch.chdir(over)
+    before = sorted(over.rglob("*"))
+    for words in variants(name, commands()[name], str(over)):
+        code = cli.main(words)
+        out, err = capsys.readouterr()
+        shown = [word[:60] for word in words]
+        assert code in cli.EXITS, shown
+        assert len(err.splitlines()) <= 1, shown
+        assert out or err or name == "logs", shown
+        assert "\x1b" not in out + err, shown
+        assert err.count("Error") == 0, (shown, err)
+    assert sorted(over.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("watch latest --plain --interval nan", 2, "nan is not above 0"),
+        ("dump latest --timeout -5", 2, "-5 is not above 0"),
+        ("runs --limit 0", 2, "at least 1"),
+        ("logs {run} --rank 99", 3, "has no rank 99; it has ranks 0 to 1"),
+        ("logs {run} --rank -1", 2, "ranks count from 0"),
+        ("launch cpu_smoke --phase ''", 2, "--phase: '' is empty"),
+        ("launch cpu_smoke --run-dir ''", 2, "--run-dir: '' is empty"),
+        ("launch cpu_smoke --flag NSA_LR=1e400", 2, "NSA_LR cannot be '1e400'"),
+        ("launch cpu_smoke --set train.lr=nan", 2, "train.lr cannot be 'nan'"),
+        ("launch {script} --set train.lr=1", 2, "starts a program of its own"),
+        ("fly", 2, "invalid choice: 'fly'"),
+        ("launch", 2, "PLAN"),
+    ],
+)
+def test_what_is_wrong_is_named(words, code, said, over, tmp_path, capsys):
+    script = tmp_path / "p.yaml"
+    script.write_text("name: p\nphases: [{name: a, script: p.yaml}]\n")
+    given = shlex.split(words.format(run=over, script=script))
+    assert cli.main(given) == code
+    out, err = capsys.readouterr()
+    assert (said in err, out) == (True, "")
+
+
+def test_help_is_a_reference_of_80_columns_whose_examples_are_commands(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], *([name] for name in commands())):
+        assert cli.main([*words, "--help"]) == 0
+        text = capsys.readouterr().out
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= 80, max(lines, key=len)
+        for code, means in cli.EXITS.items():
+            assert f"  {code:<3} {means}" in lines
+        examples = [line.strip() for line in lines if line.startswith("  nsa-console ")]
+        for example in examples:
+            parsed = cli.build_parser().parse_args(shlex.split(example)[1:])
+            assert callable(parsed.command)
+        assert examples

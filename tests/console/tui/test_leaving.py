@@ -1,0 +1,116 @@
+"""The ways out of the screen, in real terminals: hang-up, signals, a mistake of ours, `q`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import Terminal
+
+ROOT = Path(__file__).parents[3]
+OPEN = "import sys; from console.cli import main; sys.exit(main(sys.argv[1:]))"
+BREAKS = "import console.tui.main as m; m.ConsoleApp.do_help = lambda self: {}['nothing']; "
+
+
+def console(root: Path, code: str = OPEN, stderr: str = "/dev/tty", **given) -> Terminal:
+    words = [sys.executable, "-c", code, "--root", str(root / "artifacts")]
+    shell = ["sh", "-c", f'exec "$@" 2>{stderr}', "sh", *words]
+    return Terminal(shell, ROOT, {"XDG_STATE_HOME": str(root)}, **given)
+
+
+def stop_reading(terminal: Terminal) -> None:
+    """Has the console paint more than a terminal that reads nothing takes: its loop blocks."""
+    for width in range(60):
+        terminal.resize(80 + width, 40)
+        time.sleep(0.03)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("deaf", [False, True])
+def test_it_ends_when_the_terminal_goes_away(tmp_path, blocked, deaf):
+    """Also without SIGHUP, as where the terminal does not control the process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP} if deaf else ())
+    try:
+        terminal = console(tmp_path)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with terminal:
+        terminal.wait("q leave")
+        if blocked:
+            stop_reading(terminal)
+        terminal.hang_up()
+        assert terminal.wait_exit(15) == 0
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_and_leaves_the_terminal_clean(tmp_path, number, blocked):
+    with console(tmp_path) as terminal:
+        terminal.wait("q leave")
+        if blocked:
+            stop_reading(terminal)
+        os.kill(terminal.pid, number)
+        if blocked:
+            end = time.monotonic() + 15
+            flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            while os.waitid(os.P_PID, terminal.pid, flags) is None:
+                assert time.monotonic() < end, "it waits for the terminal to read"
+                time.sleep(0.05)
+        assert terminal.wait_exit(15) == 0
+        assert terminal.left_on() == []
+
+
+def test_a_dump_signal_does_not_end_it(tmp_path):
+    with console(tmp_path) as terminal:
+        terminal.wait("q leave")
+        os.kill(terminal.pid, signal.SIGUSR1)
+        terminal.press("?")
+        terminal.wait("Keys in")
+        terminal.press("q", "q")
+        assert terminal.wait_exit() == 0
+
+
+def test_errors_that_go_to_a_file_leave_the_screen_on_the_terminal(tmp_path):
+    with console(tmp_path, stderr=str(tmp_path / "errors")) as terminal:
+        terminal.wait("plan cpu_smoke")
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+        assert terminal.left_on() == []
+    assert (tmp_path / "errors").read_text() == ""
+
+
+def test_a_mistake_of_ours_is_one_sentence_and_says_where_the_traceback_lies(tmp_path):
+    with console(tmp_path, BREAKS + OPEN) as terminal:
+        terminal.wait("q leave")
+        terminal.press("?")
+        assert terminal.wait_exit() == 5
+        assert terminal.left_on() == []
+        assert "the screen failed: KeyError: 'nothing'" in terminal.text
+        assert "Traceback" not in terminal.text
+    assert "action_key" in (tmp_path / "nsa-console" / "crash.txt").read_text()
+
+
+SIZES = [(80, 24), (20, 5), (1, 1), (300, 10), (79, 23), (120, 40)]
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"LANG": "C", "LC_ALL": "C"}], ids=str)
+def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
+    words = [sys.executable, "-m", "console", "--root", str(tmp_path)]
+    with Terminal(words, ROOT, env, size=(20, 5)) as terminal:
+        terminal.settle(2)
+        for columns, rows in SIZES:
+            terminal.resize(columns, rows)
+            for key in "1234":
+                terminal.press(key)
+        terminal.press("2")
+        shown = terminal.wait(lambda text: "plan cpu_smoke" in text and "q leave" in text)
+        assert len(shown.splitlines()) == 40
+        assert ("\u203a" in shown) == (env == {"NO_COLOR": "1"})
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+        assert terminal.left_on() == []

@@ -1,0 +1,101 @@
+"""The logs on the screen: following, finding, holding, and lines that mean harm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from console.model import LogLine
+from console.tui.main import Fresh
+from tests.console.tui import recorded
+from tests.console.tui.recorded import app_on, drive, lines, picture, until
+
+SIZES = [(80, 24), (120, 40)]
+
+
+@pytest.fixture
+def logged(tmp_path):
+    folder = tmp_path / "logs" / "attempt1"
+    folder.mkdir(parents=True)
+    (folder / "rank0.log").write_text("".join(f"zero line {i} loss 2.3\n" for i in range(60)))
+    (folder / "rank1.log").write_text("one [red]markup[/red] needle\nWARN one\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_logs_follow_filter_and_find(logged, size):
+    app = app_on(recorded.running(), run=logged)
+
+    async def body(pilot):
+        await until(pilot, lambda: app.book.total == 62)
+        await pilot.press("4")
+        await pilot.pause()
+        assert "follows" in picture(app)
+        assert "[red]markup[/red]" in picture(app)
+        await pilot.press("g")
+        await pilot.pause()
+        assert "zero line 0 " in picture(app)
+        assert "follows" not in lines(app)[2].replace("G follows", "")
+        await pilot.press("slash", *"NEEDLE", "enter")
+        await until(pilot, lambda: "one [red]markup[/red] needle" in picture(app))
+        assert "find 'NEEDLE'" in picture(app)
+        await pilot.press("n")
+        await until(pilot, lambda: "no later line with 'NEEDLE'" in picture(app))
+        await pilot.press("G", "right", "right")
+        await pilot.pause()
+        assert "[r1]" in lines(app)[2]
+        assert "zero line" not in picture(app)
+
+    drive(app, body, size)
+
+
+HOSTILE_LINES = (
+    "漢字" * 90, "e\u0301" * 200, "👩‍👩‍👧" * 40, "\x1b]0;title\x07\x1b[2J\x1b[31mred",
+    "\x9b31m\x90q\x9c", "tab\there\rback", "\u202eright to left", "\u200b" * 300,
+    "\x00\x7f\x08\x08",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [(80, 24), (21, 12)], ids=str)
+def test_wide_and_hostile_log_lines_stay_in_their_cells(tmp_path, size):
+    folder = tmp_path / "logs" / "attempt1"
+    folder.mkdir(parents=True)
+    (folder / "rank0.log").write_text("\n".join((*HOSTILE_LINES, "the end\n")), errors="replace")
+    app = app_on(recorded.running(), run=tmp_path)
+
+    async def body(pilot):
+        await pilot.press("4")
+        await until(pilot, lambda: "the end" in picture(app))
+        for keys in (["1"], ["4"], ["g"], ["slash", *"字", "enter"], ["G"]):
+            await pilot.press(*keys)
+            await pilot.pause()
+            assert len(lines(app)) == size[1]
+            for strip in app.screen._compositor.render_strips():
+                assert strip.cell_length == size[0]
+                assert strip.text.isprintable(), strip.text
+        assert "the end" in picture(app)
+
+    drive(app, body, size)
+
+
+def test_what_is_held_in_the_log_stays_when_lines_come(logged):
+    app = app_on(recorded.running(), run=logged)
+
+    async def body(pilot):
+        await until(pilot, lambda: app.book.total == 62)
+        await pilot.press("4", "pageup")
+        await pilot.pause()
+        before = lines(app)[3:20]
+        assert app.snapshot is not None
+        snapshot = dataclasses.replace(
+            app.snapshot, log=tuple(LogLine("r0", f"new {i}") for i in range(5)), log_begins=False
+        )
+        app.on_fresh(Fresh(snapshot))
+        await pilot.pause()
+        assert lines(app)[3:20] == before
+        await pilot.press("G")
+        await pilot.pause()
+        assert "new 4" in picture(app)
+
+    drive(app, body)
