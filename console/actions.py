@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import LIVE_STATES, State
+from console.plain import shell_line
 from console.plans import catalog, preflight
 from console.plans.preflight import Check
 from console.sources import launches
@@ -66,8 +67,7 @@ class PreparedPhase:
 
     def shell(self) -> str:
         """Returns the flags and the command as one line for a shell."""
-        words = [f"{name}={shlex.quote(flag.value)}" for name, flag in self.flags.items()]
-        return " ".join([*words, shlex.join(self.argv)])
+        return shell_line(self.argv, {name: flag.value for name, flag in self.flags.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +306,7 @@ def _must_be_served(folder: Path, mailbox: Mailbox) -> None:
     over = state == "ended" if mailbox == "launch" else state not in LIVE_STATES
     if over:
         raise RefusedError(f"{name} is over ({why or state or 'no state'}); nothing was asked")
-    owner = record.get("supervisor") if mailbox == "launch" else record
-    if not isinstance(owner, dict) or not rundir.is_alive(owner):
+    if not rundir.is_alive(jsonl.mapping(record, "supervisor") if mailbox == "launch" else record):
         raise RefusedError(f"the supervisor of {name} is gone, so nobody would answer")
 
 

@@ -7,11 +7,13 @@ costs what Python costs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,18 +135,145 @@ def seconds(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
-    """Returns a whole number of at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return value
+def at_least(least: int, what: str) -> Callable[[str], int]:
+    """Returns a converter to whole numbers from `least` on."""
+
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+
+    return convert
 
 
-def rank(text: str) -> int:
-    """Returns a rank, 0 or above."""
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a rank; ranks count from 0")
-    return value
+# --- commands --------------------------------------------------------------------------------
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **more: Any) -> Option:
+    """Returns the words of one `add_argument`."""
+    return names, more
+
+
+def _run(metavar: str = "RUN", also: str = "") -> Option:
+    where = "directory, id (PLAN-TIME or PLAN-TIME/PHASE), unique beginning of an id, or latest"
+    return option("run", type=run_or_plan, metavar=metavar, help=also + where)
+
+
+def _actions() -> str:
+    """Returns the table of actions as help; arguments in brackets may be left out."""
+    lines = ["actions:"]
+    for action in ACTIONS:
+        given = (f"{a.name}=…" if a.required else f"[{a.name}=…]" for a in action.args)
+        call = f"  {' '.join((action.name, *given)):<25} "
+        lines.append(textwrap.fill(f"{call}{action.help}", 79, subsequent_indent=" " * len(call)))
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand: the function of its name in `console.commands.<module>`, or `act`."""
+
+    name: str
+    about: str
+    examples: tuple[str, ...]
+    options: tuple[Option, ...] = ()
+    more: str = ""
+    module: str = "looking"
+    act: Callable[[argparse.Namespace], int] | None = None
+
+    def __call__(self, options: argparse.Namespace) -> int:
+        module = import_module(f"console.commands.{self.module}")
+        return (self.act or getattr(module, self.name))(options)
+
+
+JSON = option("--json", action="store_true", help="print data: one JSON document a line")
+RANK = option(
+    "--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
+    help="only this rank, from 0",
+)  # fmt: skip
+TIMEOUT = option(
+    "--timeout", type=seconds, default=ANSWER_S, metavar="SECONDS",
+    help="longest wait for the answer (default: %(default)s)",
+)  # fmt: skip
+
+LOOKING: tuple[Command, ...] = (
+    Command("runs", "List launches, newest first.", ("runs", "runs --limit 5 --json"), (
+        option("--limit", type=at_least(1, "a whole number of at least 1"), default=50,
+               metavar="N", help="at most N (default: %(default)s)"),
+    )),
+    Command("status", "Say how one run is: state, ranks, alerts, gates.",
+            ("status latest", "status latest --json"), (_run(),)),
+    Command("watch", "Follow one run until it ends.",
+            ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"), (
+        _run(),
+        option("--plain", action="store_true", help="one sentence a change, no screen"),
+        option("--interval", type=seconds, default=1.0, metavar="SECONDS",
+               help="time between two looks (default: %(default)s)"),
+    ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
+       act=watch),
+    Command("check", "Say go or no go: for a plan, or for a run so far.",
+            ("check cpu_smoke", "check latest"),
+            (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),),
+            "A plan: can it start here and now? A run: its gates.\n"),
+    Command("logs", "Print the logs of a run, merged or of one rank.",
+            ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
+        _run(), RANK,
+        option("--grep", type=word, metavar="RE", help="only lines with this regex"),
+        option("-f", "--follow", action="store_true", help="go on until the run ends"),
+    )),
+    Command("flags", "Print the registry of environment flags.", ("flags",)),
+    Command("plans", "Print the registry of plans.", ("plans", "plans --json")),
+)  # fmt: skip
+
+ACTING: tuple[Command, ...] = (
+    Command("launch", "Start a plan and return, or wait for its end.", (
+        "launch cpu_smoke",
+        "launch cpu_smoke --phase recall --wait",
+        "launch cpu_smoke --flag NSA_LR=0.0005 --dry-run",
+        "launch cpu_smoke --set train.steps=20 --run-dir /data/runs/first",
+    ), (
+        option("plan", type=run_or_plan, metavar="PLAN",
+               help="a name from `plans`, or a YAML file"),
+        option("--phase", type=word, help="only this phase"),
+        option("--flag", action="append", default=[], metavar="NAME=VALUE",
+               help="an environment flag of every phase, see `flags`; may be repeated"),
+        option("--set", action="append", default=[], metavar="KEY=VALUE",
+               help="a setting of every phase, e.g. train.steps=20; may be repeated"),
+        option("--nproc", type=int, metavar="N", help="processes of every phase, 1-1024"),
+        option("--devices", type=word, metavar="LIST", help="GPUs, as CUDA_VISIBLE_DEVICES"),
+        option("--run-dir", type=path, metavar="DIR",
+               help="this launch directory instead of a new one"),
+        option("--between", choices=("go", "ask"), default="",
+               help="after a passed phase: go on, or wait for `do RUN proceed` "
+               "(default: as planned)"),
+        option("--wait", action="store_true", help="wait for the end"),
+        option("--dry-run", action="store_true",
+               help="print checks, commands and environment; no start"),
+    ), "--wait returns the exit code of the launch's end, and with --json prints its\n"
+       "status then. Without --wait, 0 means: the launch has begun.\n", "acting"),
+    Command("dump", "Take the stacks of all ranks, or of one.",
+            ("dump latest", "dump latest --rank 1"), (_run(), RANK, TIMEOUT), module="acting"),
+    Command("halt", "Ask all ranks to stop at the same step and to save.",
+            ("halt latest",), (_run(), TIMEOUT), module="acting"),
+    Command("stop", "Send TERM, wait the grace time, KILL what is left.",
+            ("stop latest", "stop latest --kill --yes"), (
+        _run(),
+        option("--kill", action="store_true", help="KILL at once, no checkpoint"),
+        option("--yes", action="store_true", help="mean it; --kill asks for it"),
+        TIMEOUT,
+    ), module="acting"),
+    Command("do", "Send any request, for instance set-flag or note.", (
+        "do latest note text='disk was full'", "do latest set-flag name=NSA_LR value=0.0005",
+    ), (
+        _run(),
+        option("action", type=word, metavar="ACTION", help="one of those below"),
+        option("args", nargs="*", metavar="NAME=VALUE", help="its arguments"),
+        TIMEOUT,
+    ), _actions(), "acting"),
+)  # fmt: skip
 
 
 def _epilog(examples: Sequence[str], more: str = "") -> str:
@@ -175,162 +304,14 @@ def build_parser() -> Parser:
     )
     parser.set_defaults(command=screen, run=None)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    _add_looking(commands)
-    _add_acting(commands)
+    for row in (*LOOKING, *ACTING):
+        command = commands.add_parser(
+            row.name, help=row.about, description=row.about, epilog=_epilog(row.examples, row.more)
+        )
+        command.set_defaults(command=row, acts=row.module == "acting")
+        for names, more in (JSON, *row.options):
+            command.add_argument(*names, **more)
     return parser
-
-
-def _command(
-    commands: Any, name: str, about: str, examples: Sequence[str], more: str = "",
-    act: Callable[[argparse.Namespace], int] | None = None, module: str = "looking",
-) -> Parser:  # fmt: skip
-    """Adds a command; its function is the one of that name in `console.commands.<module>`."""
-
-    def later(options: argparse.Namespace) -> int:
-        return getattr(import_module(f"console.commands.{module}"), name)(options)
-
-    command = commands.add_parser(
-        name, help=about, description=about, epilog=_epilog(examples, more)
-    )
-    command.set_defaults(command=act or later, acts=module == "acting")
-    command.add_argument("--json", action="store_true", help="print data: one JSON document a line")
-    return command
-
-
-def _add_run(command: Parser, metavar: str = "RUN", also: str = "") -> None:
-    command.add_argument(
-        "run", type=run_or_plan, metavar=metavar,
-        help=f"{also}directory, id (PLAN-TIME or PLAN-TIME/PHASE), unique beginning of an id, "
-        "or latest",
-    )  # fmt: skip
-
-
-def _add_looking(commands: Any) -> None:
-    command = _command(
-        commands, "runs", "List launches, newest first.", ("runs", "runs --limit 5 --json")
-    )
-    command.add_argument(
-        "--limit", type=count, default=50, metavar="N", help="at most N (default: %(default)s)"
-    )
-    command = _command(
-        commands, "status", "Say how one run is: state, ranks, alerts, gates.",
-        ("status latest", "status latest --json"),
-    )  # fmt: skip
-    _add_run(command)
-    command = _command(
-        commands, "watch", "Follow one run until it ends.",
-        ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"),
-        "Without --plain and --json: the screen. --json prints the status at the end.\n", watch,
-    )  # fmt: skip
-    _add_run(command)
-    command.add_argument("--plain", action="store_true", help="one sentence a change, no screen")
-    command.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="SECONDS",
-        help="time between two looks (default: %(default)s)",
-    )  # fmt: skip
-    command = _command(
-        commands, "check", "Say go or no go: for a plan, or for a run so far.",
-        ("check cpu_smoke", "check latest"),
-        "A plan: can it start here and now? A run: its gates.\n",
-    )  # fmt: skip
-    _add_run(command, "PLAN|RUN", "a plan's name or YAML file; or a run: ")
-    command = _command(
-        commands, "logs", "Print the logs of a run, merged or of one rank.",
-        ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"),
-    )  # fmt: skip
-    _add_run(command)
-    command.add_argument("--rank", type=rank, metavar="R", help="only this rank, from 0")
-    command.add_argument("--grep", type=word, metavar="RE", help="only lines with this regex")
-    command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
-    _command(commands, "flags", "Print the registry of environment flags.", ("flags",))
-    _command(commands, "plans", "Print the registry of plans.", ("plans", "plans --json"))
-
-
-def _add_acting(commands: Any) -> None:
-    _add_launch(commands)
-    command = _command(
-        commands, "dump", "Take the stacks of all ranks, or of one.",
-        ("dump latest", "dump latest --rank 1"), module="acting",
-    )  # fmt: skip
-    _add_run(command)
-    command.add_argument("--rank", type=rank, metavar="R", help="only this rank, from 0")
-    command = _command(
-        commands, "halt", "Ask all ranks to stop at the same step and to save.",
-        ("halt latest",), module="acting",
-    )  # fmt: skip
-    _add_run(command)
-    command = _command(
-        commands, "stop", "Send TERM, wait the grace time, KILL what is left.",
-        ("stop latest", "stop latest --kill --yes"), module="acting",
-    )  # fmt: skip
-    _add_run(command)
-    command.add_argument("--kill", action="store_true", help="KILL at once, no checkpoint")
-    command.add_argument("--yes", action="store_true", help="mean it; --kill asks for it")
-    command = _command(
-        commands, "do", "Send any request, for instance set-flag or note.",
-        ("do latest note text='disk was full'", "do latest set-flag name=NSA_LR value=0.0005"),
-        _actions(), module="acting",
-    )  # fmt: skip
-    _add_run(command)
-    command.add_argument("action", type=word, metavar="ACTION", help="one of those below")
-    command.add_argument("args", nargs="*", metavar="NAME=VALUE", help="its arguments")
-    for name in ("dump", "halt", "stop", "do"):
-        commands.choices[name].add_argument(
-            "--timeout", type=seconds, default=ANSWER_S, metavar="SECONDS",
-            help="longest wait for the answer (default: %(default)s)",
-        )  # fmt: skip
-
-
-def _actions() -> str:
-    """Returns the table of actions as help; arguments in brackets may be left out."""
-    lines = ["actions:"]
-    for action in ACTIONS:
-        given = (f"{a.name}=…" if a.required else f"[{a.name}=…]" for a in action.args)
-        call = f"  {' '.join((action.name, *given)):<25} "
-        lines.append(textwrap.fill(f"{call}{action.help}", 79, subsequent_indent=" " * len(call)))
-    return "\n".join(lines) + "\n"
-
-
-def _add_launch(commands: Any) -> None:
-    command = _command(
-        commands, "launch", "Start a plan and return, or wait for its end.",
-        (
-            "launch cpu_smoke",
-            "launch cpu_smoke --phase recall --wait",
-            "launch cpu_smoke --flag NSA_LR=0.0005 --dry-run",
-            "launch cpu_smoke --set train.steps=20 --run-dir /data/runs/first",
-        ),
-        "--wait returns the exit code of the launch's end, and with --json prints its\n"
-        "status then. Without --wait, 0 means: the launch has begun.\n",
-        module="acting",
-    )  # fmt: skip
-    command.add_argument(
-        "plan", type=run_or_plan, metavar="PLAN", help="a name from `plans`, or a YAML file"
-    )
-    command.add_argument("--phase", type=word, help="only this phase")
-    command.add_argument(
-        "--flag", action="append", default=[], metavar="NAME=VALUE",
-        help="an environment flag of every phase, see `flags`; may be repeated",
-    )  # fmt: skip
-    command.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="a setting of every phase, e.g. train.steps=20; may be repeated",
-    )  # fmt: skip
-    command.add_argument("--nproc", type=int, metavar="N", help="processes of every phase, 1-1024")
-    command.add_argument(
-        "--devices", type=word, metavar="LIST", help="GPUs, as CUDA_VISIBLE_DEVICES"
-    )
-    command.add_argument(
-        "--run-dir", type=path, metavar="DIR", help="this launch directory instead of a new one"
-    )
-    command.add_argument(
-        "--between", choices=("go", "ask"), default="",
-        help="after a passed phase: go on, or wait for `do RUN proceed` (default: as planned)",
-    )  # fmt: skip
-    command.add_argument("--wait", action="store_true", help="wait for the end")
-    command.add_argument(
-        "--dry-run", action="store_true", help="print checks, commands and environment; no start"
-    )
 
 
 if __name__ == "__main__":

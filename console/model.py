@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 State = Literal[
     "queued", "preflight", "starting", "running", "stalled", "halting", "halted", "stopping",
     "stopped", "restarting", "completed", "failed", "crashed", "killed", "unsupervised", "lost",
 ]  # fmt: skip
-Level = Literal["info", "warn", "crit"]
-Result = Literal["pass", "fail", "unknown"]
+Level = Literal["crit", "warn", "info"]
+Result = Literal["fail", "unknown", "pass"]
+Sure = Literal["high", "medium", "low"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+RESULTS: tuple[Result, ...] = get_args(Result)
+"""Both the worst first."""
 
 LIVE_STATES: frozenset[State] = frozenset(
     ("queued", "preflight", "starting", "running", "stalled", "halting", "stopping", "restarting",
@@ -111,7 +115,7 @@ class Verdict:
     rank: int | None
     phase: str
     step: int | None
-    sure: Literal["high", "medium", "low"]
+    sure: Sure
     evidence: tuple[str, ...] = ()
 
 
@@ -145,6 +149,11 @@ class PhaseState:
     ended_ts: float | None
     dir: str
 
+    @property
+    def numbered(self) -> str:
+        """The name behind the number that people count it by."""
+        return f"{self.index + 1} {self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class PendingFlag:
@@ -169,6 +178,20 @@ class LaunchState:
     phases: tuple[PhaseState, ...]
     between: str
     next_flags: tuple[PendingFlag, ...] = ()
+
+    @property
+    def under_way(self) -> bool:
+        return self.state in ("running", "waiting")
+
+    @property
+    def current(self) -> str:
+        """The name of the current phase, "" for a launch without any."""
+        return self.phases[self.phase].name if self.phases else ""
+
+    @property
+    def rest(self) -> tuple[PhaseState, ...]:
+        """The phases after the current one."""
+        return self.phases[self.phase + 1 :]
 
 
 @dataclass(frozen=True, slots=True)

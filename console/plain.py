@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from console.model import (
@@ -228,11 +229,17 @@ def _unit(unit: str) -> str:
     return f" {unit}" if unit not in ("", "share") else ""
 
 
+def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Returns a command with the variables it gets as one line for a shell."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    return " ".join([*words, shlex.join(argv)])
+
+
 def is_over(state: RunState) -> bool:
     """Says whether nothing more will come of a run and its launch."""
     over = state.state not in LIVE_STATES
     if state.launch is None:
         return over
-    if state.launch.state in ("running", "waiting"):
+    if state.launch.under_way:
         return False
     return over or state.launch.state == "ended" or state.state == "queued"

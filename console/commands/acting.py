@@ -9,7 +9,7 @@ from typing import Any
 from console import actions
 from console.actions import LaunchOptions
 from console.commands.looking import follow
-from console.commands.output import emit, say
+from console.commands.output import say, show
 from console.commands.patience import within
 from console.sources import launches
 from console.sources.run import RunSource
@@ -38,29 +38,19 @@ def launch(options: argparse.Namespace) -> int:
         run_dir=options.run_dir, between=options.between, root=options.root,
     )  # fmt: skip
     if options.dry_run:
-        return _dry_run(chosen, options.json)
+        prepared = actions.prepare(chosen)
+        show(options.json, prepared.as_dict(), prepared.lines())
+        return 0 if prepared.ok else 1
     path = actions.launch(chosen, actions.who())
     name = launches.launch_id(path)
     if options.wait:
         if not options.json:
             say(f"launched {name} in {path}; ctrl+c leaves, the run goes on")
         return follow(RunSource(path), options.json)
-    if options.json:
-        emit({"id": name, "path": str(path)})
-    else:
-        known = options.run_dir is None and options.root == launches.ROOT
-        say(f"launched {name} in {path}; watch it: nsa-console watch {name if known else path}")
+    known = options.run_dir is None and options.root == launches.ROOT
+    line = f"launched {name} in {path}; watch it: nsa-console watch {name if known else path}"
+    show(options.json, {"id": name, "path": str(path)}, [line])
     return 0
-
-
-def _dry_run(chosen: LaunchOptions, as_json: bool) -> int:
-    prepared = actions.prepare(chosen)
-    if as_json:
-        emit(prepared.as_dict())
-    else:
-        for line in prepared.lines():
-            say(line)
-    return 0 if prepared.ok else 1
 
 
 def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
@@ -84,12 +74,8 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
             f"no answer to {action} {limit}; the request stays and may be executed yet, see "
             f"nsa-console status {options.run}"
         )
-    if options.json:
-        emit(event)
-    else:
-        say(clean(str(event.get("text", ""))))
-        for line in event.get("detail") or ():
-            say(f"  {clean(str(line))}")
+    detail = (f"  {clean(str(line))}" for line in event.get("detail") or ())
+    show(options.json, event, (clean(str(event.get("text", ""))), *detail))
     return 0 if event.get("ok") else 4
 
 

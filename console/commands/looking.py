@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from console import plain
-from console.commands.output import emit, say
+from console.commands.output import emit, say, show
 from console.model import LIVE_STATES, RunState
 from console.sources import launches
 from console.sources.run import RunSource
@@ -30,32 +30,27 @@ def runs(options: argparse.Namespace) -> int:
         launch = state.launch
         if launch is None:
             continue
-        phase = launch.phases[launch.phase].name if launch.phases else "-"
         rows.append(
             {
                 "id": launch.id, "path": str(path), "plan": launch.plan, "launch": launch.state,
-                "phase": phase, "state": state.state, "step": state.step, "why": state.why,
+                "phase": launch.current or "-", "state": state.state, "step": state.step,
+                "why": state.why,
             }
         )  # fmt: skip
-    if options.json:
-        emit(rows)
-        return 0
-    for row in rows:
-        step = "-" if row["step"] is None else f"{row['step']:,}"
-        say(f"{row['id']:<32} {row['phase']:<12} {row['state']:<12} step {step:<8} {row['why']}")
-    if not rows:
-        say(f"no runs under {options.root}; start one with nsa-console launch PLAN")
+    none = f"no runs under {options.root}; start one with nsa-console launch PLAN"
+    show(options.json, rows, map(_run_line, rows) if rows else [none])
     return 0
+
+
+def _run_line(row: dict[str, Any]) -> str:
+    step = "-" if row["step"] is None else f"{row['step']:,}"
+    return f"{row['id']:<32} {row['phase']:<12} {row['state']:<12} step {step:<8} {row['why']}"
 
 
 def status(options: argparse.Namespace) -> int:
     """Says how one run is."""
     state = source(options).poll()
-    if options.json:
-        emit(plain.as_json(state))
-    else:
-        for line in plain.status_lines(state):
-            say(line)
+    show(options.json, plain.as_json(state), plain.status_lines(state))
     return plain.exit_code(state)
 
 
@@ -92,29 +87,21 @@ def _check_plan(options: argparse.Namespace) -> int:
     from console import actions
 
     prepared = actions.prepare(actions.LaunchOptions(plan=options.run, root=options.root))
-    if options.json:
-        emit(prepared.as_dict())
-    else:
-        for item in prepared.checks:
-            say(f"{item.result:<8} {item.name}: {item.text}")
-        say("go" if prepared.ok else "no go")
+    lines = prepared.lines()[: len(prepared.checks)]
+    show(options.json, prepared.as_dict(), [*lines, "go" if prepared.ok else "no go"])
     return 0 if prepared.ok else 1
 
 
 def _check_run(options: argparse.Namespace) -> int:
     state = source(options).poll()
     code = plain.exit_code(state)
-    if options.json:
-        gates = plain.as_json(state)["gates"]
-        emit({"id": state.id, "state": state.state, "gates": gates, "exit_code": code})
-        return code
-    for gate in state.gates:
-        say(plain.gate_line(gate))
-    if state.state in LIVE_STATES and not state.gates:
-        say(f"{state.id} is {state.state}; its gates are evaluated when it ends")
-        return code
     why = f": {state.why}" if state.why else ""
-    say("go" if code == 0 else f"no go; {state.id} is {state.state}{why}")
+    end = "go" if code == 0 else f"no go; {state.id} is {state.state}{why}"
+    if state.state in LIVE_STATES and not state.gates:
+        end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
+    gates = plain.as_json(state)["gates"]
+    record = {"id": state.id, "state": state.state, "gates": gates, "exit_code": code}
+    show(options.json, record, [*map(plain.gate_line, state.gates), end])
     return code
 
 
@@ -136,7 +123,8 @@ def logs(options: argparse.Namespace) -> int:
         while fresh := reader.poll():
             for line in fresh:
                 if wanted in (None, line.source) and pattern.search(line.text):
-                    _say_log(line.source, line.text, options.json)
+                    text = f"{line.source:<8} {line.text}"
+                    show(options.json, {"source": line.source, "text": line.text}, [text])
         state = run.poll()
         if (reader.run, reader.attempt) != (run.run_path, state.attempt):
             reader = LogSource(run.run_path, state.attempt)
@@ -145,13 +133,6 @@ def logs(options: argparse.Namespace) -> int:
         else:
             time.sleep(LOGS_POLL_S)
         over = plain.is_over(state)
-
-
-def _say_log(name: str, text: str, as_json: bool) -> None:
-    if as_json:
-        emit({"source": name, "text": text})
-    else:
-        say(f"{name:<8} {text}")
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -175,23 +156,21 @@ def flags(options: argparse.Namespace) -> int:
     """Prints the registry of environment flags."""
     from trainers.contract.flags import TABLE, expected
 
-    if options.json:
-        emit(
-            [
-                {
-                    "name": flag.name, "default": flag.default, "takes": expected(flag),
-                    "group": flag.group, "help": flag.help, "setting": flag.setting,
-                }
-                for flag in TABLE
-            ]
-        )  # fmt: skip
-        return 0
+    records = [
+        {
+            "name": flag.name, "default": flag.default, "takes": expected(flag),
+            "group": flag.group, "help": flag.help, "setting": flag.setting,
+        }
+        for flag in TABLE
+    ]  # fmt: skip
+    lines = []
     for group in dict.fromkeys(flag.group for flag in TABLE):
-        say(group)
+        lines.append(group)
         for flag in TABLE:
             if flag.group == group:
                 default = f"default {flag.default}" if flag.default else "unset: config decides"
-                say(f"  {flag.name:<26} {flag.help} ({expected(flag)}; {default})")
+                lines.append(f"  {flag.name:<26} {flag.help} ({expected(flag)}; {default})")
+    show(options.json, records, lines)
     return 0
 
 
@@ -199,14 +178,12 @@ def plans(options: argparse.Namespace) -> int:
     """Prints the registry of plans."""
     from console.plans import catalog
 
-    found: list[Any] = catalog.plans()
-    if options.json:
-        emit([plan.as_dict() for plan in found])
-        return 0
+    found, lines = catalog.plans(), []
     for plan in found:
-        say(f"{plan.name}: {plan.about}")
+        lines.append(f"{plan.name}: {plan.about}")
         for phase in plan.phases:
             gates = ", ".join(f"{name} {bound}" for name, bound in phase.gates.items())
-            say(f"  {phase.name:<12} {phase.nproc} processes; {phase.proves}")
-            say(f"  {'':<12} gates: {gates or 'none'}")
+            lines.append(f"  {phase.name:<12} {phase.nproc} processes; {phase.proves}")
+            lines.append(f"  {'':<12} gates: {gates or 'none'}")
+    show(options.json, [plan.as_dict() for plan in found], lines)
     return 0

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from console.sources.sanitize import clean
@@ -60,6 +61,15 @@ def say(text: str) -> None:
 def emit(record: Any) -> None:
     """Prints one JSON document on one line, non-finite numbers as text. Raises OutputError."""
     say(jsonl.encode(record).decode("ascii").rstrip())
+
+
+def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:
+    """Prints a result: as data, or as lines for people. Raises OutputError."""
+    if as_json:
+        emit(record)
+        return
+    for line in lines:
+        say(line)
 
 
 def complain(error: ContractError, as_json: bool) -> int:

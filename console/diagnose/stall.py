@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from console.model import Verdict
+from console.model import Sure, Verdict
 from trainers.contract.plan import Watch
 from trainers.contract.pulse import CODES
 
@@ -73,17 +73,20 @@ class _Case:
         return all(seen.still_s > limit_s(seen, self.watch) for seen in self.behind)
 
 
-def _named(ranks: Iterable[Seen]) -> str:
-    """Returns "rank 3" or "ranks 0-2, 4"."""
-    numbers = sorted(seen.rank for seen in ranks)
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
+def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
+    """Returns ["0-2", "4"]: numbers as short as they can be written."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
         else:
-            spans.append([number, number])
-    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(numbers) > 1 else ''} {words}"
+            found.append([number, number])
+    return [str(a) if a == b else f"{a}{dash}{b}" for a, b in found]
+
+
+def _named(ranks: Sequence[Seen]) -> str:
+    """Returns "rank 3" or "ranks 0-2, 4"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans(seen.rank for seen in ranks))}"
 
 
 def _waiting(others: Sequence[Seen], than: Seen) -> str:
@@ -106,44 +109,43 @@ def _evidence(case: _Case) -> tuple[str, ...]:
     )
 
 
-def _verdict(case: _Case, who: Seen | None, cause: str, sure: str, sentence: str) -> Verdict:
+def _verdict(case: _Case, who: Seen | None, cause: str, sure: Sure, sentence: str) -> Verdict:
     place = who or case.behind[0]
-    return Verdict(
-        case.ts, sentence, cause, who.rank if who else None, place.phase, place.step,
-        sure, _evidence(case),  # type: ignore[arg-type]
-    )  # fmt: skip
+    rank = who.rank if who else None
+    return Verdict(case.ts, sentence, cause, rank, place.phase, place.step, sure, _evidence(case))
 
 
-def _in_state(letters: str, case: _Case) -> list[Seen]:
+def _in_state(case: _Case, letters: str) -> tuple[list[Seen], str]:
+    """Returns the ranks in a state, the furthest behind first, and what the others do."""
     found = [s for s in case.ranks if s.state in letters.split() and s.still_s > NAMED_AT_ONCE_S]
-    return sorted(found, key=lambda s: s.position)
+    found.sort(key=lambda s: s.position)
+    others = [s for s in case.ranks if s not in found]
+    return found, _waiting(others, found[0]) if found else ""
+
+
+def _are(ranks: Sequence[Seen]) -> str:
+    return f"{_named(ranks)} {'is' if len(ranks) == 1 else 'are'}"
 
 
 def _stopped(case: _Case) -> Verdict | None:
-    found = _in_state("T t", case)
+    found, waiting = _in_state(case, "T t")
     if not found:
         return None
     first = found[0]
-    others = [s for s in case.ranks if s not in found]
     sentence = (
-        f"{_named(found)} {'is' if len(found) == 1 else 'are'} stopped (SIGSTOP or a debugger): in "
-        f"{first.where()} for {first.still_s:.0f} s{_waiting(others, first)}; "
-        f"kill -CONT {first.pid} lets it go on"
+        f"{_are(found)} stopped (SIGSTOP or a debugger): in {first.where()} for "
+        f"{first.still_s:.0f} s{waiting}; kill -CONT {first.pid} lets it go on"
     )
     return _verdict(case, first, "stopped", "high", sentence)
 
 
 def _gone(case: _Case) -> Verdict | None:
-    found = _in_state("Z X gone", case)
+    found, waiting = _in_state(case, "Z X gone")
     if not found or len(found) == len(case.ranks):
         return None
     first = found[0]
-    others = [s for s in case.ranks if s not in found]
-    sentence = (
-        f"{_named(found)} {'is' if len(found) == 1 else 'are'} gone, last seen in {first.where()} "
-        f"{first.still_s:.0f} s ago{_waiting(others, first)}"
-    )
-    return _verdict(case, first, "gone", "high", sentence)
+    last = f"last seen in {first.where()} {first.still_s:.0f} s ago"
+    return _verdict(case, first, "gone", "high", f"{_are(found)} gone, {last}{waiting}")
 
 
 def _uninterruptible(case: _Case) -> Verdict | None:
@@ -163,8 +165,8 @@ def _behind(case: _Case) -> Verdict | None:
     first = case.behind[0]
     clear = any(s.position[:2] != first.position[:2] for s in case.others)
     sentence = (
-        f"{_named(case.behind)} {'is' if len(case.behind) == 1 else 'are'} behind: in "
-        f"{first.where()} for {first.still_s:.0f} s{_waiting(case.others, first)}"
+        f"{_are(case.behind)} behind: in {first.where()} for {first.still_s:.0f} s"
+        f"{_waiting(case.others, first)}"
     )
     sure = "high" if clear and len(case.behind) == 1 else "medium"
     return _verdict(case, first, "behind", sure, sentence)
@@ -195,8 +197,4 @@ def diagnose(ranks: Sequence[Seen], watch: Watch, ts: float) -> Verdict | None:
     behind = tuple(seen for seen in running if seen.position == lowest)
     others = tuple(seen for seen in running if seen.position != lowest)
     case = _Case(running, behind, others, watch, ts)
-    for rule in RULES:
-        verdict = rule(case)
-        if verdict is not None:
-            return verdict
-    return None
+    return next((verdict for rule in RULES if (verdict := rule(case))), None)

@@ -1,23 +1,27 @@
 """The acceptance rules of a phase: one row each, evaluated over what the run recorded.
 
-A `Summary` takes in the records of a run once, as they come; a gate is a function over it. The
-supervisor feeds it live, a reader from the files, and both get the same answer.
+A `Summary` takes in the records of a run once, as they come; a gate is a function over it.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from console.model import Gate, Result
-from trainers.contract import heartbeat, jsonl, rundir
+from console.model import RESULTS, Gate, Result
+from trainers.contract import jsonl
 from trainers.contract.errors import UsageError, did_you_mean
 
 Bound = Literal["yes", "at least", "above", "at most", "fall"]
+BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
+    "yes": ("=", operator.eq), "at least": ("≥", operator.ge), "above": (">", operator.gt),
+    "at most": ("≤", operator.le), "fall": ("≥", operator.ge),
+}  # fmt: skip
+"""The sign of each kind of bound, and when a value keeps to its limit."""
 EDGE_RECORDS = 5
 LEAST_FALL_NATS = 0.1
 LARGEST_BOUND = 1e300
@@ -79,63 +83,26 @@ class Summary:
             self.first_losses.append(loss)
         self.last_losses.append(loss)
 
-    def take_event(self, event: Mapping[str, Any]) -> None:
-        """Takes in one event: a stall is an alert of that name."""
-        if event.get("kind") == "alert" and event.get("alert") == "stall":
-            self.stalls += 1
-
     def take_metrics(self, metrics: Mapping[str, Any] | None) -> None:
         """Takes in metrics.json: it knows the last step also when no progress record was due."""
         for key in ("steps", "steps_done", "step"):
             self.steps = max(self.steps, jsonl.integer(metrics or {}, key) or 0)
 
 
-def summarize(run: Path, world: int) -> Summary:
-    """Returns the summary of a run on disk."""
-    summary = Summary()
-    for rank in range(world):
-        tail = heartbeat.tail(rundir.heartbeat(run, rank))
-        while (records := tail.poll()) or tail.offset < tail.size_bytes:
-            for record in records:
-                summary.take(record)
-    events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
-    while (records := events.poll()) or events.offset < events.size_bytes:
-        for record in records:
-            summary.take_event(record)
-    summary.take_metrics(rundir.read_json(run / rundir.METRICS))
-    return summary
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A gate's value with its window; None says in `why` what is missing."""
+    """A gate's value, None while there is none, with its window and what else there is to say."""
 
     value: float | None
     window: str
     why: str = ""
 
 
-def _steps_done(s: Summary) -> Measured:
-    return Measured(s.steps, "whole run") if s.records else Measured(None, "", "no progress record")
-
-
 def _loss_finite(s: Summary) -> Measured:
-    finite = len(s.last_losses) > 0
-    if not finite and not s.nonfinite:
-        return Measured(None, "", "no loss was recorded")
     first = s.first_nonfinite_step
     why = f"first non-finite loss at step {first}" if first is not None else ""
-    return Measured(float(s.nonfinite), f"all {s.records} records", why)
-
-
-def _grad_norm(s: Summary) -> Measured:
-    if s.grad_norm_min is None:
-        return Measured(None, "", "no grad_norm was recorded")
-    return Measured(s.grad_norm_min, f"lowest of {s.records} records")
-
-
-def _stalls(s: Summary) -> Measured:
-    return Measured(float(s.stalls), "whole run")
+    seen = s.nonfinite or s.last_losses
+    return Measured(float(s.nonfinite) if seen else None, f"all {s.records} records", why)
 
 
 def _loss_fall(s: Summary) -> Measured:
@@ -147,50 +114,45 @@ def _loss_fall(s: Summary) -> Measured:
     return Measured(first - last, window, f"{first:.3f} to {last:.3f}")
 
 
-def _bytes_right(s: Summary) -> Measured:
-    if s.bytes_right is None:
-        return Measured(None, "", "no bytes_right was recorded; only recall counts it")
-    return Measured(s.bytes_right, f"record of step {s.bytes_right_step}")
-
-
 def _toks_per_s(s: Summary) -> Measured:
-    if not s.toks_per_s:
-        return Measured(None, "", "no toks_per_s was recorded")
     ordered = sorted(s.toks_per_s)
-    return Measured(ordered[len(ordered) // 2], f"median of the last {len(ordered)} records")
-
-
-def _memory(s: Summary) -> Measured:
-    if s.memory_mib is None:
-        return Measured(None, "", "no gpu_mem_reserved was recorded")
-    return Measured(s.memory_mib, "largest rank, whole run")
+    median = ordered[len(ordered) // 2] if ordered else None
+    return Measured(median, f"median of the last {len(ordered)} records")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the registry. "yes" counts what must be zero; "fall" takes true or nats."""
+    """One row of the registry. "yes" counts what must be zero; "fall" takes true or nats.
+
+    `missing` says why there is no value.
+    """
 
     name: str
     unit: str
     bound: Bound
     measure: Callable[[Summary], Measured]
     source: str
-    doc: str
+    missing: str = ""
 
 
 TABLE: tuple[Rule, ...] = (
-    Rule("steps_done", "steps", "at least", _steps_done, "heartbeat_rank*.jsonl, metrics.json",
-         "So many steps are finished."),
-    Rule("loss_finite", "records", "yes", _loss_finite, RANK0, "No loss is NaN or infinite."),
-    Rule("grad_norm_above", "", "above", _grad_norm, RANK0, "Every gradient norm lies above."),
-    Rule("no_stall", "stalls", "yes", _stalls, "events.jsonl", "The run never stalled."),
-    Rule("loss_falls", "nats/token", "fall", _loss_fall, RANK0,
-         f"The loss falls by so much; true: {LEAST_FALL_NATS}."),
-    Rule("bytes_right", "share", "at least", _bytes_right, RANK0,
-         "So large a share of the copied bytes is right."),
-    Rule("toks_per_s_above", "tok/s", "above", _toks_per_s, RANK0, "Throughput of all ranks."),
-    Rule("gpu_mem_below_mib", "MiB", "at most", _memory, "heartbeat_rank*.jsonl",
-         "Memory that the allocator reserved on the fullest GPU."),
+    Rule("steps_done", "steps", "at least",
+         lambda s: Measured(s.steps if s.records else None, "whole run"),
+         "heartbeat_rank*.jsonl, metrics.json", "no progress record"),
+    Rule("loss_finite", "records", "yes", _loss_finite, RANK0, "no loss was recorded"),
+    Rule("grad_norm_above", "", "above",
+         lambda s: Measured(s.grad_norm_min, f"lowest of {s.records} records"), RANK0,
+         "no grad_norm was recorded"),
+    Rule("no_stall", "stalls", "yes", lambda s: Measured(float(s.stalls), "whole run"),
+         "events.jsonl"),
+    Rule("loss_falls", "nats/token", "fall", _loss_fall, RANK0),
+    Rule("bytes_right", "share", "at least",
+         lambda s: Measured(s.bytes_right, f"record of step {s.bytes_right_step}"), RANK0,
+         "no bytes_right was recorded; only recall counts it"),
+    Rule("toks_per_s_above", "tok/s", "above", _toks_per_s, RANK0, "no toks_per_s was recorded"),
+    Rule("gpu_mem_below_mib", "MiB", "at most",
+         lambda s: Measured(s.memory_mib, "largest rank, whole run"), "heartbeat_rank*.jsonl",
+         "no gpu_mem_reserved was recorded"),
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
@@ -219,31 +181,21 @@ def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def _gate(rule: Rule, bound: Any, found: Measured) -> Gate:
-    limit, words = _limit(rule, bound)
-    result: Result = "unknown"
-    if found.value is not None:
-        result = "pass" if _holds(rule.bound, found.value, limit) else "fail"
+    sign, holds = BOUNDS[rule.bound]
+    limit = 0.0 if rule.bound == "yes" else LEAST_FALL_NATS if bound is True else float(bound)
+    words = f"{sign} {limit:g}"
+    if found.value is None:
+        why = found.why or rule.missing
+        return Gate(rule.name, None, rule.unit, "", rule.source, words, "unknown", why)
+    result: Result = "pass" if holds(found.value, limit) else "fail"
     return Gate(
-        rule.name, found.value, rule.unit, found.window, rule.source, words, result, found.why
-    )
-
-
-def _limit(rule: Rule, bound: Any) -> tuple[float, str]:
-    if rule.bound == "yes":
-        return 0.0, "= 0"
-    limit = LEAST_FALL_NATS if bound is True else float(bound)
-    sign = {"at least": "≥", "above": ">", "at most": "≤", "fall": "≥"}[rule.bound]
-    return limit, f"{sign} {limit:g}"
-
-
-def _holds(kind: Bound, value: float, limit: float) -> bool:
-    return {
-        "yes": value == 0, "at least": value >= limit, "above": value > limit,
-        "at most": value <= limit, "fall": value >= limit,
-    }[kind]  # fmt: skip
+        rule.name, found.value, rule.unit, found.window, rule.source, words, result,
+        found.why,
+    )  # fmt: skip
 
 
 def overall(gates: tuple[Gate, ...]) -> Result:
     """Returns the result of a phase: any failed gate fails it, any unknown leaves it unknown."""
     results = {gate.result for gate in gates}
-    return "fail" if "fail" in results else "unknown" if "unknown" in results else "pass"
+    worst: list[Result] = [result for result in RESULTS if result in results]
+    return worst[0] if worst else "pass"

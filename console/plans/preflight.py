@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from console.sources import nvml
 from trainers.contract import environ, flags
 from trainers.contract.plan import Plan
 
-OLDEST_PYTHON = (3, 11)
 LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
 GIB = 1 << 30
+Found = tuple[Result, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +45,24 @@ class Case:
         return max(phase.nproc for phase in self.plan.phases)
 
 
-def _python(_case: Case) -> Check:
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        return Check("python", "fail", f"Python {version} is too old; 3.11 or newer is needed")
-    return Check("python", "pass", f"Python {version}")
+def _python(_case: Case) -> Found:
+    return "pass", f"Python {platform.python_version()}"
 
 
-def _torch(_case: Case) -> Check:
+def _torch(_case: Case) -> Found:
     if importlib.util.find_spec("torch") is None:
-        text = "torch is not installed; run make console, or pip install -e ."
-        return Check("torch", "fail", text)
-    return Check("torch", "pass", f"torch {importlib.metadata.version('torch')}")
+        return "fail", "torch is not installed; run make console, or pip install -e ."
+    return "pass", f"torch {importlib.metadata.version('torch')}"
 
 
-def _programs(case: Case) -> Check:
+def _programs(case: Case) -> Found:
     for phase in case.plan.phases:
         if phase.script and not catalog.is_file(Path(phase.script)):
-            text = f"phase {phase.name!r}: there is no script {phase.script}"
-            return Check("program", "fail", text)
+            return "fail", f"phase {phase.name!r}: there is no script {phase.script}"
         if not phase.script and not _is_there(phase.module):
-            text = f"phase {phase.name!r}: there is no module {phase.module}"
-            return Check("program", "fail", text)
+            return "fail", f"phase {phase.name!r}: there is no module {phase.module}"
     named = dict.fromkeys(phase.script or phase.module for phase in case.plan.phases)
-    return Check("program", "pass", ", ".join(named))
+    return "pass", ", ".join(named)
 
 
 def _is_there(module: str) -> bool:
@@ -91,15 +85,15 @@ def gpus_there() -> int | None:
         return None
 
 
-def _gpus(case: Case) -> Check:
+def _gpus(case: Case) -> Found:
     needed, there = case.plan.gpus, gpus_there()
     if there is None:
-        return Check("gpus", "fail" if needed else "unknown", "the NVIDIA driver does not answer")
+        return "fail" if needed else "unknown", "the NVIDIA driver does not answer"
     if case.devices and there == 0:
         text = f"--devices {case.devices} names GPUs and this machine has none; leave it out"
-        return Check("gpus", "fail", text)
+        return "fail", text
     if needed == 0:
-        return Check("gpus", "pass", f"none needed, {there} there")
+        return "pass", f"none needed, {there} there"
     chosen = [word for word in case.devices.split(",") if word]
     usable = min(there, len(chosen)) if chosen else there
     if usable < needed:
@@ -107,27 +101,27 @@ def _gpus(case: Case) -> Check:
             f"the plan {case.plan.name} needs {needed} GPU{'s' if needed > 1 else ''} and this "
             f"machine has {usable}; use the plan cpu_smoke, or a machine with GPUs"
         )
-        return Check("gpus", "fail", text)
-    return Check("gpus", "pass", f"{needed} needed, {usable} there")
+        return "fail", text
+    return "pass", f"{needed} needed, {usable} there"
 
 
-def _cores(case: Case) -> Check:
+def _cores(case: Case) -> Found:
     cores = len(os.sched_getaffinity(0))
     text = f"{case.nproc} processes on {cores} cores"
     if case.nproc > cores:
-        return Check("cores", "unknown", f"{text}: they will take turns")
-    return Check("cores", "pass", text)
+        return "unknown", f"{text}: they will take turns"
+    return "pass", text
 
 
-def _memory(case: Case) -> Check:
+def _memory(case: Case) -> Found:
     import psutil
 
     free = psutil.virtual_memory().available / GIB
     needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
     if free < needed:
         text = f"{free:.1f} GiB of memory free; {case.nproc} ranks need at least {needed:.1f} GiB"
-        return Check("memory", "fail", text)
-    return Check("memory", "pass", f"{free:.1f} GiB free")
+        return "fail", text
+    return "pass", f"{free:.1f} GiB free"
 
 
 def nearest_folder(path: Path) -> Path:
@@ -138,46 +132,47 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def _disk(case: Case) -> Check:
+def _disk(case: Case) -> Found:
     folder = nearest_folder(case.directory)
     try:
         free = shutil.disk_usage(folder).free / GIB
     except OSError as error:
-        return Check("disk", "unknown", f"{folder}: {error.strerror}")
+        return "unknown", f"{folder}: {error.strerror}"
     if free < LEAST_DISK_GIB:
-        return Check("disk", "fail", f"{folder} has {free:.2f} GiB free; free at least 1 GiB")
-    return Check("disk", "pass", f"{free:.0f} GiB free at {folder}")
+        return "fail", f"{folder} has {free:.2f} GiB free; free at least 1 GiB"
+    return "pass", f"{free:.0f} GiB free at {folder}"
 
 
-def _directory(case: Case) -> Check:
+def _directory(case: Case) -> Found:
     folder = nearest_folder(case.directory)
     read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     if read_only or not os.access(folder, os.W_OK | os.X_OK):
         why = "is on a read-only file system" if read_only else "is not writable"
-        return Check("directory", "fail", f"{folder} {why}; give another with --run-dir")
-    return Check("directory", "pass", str(case.directory))
+        return "fail", f"{folder} {why}; give another with --run-dir"
+    return "pass", str(case.directory)
 
 
-def _shell(_case: Case) -> Check:
+def _shell(_case: Case) -> Found:
     """Names the flags that the shell sets: which ones the launch takes, and which not."""
     variables = environ.snapshot()
     taken = flags.from_shell(variables)
     if taken:
-        return Check("shell", "pass", "taken from the shell: " + ", ".join(taken))
+        return "pass", "taken from the shell: " + ", ".join(taken)
     left = sorted(name for name in variables if name in flags.FLAGS)
     if left:
-        return Check("shell", "pass", f"not taken from the shell: {', '.join(left)}; use --flag")
-    return Check("shell", "pass", "the shell sets no flag")
+        return "pass", f"not taken from the shell: {', '.join(left)}; use --flag"
+    return "pass", "the shell sets no flag"
 
 
-CHECKS: tuple[Callable[[Case], Check], ...] = (
-    _python, _torch, _programs, _gpus, _cores, _memory, _disk, _directory, _shell,
-)  # fmt: skip
+CHECKS: Mapping[str, Callable[[Case], Found]] = {
+    "python": _python, "torch": _torch, "program": _programs, "gpus": _gpus, "cores": _cores,
+    "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
+}  # fmt: skip
 
 
 def run(case: Case, settings: Callable[[int], Mapping[str, object]]) -> tuple[Check, ...]:
     """Returns all checks; `settings` resolves a phase's and raises UsageError by itself."""
-    checks = [check(case) for check in CHECKS]
+    checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
     for index, phase in enumerate(case.plan.phases):
         count = len(settings(index))
         text = f"{count} settings fit together" if count else "a foreign program, not checked"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_type_hints
 
 from console.model import (
-    Alert,
+    LEVELS,
+    RESULTS,
     Figure,
     Gate,
     Gpu,
@@ -19,18 +21,15 @@ from console.model import (
     PhaseState,
     Result,
     State,
+    Sure,
     Verdict,
 )
 from console.sources.presence import supervisor_lives
 from console.sources.sanitize import clean
 from trainers.contract import VERSION, jsonl, rundir
 
-LEVELS: tuple[str, ...] = get_args(Level)
-RESULTS: tuple[str, ...] = get_args(Result)
-CHARTED = (
-    "loss", "toks_per_s", "grad_norm", "lr", "mfu", "gate_entropy_mean", "gate_entropy_min",
-    "bytes_right", "gpu_mem_alloc", "gpu_mem_reserved",
-)  # fmt: skip
+T = TypeVar("T")
+CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 FIGURES: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
     "loss": ("nats/token", "step"), "lr": ("", "step"), "grad_norm": ("", "step"),
@@ -91,85 +90,54 @@ def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def as_float(value: Any) -> float | None:
-    return jsonl.number({"value": value}, "value")
+def _one_of(words: tuple[str, ...], default: str) -> Callable[[Mapping[str, Any], str], str]:
+    def read_word(record: Mapping[str, Any], key: str) -> str:
+        word = jsonl.text(record, key)
+        return word if word in words else default
+
+    return read_word
+
+
+READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
+    str: lambda record, key: line(record, key, ""),
+    float: lambda record, key: jsonl.number(record, key) or 0.0,
+    float | None: jsonl.number,
+    int: lambda record, key: jsonl.integer(record, key) or 0,
+    int | None: jsonl.integer,
+    tuple[str, ...]: words,
+    Level: _one_of(LEVELS, "warn"),
+    Result: _one_of(RESULTS, "unknown"),
+    Sure: _one_of(("high", "medium"), "low"),
+}
+"""How a field of the model is read from a JSON object, by its type."""
+_types = cache(get_type_hints)
+
+
+def read(kind: Callable[..., T], record: Mapping[str, Any], **given: Any) -> T:
+    """Returns one record of the model from a JSON object, field by field; `given` are known."""
+    types = _types(kind)
+    names = (each.name for each in fields(cast(Any, kind)) if each.name not in given)
+    return kind(**{name: READERS[types[name]](record, name) for name in names}, **given)
 
 
 def gpus(sample: Mapping[str, Any]) -> tuple[Gpu, ...]:
-    return tuple(
-        Gpu(
-            index=jsonl.integer(entry, "index") or 0,
-            name=line(entry, "name", "GPU"),
-            state=line(entry, "state", "error"),
-            util_pct=jsonl.number(entry, "util_pct"),
-            power_w=jsonl.number(entry, "power_w"),
-            power_limit_w=jsonl.number(entry, "power_limit_w"),
-            mem_used_mib=jsonl.number(entry, "mem_used_mib"),
-            mem_total_mib=jsonl.number(entry, "mem_total_mib"),
-            temp_c=jsonl.number(entry, "temp_c"),
-            sm_mhz=jsonl.number(entry, "sm_mhz"),
-            why=line(entry, "why", ""),
-        )
-        for entry in entries(sample, "gpus")[:1024]
-    )
-
-
-def alert(record: Mapping[str, Any], name: str) -> Alert:
-    level = jsonl.text(record, "level")
-    return Alert(
-        id=name,
-        ts=jsonl.number(record, "ts") or 0.0,
-        level=cast(Level, level if level in LEVELS else "warn"),
-        text=line(record, "text", ""),
-        key=line(record, "key", ""),
-    )
-
-
-def acknowledged(held: Alert) -> Alert:
-    return dataclasses.replace(held, acknowledged=True)
+    known = {"name": "GPU", "state": "error"}
+    return tuple(read(Gpu, known | entry) for entry in entries(sample, "gpus")[:1024])
 
 
 def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
-    record = supervisor.get("verdict")
-    if not isinstance(record, dict):
-        return None
-    sure = jsonl.text(record, "sure")
-    return Verdict(
-        ts=jsonl.number(record, "ts") or 0.0,
-        sentence=line(record, "sentence", ""),
-        cause=line(record, "cause", ""),
-        rank=jsonl.integer(record, "rank"),
-        phase=line(record, "phase", ""),
-        step=jsonl.integer(record, "step"),
-        sure=cast(Any, sure if sure in ("high", "medium", "low") else "low"),
-        evidence=words(record, "evidence"),
-    )
+    record = jsonl.mapping(supervisor, "verdict")
+    return read(Verdict, record) if record else None
 
 
 def bounds(born: Mapping[str, Any]) -> dict[str, str]:
     """Returns the gates that a phase was born with, with their bounds as text."""
-    given = born.get("gates")
-    held = list(given.items())[:64] if isinstance(given, dict) else []
+    held = list(jsonl.mapping(born, "gates").items())[:64]
     return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in held}
 
 
 def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
-    found = []
-    for entry in entries(record, "gates"):
-        result = jsonl.text(entry, "result")
-        found.append(
-            Gate(
-                name=line(entry, "name", "?"),
-                value=jsonl.number(entry, "value"),
-                unit=line(entry, "unit", ""),
-                window=line(entry, "window", ""),
-                source=line(entry, "source", ""),
-                bound=line(entry, "bound", ""),
-                result=cast(Result, result if result in RESULTS else "unknown"),
-                why=line(entry, "why", ""),
-            )
-        )
-    return tuple(found)
+    return tuple(read(Gate, {"name": "?"} | entry) for entry in entries(record, "gates"))
 
 
 def launch_state(
@@ -184,28 +152,19 @@ def launch_state(
     phases = []
     for index, entry in enumerate(planned):
         now = happened[index] if index < len(happened) else {}
-        phases.append(
-            PhaseState(
-                index=index,
-                name=line(entry, "name", f"phase {index}"),
-                proves=line(entry, "proves", ""),
-                state=line(now, "state", "later"),
-                why=line(now, "why", ""),
-                result=line(now, "result", ""),
-                steps=jsonl.integer(now, "steps"),
-                steps_planned=setting_int(entry, "train.steps"),
-                started_ts=jsonl.number(now, "started_ts"),
-                ended_ts=jsonl.number(now, "ended_ts"),
-                dir=line(now, "dir", line(entry, "dir", "")),
-            )
-        )
-    pending = state.get("next_flags")
-    owner = state.get("supervisor")
+        phase = {"name": f"phase {index}", "state": "later"} | entry | now
+        steps = setting_int(entry, "train.steps")
+        phases.append(read(PhaseState, phase, index=index, steps_planned=steps))
+    owner = jsonl.mapping(state, "supervisor")
     named = jsonl.text(state, "state")
     why = line(state, "why", "")
     if named not in ("running", "waiting", "ended"):
         named, why = "unknown", trouble or f"{rundir.PLAN_STATE} does not say how the launch is"
-    elif named != "ended" and isinstance(owner, dict) and not supervisor_lives(owner | _at(state)):
+    elif (
+        named != "ended"
+        and owner
+        and not supervisor_lives(owner | {"updated_ts": state.get("updated_ts")})
+    ):
         named, why = "unsupervised", "the supervisor is gone; nothing sequences the phases"
     return LaunchState(
         id=name,
@@ -216,7 +175,7 @@ def launch_state(
         phase=max(0, min(jsonl.integer(state, "phase") or 0, max(0, len(phases) - 1))),
         phases=tuple(phases),
         between=line(state, "between", "go"),
-        next_flags=_pending(pending) if isinstance(pending, dict) else (),
+        next_flags=_pending(jsonl.mapping(state, "next_flags")),
     )
 
 
@@ -224,27 +183,18 @@ def sequenced(launch: LaunchState, run: str, state: State, why: str) -> LaunchSt
     """Returns the launch with its phase `run` as it is, when nobody is left to write it down."""
     if launch.state not in ("unsupervised", "unknown"):
         return launch
-    return dataclasses.replace(
+    return replace(
         launch,
         phases=tuple(
-            dataclasses.replace(phase, state=state, why=why) if phase.dir == run else phase
+            replace(phase, state=state, why=why) if phase.dir == run else phase
             for phase in launch.phases
         ),
     )
 
 
-def _at(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"updated_ts": state.get("updated_ts")}
-
-
 def _pending(raw: Mapping[str, Any]) -> tuple[PendingFlag, ...]:
     return tuple(
-        PendingFlag(
-            clean(str(name), 80),
-            line(entry, "value", ""),
-            line(entry, "by", "?"),
-            jsonl.number(entry, "ts") or 0.0,
-        )
+        read(PendingFlag, {"by": "?"} | entry, name=clean(str(name), 80))
         for name, entry in raw.items()
         if isinstance(entry, dict)
     )
@@ -253,28 +203,20 @@ def _pending(raw: Mapping[str, Any]) -> tuple[PendingFlag, ...]:
 def setting_int(record: Mapping[str, Any], key: str) -> int | None:
     """Returns a resolved setting of run.json (or a plan's phase) as an integer."""
     for holder in ("settings", "set"):
-        held = record.get(holder)
-        value = held.get(key) if isinstance(held, dict) else None
-        if isinstance(value, dict):
-            value = value.get("value")
-        if isinstance(value, int) and not isinstance(value, bool):
+        held = jsonl.mapping(record, holder)
+        value = jsonl.integer(jsonl.mapping(held, key) or {"value": held.get(key)}, "value")
+        if value is not None:
             return value
     return None
 
 
-def _flag_entries(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    held = run.get("flags")
-    if not isinstance(held, dict):
-        return {}
-    return {clean(str(k), 80): v for k, v in held.items() if isinstance(v, dict)}
-
-
-def flag_values(run: Mapping[str, Any]) -> dict[str, str]:
-    return {name: clean(str(e.get("value", "")), 200) for name, e in _flag_entries(run).items()}
-
-
-def flag_origins(run: Mapping[str, Any]) -> dict[str, str]:
-    return {name: clean(str(e.get("origin", "")), 200) for name, e in _flag_entries(run).items()}
+def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
+    """Returns the value or the origin of each flag in run.json."""
+    return {
+        clean(str(name), 80): clean(str(flag.get(field, "")), 200)
+        for name, flag in jsonl.mapping(run, "flags").items()
+        if isinstance(flag, dict)
+    }
 
 
 def backend(env: Mapping[str, Any]) -> str:
@@ -298,9 +240,7 @@ def progress_figures(progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Fig
     if record is None:
         return {}
     at = jsonl.number(record, "ts") or 0.0
-    durations = record.get("steps_dt_s")
-    count = len(durations) if isinstance(durations, list) else 1
-    step = record.get("step")
+    step, count = record.get("step"), len(jsonl.numbers(record, "steps_dt_s")) or 1
     windows = {"step": f"step {step}", "steps": f"last {count} steps", "run": "this run"}
     figures = {}
     for name, (unit, window) in FIGURES.items():
@@ -311,12 +251,10 @@ def progress_figures(progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Fig
         values = [v for r in progress.values() if (v := jsonl.number(r, name)) is not None]
         if values:
             figures[name] = Figure(max(values), "MiB", "largest rank", at)
-    shares = record.get("gate_branch_shares")
-    if isinstance(shares, list) and len(shares) == 3:
+    shares = jsonl.numbers(record, "gate_branch_shares")
+    if len(shares) == 3:
         for branch, share in zip(("cmp", "sel", "win"), shares, strict=True):
-            value = as_float(share)
-            if value is not None:
-                figures[f"gate_share_{branch}"] = Figure(value, "share", windows["step"], at)
+            figures[f"gate_share_{branch}"] = Figure(share, "share", windows["step"], at)
     return figures
 
 
@@ -325,8 +263,7 @@ def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure
     figures = {}
     for sample in samples.values():
         at = jsonl.number(sample, "ts") or 0.0
-        disk = sample.get("disk")
-        free = jsonl.number(disk, "free_gib") if isinstance(disk, dict) else None
+        free = jsonl.number(jsonl.mapping(sample, "disk"), "free_gib")
         if free is not None:
             figures["disk_free_gib"] = Figure(free, "GiB", "now", at)
         load = jsonl.number(sample, "load1")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections import deque
 from pathlib import Path
 
 from console.model import LogLine
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
 
-BACKLOG_LINES = 20_000
 BACKLOG_BYTES = 256 << 10
 MAX_LINE_BYTES = 64 << 10
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
@@ -56,8 +54,6 @@ class LogSource:
 
     def __init__(self, run: Path, attempt: int = 1):
         self.run, self.attempt = run, attempt
-        self.lines: deque[LogLine] = deque(maxlen=BACKLOG_LINES)
-        self.total = 0
         self._files: dict[str, _File] = {}
         self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
 
@@ -70,8 +66,6 @@ class LogSource:
                 text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
                 if text.strip():
                     fresh.append(LogLine(file.source, text))
-        self.lines.extend(fresh)
-        self.total += len(fresh)
         return fresh
 
     def _discover(self) -> None:

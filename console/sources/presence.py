@@ -132,22 +132,23 @@ def _living(supervisor: Record, born: Record) -> str:
     ]  # fmt: skip
     if ranks:
         return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs"
-    environment = born.get("environment")
-    token = jsonl.text(environment, environ.TOKEN) if isinstance(environment, dict) else ""
+    token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
     left = process.with_token(token) if token else []
     return f"pid {', '.join(map(str, left[:8]))} of its processes still runs" if left else ""
 
 
 def stopped(supervisor: Record) -> Iterator[Alert]:
     """Yields an alert for the supervisor and torchrun when a signal has stopped them."""
-    torchrun = supervisor.get("torchrun")
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     owners = {
         "supervisor": (supervisor, "nothing is sampled and no request is answered"),
-        "torchrun": (torchrun, "a rank that fails does not end the others"),
+        "torchrun": (
+            jsonl.mapping(supervisor, "torchrun"),
+            "a rank that fails does not end the others",
+        ),
     }
     for name, (owner, harm) in owners.items():
-        if not isinstance(owner, Mapping) or not rundir.is_alive(here | dict(owner)):
+        if not rundir.is_alive(here | dict(owner)):
             continue
         pid = jsonl.integer(owner, "pid") or 0
         if process.state(pid) in STOPPED.split():

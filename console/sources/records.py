@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from console.history import History
-from console.model import Alert, Figure, Gpu
+from console.model import LEVELS, Alert, Figure, Gpu
 from console.sources import documents
 from trainers.contract import heartbeat, jsonl, rundir
 
@@ -98,18 +99,10 @@ class Records:
             return
         self.progress[rank] = record
         if rank != 0:
-            self.history.add(f"rss_mib:{rank}", at, jsonl.number(record, "rss_mib"))
             return
-        durations = record.get("steps_dt_s")
-        if isinstance(durations, list):
-            steps = [float(d) for d in durations if isinstance(d, int | float)]
-            self.history.add_steps(at, record["step"], steps)
+        self.history.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
         for name in documents.CHARTED:
             self.history.add(name, at, jsonl.number(record, name))
-        layers = record.get("gate_entropy_layers")
-        if isinstance(layers, list):
-            for index, value in enumerate(layers[:128]):
-                self.history.add(f"gate_entropy:{index}", at, documents.as_float(value))
 
     def _take_sample(self, record: dict[str, Any]) -> None:
         at = jsonl.number(record, "ts")
@@ -122,13 +115,10 @@ class Records:
         self.sample[host] = record
         self.gpus = tuple(gpu for s in self.sample.values() for gpu in documents.gpus(s))
         for gpu in documents.gpus(record):
-            self.history.add(f"gpu_util:{gpu.index}", at, gpu.util_pct)
             self.history.add(f"gpu_mem_mib:{gpu.index}", at, gpu.mem_used_mib)
-            self.history.add(f"gpu_power:{gpu.index}", at, gpu.power_w)
         for entry in documents.entries(record, "ranks"):
             rank = jsonl.integer(entry, "rank")
             self.history.add(f"rss_mib:{rank}", at, jsonl.number(entry, "rss_mib"))
-            self.history.add(f"cpu_pct:{rank}", at, jsonl.number(entry, "cpu_pct"))
 
     def _take_event(self, record: dict[str, Any]) -> None:
         kind = jsonl.text(record, "kind")
@@ -139,11 +129,11 @@ class Records:
             return
         self._alert_ts[name] = jsonl.number(record, "ts") or 0.0
         if kind == "alert":
-            self._alerts[name] = documents.alert(record, name)
+            self._alerts[name] = documents.read(Alert, record, id=name, acknowledged=False)
         elif kind == "clear":
             self._alerts.pop(name, None)
         elif name in self._alerts:
-            self._alerts[name] = documents.acknowledged(self._alerts[name])
+            self._alerts[name] = replace(self._alerts[name], acknowledged=True)
 
     def alerts(
         self, standing: Sequence[dict[str, Any]], more: Sequence[Alert]
@@ -156,11 +146,12 @@ class Records:
         for record in standing:
             name, ts = documents.line(record, "alert", ""), jsonl.number(record, "ts") or 0.0
             if name and ts > self._alert_ts.get(name, 0.0):
-                found[name] = documents.alert(record, name)
-        order = {"crit": 0, "warn": 1, "info": 2}
-        return tuple(
-            sorted([*found.values(), *more], key=lambda a: (a.acknowledged, order[a.level], -a.ts))
-        )
+                found[name] = documents.read(Alert, record, id=name, acknowledged=False)
+
+        def rank(alert: Alert) -> tuple[bool, int, float]:
+            return alert.acknowledged, LEVELS.index(alert.level), -alert.ts
+
+        return tuple(sorted([*found.values(), *more], key=rank))
 
     def figures(self) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples."""

@@ -65,7 +65,7 @@ class RunSource:
         if state == "lost" and reader.behind_bytes:
             state, why = "unsupervised", "the supervisor is gone; the records are still being read"
         ended = state in presence.ENDED
-        flags = documents.flag_values(born)
+        flags = documents.flag_field(born, "value")
         ranks = _ranks(supervisor, reader, live, flags.get(DEVICES, ""))
         step = max((r.pulse.step for r in ranks if r.pulse), default=0)
         step = max(step, reader.last_step)
@@ -102,7 +102,7 @@ class RunSource:
             directory_blocked_s=blocked or 0.0,
             checkpoint=documents.latest_checkpoint(run),
             environment=flags,
-            origins=documents.flag_origins(born),
+            origins=documents.flag_field(born, "origin"),
             argv=documents.words(born, "argv"),
             backend=backend,
             behind_bytes=reader.behind_bytes,
@@ -213,24 +213,17 @@ def _last_pulse(beat: dict[str, Any]) -> Pulse | None:
 
 
 def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | None:
-    held = entry.get("pulse")
-    if not isinstance(held, dict):
-        return None
+    held = jsonl.mapping(entry, "pulse")
     step, phase = jsonl.integer(held, "step"), jsonl.text(held, "phase")
     if step is None or phase not in pulse.CODES:
         return None
     age = presence.age(jsonl.number(sample, "ts")) or 0.0
-    device_step = jsonl.integer(held, "device_step")
-    device_phase = jsonl.text(held, "device_phase")
-    return Pulse(
-        step,
-        phase,
-        (jsonl.number(held, "since_s") or 0.0) + age,
-        age,
-        jsonl.integer(held, "collectives") or 0,
-        step if device_step is None else device_step,
-        device_phase if device_phase in pulse.CODES else phase,
-        False,
+    since = (jsonl.number(held, "since_s") or 0.0) + age
+    device = jsonl.text(held, "device_phase")
+    device_phase = device if device in pulse.CODES else phase
+    held = {"device_step": step} | held
+    return documents.read(
+        Pulse, held, since_s=since, age_s=age, device_phase=device_phase, live=False
     )
 
 

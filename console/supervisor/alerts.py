@@ -27,7 +27,7 @@ class Alerts:
     def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> None:
         """Opens an alert, unless it is open."""
         if name not in self._open:
-            self._summary.take_event({"kind": "alert", "alert": name})
+            self._summary.stalls += name == "stall"
             self._open[name] = self._event("alert", text, level, alert=name, key=key)
 
     def clear(self, name: str, text: str) -> None:

@@ -58,7 +58,7 @@ class Attempt:
         self.story = Story()
         self.alerts = Alerts(self.event, self.story.summary, directory)
         self.tree = Tree(self.token, self.phase.nproc, poller)
-        self.begun_ts = self.since_ts = time.time()
+        self.since_ts = time.time()
         self._directory = directory
         self._files = Files(run, self.number, self.phase.nproc)
         self._news: deque[News] = deque()
@@ -355,11 +355,12 @@ class Attempt:
         """Replaces supervisor.json."""
         self._refreshed = time.monotonic()
         workers = [self._worker_record(w) for _, w in sorted(self.tree.workers.items())]
-        torchrun = {"pid": self.tree.agent_pid, "start_ticks": self.tree.agent_ticks}
+        agent = self.tree.agent
+        torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
         record = rundir.identity() | {
             "v": VERSION, "run": self.id, "state": self.state, "why": self.why,
             "since_ts": self.since_ts, "attempt": self.number, "launch": self.orders.launch,
-            "torchrun": torchrun if self.tree.spawned else None, "workers": workers,
+            "torchrun": torchrun, "workers": workers,
             "live_dir": "" if self.stage == "over" else str(self.live or ""),
             "watch": asdict(self.watch),
             "armed": armed(self.watch.stall_floor_s),

@@ -146,20 +146,14 @@ class Story:
         code = jsonl.integer(record, "exit_code")
         if code is not None or record["msg"] == "exit":
             self.codes[rank] = code or 0
-        durations = record.get("steps_dt_s")
-        if isinstance(durations, list):
-            self._take_durations(rank, durations)
-
-    def _take_durations(self, rank: int, durations: list[Any]) -> None:
         held = self._durations.setdefault(rank, deque(maxlen=KEPT_STEPS))
-        for value in durations:
-            duration = jsonl.number({"s": value}, "s")
-            if duration is None or not 0 <= duration < 1e6:
+        for duration in jsonl.numbers(record, "steps_dt_s"):
+            if not 0 <= duration < 1e6:
                 continue
             self._seen[rank] = self._seen.get(rank, 0) + 1
             if self._seen[rank] > WARM_UP_STEPS:
                 held.append(duration)
-        self._p99.pop(rank, None)
+            self._p99.pop(rank, None)
 
     def p99_s(self, rank: int) -> float | None:
         """Returns the 99th percentile of a rank's last step times, None before there are any."""

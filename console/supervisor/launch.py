@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from console.model import State
 from console.plans import gates
 from console.sources.nvml import Nvml
 from console.supervisor import live, requests
@@ -143,7 +142,7 @@ class Launch:
         return self._publish()
 
     def _end_of_phase(self, attempt: Attempt) -> None:
-        result = gates.overall(attempt.gates) if attempt.gates else "pass"
+        result = gates.overall(attempt.gates)
         if result == "pass" and attempt.state != "completed":
             result = "unknown"
         for request in self._dump[1] if self._dump else ():
@@ -155,7 +154,7 @@ class Launch:
         }  # fmt: skip
         name = entry["name"]
         self._event("phase", f"{name} {attempt.state}, gates {result}: {attempt.why}")
-        refusal = self._why_not_on(attempt.state, attempt, result)
+        refusal = self._why_not_on(attempt, result)
         if refusal:
             self._end(f"{name}: {refusal}")
         elif self._index + 1 == len(self._phases):
@@ -168,10 +167,10 @@ class Launch:
         else:
             self._start(self._index + 1)
 
-    def _why_not_on(self, state: State, attempt: Attempt, result: str) -> str:
+    def _why_not_on(self, attempt: Attempt, result: str) -> str:
         """Says why the plan ends here, "" when the next phase may start."""
-        if state != "completed":
-            return f"{state}: {attempt.why}"
+        if attempt.state != "completed":
+            return f"{attempt.state}: {attempt.why}"
         if result == "pass":
             return self._ended_by or (f"{rundir.HALT} is there" if attempt.halt_file else "")
         missed = [f"{g.name} {g.result} ({_value(g.value)} {g.unit}, bound {g.bound})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import process
-from trainers.contract import jsonl, rundir
+from trainers.contract import rundir
 
 
 def _prefix() -> str:
@@ -46,18 +47,9 @@ class Live:
 
     def write_status(self, record: Mapping[str, Any]) -> None:
         """Replaces the supervisor's sign of life; shared memory that is full costs only this."""
-        if self.path is None:
-            return
-        temporary = self.path / f".{rundir.LIVE_STATUS}"
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, jsonl.encode(record))
-            finally:
-                os.close(fd)
-            temporary.replace(self.path / rundir.LIVE_STATUS)
-        except OSError:
-            return
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                rundir.write_json(self.path / rundir.LIVE_STATUS, record)
 
 
 def sweep() -> None:

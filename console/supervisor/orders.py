@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.plans.catalog import PROJECT, project_file
-from trainers.contract import VERSION, environ, rundir
+from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
 from trainers.contract.plan import Phase, Plan
@@ -103,13 +103,10 @@ def load(launch: Path) -> Orders:
     own = {each.name for each in fields(Plan)}
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
 
-    def mapping(key: str) -> dict[str, Any]:
-        held = record.get(key)
-        return held if isinstance(held, dict) else {}
-
+    told = ("flag_origins", "set_origins", "host", "git")
     return Orders(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
-        mapping("flag_origins"), mapping("set_origins"), mapping("host"), mapping("git"),
+        *(jsonl.mapping(record, key) for key in told),
     )  # fmt: skip
 
 

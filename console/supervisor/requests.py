@@ -40,8 +40,6 @@ class Action:
     mailboxes: tuple[Mailbox, ...]
     help: str
     args: tuple[Argument, ...] = ()
-    confirm: bool = False
-    """Ask before: work may be lost."""
 
 
 def _text(limit: int) -> Callable[[Any], str]:
@@ -83,12 +81,10 @@ def _flag_value(value: Any) -> str | None:
 TABLE: tuple[Action, ...] = (
     Action("dump", ("run",), "Write the stacks of all ranks, or of one.",
            (Argument("rank", _rank, "only this rank", required=False),)),
-    Action("halt", ("run", "launch"), "All ranks stop at the same step and save; the plan ends.",
-           confirm=True),
-    Action("stop", ("run", "launch"), "TERM, the grace time, then KILL; the plan ends.",
-           confirm=True),
+    Action("halt", ("run", "launch"), "All ranks stop at the same step and save; the plan ends."),
+    Action("stop", ("run", "launch"), "TERM, the grace time, then KILL; the plan ends."),
     Action("kill", ("run",), "KILL the whole tree now, without a checkpoint.",
-           (Argument("yes", _yes, "yes=true means it"),), confirm=True),
+           (Argument("yes", _yes, "yes=true means it"),)),
     Action("ack", ("run",), "Take note of an alert.",
            (Argument("alert", _text(80), "the alert's id"),)),
     Action("note", ("run", "launch"), "Write a sentence into the record.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,6 @@ from console.sources.nvml import Nvml
 from console.supervisor.follow import Story
 from console.supervisor.tree import Worker
 from trainers.contract import VERSION, pulse, rundir
-
-GPU_FIELDS = (
-    "index", "name", "state", "util_pct", "power_w", "power_limit_w", "mem_used_mib",
-    "mem_total_mib", "temp_c", "sm_mhz", "why",
-)  # fmt: skip
 
 
 class Sampler:
@@ -46,15 +42,10 @@ class Sampler:
         self.phases = {evidence.rank: evidence.phase for evidence in seen}
         return {
             "v": VERSION, "ts": time.time(), "mono": now, "host": self._host, "attempt": attempt,
-            "gpus": self._gpus(), "ranks": rows, "disk": self.disk,
+            "gpus": [asdict(gpu) | {"uuid": uuid} for gpu, uuid in self._nvml.rows()],
+            "ranks": rows, "disk": self.disk,
             "load1": round(os.getloadavg()[0], 2),
         }  # fmt: skip
-
-    def _gpus(self) -> list[dict[str, Any]]:
-        return [
-            {name: getattr(gpu, name) for name in GPU_FIELDS} | {"uuid": uuid}
-            for gpu, uuid in self._nvml.rows()
-        ]
 
     def _rank(
         self, worker: Worker, story: Story, now: float, begun: float

@@ -62,13 +62,12 @@ class Tree:
     def __init__(self, token: str, nproc: int, poller: select.poll):
         self.token, self.nproc = token, nproc
         self._poller = poller
-        self.agent_pid = 0
-        self.agent_ticks: int | None = None
+        self.agent: process.Handle | None = None
+        """torchrun, None before it was started; `agent_status` is its exit code."""
         self.agent_status: int | None = None
         self.workers: dict[int, Worker] = {}
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
-        self._agent: process.Handle | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._agent_over_at: float | None = None
         self._kill_at: float | None = None
@@ -78,7 +77,11 @@ class Tree:
 
     @property
     def spawned(self) -> bool:
-        return self.agent_pid > 0
+        return self.agent is not None
+
+    @property
+    def agent_pid(self) -> int:
+        return self.agent.pid if self.agent else 0
 
     @property
     def incomplete(self) -> bool:
@@ -96,9 +99,8 @@ class Tree:
         except OSError:
             self._popen.kill()
             raise
-        self.agent_pid = self._popen.pid
-        self.agent_ticks = rundir.start_ticks(self.agent_pid)
-        self._agent = process.Handle(self.agent_pid, fd, self.agent_ticks or 0)
+        ticks = rundir.start_ticks(self._popen.pid) or 0
+        self.agent = process.Handle(self._popen.pid, fd, ticks)
         self._poller.register(fd, select.POLLIN)
 
     def look(self) -> bool:
@@ -108,11 +110,8 @@ class Tree:
             changed = self._discover() or changed
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():
-                worker.over_ts = time.time()
-                self._forget(worker.handle)
+                self._take_end(worker)
                 changed = True
-                if worker.rank not in self.order:
-                    self.order.append(worker.rank)
         return changed
 
     def alive(self) -> list[Worker]:
@@ -137,8 +136,8 @@ class Tree:
             return
         if self._kill_at is None:
             self._kill_at = time.monotonic() + grace_s
-        if self._agent is not None and self.agent_status is None:
-            self._agent.send(signal.SIGTERM)
+        if self.agent is not None and self.agent_status is None:
+            self.agent.send(signal.SIGTERM)
             return
         for worker in self.alive():
             worker.handle.send(signal.SIGTERM)
@@ -153,8 +152,8 @@ class Tree:
         if not self.spawned:
             return
         self._kill_at, self._killed = 0.0, time.monotonic()
-        if self._agent is not None and self.agent_status is None:
-            self._agent.send(signal.SIGKILL)
+        if self.agent is not None and self.agent_status is None:
+            self.agent.send(signal.SIGKILL)
         self._kill_ranks()
 
     def _kill_ranks(self) -> None:
@@ -204,8 +203,8 @@ class Tree:
     def close(self) -> None:
         for worker in self.workers.values():
             self._forget(worker.handle)
-        if self._agent is not None:
-            self._forget(self._agent)
+        if self.agent is not None:
+            self._forget(self.agent)
 
     def _discover(self) -> bool:
         found = False
@@ -233,18 +232,22 @@ class Tree:
                 return changed
             changed = True
             code = os.waitstatus_to_exitcode(status)
-            if pid == self.agent_pid and self._agent is not None:
+            if self.agent is not None and pid == self.agent.pid:
                 self.agent_status = code
                 self._agent_over_at = time.monotonic()
                 if self._popen is not None:
                     self._popen.returncode = self.agent_status
-                self._forget(self._agent)
+                self._forget(self.agent)
             for worker in self.workers.values():
                 if worker.handle.pid == pid:
                     worker.ended(code)
-                    self._forget(worker.handle)
-                    if worker.rank not in self.order:
-                        self.order.append(worker.rank)
+                    self._take_end(worker)
+
+    def _take_end(self, worker: Worker) -> None:
+        worker.over_ts = worker.over_ts or time.time()
+        self._forget(worker.handle)
+        if worker.rank not in self.order:
+            self.order.append(worker.rank)
 
     def _forget(self, handle: process.Handle) -> None:
         if handle.fd >= 0:

@@ -39,12 +39,9 @@ def window_start(first: float, now: float, span: float) -> float:
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
     """Returns smallest and largest value of each of `count` columns. Points are sorted by time."""
     found: list[Bin] = [None] * count
-    scale = count / span
-    for index in range(bisect_left(points, (start, -math.inf)), len(points)):
-        at, value = points[index]
-        column = int((at - start) * scale)
-        if column >= count:
-            break
+    first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
+    for at, value in points[first:end]:
+        column = min(count - 1, int((at - start) * count / span))
         held = found[column]
         found[column] = (
             (value, value) if held is None else (min(held[0], value), max(held[1], value))

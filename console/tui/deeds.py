@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from textual.app import App
 from textual.message import Message
 
 from trainers.contract.errors import ContractError
@@ -25,26 +26,18 @@ Then = Callable[[Any], object]
 Failed = Callable[[str], object]
 
 
-class Poster(Protocol):
-    """The app, as far as a deed needs it."""
-
-    def post_message(self, message: Message) -> bool: ...
-
-    def set_timer(self, delay: float, callback: Callable[[], None]) -> object: ...
-
-
 class Done(Message):
     """A deed ended: with a result, or with an error's sentence."""
 
-    def __init__(self, number: int, label: str, result: Any, error: str):
+    def __init__(self, number: int, result: Any, error: str):
         super().__init__()
-        self.number, self.label, self.result, self.error = number, label, result, error
+        self.number, self.result, self.error = number, result, error
 
 
 class Deeds:
     """Starts deeds and knows which are not done. `finish` hands each result out once."""
 
-    def __init__(self, app: Poster):
+    def __init__(self, app: App[Any]):
         self._app = app
         self._last = 0
         self._open: dict[int, tuple[Then, Failed | None]] = {}
@@ -55,7 +48,6 @@ class Deeds:
         work: Callable[[], Any],
         then: Then,
         failed: Failed | None = None,
-        limit_s: float = LIMIT_S,
     ) -> None:
         """Runs `work` in a thread; `then` gets its result, `failed` the sentence of its error."""
         self._last += 1
@@ -70,14 +62,14 @@ class Deeds:
                 error = str(problem) or type(problem).__name__
             except Exception as mistake:
                 error = f"{label} failed: {type(mistake).__name__}: {mistake}; please report it"
-            self._app.post_message(Done(number, label, result, error))
+            self._app.post_message(Done(number, result, error))
 
         threading.Thread(target=body, name=f"deed-{label}", daemon=True).start()
         late = (
-            f"{label}: no answer within {limit_s:.0f} s; the directory may be frozen, "
+            f"{label}: no answer within {LIMIT_S:.0f} s; the directory may be frozen, "
             "and what was asked may still happen"
         )
-        self._app.set_timer(limit_s, lambda: self._give_up(Done(number, label, None, late)))
+        self._app.set_timer(LIMIT_S, lambda: self._give_up(Done(number, None, late)))
 
     def _give_up(self, done: Done) -> None:
         if done.number in self._open:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine
-from functools import partial
+from collections.abc import Callable, Coroutine
+from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from console.model import LaunchState, RunState
 from console.tui import questions
-from console.tui.questions import CannotAsk, Choice, Question
+from console.tui.questions import CannotAsk, Choice, Question, Target
+from trainers.contract import rundir
 
 if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
-    from console.tui.screens.view import View
 
 
 LATER = (
@@ -53,73 +54,101 @@ class Doing:
         return self.me._actions
 
     @property
-    def host(self) -> str:
-        from trainers.contract import rundir
-
-        return rundir.host_name()
-
-    def make_view(self, name: str) -> View:
-        module = import_module(f"console.tui.screens.{name}")
-        return module.make(self.me)
-
-    def do_dashboard(self) -> Coroutine[Any, Any, None]:
-        return self._go("dashboard")
-
-    def do_launch_view(self) -> Coroutine[Any, Any, None]:
-        return self._go("launch")
-
-    def do_stall_view(self) -> Coroutine[Any, Any, None]:
-        return self._go("stall")
-
-    def do_logs_view(self) -> Coroutine[Any, Any, None]:
-        return self._go("logs")
-
-    def do_flags(self) -> Coroutine[Any, Any, None]:
-        return self._go("launch")
+    def state(self) -> RunState | None:
+        """The run on the screen."""
+        return self.me.snapshot.state if self.me.snapshot else None
 
     def _go(self, name: str) -> Coroutine[Any, Any, None]:
         self.me.chosen_by_hand = True
         return self.me.show_view(name)
 
-    def do_dump(self) -> None:
-        self.ask_or_say(lambda: questions.dump(self._state()))
+    do_dashboard, do_stall_view = partialmethod(_go, "dashboard"), partialmethod(_go, "stall")
+    do_launch_view, do_logs_view = partialmethod(_go, "launch"), partialmethod(_go, "logs")
+    do_flags = do_launch_view
 
-    def do_halt(self) -> None:
-        self.ask_or_say(lambda: questions.halt(self._state()))
+    def _ask_about(self, question: Callable[[RunState | None], Question]) -> None:
+        self.ask_or_say(lambda: question(self.state))
 
-    def do_kill(self) -> None:
-        self.ask_or_say(lambda: questions.kill(self._state()))
+    do_dump = partialmethod(_ask_about, questions.dump)
+    do_halt = partialmethod(_ask_about, questions.halt)
+    do_kill = partialmethod(_ask_about, questions.kill)
 
     def do_acknowledge(self) -> None:
         worst = self.me.alert.worst
         alert, text = (worst.alert, worst.text) if worst else ("", "")
-        self.ask_or_say(lambda: questions.acknowledge(self._state(), alert, text))
+        self.ask_or_say(lambda: questions.acknowledge(self.state, alert, text))
 
-    def _state(self) -> Any:
-        return self.me.snapshot.state if self.me.snapshot else None
-
-    def ask_or_say(self, make: Any) -> None:
+    def ask_or_say(
+        self, make: Callable[[], Question], then: Callable[[Choice], object] | None = None
+    ) -> None:
         """Opens a question; what it is about is decided now and not when it is answered."""
+        from console.tui.widgets.confirm import Confirm
+
         try:
             question = make()
         except CannotAsk as reason:
             self.me.say(str(reason), "error")
             return
-        self.ask(question, partial(self._send, question))
+        self.me.open_overlay(Confirm(question, then or partial(self._send, question.target)))
 
-    def ask(self, question: Question, then: Any) -> None:
-        from console.tui.widgets.confirm import Confirm
-
-        self.me.open_overlay(Confirm(question, then))
-
-    def _send(self, question: Question, choice: Choice) -> None:
-        self.send(Path(question.target.path), choice.action, dict(choice.args))
+    def _send(self, target: Target, choice: Choice) -> None:
+        self.send(Path(target.path), choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
         """Asks the supervisor for something, beside the screen, and shows its answer."""
         self.me.say(f"{action}: asked …", "wait")
         work = partial(self.me.request, path, action, args)
         self.me.deeds.start(action, work, self.me.say)
+
+    # --- launching -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Checks the draft beside the screen; nothing is written."""
+        app, draft = self.me, self.me.draft
+
+        def done(prepared: Any) -> None:
+            draft.prepared, draft.trouble = prepared, ""
+            app.repaint_view()
+
+        def failed(sentence: str) -> None:
+            draft.trouble = sentence
+            app.repaint_view()
+
+        work = partial(self.actions.prepare, draft.options(self.actions))
+        app.deeds.start("check", work, done, failed)
+
+    async def do_launch(self) -> None:
+        """Goes on with the launch that waits, or asks whether to launch the draft."""
+        app, state = self.me, self.state
+        if state is not None and state.launch is not None and state.launch.under_way:
+            self.ask_or_say(lambda: questions.proceed(state))
+            return
+        if app.view_name != "launch":
+            await app.show_view("launch")
+        options = app.draft.options(self.actions)
+        self.ask_or_say(
+            lambda: app.draft.question(rundir.host_name()), lambda _: self._launch(options)
+        )
+
+    def _launch(self, options: Any) -> None:
+        app, actions = self.me, self.actions
+        app.say(f"launches {options.plan} …", "wait")
+
+        def launched(path: Path) -> None:
+            app.say(f"launched {options.plan} in {path}; q leaves, the run goes on")
+            app.feed.follow(path)
+            app.run_worker(app.show_view("dashboard"))
+
+        app.deeds.start("launch", lambda: actions.launch(options, actions.who()), launched)
+
+    def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None:
+        """Asks the supervisor to change a flag for the next phase."""
+        if not launch.rest:
+            self.me.say(f"{name} cannot change: {launch.id} has no phase after this one", "error")
+            return
+        self.send(Path(launch.path), "set-flag", {"name": name, "value": value})
+
+    # --- the picture ---------------------------------------------------------------------------
 
     def do_pause(self) -> None:
         """Holds the picture; the header says so, and goes on to tell state and age."""
@@ -138,8 +167,11 @@ class Doing:
             self.me.say("there is nothing to copy here", "error")
             return
         self.me.copy_to_clipboard(text)
-        where = save("copied.txt", text)
-        self.me.say(f"copied {len(text.splitlines())} lines to the clipboard and to {where}")
+        copied = f"copied {len(text.splitlines())} lines to the clipboard"
+        try:
+            self.me.say(f"{copied} and to {save('copied.txt', text)}")
+        except OSError as error:
+            self.me.say(f"{copied}; not to a file: {error.strerror}", "error")
 
     def do_panel(self) -> None:
         self.me.action_focus_next()
@@ -158,9 +190,10 @@ class Doing:
         self.me.open_overlay(Commands(self.me.view_name))
 
     def do_help(self) -> None:
-        from console.tui.screens.help import open_help
+        from console.tui.screens.help import Reader, help_rows
 
-        self.me.open_overlay(open_help(self.me.view_name, self.me.size.width))
+        view, width = self.me.view_name, self.me.size.width
+        self.me.open_overlay(Reader(f"Keys in {view}", help_rows(view, width - 2)))
 
     def do_leave(self) -> None:
         self.me.feed.stop()

@@ -12,10 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from console.history import Series
+from console.history import Points
 from console.model import LIVE_STATES, LogLine, RunState
+
+if TYPE_CHECKING:
+    from console.sources.logs import LogSource
+    from console.sources.run import RunSource
 
 POLL_S = 1.0
 GLANCE_S = 0.25
@@ -25,21 +29,6 @@ STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json"
 """Small files whose change is a change of state: looked at four times a second."""
 
 
-class Source(Protocol):
-    """What the feed asks of `console.sources.run.RunSource`."""
-
-    run_path: Path | None
-    history: Any
-
-    def poll(self) -> RunState: ...
-
-
-class Logs(Protocol):
-    """What the feed asks of `console.sources.logs.LogSource`."""
-
-    def poll(self) -> list[LogLine]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that the screen shows of one moment. `at` is monotonic, `now` unix seconds."""
@@ -47,7 +36,7 @@ class Snapshot:
     at: float
     now: float
     state: RunState | None = None
-    charts: Mapping[str, Series] = field(default_factory=dict)
+    charts: Mapping[str, Points] = field(default_factory=dict)
     stacks: Mapping[int, Any] = field(default_factory=dict)
     log: tuple[LogLine, ...] = ()
     """The log lines that are new; `log_begins` says that they start another log."""
@@ -55,22 +44,10 @@ class Snapshot:
     trouble: str = ""
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> RunSource:
     from console.sources.run import RunSource
 
     return RunSource(path, LOOK_BYTES)
-
-
-def open_logs(run: Path, attempt: int) -> Logs:
-    from console.sources.logs import LogSource
-
-    return LogSource(run, attempt)
-
-
-def read_stacks(run: Path, ranks: list[int]) -> Mapping[int, Any]:
-    from console.sources import stacks
-
-    return stacks.latest(run, ranks)
 
 
 def find_newest(root: Path) -> Path | None:
@@ -101,14 +78,15 @@ class Feed:
         wanted: Callable[[RunState], tuple[str, ...]],
         path: Path | None,
         root: Path,
-        opener: Callable[[Path], Source] = open_source,
+        opener: Callable[[Path], RunSource] = open_source,
     ):
         self._deliver, self._wanted, self._open = deliver, wanted, opener
         self._root = root
         self._path = path
-        self._source: Source | None = None
+        self._source: RunSource | None = None
+        self._opened: Path | None = None
         self._state: RunState | None = None
-        self._logs: tuple[Path, int, Logs] | None = None
+        self._logs: LogSource | None = None
         self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
         self._stamps: tuple[int, ...] = ()
         self._nudged = threading.Event()
@@ -126,7 +104,7 @@ class Feed:
 
     def follow(self, path: Path) -> None:
         """Shows another launch or run from now on."""
-        self._path, self._source, self._state = path, None, None
+        self._path = path
         self.nudge()
 
     def nudge(self) -> None:
@@ -138,8 +116,6 @@ class Feed:
         self._taken.set()
 
     def _run(self) -> None:
-        if self._path is None:
-            self._path = find_newest(self._root)
         while not self._stopped:
             snapshot = self._take_or_say()
             self._taken.clear()
@@ -157,13 +133,15 @@ class Feed:
     def take(self) -> Snapshot:
         """Reads once."""
         at, now = time.monotonic(), time.time()
-        path, source = self._path, self._source
+        newest = None if self._path else find_newest(self._root)
+        path = self._path = self._path or newest
         if path is None:
             return Snapshot(at, now)
         try:
-            if source is None:
-                source = self._source = self._open(path)
-                self._logs = None
+            if self._source is None or self._opened != path:
+                self._source, self._opened = self._open(path), path
+                self._logs = self._state = None
+            source = self._source
             state = self._state = source.poll()
         except OSError as error:
             text = f"{path} cannot be read: {error.strerror}"
@@ -178,11 +156,13 @@ class Feed:
     def _poll_logs(self, run: Path | None, attempt: int) -> tuple[tuple[LogLine, ...], bool]:
         if run is None:
             return (), False
+        from console.sources.logs import LogSource
+
         held = self._logs
-        begins = held is None or held[:2] != (run, attempt)
+        begins = held is None or (held.run, held.attempt) != (run, attempt)
         if held is None or begins:
-            held = self._logs = (run, attempt, open_logs(run, attempt))
-        return tuple(held[2].poll()), begins
+            held = self._logs = LogSource(run, attempt)
+        return tuple(held.poll()), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
         if run is None or not self.wants_stacks:
@@ -192,7 +172,9 @@ class Feed:
         except OSError:
             return {}
         if self._stacks[0] != mark:
-            self._stacks = (mark, read_stacks(run, [rank.rank for rank in state.ranks]))
+            from console.sources import stacks
+
+            self._stacks = (mark, stacks.latest(run, [rank.rank for rank in state.ranks]))
         return self._stacks[1]
 
     def _stamp(self) -> tuple[int, ...]:

@@ -120,15 +120,10 @@ def watts(power_w: float | None, limit_w: float | None = None) -> str:
     return f"{power_w:.0f}W" if limit_w is None else f"{power_w:.0f}/{limit_w:.0f} W"
 
 
-def bar(share: float | None, width: int, ascii_only: bool = False) -> tuple[str, str]:
+def bar(share: float | None, width: int) -> tuple[str, str]:
     """Returns the filled and the empty part of a bar of `width` cells."""
     if share is None or not math.isfinite(share):
         return "", " " * width
-    share = min(1.0, max(0.0, share))
-    if ascii_only:
-        full = round(share * width)
-        return "#" * full, "." * (width - full)
-    eighths = round(share * width * 8)
-    full, rest = divmod(eighths, 8)
+    full, rest = divmod(round(min(1.0, max(0.0, share)) * width * 8), 8)
     filled = EIGHTHS[8] * full + (EIGHTHS[rest] if rest else "")
     return filled, "·" * (width - len(filled))

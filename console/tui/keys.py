@@ -16,8 +16,7 @@ LISTS = ("launch", "stall", "logs")
 class Key:
     """One thing that can be done. `label` is what the footer says, "" keeps it out of it.
 
-    `weight` decides who stays in a narrow footer; `asks` what the confirmation is about;
-    `again` says that a letter means the same in every view of `views` (all views: global).
+    `weight` decides who stays in a narrow footer; `asks` what the confirmation is about.
     """
 
     id: str
@@ -97,19 +96,6 @@ BUTTONS: tuple[tuple[str, str], ...] = (
 def for_view(view: str) -> tuple[Key, ...]:
     """Returns the keys that do something in a view, in the order of the table."""
     return tuple(key for key in TABLE if view in key.views)
-
-
-def clashes() -> list[tuple[str, str, str]]:
-    """Returns (key, id, id) for keys that would mean two things in one view."""
-    found = []
-    for view in VIEWS:
-        owner: dict[str, str] = {}
-        for key in for_view(view):
-            for name in key.keys:
-                if name in owner:
-                    found.append((name, owner[name], key.id))
-                owner[name] = key.id
-    return found
 
 
 def as_markdown() -> str:

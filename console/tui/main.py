@@ -6,8 +6,9 @@ import gc
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -17,19 +18,22 @@ from textual.message import Message
 from console.tui import copying, keys
 from console.tui.deeds import Deeds, Done, request
 from console.tui.doing import Doing, preload
+from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
-from console.tui.feed import Feed, Snapshot, Source, open_source
-from console.tui.launching import Draft, Launching
+from console.tui.feed import Feed, Snapshot, open_source
 from console.tui.screens.dashboard import Dashboard, wanted_series
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
-from console.tui.widgets.actionbar import ActionBar, ActionButton
+from console.tui.widgets.actionbar import ActionBar
 from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.answer import Answer
 from console.tui.widgets.footer import Footer
 from console.tui.widgets.header import Header
 from console.tui.widgets.logtail import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
+
+if TYPE_CHECKING:
+    from console.sources.run import RunSource
 
 TICK_S = 1.0
 
@@ -57,7 +61,7 @@ def bindings() -> list[Binding]:
     ]
 
 
-class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
+class ConsoleApp(Doing, App[int], inherit_bindings=False):
     """The screen. It owns nothing: leaving it changes no run."""
 
     CSS = """
@@ -75,7 +79,7 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
         terminal: Terminal,
         actions: Any = None,
         request: Callable[[Path, str, Mapping[str, Any]], str] = request,
-        opener: Callable[[Path], Source] = open_source,
+        opener: Callable[[Path], RunSource] = open_source,
     ):
         super().__init__(driver_class=TerminalDriver)
         self.theme = "ansi-dark"
@@ -118,11 +122,14 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
 
     def _fatal_error(self) -> None:
         """A mistake of ours: Textual restores the terminal, then prints this one sentence."""
-        where = copying.save("crash.txt", traceback.format_exc())
+        try:
+            where = f"in {copying.save('crash.txt', traceback.format_exc())}"
+        except OSError as error:
+            where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
         self.panic(
             Text(f"nsa-console: the screen failed: {what}; runs go on, open it again; "
-                 f"the traceback is in {where}, please report it")
+                 f"the traceback is {where}, please report it")
         )  # fmt: skip
 
     def _painted(self) -> None:
@@ -170,7 +177,8 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
         if not self.body.is_attached:
             return
         if name not in self.views:
-            self.views[name] = self.make_view(name)
+            module = import_module(f"console.tui.screens.{name}")
+            self.views[name] = module.make(self)
             await self.body.mount(self.views[name])
         for held, view in self.views.items():
             view.display = held == name
@@ -178,8 +186,7 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
         self.feed.wants_stacks = name == "stall"
         self.footer.draw(name)
         self.view.arrive()
-        if self.snapshot is not None:
-            self.view.take(self.snapshot)
+        self.repaint_view()
         self.feed.nudge()
 
     async def action_key(self, key_id: str) -> None:
@@ -221,8 +228,7 @@ class ConsoleApp(Doing, Launching, App[int], inherit_bindings=False):
             self.view.arrive()
 
     async def on_button_pressed(self, event: Any) -> None:
-        if isinstance(event.button, ActionButton):
-            await self.action_key(event.button.key_id)
+        await self.action_key(event.button.means)
 
     def repaint_view(self) -> None:
         """Draws the view again from what is known."""

@@ -88,6 +88,19 @@ def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
     return value if isinstance(value, str) else default
 
 
+def numbers(record: Mapping[str, Any], key: str) -> list[float]:
+    """Returns the numbers in the list `record[key]`, none when it is no list."""
+    value = record.get(key)
+    found = (number({key: each}, key) for each in value) if isinstance(value, list) else ()
+    return [each for each in found if each is not None]
+
+
+def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns `record[key]` when it is an object, else an empty one."""
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
 def open_regular(path: Path, below: Path | None = None) -> int | None:
     """Opens a regular file for reading; None for a link, a fifo, a directory or nothing.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partialmethod
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal
@@ -10,8 +11,7 @@ from textual.containers import Horizontal
 from console.model import RunState
 from console.tui import chartmath
 from console.tui.chartmath import Mode
-from console.tui.rows import text_of
-from console.tui.screens.view import View
+from console.tui.screens.view import View, shown_text
 from console.tui.widgets.chart import Chart, ChartPanel
 from console.tui.widgets.figures import FiguresPanel
 from console.tui.widgets.logtail import LogBook, LogTail
@@ -27,7 +27,6 @@ CHARTS = (
 )
 BANDED = 16
 """At most so many ranks or GPUs are drawn into the band of the memory chart."""
-MOST_CHARTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Dashboard(View):
         if now != self._shape:
             self._shape = now
             self._apply(now)
-        available = {name for name, series in charts_of.items() if series.points}
+        available = {name for name, points in charts_of.items() if points}
         charts = chosen(state, available, now.charts)
         slots = [p for p in self.query(ChartPanel) if p.display]
         for panel, chart in zip(slots, charts, strict=False):
@@ -144,12 +143,6 @@ class Dashboard(View):
         log.display = now.log > 1
         self.set_height(log, max(1, now.log))
 
-    def do_span_less(self) -> None:
-        self._change_span(-1)
-
-    def do_span_more(self) -> None:
-        self._change_span(1)
-
     def _change_span(self, by: int) -> None:
         spans = chartmath.SPANS_S
         index = spans.index(self.span_s) if self.span_s else spans.index(chartmath.AUTO_MAX_S)
@@ -157,6 +150,7 @@ class Dashboard(View):
         if self.snapshot is not None:
             self.take(self.snapshot)
 
+    do_span_less, do_span_more = partialmethod(_change_span, -1), partialmethod(_change_span, 1)
+
     def copied(self) -> str:
-        panels = [*self.query(Ranks), *self.query(FiguresPanel)]
-        return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
+        return shown_text([*self.query(Ranks), *self.query(FiguresPanel)])

@@ -7,8 +7,7 @@ from textual.app import ComposeResult
 from console.tui.keys import NAMES, for_view
 from console.tui.rows import Row, fill, wrap
 from console.tui.widgets.overlay import Overlay
-from console.tui.widgets.picker import Picker
-from console.tui.widgets.scroll import Scrolls
+from console.tui.widgets.picker import Picker, Scrolls
 
 KEYS_WIDTH = 12
 WORDS = (
@@ -50,7 +49,3 @@ class Reader(Scrolls, Overlay):
         self.close()
 
     do_open = do_zoom = do_help
-
-
-def open_help(view: str, width: int) -> Reader:
-    return Reader(f"Keys in {view}", help_rows(view, width - 2))

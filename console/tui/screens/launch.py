@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual.app import ComposeResult
+from textual.containers import Container
 
-from console.model import LaunchState
+from console.model import LaunchState, RunState
+from console.plain import shell_line
+from console.tui.draft import Draft
 from console.tui.feed import Snapshot
-from console.tui.launching import Draft
 from console.tui.rows import Row, rule, wrap
 from console.tui.screens.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
-from console.tui.widgets.phases import check_rows, current_phases, gate_rows, phase_rows
-from console.tui.widgets.picker import GUTTER, Picker
-from console.tui.widgets.scroll import Scrolls
+from console.tui.widgets.phases import check_rows, gate_rows, phase_rows, planned_phases
+from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from trainers.contract import flags as registry
 from trainers.contract.errors import UsageError
-
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
 
 WIDE = 110
 WHOLE = 200
@@ -30,16 +26,11 @@ LEAST_FLAGS = 7
 """Rows that the list of flags keeps, its heading included."""
 
 
-def live_launch(snapshot: Snapshot | None) -> LaunchState | None:
-    """Returns the launch that is under way, None when a new one can be prepared."""
-    launch = snapshot.state.launch if snapshot and snapshot.state else None
-    return launch if launch is not None and launch.state in ("running", "waiting") else None
-
-
-def shell_line(argv: Sequence[str], environment: dict[str, str]) -> str:
-    """Returns the exact command as a line for a shell."""
-    words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-    return " ".join([*words, *map(shlex.quote, argv)])
+def live_launch(snapshot: Snapshot | None) -> tuple[RunState, LaunchState] | None:
+    """Returns the run and the launch under way, None when a new one can be prepared."""
+    state = snapshot.state if snapshot else None
+    launch = state.launch if state else None
+    return (state, launch) if state and launch and launch.under_way else None
 
 
 def command_rows(title: str, line: str, note: str, width: int, height: int) -> list[Row]:
@@ -55,35 +46,35 @@ def command_rows(title: str, line: str, note: str, width: int, height: int) -> l
     return rows
 
 
-class Phases(Panel):
-    draft: Draft
+class DraftPanel(Panel):
+    """Shows the launch that is under way, or else the draft of one."""
 
+    def __init__(self, draft: Draft, id: str):
+        super().__init__(id=id)
+        self.draft = draft
+
+
+class Phases(DraftPanel):
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        live = live_launch(snapshot)
-        state = snapshot.state
-        if live is not None and state is not None:
-            return phase_rows(live.phases, live.phase, live.between, width, height, snapshot.now,
-                              state.step, state.gates)  # fmt: skip
+        if live := live_launch(snapshot):
+            state, launch = live
+            return phase_rows(launch.phases, launch.phase, launch.between, width, height,
+                              snapshot.now, state.step, state.gates)  # fmt: skip
         plan = self.draft.plan
         if plan is None:
             return [rule("phases", width), ((self.draft.trouble or "reads the plan …", "dim"),)]
-        rows = phase_rows(current_phases(None, plan), 0, self.draft.between, width, height,
-                          snapshot.now)  # fmt: skip
+        rows = phase_rows(planned_phases(plan), 0, self.draft.between, width, height, snapshot.now)
         heading = rule(f"plan {plan.name}", width, f"{len(plan.phases)} phases, L launches")
         return [heading, *rows[1:]]
 
 
-class Command(Panel):
-    draft: Draft
-
+class Command(DraftPanel):
     def line(self, snapshot: Snapshot) -> tuple[str, str]:
         """Returns the title and the command: the one that runs, or the one that would."""
-        live, state = live_launch(snapshot), snapshot.state
-        if live is not None and state is not None:
-            name = live.phases[live.phase].name if live.phases else ""
-            return f"command of phase {live.phase + 1} {name}", shell_line(
-                state.argv, dict(state.environment)
-            )
+        if live := live_launch(snapshot):
+            state, launch = live
+            title = f"command of phase {launch.phase + 1} {launch.current}"
+            return title, shell_line(state.argv, state.environment)
         return "command of the first phase", self.draft.shell()
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
@@ -91,14 +82,12 @@ class Command(Panel):
         return command_rows(title, line or "…", "y copies it", width, height)
 
 
-class Checks(Panel):
-    draft: Draft
-
+class Checks(DraftPanel):
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        live, state = live_launch(snapshot), snapshot.state
-        if live is not None and state is not None:
-            name = live.phases[live.phase].name if live.phases else ""
-            return gate_rows(state.gates, state.bounds, width, height, f"gates of {name}")
+        if live := live_launch(snapshot):
+            state, launch = live
+            heading = f"gates of {launch.current}"
+            return gate_rows(state.gates, state.bounds, width, height, heading)
         if self.draft.trouble:
             rows = [rule("checks before the launch", width, "a launch is refused")]
             lines = wrap(self.draft.trouble, width, height - 1)
@@ -121,21 +110,11 @@ class Launch(Scrolls, View):
         self._items: list[flag_list.Item] = []
 
     def compose(self) -> ComposeResult:
-        from textual.containers import Container
-
         with Container(id="plan"):
-            yield Phases("phases")
+            yield Phases(self.draft, "phases")
             yield Picker("flags", "flags")
-        yield Command("command")
-        yield Checks("checks")
-
-    def on_mount(self) -> None:
-        for panel in (*self.query(Phases), *self.query(Command), *self.query(Checks)):
-            panel.draft = self.draft
-
-    @property
-    def console(self) -> ConsoleApp:
-        return self.app  # type: ignore[return-value]
+        yield Command(self.draft, "command")
+        yield Checks(self.draft, "checks")
 
     def arrive(self) -> None:
         self.picker.focus()
@@ -154,16 +133,15 @@ class Launch(Scrolls, View):
         snapshot = self.snapshot
         if snapshot is None or not self.size.width:
             return
-        live, state = live_launch(snapshot), snapshot.state
-        if live is not None and state is not None:
-            following = live.phases[live.phase + 1 :]
-            when = f"{following[0].index + 1} {following[0].name}" if following else "no phase left"
-            changed = {flag.name: flag.value for flag in live.next_flags}
+        if live := live_launch(snapshot):
+            state, launch = live
+            when = launch.rest[0].numbered if launch.rest else "no phase left"
+            changed = {flag.name: flag.value for flag in launch.next_flags}
             self._items = flag_list.items(state.environment, {}, changed, when, None)
             self.picker.heading = f"flags now → {when}"
         else:
-            planned = self.draft.planned_flags()
             draft = self.draft
+            planned = draft.planned_flags()
             self._items = flag_list.items({}, planned, draft.flags, "launch", draft.between)
             self.picker.heading = "flags now → next"
         self.picker.fill(
@@ -248,9 +226,8 @@ class Launch(Scrolls, View):
         )  # fmt: skip
 
     def _set(self, name: str, value: str | None) -> None:
-        live = live_launch(self.snapshot)
-        if live is not None:
-            self.console.set_flag(live, name, value)
+        if live := live_launch(self.snapshot):
+            self.console.set_flag(live[1], name, value)
             return
         if value is None:
             self.draft.flags.pop(name, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import partialmethod
 from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
@@ -12,13 +14,12 @@ from console.tui.rows import Row, rule
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.logtail import LogBook, log_rows
-from console.tui.widgets.scroll import Scrolls
+from console.tui.widgets.picker import Scrolls
 
 if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
 
 ALL = "all"
-SLACK = 2_000
 
 
 def highlighted(row: Row, needle: str) -> Row:
@@ -47,17 +48,10 @@ class LogPane(Lines, can_focus=True):
         if isinstance(self.parent, LogView):
             self.parent.redraw()
 
-    def on_mouse_scroll_down(self) -> None:
-        if isinstance(self.parent, LogView):
-            self.parent.scroll_by(3)
-
-    def on_mouse_scroll_up(self) -> None:
-        if isinstance(self.parent, LogView):
-            self.parent.scroll_by(-3)
-
 
 class LogView(Scrolls, View):
-    """`bottom` is the number of the line under the last one shown, None while it follows.
+    """`bottom` is the number of the line under the last one shown, None while it follows; `at`
+    is the number of the line that was found.
 
     Lines are numbered by their arrival, so what is held stays in place when new ones come.
     """
@@ -72,7 +66,7 @@ class LogView(Scrolls, View):
         self.bottom: int | None = None
         self.at: int | None = None
         self.seen = 1
-        self._sources: dict[str, None] = {}
+        self._sources = [ALL]
         self._lines: list[tuple[int, LogLine]] = []
         self._seen: tuple[int, int, str] = (0, 0, "")
 
@@ -90,31 +84,36 @@ class LogView(Scrolls, View):
     def page(self) -> int:
         return max(1, self.seen - 1)
 
-    def _refresh_lines(self) -> None:
-        """Keeps the numbered lines of the chosen source; looks only at what is new."""
-        epoch, total, source = self._seen
-        if (epoch, source) != (self.book.epoch, self.source):
-            total, self._lines = 0, []
-            if epoch != self.book.epoch:
-                self.bottom = self.at = None
-                self._sources.clear()
-        oldest = self.book.total - len(self.book.lines)
-        for number, line in self.book.since(max(total, oldest)):
-            self._sources.setdefault(line.source)
-            if self.source in (ALL, line.source):
-                self._lines.append((number, line))
-        if self._lines and self._lines[0][0] < oldest - SLACK:
-            self._forget(oldest)
-        self._seen = (self.book.epoch, self.book.total, self.source)
+    def _index(self, number: int | None) -> int:
+        """Returns where the line with a number stands, or the next one; None is after the last."""
+        if number is None:
+            return len(self._lines)
+        return bisect_left(self._lines, number, key=lambda entry: entry[0])
 
-    def _forget(self, oldest: int) -> None:
-        """Drops the lines that the book has dropped; what is held on the screen stays in place."""
-        gone = sum(number < oldest for number, _ in self._lines)
-        del self._lines[:gone]
-        if self.bottom is not None:
-            self.bottom = max(0, self.bottom - gone)
-        if self.at is not None:
-            self.at = max(0, self.at - gone)
+    @property
+    def end(self) -> int:
+        """How many lines stand above the foot of the picture: at least as many as it shows."""
+        return max(min(self.seen, len(self._lines)), self._index(self.bottom))
+
+    def hold(self, end: int) -> None:
+        """Shows the lines before `end`; at the end of all it follows."""
+        end = max(min(self.seen, len(self._lines)), end)
+        self.bottom = None if end >= len(self._lines) else self._lines[end][0]
+        self.redraw()
+
+    def _refresh_lines(self) -> None:
+        """Chooses the lines of the source again when there are others."""
+        seen = (self.book.epoch, self.book.total, self.source)
+        if seen == self._seen:
+            return
+        if self.book.epoch != self._seen[0]:
+            self.bottom = self.at = None
+        self._seen = seen
+        self._sources = list(dict.fromkeys((ALL, *(line.source for line in self.book.lines))))
+        every = self.source == ALL
+        self._lines = [
+            held for held in self.book.since(0) if every or held[1].source == self.source
+        ]
 
     def redraw(self) -> None:
         pane = self.query_one(LogPane)
@@ -122,7 +121,7 @@ class LogView(Scrolls, View):
         if not width or not height:
             return
         self._refresh_lines()
-        end = len(self._lines) if self.bottom is None else min(self.bottom, len(self._lines))
+        end = self.end
         start, body = self._body(end, width, height - 1)
         self.seen = max(1, end - start)
         rows = [rule(self._title(), width, self._note(start, end), focused=pane.has_focus)]
@@ -137,14 +136,13 @@ class LogView(Scrolls, View):
             rows = log_rows(self._lines[start][1], width)
             if self.needle:
                 rows = [highlighted(row, self.needle) for row in rows]
-                if start == self.at:
+                if self._lines[start][0] == self.at:
                     rows[0] = marked(rows[0])
             body[:0] = rows
         return start, body[max(0, len(body) - height) :]
 
     def _title(self) -> str:
-        names = [ALL, *self._sources]
-        shown = "  ".join(f"[{name}]" if name == self.source else name for name in names)
+        shown = "  ".join(f"[{n}]" if n == self.source else n for n in self._sources)
         return f"log  {shown}"
 
     def _note(self, start: int, end: int) -> str:
@@ -154,29 +152,30 @@ class LogView(Scrolls, View):
         return f"{found}{start + 1}–{end} of {len(self._lines)}  G follows"
 
     def scroll_by(self, by: int) -> None:
-        end = len(self._lines) if self.bottom is None else self.bottom
-        end = max(min(self.seen, len(self._lines)), end + by)
-        self.bottom = None if end >= len(self._lines) else end
-        self.redraw()
+        self.hold(self.end + by)
 
-    def do_right(self) -> None:
-        self._choose(1)
+    def on_mouse_scroll_down(self) -> None:
+        self.scroll_by(3)
 
-    def do_left(self) -> None:
-        self._choose(-1)
+    def on_mouse_scroll_up(self) -> None:
+        self.scroll_by(-3)
 
     def _choose(self, by: int) -> None:
-        names = [ALL, *self._sources]
-        self.source = names[(names.index(self.source) + by) % len(names)]
+        names = self._sources
+        index = names.index(self.source) if self.source in names else 0
+        self.source = names[(index + by) % len(names)]
         self.bottom = self.at = None
         self.redraw()
+
+    do_right, do_left = partialmethod(_choose, 1), partialmethod(_choose, -1)
 
     def do_find(self) -> None:
         from console.tui.widgets.editor import Editor
 
-        app: ConsoleApp = self.app  # type: ignore[assignment]
         hint = "a text; n and N go to the next and the one before; empty clears"
-        app.open_overlay(Editor("find in the log", self.needle, hint, lambda _: "", self.find))
+        self.console.open_overlay(
+            Editor("find in the log", self.needle, hint, lambda _: "", self.find)
+        )
 
     def find(self, needle: str) -> None:
         """Goes to the newest line with a text."""
@@ -186,34 +185,26 @@ class LogView(Scrolls, View):
             self._step(-1)
         self.redraw()
 
-    def do_find_next(self) -> None:
-        self._step(1)
-
-    def do_find_previous(self) -> None:
-        self._step(-1)
-
     def _step(self, by: int) -> None:
-        app: ConsoleApp = self.app  # type: ignore[assignment]
         if not self.needle:
             self.do_find()
             return
         low = self.needle.lower()
-        index = len(self._lines) if self.at is None else self.at
-        index += by
+        index = self._index(self.at) + by
         while 0 <= index < len(self._lines):
             if low in self._lines[index][1].text.lower():
-                self.at = index
-                end = max(min(self.seen, len(self._lines)), index + 1 + self.seen // 2)
-                self.bottom = None if end >= len(self._lines) else end
-                self.redraw()
+                self.at = self._lines[index][0]
+                self.hold(index + 1 + self.seen // 2)
                 return
             index += by
-        app.say(f"no {'later' if by > 0 else 'earlier'} line with {self.needle!r}", "error")
+        where = "later" if by > 0 else "earlier"
+        self.console.say(f"no {where} line with {self.needle!r}", "error")
+
+    do_find_next, do_find_previous = partialmethod(_step, 1), partialmethod(_step, -1)
 
     def copied(self) -> str:
-        pane = self.query_one(LogPane)
-        end = len(self._lines) if self.bottom is None else self.bottom
-        shown = self._lines[max(0, end - pane.size.height + 1) : end]
+        height = self.query_one(LogPane).size.height
+        shown = self._lines[max(0, self.end - height + 1) : self.end]
         return "\n".join(f"{line.source} {line.text}" for _, line in shown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partialmethod
 from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
@@ -14,9 +15,8 @@ from console.tui.feed import Snapshot
 from console.tui.rows import Row, columns, cut, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
-from console.tui.widgets.picker import GUTTER, Picker
+from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS
-from console.tui.widgets.scroll import Scrolls
 from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
 
 if TYPE_CHECKING:
@@ -63,19 +63,13 @@ def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int) -> list[
     return rows
 
 
-WIDTHS = (4, -7, 9, -4, 9, -4, -5, -6)
-HEADINGS = ("rank", "step", "phase", "for", "process", "use", "power", "coll.")
+COLUMNS = (
+    ("rank", 4), ("step", -7), ("phase", 9), ("for", -4), ("process", 9), ("use", -4),
+    ("power", -5), ("coll.", -6),
+)  # fmt: skip
+"""Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
-
-
-def heading_row(width: int) -> str:
-    """Returns the names of the columns."""
-    cells = [(name, w, "") for name, w in zip(HEADINGS, WIDTHS, strict=True)]
-    return text_of(columns([*cells, ("top frame", 9, "")]))
-
-
-def _frame_width(width: int) -> int:
-    return max(0, width - sum(map(abs, WIDTHS)) - len(WIDTHS) - MARK_WIDTH)
+HEADING = text_of(columns([*((name, width, "") for name, width in COLUMNS), ("top frame", 9, "")]))
 
 
 def _rank_cells(
@@ -86,19 +80,20 @@ def _rank_cells(
     power = fmt.watts(gpu.power_w) if gpu else ""
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
+    texts = (
+        (str(rank.rank), style or "strong"),
+        (fmt.count(pulse.step) if pulse else fmt.DASH, style),
+        (pulse.phase if pulse else fmt.DASH, style),
+        (fmt.age(pulse.since_s) if pulse else fmt.DASH, style),
+        (rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH), style),
+        (use, ""),
+        (power, ""),
+        (fmt.short(float(pulse.collectives)) if pulse else fmt.DASH, ""),
+    )
+    cells = [(t, w, s) for (_, w), (t, s) in zip(COLUMNS, texts, strict=True)]
     frame = top_frame(stack)
-    process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
-    return [
-        (str(rank.rank), WIDTHS[0], style or "strong"),
-        (fmt.count(pulse.step) if pulse else fmt.DASH, WIDTHS[1], style),
-        (pulse.phase if pulse else fmt.DASH, WIDTHS[2], style),
-        (fmt.age(pulse.since_s) if pulse else fmt.DASH, WIDTHS[3], style),
-        (process, WIDTHS[4], style),
-        (use, WIDTHS[5], ""),
-        (power, WIDTHS[6], ""),
-        (fmt.short(float(pulse.collectives)) if pulse else fmt.DASH, WIDTHS[7], ""),
-        (frame.short if frame else "", _frame_width(width), ""),
-    ]
+    left = width - sum(abs(w) for _, w in COLUMNS) - len(COLUMNS) - MARK_WIDTH
+    return [*cells, (frame.short if frame else "", max(0, left), "")]
 
 
 def evidence_rows(verdict: Verdict | None, width: int, height: int) -> list[Row]:
@@ -161,7 +156,7 @@ class Stall(Scrolls, View):
         width = self.size.width
         if state is None or not width:
             return
-        self.picker.heading = " " * GUTTER + cut(heading_row(width - GUTTER), width - GUTTER)
+        self.picker.heading = " " * GUTTER + cut(HEADING, width - GUTTER)
         self.picker.fill(rank_rows(state, snapshot.stacks, width - GUTTER))
 
     def fit_panels(self) -> None:
@@ -173,22 +168,18 @@ class Stall(Scrolls, View):
         self.set_height(self.picker, min(len(state.ranks) + 1, max(3, height // 2 - 1)))
         self.set_height(self.query_one(EvidencePanel), min(evidence, max(3, height // 4)))
 
-    def do_right(self) -> None:
-        self._shift(1)
-
-    def do_left(self) -> None:
-        self._shift(-1)
-
     def _shift(self, by: int) -> None:
         panel = self.query_one(StacksPanel)
         panel.first = max(0, panel.first + by)
         panel.redraw()
 
+    do_right, do_left = partialmethod(_shift, 1), partialmethod(_shift, -1)
+
     def do_open(self) -> None:
         """Opens the whole stack of the rank under the cursor."""
         from console.tui.screens.help import Reader
 
-        app: ConsoleApp = self.app  # type: ignore[assignment]
+        app = self.console
         snapshot = self.snapshot
         ranks = snapshot.state.ranks if snapshot and snapshot.state else ()
         if snapshot is None or not ranks:
@@ -201,11 +192,6 @@ class Stall(Scrolls, View):
             return
         rows = whole_rows(stack, app.size.width - 1)
         app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))
-
-    def copied(self) -> str:
-        panels = [*self.query(VerdictPanel), self.picker, *self.query(StacksPanel)]
-        panels += [*self.query(EvidencePanel)]
-        return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 
 def make(app: ConsoleApp) -> Stall:

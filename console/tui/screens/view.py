@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
 from console.tui.feed import Snapshot
-from console.tui.widgets.lines import Panel
+from console.tui.rows import text_of
+from console.tui.widgets.lines import Lines, Panel
+
+if TYPE_CHECKING:
+    from console.tui.main import ConsoleApp
+
+
+def shown_text(panels: Iterable[Lines]) -> str:
+    """Returns the rows that stand in some panels, without their styles."""
+    return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 
 class Main(Screen[None]):
@@ -31,6 +43,10 @@ class View(Widget):
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
     snapshot: Snapshot | None = None
 
+    @property
+    def console(self) -> ConsoleApp:
+        return self.app  # type: ignore[return-value]
+
     def take(self, snapshot: Snapshot) -> None:
         """Shows a snapshot in all panels."""
         self.snapshot = snapshot
@@ -50,7 +66,7 @@ class View(Widget):
 
     def copied(self) -> str:
         """Returns what `y` copies."""
-        return ""
+        return shown_text(self.query(Lines))
 
     def set_height(self, widget: Widget, height: int) -> None:
         """Sets a height only when it differs: a layout costs a repaint."""

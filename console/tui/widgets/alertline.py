@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from console.model import BAD_STATES, Gate, LaunchState, Level, RunState
+from console.model import BAD_STATES, LEVELS, Gate, LaunchState, Level, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
 from console.tui.palette import LEVEL_STYLE
@@ -14,7 +14,6 @@ from console.tui.widgets.lines import Panel
 
 BLOCKED_S = 2.0
 SILENT_S = 5.0
-ORDER: dict[Level, int] = {"crit": 0, "warn": 1, "info": 2}
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  note"}
 
 
@@ -52,7 +51,7 @@ def notices(snapshot: Snapshot, late_s: float = 0.0) -> list[Notice]:
     found += _of_gates(state.gates)
     if state.skipped_records:
         found.append(Notice("info", f"{state.skipped_records:,} records could not be read"))
-    return sorted(found, key=lambda notice: ORDER[notice.level])
+    return sorted(found, key=lambda notice: LEVELS.index(notice.level))
 
 
 KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "go on", "E": "flags", "D": "dump", "H": "halt"}
@@ -60,9 +59,8 @@ KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "go on", "E": "flags", "D": "dum
 
 def _of_state(state: RunState, has_more: bool) -> list[Notice]:
     if state.state == "stalled":
-        if state.verdict is not None:
-            return [] if has_more else [Notice("crit", state.verdict.sentence, "3 diagnose")]
-        return [] if has_more else [Notice("crit", state.why or "no rank moves on", "3 diagnose")]
+        said = state.verdict.sentence if state.verdict else state.why or "no rank moves on"
+        return [] if has_more else [Notice("crit", said, "3 diagnose")]
     if state.state in BAD_STATES:
         return [Notice("crit", f"{state.state}: {state.why or 'no reason was left'}", "4 logs")]
     if state.state == "unsupervised":
@@ -75,8 +73,7 @@ def _of_state(state: RunState, has_more: bool) -> list[Notice]:
 def _of_launch(launch: LaunchState | None) -> list[Notice]:
     if launch is None or launch.state != "waiting":
         return []
-    following = launch.phases[launch.phase + 1 :]
-    name = f"{following[0].index + 1} {following[0].name}" if following else "the next phase"
+    name = launch.rest[0].numbered if launch.rest else "the next phase"
     return [Notice("warn", f"waits for you before phase {name}", "L go on  E flags  H end")]
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from console.history import Series
+from console.history import Points
 from console.tui import chartmath
 from console.tui import format as fmt
 from console.tui.chartmath import Mode
@@ -45,10 +45,10 @@ class Time:
 
 
 def chart_rows(
-    chart: Chart, series: Mapping[str, Series], when: Time, width: int, height: int, mode: Mode
+    chart: Chart, series: Mapping[str, Points], when: Time, width: int, height: int, mode: Mode
 ) -> list[Row]:
     """Returns title, body with an axis from its lowest to its highest value, and the time axis."""
-    held = [series[name].points for name in chart.names if name in series and series[name].points]
+    held = [points for name in chart.names if (points := series.get(name))]
     if not held or width < LABEL + 2:
         return [rule(chart.title, width, "no data yet")]
     start, span = when.window()
@@ -121,7 +121,7 @@ class ChartPanel(Panel):
         state, chart = snapshot.state, self.chart
         if state is None or chart is None or height < 3:
             return []
-        points = [s.points for n in chart.names if (s := snapshot.charts.get(n)) and s.points]
+        points = [held for name in chart.names if (held := snapshot.charts.get(name))]
         first = min((p[0][0] for p in points), default=snapshot.now)
         when = Time(first, max((p[-1][0] for p in points), default=snapshot.now), self.span_s)
         mark = (chart, when.window(), width, height, [(len(p), p[-1]) for p in points])

@@ -29,12 +29,6 @@ def question_rows(question: Question, width: int) -> list[Row]:
     return rows
 
 
-class ChoiceButton(FlatButton):
-    def __init__(self, label: str, choice: Choice | None, id: str):
-        super().__init__(label, id)
-        self.choice = choice
-
-
 class Confirm(Overlay):
     """Calls `then` with the choice; No and Escape call nothing."""
 
@@ -62,9 +56,9 @@ class Confirm(Overlay):
         if self.question.typed:
             yield Input(placeholder=f"type {self.question.typed} to go on", compact=True)
         with Horizontal(classes="buttons"):
-            yield ChoiceButton("No", None, "no")
+            yield FlatButton("No", "no")
             for index, choice in enumerate(self.question.choices):
-                button = ChoiceButton(choice.word, choice, f"choice{index}")
+                button = FlatButton(choice.word, f"choice{index}", choice)
                 button.disabled = bool(self.question.typed)
                 yield button
             hint = Lines(id="hint")
@@ -77,17 +71,16 @@ class Confirm(Overlay):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         allowed = event.value.strip() == self.question.typed
-        for button in self.query(ChoiceButton):
-            if button.choice is not None:
-                button.disabled = not allowed
+        for button in self.query(FlatButton):
+            button.disabled = button.means is not None and not allowed
 
     def on_input_submitted(self) -> None:
         self.query_one("#no").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()
-        if isinstance(event.button, ChoiceButton):
-            self._decide(event.button.choice)
+        if isinstance(event.button, FlatButton):
+            self._decide(event.button.means)
 
     def _decide(self, choice: Choice | None) -> None:
         self.close()

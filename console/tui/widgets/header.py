@@ -47,11 +47,10 @@ def _name(state: RunState, width: int) -> list[Row]:
     launch = state.launch
     if launch is None or not launch.phases:
         return [((cut(long, limit), "strong"),) for limit in (64, 30)]
-    phase = launch.phases[launch.phase].name
     stamp = launch.id.removeprefix(f"{launch.plan}-").partition("-")[2]
-    forms = [f"{launch.plan} {phase}"]
+    forms = [f"{launch.plan} {launch.current}"]
     if len(stamp) >= 6 and stamp[:6].isdigit():
-        forms.insert(0, f"{launch.plan} {stamp[:4]} {phase}")
+        forms.insert(0, f"{launch.plan} {stamp[:4]} {launch.current}")
     if width >= FULL_NAME_WIDTH:
         forms.insert(0, long)
     return [((cut(form, 64), "strong"),) for form in forms]

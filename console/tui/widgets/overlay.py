@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
@@ -55,7 +57,8 @@ class Overlay(Widget):
 
 
 class FlatButton(Button):
-    """A button of one line in the terminal's own colours, without animation."""
+    """A button of one line in the terminal's own colours, without animation; `means` is what it
+    stands for: the id of a key, a choice, or None for No."""
 
     DEFAULT_CSS = """
     FlatButton, FlatButton:ansi.-style-default.-textual-compact {
@@ -68,6 +71,7 @@ class FlatButton(Button):
     }
     """
 
-    def __init__(self, label: str, id: str):
+    def __init__(self, label: str, id: str, means: Any = None):
         super().__init__(Content(f"[ {label} ]"), id=id, compact=True)
+        self.means = means
         self.active_effect_duration = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from console.model import Gate, LaunchState, PhaseState
+from console.model import RESULTS, Gate, PhaseState
+from console.sources.documents import setting_int
 from console.tui import format as fmt
 from console.tui.palette import STATE_STYLE
 from console.tui.rows import Row, columns, fill, rule, width_of, wrap
@@ -20,16 +21,11 @@ def planned_phases(plan: Any) -> tuple[PhaseState, ...]:
     return tuple(
         PhaseState(
             index=i, name=phase.name, proves=phase.proves, state="next" if i == 0 else "later",
-            why="", result="", steps=None, steps_planned=_steps(phase.set), started_ts=None,
-            ended_ts=None, dir="",
+            why="", result="", steps=None, started_ts=None, ended_ts=None, dir="",
+            steps_planned=setting_int({"set": phase.set}, "train.steps"),
         )
         for i, phase in enumerate(plan.phases)
     )  # fmt: skip
-
-
-def _steps(settings: Mapping[str, Any]) -> int | None:
-    value = settings.get("train.steps")
-    return value if isinstance(value, int) else None
 
 
 def phase_rows(
@@ -82,7 +78,7 @@ def _phase_row(
         [
             ("▸" if is_current else " ", 1, "now"),
             (
-                f"{phase.index + 1} {phase.name}",
+                phase.numbered,
                 max(12, min(18, width - 45)),
                 "strong" if is_current else "",
             ),
@@ -124,10 +120,9 @@ def _pending(name: str, bound: str) -> str:
 
 def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
     """Returns the checks before a launch, what fails first."""
-    order = {"fail": 0, "unknown": 1, "pass": 2}
     cells = [
         (*SIGNS[check.result], f"{check.name}: {check.text}")
-        for check in sorted(checks, key=lambda check: order[check.result])
+        for check in sorted(checks, key=lambda check: RESULTS.index(check.result))
     ]
     failed = sum(check.result == "fail" for check in checks)
     note = (
@@ -158,10 +153,3 @@ def grid(
             row += [(f"{sign} ", style), (fill(text, each - 3), ""), (" ", "")]
         rows.append(tuple(row))
     return rows[:height]
-
-
-def current_phases(launch: LaunchState | None, plan: Any) -> tuple[PhaseState, ...]:
-    """Returns the phases to show: of the launch, or of the plan that could be launched."""
-    if launch is not None:
-        return launch.phases
-    return planned_phases(plan) if plan is not None else ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partialmethod
+from typing import Any
 
 from textual import events
 
@@ -12,6 +14,8 @@ from console.tui.widgets.lines import Lines
 MARK = "› "
 """Stands before the chosen row: it can be told without colour, and without the focus."""
 GUTTER = len(MARK)
+END = 1 << 40
+"""More rows than there can be."""
 
 
 class Picker(Lines, can_focus=True):
@@ -94,3 +98,31 @@ class Picker(Lines, can_focus=True):
         index = self.top + event.y - bool(self.heading)
         if self.cursor >= 0 and 0 <= index < len(self.items):
             self.move(index - self.cursor)
+
+
+class Scrolls:
+    """Gives a widget the keys of the table that scroll. As it is, they move its one `Picker`."""
+
+    def scroll_by(self, by: int) -> None:
+        """Moves by so many rows, as far as there are any."""
+        self.picker.move(by)
+
+    @property
+    def page(self) -> int:
+        """Rows that are seen at once."""
+        return self.picker.room
+
+    @property
+    def picker(self) -> Picker:
+        widget: Any = self
+        return widget.query_one(Picker)
+
+    def _scroll(self, by: int) -> None:
+        self.scroll_by(by)
+
+    def _scroll_pages(self, by: int) -> None:
+        self.scroll_by(by * self.page)
+
+    do_down, do_up = partialmethod(_scroll, 1), partialmethod(_scroll, -1)
+    do_top, do_bottom = partialmethod(_scroll, -END), partialmethod(_scroll, END)
+    do_page_down, do_page_up = partialmethod(_scroll_pages, 1), partialmethod(_scroll_pages, -1)

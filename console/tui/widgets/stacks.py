@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from console.diagnose.stall import spans
 from console.sources.stacks import Frame, Stack
 from console.tui import format as fmt
 from console.tui.rows import Row, fill, rule
@@ -42,16 +43,7 @@ def grouped(stacks: Mapping[int, Stack]) -> list[Group]:
 
 def rank_list(ranks: Sequence[int]) -> str:
     """Returns `0–2,4–7`: ranks as short as they can be written."""
-    parts: list[str] = []
-    start = before = None
-    for rank in [*sorted(ranks), None]:
-        if start is not None and before is not None and rank != before + 1:
-            parts.append(str(start) if start == before else f"{start}–{before}")
-            start = None
-        if start is None:
-            start = rank
-        before = rank
-    return ",".join(parts)
+    return ",".join(spans(ranks, "–"))
 
 
 def top_frame(stack: Stack | None) -> Frame | None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console import plain
 from console.history import MAX_SERIES, History
 from console.sources import presence
 from console.sources.run import RunSource
@@ -68,7 +69,7 @@ def test_new_records_arrive_by_the_next_look_and_the_history_grows(launch):
     directory.beat(run, 0, 2, loss="nan", steps_dt_s=[0.2])
     state = source.poll()
     assert math.isnan(state.figures["loss"].value)
-    assert [value for _, value in source.history.series("loss").points] == [5.0]
+    assert [value for _, value in source.history.series("loss")] == [5.0]
 
 
 def test_the_next_phase_replaces_the_run_and_its_history(launch):
@@ -83,7 +84,7 @@ def test_the_next_phase_replaces_the_run_and_its_history(launch):
     after = source.poll()
     assert after.id == "toy/1-second"
     assert after.figures == {}
-    assert source.history.series("loss").points == ()
+    assert source.history.series("loss") == ()
 
 
 def test_live_pulses_are_read_from_shared_memory(launch):
@@ -232,7 +233,7 @@ def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
         state = source.poll()
     assert (state.behind_bytes, state.step) == (0, 399)
     assert [alert.id for alert in state.alerts] == ["a"]
-    assert len(source.history.series("loss").points) == 399
+    assert len(source.history.series("loss")) == 399
     assert RunSource(launch).poll().step == 399
 
 
@@ -304,9 +305,39 @@ def test_only_a_live_directory_of_ours_is_one(named):
 
 def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
     history = History()
-    for rank in range(MAX_SERIES + 100):
-        history.add(f"rss_mib:{rank}", 1.0, 2.0)
-    assert len(history.names()) == MAX_SERIES
+    names = [f"rss_mib:{rank}" for rank in range(MAX_SERIES + 100)]
+    for name in names:
+        history.add(name, 1.0, 2.0)
+    assert sum(bool(history.series(name)) for name in names) == MAX_SERIES
+
+
+def test_numbers_that_no_figure_can_be_are_left_out(launch):
+    """They would raise where a figure, an ETA or a date is made of them."""
+    run, huge = launch / "0-first", 10**400
+    born = json.loads((run / rundir.RUN).read_text())
+    born["settings"] = {"train.steps": {"value": huge}}
+    directory.document(run / rundir.RUN, born)
+    directory.beat(run, 0, 1, loss=5.0, ts=time.time() - 5, steps_dt_s=[0.2])
+    directory.beat(run, 0, 2, loss=4.0, ts=1e300, steps_dt_s=[huge, 0.2])
+    source = RunSource(launch)
+    state = source.poll()
+    assert state.steps_planned is None
+    assert state.figures["step_p50_s"].window == "last 2 steps"
+    assert [value for _, value in source.history.series("loss")] == [5.0]
+    assert list(plain.status_lines(state))
+
+
+def test_the_points_of_a_series_stand_in_the_order_of_their_times(launch):
+    """A rank's memory is in samples and in heartbeats, and files are read one after the other."""
+    run, now = launch / "0-first", time.time()
+    for second in range(5):
+        directory.beat(run, 1, second, rss_mib=3.0, ts=now + second)
+        directory.sample(run, ts=now + second, ranks=[{"rank": 1, "rss_mib": 2.0}])
+    source = RunSource(launch)
+    source.poll()
+    points = source.history.series("rss_mib:1")
+    assert len(points) == 5
+    assert list(points) == sorted(points)
 
 
 VALUES = st.recursive(

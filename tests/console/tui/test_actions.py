@@ -14,6 +14,7 @@ from console.tui.questions import CannotAsk
 from console.tui.rows import text_of
 from console.tui.widgets.confirm import question_rows
 from console.tui.widgets.flags import next_value
+from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, drive, picture, until
 from trainers.contract.errors import ContractError
@@ -295,6 +296,31 @@ def test_the_picture_is_held_and_let_go():
         assert "41/100" in picture(app)
         await pilot.press("p")
         await until(pilot, lambda: "picture paused" not in picture(app))
+
+    drive(app, body)
+
+
+def test_a_copy_that_no_file_takes_is_on_the_clipboard_and_the_screen_lives(monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/nowhere")
+    app = app_on(recorded.waiting())
+
+    async def body(pilot):
+        await pilot.press("2", "y")
+        await until(
+            pilot, lambda: "to the clipboard; not to a file: Not a directory" in picture(app)
+        )
+        assert app.clipboard.startswith("OMP_NUM_THREADS=1 torchrun")
+
+    drive(app, body)
+
+
+def test_a_launch_that_begins_elsewhere_is_shown_where_there_was_none(tmp_path):
+    app = app_on(root=tmp_path)
+
+    async def body(pilot):
+        assert app.snapshot.state is None
+        directory.launch(tmp_path)
+        await until(pilot, lambda: app.snapshot.state is not None)
 
     drive(app, body)
 

@@ -95,6 +95,15 @@ def test_a_mistake_of_ours_is_one_sentence_and_says_where_the_traceback_lies(tmp
     assert "action_key" in (tmp_path / "nsa-console" / "crash.txt").read_text()
 
 
+def test_a_mistake_is_one_sentence_also_where_no_file_takes_the_traceback(tmp_path):
+    with console(Path("/dev/null/nowhere"), BREAKS + OPEN) as terminal:
+        terminal.wait("q leave")
+        terminal.press("?")
+        assert terminal.wait_exit() == 5
+        assert "the traceback is lost (Not a directory)" in " ".join(terminal.text.split())
+        assert "Traceback" not in terminal.text
+
+
 SIZES = [(80, 24), (20, 5), (1, 1), (300, 10), (79, 23), (120, 40)]
 
 
@@ -114,3 +123,10 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
         terminal.press("q")
         assert terminal.wait_exit() == 0
         assert terminal.left_on() == []
+
+
+def test_a_terminal_that_cannot_place_a_cursor_is_refused_in_one_sentence(tmp_path):
+    words = [sys.executable, "-m", "console", "--root", str(tmp_path)]
+    with Terminal(words, ROOT, {"TERM": "dumb"}) as terminal:
+        assert terminal.wait_exit() == 2
+        assert "this terminal cannot show the screen" in " ".join(terminal.text.split())

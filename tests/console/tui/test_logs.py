@@ -8,6 +8,7 @@ import pytest
 
 from console.model import LogLine
 from console.tui.main import Fresh
+from console.tui.widgets.logtail import BACKLOG
 from tests.console.tui import recorded
 from tests.console.tui.recorded import app_on, drive, lines, picture, until
 
@@ -97,5 +98,12 @@ def test_what_is_held_in_the_log_stays_when_lines_come(logged):
         await pilot.press("G")
         await pilot.pause()
         assert "new 4" in picture(app)
+        await pilot.press("g")
+        many = tuple(LogLine("r0", f"later {i}") for i in range(BACKLOG))
+        app.on_fresh(Fresh(dataclasses.replace(snapshot, log=many)))
+        await pilot.pause()
+        assert "later 0 " in f"{lines(app)[3]} "
+        assert "[all]  r0" in lines(app)[2]
+        assert "r1" not in lines(app)[2]
 
     drive(app, body)

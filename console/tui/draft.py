@@ -1,0 +1,61 @@
+"""The launch that is being prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from console.tui import questions
+from console.tui.questions import CannotAsk
+
+
+class Draft:
+    """What would be launched: a plan with the operator's flags, and what its preflight said.
+
+    Launched from the screen it asks between phases, unless the operator says `go`.
+    """
+
+    def __init__(self, plan_name: str, root: Path):
+        self.plan_name, self.root = plan_name, root
+        self.flags: dict[str, str] = {}
+        self.between = "ask"
+        self.prepared: Any = None
+        self.trouble = ""
+
+    def options(self, actions: Any) -> Any:
+        return actions.LaunchOptions(
+            plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root
+        )
+
+    @property
+    def plan(self) -> Any:
+        return self.prepared.plan if self.prepared is not None else None
+
+    @property
+    def checks(self) -> tuple[Any, ...]:
+        return self.prepared.checks if self.prepared is not None else ()
+
+    def shell(self) -> str:
+        """Returns the exact command of the first phase, with its flags."""
+        return self.prepared.phases[0].shell() if self.prepared is not None else ""
+
+    def planned_flags(self) -> Mapping[str, str]:
+        """Returns the flags that the plan itself gives its first phase."""
+        plan = self.plan
+        return {**plan.env, **plan.phases[0].flags} if plan is not None else {}
+
+    def question(self, host: str) -> questions.Question:
+        """Returns what is asked before the launch. Raises CannotAsk when it would be refused."""
+        if self.trouble:
+            raise CannotAsk(self.trouble)
+        if self.prepared is None:
+            raise CannotAsk("the plan is still being checked; press L again in a moment")
+        failed = [check for check in self.checks if check.result == "fail"]
+        if failed:
+            raise CannotAsk(f"not launched: {failed[0].text}")
+        plan = self.plan
+        ranks = max(phase.nproc for phase in plan.phases)
+        names = [phase.name for phase in plan.phases]
+        where = str(self.prepared.directory)
+        return questions.launch(plan.name, ranks, names, where, host, self.flags, self.between)
