@@ -1,28 +1,96 @@
-"""Softmax attention of grouped heads through torch's SDPA: R query heads share a key head."""
+"""Softmax attention of grouped heads through torch's SDPA: H query heads share G key heads."""
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nsa.backends import Switches
+from nsa.tables import cached_table
+
+FOLDED_UP_TO, FOLDED_TOKENS = 1024, 64
+"""Sequences whose causal attention folds heads into rows, and tokens at a time."""
+
+_ALL_BUT_FLASH = [
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
+    """What SDPA may use inside the context; `refused`: flash cannot serve, so anything else."""
+    if switches.no_flash:
+        return sdpa_kernel(_ALL_BUT_FLASH)
+    if switches.flash_only and not refused:
+        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    return nullcontext()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention with an additive mask, in which every query must see at least one key.
 
-    `q` `[N, R, S, Dk]`, `k` `[N, T, Dk]`, `v` `[N, T, Dv]`, `bias` `[N or 1, 1, S, T]`, of 0 and
-    -inf, → `[N, R, S, Dv]`.
+    `q` `[N, H, S, Dk]`, `k` `[N, G, T, Dk]`, `v` `[N, G, T, Dv]`, `bias` of 0 and -inf that
+    broadcasts to `[N, H, S, T]`, → `[N, H, S, Dv]`.
     """
-    k, v = share(k, q.shape[1]), share(v, q.shape[1])
-    return F.scaled_dot_product_attention(q, k, v, bias.expand(q.shape[0], -1, -1, -1))
+    k, v, native = share(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=native)
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of each token to itself and all before it; shapes as in `attend`, T = S."""
-    if k.shape[1] != q.shape[2]:
+    if k.shape[2] != q.shape[2]:
         # is_causal aligns queries and keys at their first token, which is right for equal lengths.
-        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[1]} keys.")
-    k, v = share(k, q.shape[1]), share(v, q.shape[1])
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[2]} keys.")
+    k, v, native = share(q, k, v)
+    if native and q.shape[2] <= FOLDED_UP_TO and _keeps_threads_busy(k):
+        return _attend_folded(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=native)
 
 
-def share(x: Tensor, heads: int) -> Tensor:
-    """`[N, T, D]` → `[N, heads, T, D]`, without a copy."""
-    return x.unsqueeze(1).expand(-1, heads, -1, -1)
+def _keeps_threads_busy(k: Tensor) -> bool:
+    """Whether the kernel's backward, which gives a thread whole heads, has one for each thread
+    where a group is one head. Unknown, so no, while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        return False
+    return k.shape[0] * k.shape[1] >= torch.get_num_threads()
+
+
+def _attend_folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`attend_causal` for few tokens on the CPU, whose kernel works on blocks of 32 or 64 rows, a
+    third slower than on 256, where a head has few. Here the heads of a group are rows too."""
+    groups, pieces = k.shape[1], []
+    heads = q.shape[1] // groups
+    for begin in range(0, q.shape[2], FOLDED_TOKENS):
+        rows = q[:, :, begin : begin + FOLDED_TOKENS].unflatten(1, (groups, heads)).transpose(2, 3)
+        count = rows.shape[2]
+        end = begin + count
+        bias = causal_rows(begin, count, heads, q.device, q.dtype)
+        out = attend(rows.flatten(2, 3), k[:, :, :end], v[:, :, :end], bias)
+        pieces.append(out.unflatten(2, (count, heads)).transpose(1, 2).flatten(2, 3))
+    # Joined as [N, S, H, D], the layout in which heads are merged.
+    return torch.cat(pieces, dim=1).transpose(1, 2)
+
+
+@cached_table
+def causal_rows(
+    first: int, count: int, heads: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask `[count · heads, first + count]`: each token sees those up to itself."""
+    token = first + torch.arange(count, device=device).repeat_interleave(heads)[:, None]
+    hidden = torch.arange(first + count, device=device) > token
+    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def share(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Keys and values for SDPA, and whether it is to share them among heads by itself.
+
+    Its CPU flash kernel does so without a copy, also of their gradients. Elsewhere, the kernels
+    that take a mask do not.
+    """
+    if q.shape[1] == k.shape[1] or (q.device.type == "cpu" and q.shape[-1] == v.shape[-1]):
+        return k, v, q.shape[1] != k.shape[1]
+    heads = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1), False

@@ -1,27 +1,44 @@
 """The attention layers: Native Sparse Attention (arXiv 2502.11089) and its dense control."""
 
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.attend import attend_causal
-from nsa.compress import BlockMean, BlockMLP, attend_compressed, to_blocks
-from nsa.config import ModelConfig
+from nsa.attend import allowed_kernels, attend, attend_causal
+from nsa.backends import Case, Route, Switches, effective, flash_attn_installed
+from nsa.cache import Cache, DenseCache
+from nsa.chunked import attend_chunked
+from nsa.compress import BlockMean, BlockMLP, attend_compressed, compressed_weights, to_blocks
+from nsa.config import ModelConfig, NSAConfig, compressed_blocks
+from nsa.decode import attend_token
+from nsa.flash import attend_flash_attn
 from nsa.gate import Gate
+from nsa.precision import widen
 from nsa.rope import rotate
-from nsa.select import attend_selected, importance, top_blocks
+from nsa.select import attend_ranges, attend_selected, importance, top_blocks
 from nsa.stats import gate_stats, selection_stats
 from nsa.window import attend_window
 
+_WINDOW = {"causal": attend_window, "banded": attend_window, "flash-attn": attend_flash_attn}
+_SELECTED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, NSAConfig], Tensor]] = {
+    "masked": attend_selected,
+    "chunked": attend_chunked,
+    "ranges": attend_ranges,
+}
 
-def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
-    """Apply several linear layers without bias to `x` as one product.
+
+def project(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """Several linear layers without bias applied to `x` as one product, side by side.
 
     One large product is faster than many narrow ones, and the gradient of `x` is summed inside it
     instead of being rounded after each layer.
     """
-    weight = torch.cat([layer.weight for layer in layers])
-    return list(F.linear(x, weight).split([layer.out_features for layer in layers], dim=-1))
+    return F.linear(x, torch.cat([layer.weight for layer in layers]))
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -41,13 +58,17 @@ class NSAttention(nn.Module):
     mixing rotated keys would cancel their fast components. A compressed key is then rotated to the
     position of its block's last token, the position at which it becomes visible: a query's distance
     to it starts at 0, like its distance to an ordinary key, and a cache can rotate it on arrival.
+
+    `fallbacks` counts forwards that could not follow a switch, by cause.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
         self.config = config
+        self.switches = switches or Switches()
         self.collecting = False
         self.stats: dict[str, Tensor] = {}
+        self.fallbacks: Counter[str] = Counter()
         keys, values = config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v
         self.q = nn.Linear(config.dim, config.n_heads * config.d_k, bias=False)
         self.k_cmp = nn.Linear(config.dim, keys, bias=False)
@@ -62,77 +83,196 @@ class NSAttention(nn.Module):
         else:
             self.phi_k = BlockMean()
             self.phi_v = BlockMean()
-        self.gate = Gate(config.dim, config.n_heads, config.nsa.gate)
+        fixed = self.switches.fixed_gate
+        self.gate = Gate(config.dim, config.n_heads, config.nsa.gate, fixed)
         self.out = nn.Linear(config.n_heads * config.d_v, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, S, dim]` → `[B, S, dim]`."""
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow those in it."""
+        if cache is not None and cache.length:
+            return torch.cat([self.step(token, cache) for token in x.split(1, dim=1)], dim=1)
+        routes = self.routes(x)
+        if routes["win"].name == "sequential":
+            return self.sequential(x, cache or self.new_cache())
+        q, *kv = self.project(x)
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = kv
+        k_blocks, v_blocks = self.summaries(k_cmp, v_cmp)
+        gates, logits = self.gate(x)
         nsa = self.config.nsa
-        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = self.project(x)
-        out_cmp, p_slc = self.compressed(q, k_cmp, v_cmp)
-        blocks = top_blocks(p_slc, nsa)
-        out_slc = attend_selected(q, k_slc, v_slc, blocks, nsa)
-        out_win = attend_window(q, k_win, v_win, nsa.window)
+        with self.kernels(routes["cmp"]):
+            out_cmp = attend_compressed(q, k_blocks, v_blocks, nsa.block_size, nsa.block_stride)
+        with self.kernels(routes["sel"]):
+            out_slc = self.selected(q, k_slc, v_slc, k_blocks, routes["sel"].name)
+        with self.kernels(routes["win"]):
+            out_win = _WINDOW[routes["win"].name](q, k_win, v_win, nsa.window)
+        if self.collecting:
+            self.collect(q, k_blocks, logits)
+        if cache is not None:
+            cache.append(kv)
+            cache.append_blocks(k_blocks, v_blocks)
+        return self.out(merge_heads(gated_sum(gates, out_cmp, out_slc, out_win).to(x.dtype)))
+
+    def step(self, x: Tensor, cache: Cache) -> Tensor:
+        """The token after those in the cache, `[B, 1, dim]` → `[B, 1, dim]`."""
+        size, first = self.config.nsa.block_size, cache.length
+        q, *kv = self.project(x, first)
+        cache.append(kv)
+        if cache.completes_block() or first == 0:
+            # The first token brings the shape of having no block, if not a block.
+            raw = (rows.view()[:, :, -size:] for rows in (cache.k_cmp, cache.v_cmp))
+            cache.append_blocks(*self.summaries(*raw, first=first))
+        branches = attend_token(q, cache, self.switches)
+        return self.out(merge_heads(gated_sum(self.gate(x)[0], *branches).to(x.dtype)))
+
+    def sequential(self, x: Tensor, cache: Cache) -> Tensor:
+        """`forward` with the attention of one token after the other.
+
+        In float32 at least: a key's gradient is a sum over the tokens, added up one by one."""
+        nsa = self.config.nsa
+        q, *kv = self.project(x)
+        k_blocks, v_blocks = self.summaries(kv[0], kv[1])
         gates, logits = self.gate(x)
         if self.collecting:
-            self.stats = gate_stats(logits, nsa.gate) | selection_stats(p_slc, blocks, nsa)
-        return self.out(merge_heads(gated_sum(gates, out_cmp, out_slc, out_win).to(q.dtype)))
+            self.collect(q, k_blocks, logits)
+        q, *kv = (widen(y) for y in (q, *kv))
+        steps = []
+        for t in range(x.shape[1]):
+            cache.append(y[:, :, t : t + 1] for y in kv)
+            new = slice(compressed_blocks(nsa, t), compressed_blocks(nsa, t + 1))
+            cache.append_blocks(k_blocks[:, :, new], v_blocks[:, :, new])
+            steps.append(attend_token(q[:, :, t : t + 1], cache, self.switches))
+        branches = (torch.cat(branch, dim=2) for branch in zip(*steps, strict=True))
+        return self.out(merge_heads(gated_sum(gates, *branches).to(x.dtype)))
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries `[B, G, H/G, S, Dk]`, then keys `[B, G, S, Dk]` and values `[B, G, S, Dv]` of the
-        compressed, selected and window branch; all rotated but the values and `k_cmp`."""
+    def new_cache(self) -> Cache:
+        return Cache(self.config.nsa)
+
+    def routes(self, x: Tensor) -> dict[str, Route]:
+        """How `forward(x)` computes each branch; counts what cannot be done as asked for."""
+        dtype = x.dtype
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        routes = routes_of(self.config, x.shape[1], x.device, dtype, self.switches)
+        if not torch.compiler.is_compiling():
+            for branch, route in routes.items():
+                if route.fallback:
+                    self.fallbacks[route.fallback] += 1
+                    _say_once(f"the branch {branch} is computed as {route.name}: {route.fallback}")
+        return routes
+
+    def kernels(self, route: Route):
+        """The context in which a branch calls SDPA."""
+        return allowed_kernels(self.switches, refused=bool(route.fallback))
+
+    def project(self, x: Tensor, first: int = 0) -> tuple[Tensor, ...]:
+        """Queries `[B, H, S, Dk]`, then keys `[B, G, S, Dk]` and values `[B, G, S, Dv]` of the
+        compressed, selected and window branch; all rotated but the values and `k_cmp`. `first` is
+        the position of the first token."""
         config, base = self.config, self.config.rope_base
-        q, *kv = project(
-            x, self.q, self.k_cmp, self.v_cmp, self.k_slc, self.v_slc, self.k_win, self.v_win
+        y = project(
+            x, self.q, self.k_slc, self.k_win, self.k_cmp, self.v_slc, self.v_win, self.v_cmp
         )
-        q = rotate(split_heads(q, config.n_heads), base).unflatten(1, (config.n_kv_groups, -1))
-        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (split_heads(y, config.n_kv_groups) for y in kv)
-        return q, k_cmp, v_cmp, rotate(k_slc, base), v_slc, rotate(k_win, base), v_win
+        if x.device.type == "cpu":
+            # Its kernels are no faster in low precision, and each rounding costs accuracy.
+            y = widen(y)
+        heads, groups = config.n_heads, config.n_kv_groups
+        rotated, plain = (heads + 2 * groups) * config.d_k, groups * config.d_k
+        turning, k_cmp, values = y.split([rotated, plain, y.shape[-1] - rotated - plain], dim=-1)
+        turned = rotate(split_heads(turning, heads + 2 * groups), base, first)
+        q, k_slc, k_win = turned.split([heads, groups, groups], dim=1)
+        v_slc, v_win, v_cmp = split_heads(values, 3 * groups).split(groups, dim=1)
+        return q, split_heads(k_cmp, groups), v_cmp, k_slc, v_slc, k_win, v_win
 
-    def compressed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The compressed branch `[B, G, H/G, S, Dv]`, and p_slc `[B, G, S, blocks]`, from what
-        `project` gives."""
+    def summaries(self, k: Tensor, v: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole compressed blocks (eq. 7), `[B, G, N, D]` in float32 at
+        least, keys rotated. `first` is the position of the first block's last token."""
+        size, stride = self.config.nsa.block_size, self.config.nsa.block_stride
+        k_blocks = self.phi_k(to_blocks(k, size, stride))
+        v_blocks = self.phi_v(to_blocks(v, size, stride))
+        first = size - 1 if first is None else first
+        return rotate(k_blocks, self.config.rope_base, first, stride), v_blocks
+
+    def selected(self, q: Tensor, k: Tensor, v: Tensor, k_blocks: Tensor, route: str) -> Tensor:
+        """The selected branch, `[B, H, S, Dv]`."""
+        if route == "causal":
+            return attend_causal(q, k, v)
+        blocks = top_blocks(self.scores(q, k_blocks), self.config.nsa)
+        if route == "chunked":
+            return attend_chunked(q, k, v, blocks, self.config.nsa, not self.switches.no_flash)
+        return _SELECTED[route](q, k, v, blocks, self.config.nsa)
+
+    def scores(self, q: Tensor, k_blocks: Tensor) -> Tensor:
+        """p_slc `[B, G, S, blocks]`."""
         nsa = self.config.nsa
-        size, stride = nsa.block_size, nsa.block_stride
-        k = self.phi_k(to_blocks(k, size, stride))
-        v = self.phi_v(to_blocks(v, size, stride))
-        k = rotate(k, self.config.rope_base, first=size - 1, step=stride)
-        out, p_cmp = attend_compressed(q, k, v, size, stride)
-        return out, importance(p_cmp, nsa)
+        p_cmp = compressed_weights(q, k_blocks, nsa.block_size, nsa.block_stride)
+        return importance(p_cmp, nsa, q.shape[2])
 
     def selected_blocks(self, x: Tensor) -> Tensor:
         """The blocks that `forward(x)` selects, `[B, G, S, n]` as from `top_blocks`."""
         q, k_cmp, v_cmp, *_ = self.project(x)
-        return top_blocks(self.compressed(q, k_cmp, v_cmp)[1], self.config.nsa)
+        return top_blocks(self.scores(q, self.summaries(k_cmp, v_cmp)[0]), self.config.nsa)
+
+    @torch.no_grad()
+    def collect(self, q: Tensor, k_blocks: Tensor, logits: Tensor) -> None:
+        """Leave the statistics of this forward in `stats`."""
+        nsa, p_slc = self.config.nsa, self.scores(q, k_blocks)
+        found = selection_stats(p_slc, top_blocks(p_slc, nsa), nsa)
+        self.stats = gate_stats(logits, nsa.gate) | found
 
 
 def gated_sum(gates: Tensor, *branches: Tensor) -> Tensor:
-    """Eq. 5: gates `[B, S, H, 3]`, branches `[B, G, H/G, S, Dv]` each → `[B, H, S, Dv]`."""
-    weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
-    cmp, slc, win = (
-        weight * branch.flatten(1, 2) for weight, branch in zip(weights, branches, strict=True)
-    )
-    return cmp + slc + win
+    """Eq. 5: gates `[B, S, H, 3]`, branches `[B, H, S, Dv]` each → `[B, H, S, Dv]`."""
+    first, *rest = zip(gates.transpose(1, 2).unsqueeze(-1).unbind(-2), branches, strict=True)
+    total = first[0] * first[1]
+    for weight, branch in rest:
+        total = torch.addcmul(total, weight, branch)
+    return total
 
 
 class DenseAttention(nn.Module):
     """Causal attention to all keys, with the same heads and groups: the control."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
         self.config = config
+        self.switches = switches or Switches()
         self.q = nn.Linear(config.dim, config.n_heads * config.d_k, bias=False)
         self.k = nn.Linear(config.dim, config.n_kv_groups * config.d_k, bias=False)
         self.v = nn.Linear(config.dim, config.n_kv_groups * config.d_v, bias=False)
         self.out = nn.Linear(config.n_heads * config.d_v, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, S, dim]` → `[B, S, dim]`."""
+    def new_cache(self) -> DenseCache:
+        return DenseCache()
+
+    def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
+        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow those in it."""
+        if cache is not None and cache.length and x.shape[1] > 1:
+            return torch.cat([self(token, cache) for token in x.split(1, dim=1)], dim=1)
         config = self.config
-        q, k, v = project(x, self.q, self.k, self.v)
-        q = rotate(split_heads(q, config.n_heads), config.rope_base)
-        k = rotate(split_heads(k, config.n_kv_groups), config.rope_base)
-        v = split_heads(v, config.n_kv_groups)
-        q = q.unflatten(1, (config.n_kv_groups, -1)).flatten(0, 1)
-        out = attend_causal(q, k.flatten(0, 1), v.flatten(0, 1))
-        return self.out(merge_heads(out.unflatten(0, (len(x), -1)).flatten(1, 2)))
+        first = cache.length if cache is not None else 0
+        heads, groups = config.n_heads, config.n_kv_groups
+        turning, v = project(x, self.q, self.k, self.v).split(
+            [(heads + groups) * config.d_k, groups * config.d_v], dim=-1
+        )
+        turned = rotate(split_heads(turning, heads + groups), config.rope_base, first)
+        q, k = turned.split([heads, groups], dim=1)
+        v = split_heads(v, groups)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        with allowed_kernels(self.switches, refused=config.d_k != config.d_v):
+            out = attend(q, k, v, None) if first else attend_causal(q, k, v)
+        return self.out(merge_heads(out))
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=2)
+
+
+def routes_of(
+    config: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype, switches: Switches
+) -> dict[str, Route]:
+    """How a model computes its attention on a device."""
+    name = str(dtype).removeprefix("torch.")
+    return effective(Case(config, seq_len, device.type, name, switches, flash_attn_installed()))

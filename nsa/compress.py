@@ -4,12 +4,22 @@ Its scores decide what is selected, so it computes in float32 from the blocks on
 of the model and even under autocast. It is the smallest of the branches.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa.attend import attend
 from nsa.precision import no_autocast, widen
 from nsa.tables import cached_table
+
+CHUNK = 1024
+"""Tokens that attend at a time; the blocks that the last of them does not see are left out."""
+FEW_BLOCKS = 64
+"""Blocks for which whole products are faster than a fused kernel."""
+SCORE_CHUNK = 512
+"""Tokens that are scored at a time."""
 
 
 class BlockMLP(nn.Module):
@@ -59,33 +69,70 @@ def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
 
 @cached_table
 def visibility(
-    n_rows: int, n_blocks: int, stride: int, device: torch.device, dtype: torch.dtype
+    first: int, n_rows: int, n_blocks: int, stride: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Additive mask `[n_rows, n_blocks]`: row r, the token that completes block 0 plus r, sees
-    block i iff it holds the block's last token or a later one: i · stride ≤ r."""
-    row = torch.arange(n_rows, device=device)[:, None]
-    block = torch.arange(n_blocks, device=device)[None, :]
-    hidden = block * stride > row
+    """Additive mask `[n_rows, n_blocks]` of rows first, first + 1, …, where row 0 is the token that
+    completes block 0: row r sees block i iff the block's last token is not after it, i·d ≤ r."""
+    row = first + torch.arange(n_rows, device=device)[:, None]
+    hidden = torch.arange(n_blocks, device=device)[None, :] * stride > row
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def attend_compressed(
-    q: Tensor, k: Tensor, v: Tensor, size: int, stride: int
-) -> tuple[Tensor, Tensor]:
-    """Attention to compressed blocks, and the attention weights summed over each group's heads.
+    q: Tensor, k: Tensor, v: Tensor, size: int, stride: int, first: int = 0
+) -> Tensor:
+    """Attention of tokens first, first + 1, … to the compressed blocks they see.
 
-    `q` `[B, G, R, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → output `[B, G, R, S, Dv]` and
-    p_cmp (eq. 8, summed over heads as in eq. 10) `[B, G, S, N]`, in float32 at least and without
-    gradient. Tokens t < size - 1 see no block: their rows are exactly 0 and no gradient flows.
+    `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`, computed in
+    float32 at least. Tokens t < size - 1 see no block: their rows are exactly 0 and no gradient
+    flows.
     """
-    blind = min(size - 1, q.shape[3])
+    blind = min(max(size - 1 - first, 0), q.shape[2])
+    pieces = [q.new_zeros(q.shape[0], blind, q.shape[1], v.shape[-1])]
     with no_autocast(q.device):
-        seeing = widen(q[:, :, :, blind:]) * q.shape[-1] ** -0.5
-        scores = seeing.flatten(2, 3) @ widen(k).mT
-        scores = scores.unflatten(2, seeing.shape[2:4])
-        mask = visibility(seeing.shape[3], k.shape[2], stride, q.device, scores.dtype)
-        weights = (scores + mask).softmax(-1)
-        out = weights.flatten(2, 3) @ widen(v)
-    out = out.unflatten(2, seeing.shape[2:4]).to(q.dtype)
-    p_cmp = weights.detach().sum(2)
-    return F.pad(out, (0, 0, blind, 0)), F.pad(p_cmp, (0, 0, blind, 0))
+        for rows, n, mask in _seeing(q, k, size, stride, first, CHUNK):
+            queries, keys, values = widen(q[:, :, rows]), widen(k[:, :, :n]), widen(v[:, :, :n])
+            if n < FEW_BLOCKS:
+                weights = _weights(queries, keys, mask)
+                out = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+                out = out.flatten(1, 2)
+            else:
+                out = attend(queries, keys, values, mask)
+            pieces.append(out.transpose(1, 2).to(q.dtype))
+    if len(pieces) == 1:
+        # The sum of nothing keeps the branch in the graph: its gradients are 0, not None.
+        pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)
+    # Joined as [B, S, H, D], the layout in which the heads are merged.
+    return torch.cat(pieces, dim=1).transpose(1, 2)
+
+
+@torch.no_grad()
+def compressed_weights(q: Tensor, k: Tensor, size: int, stride: int, first: int = 0) -> Tensor:
+    """p_cmp (eq. 8), summed over each group's heads as in eq. 10: `[B, G, S, N]`, in float32 at
+    least; shapes and `first` as in `attend_compressed`."""
+    p_cmp = widen(q).new_zeros(q.shape[0], k.shape[1], q.shape[2], k.shape[2])
+    with no_autocast(q.device):
+        for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
+            p_cmp[:, :, rows, :n] = _weights(widen(q[:, :, rows]), widen(k[:, :, :n]), mask).sum(2)
+    return p_cmp
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """`[B, G, H/G, S, N]`: the softmax of the scores."""
+    queries = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))
+    scores = queries.flatten(2, 3) @ k.mT
+    return scores.unflatten(2, queries.shape[2:4]).add_(mask).softmax(-1)
+
+
+def _seeing(
+    q: Tensor, k: Tensor, size: int, stride: int, first: int, chunk: int
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Chunks of the queries that see a block: their rows, how many blocks the last of them sees,
+    and their mask."""
+    begin = max(size - 1 - first, 0)
+    for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):
+        end = min(start + chunk, q.shape[2])
+        row = first + start - (size - 1)
+        n = min((row + end - 1 - start) // stride + 1, k.shape[2])
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        yield slice(start, end), n, visibility(row, end - start, n, stride, q.device, dtype)

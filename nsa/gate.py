@@ -1,5 +1,6 @@
 """The gate: how much of each branch a head takes, per token (paper, eq. 5)."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,12 +13,18 @@ class Gate(nn.Module):
 
     "sigmoid" (the paper): each branch is opened by itself, the weights need not add up to 1.
     "softmax": the branches compete and the weights add up to 1.
+
+    `fixed` replaces the weights of all tokens and heads, for ablations; the gate's own parameters
+    then get a gradient of 0.
     """
 
-    def __init__(self, dim: int, n_heads: int, kind: str) -> None:
+    def __init__(
+        self, dim: int, n_heads: int, kind: str, fixed: tuple[float, ...] | None = None
+    ) -> None:
         super().__init__()
         self.n_heads = n_heads
         self.kind = kind
+        self.fixed = fixed
         self.proj = nn.Linear(dim, N_BRANCHES * n_heads)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,7 +33,11 @@ class Gate(nn.Module):
         # A weight's gradient is a sum over a head's values; in bfloat16 it would be rounded twice.
         logits = widen(logits)
         weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
-        return weights, logits
+        if self.fixed is None:
+            return weights, logits
+        fixed = torch.tensor(self.fixed, dtype=weights.dtype, device=weights.device)
+        # Of both kinds of gate, these logits have the shares of the fixed weights.
+        return weights * 0 + fixed, fixed.log().clamp_min(-1e4).expand_as(logits)
 
 
 def branch_shares(logits: Tensor, kind: str) -> Tensor:

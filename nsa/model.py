@@ -1,14 +1,19 @@
 """The transformer: embedding, pre-norm blocks, norm, head."""
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import DenseAttention, NSAttention
+from nsa.backends import Switches
+from nsa.cache import Cache, DenseCache
 from nsa.compress import BlockMLP
 from nsa.config import ModelConfig
 from nsa.stats import over_layers
@@ -31,27 +36,32 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
+        attention = NSAttention if config.attention == "nsa" else DenseAttention
         self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attn = NSAttention(config) if config.attention == "nsa" else DenseAttention(config)
+        self.attn = attention(config, switches)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.mlp_hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, S, dim]` → `[B, S, dim]`."""
-        x = x + self.attn(self.attn_norm(x))
+    def forward(self, x: Tensor, cache: Cache | DenseCache | None = None) -> Tensor:
+        """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow those in it."""
+        x = x + self.attn(self.attn_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model on tokens."""
+    """A decoder-only language model on tokens.
 
-    def __init__(self, config: ModelConfig) -> None:
+    The activations of the blocks in `recompute` are not kept for the backward but computed again.
+    """
+
+    def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
         self.config = config
+        self.recompute = range(0)
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, switches) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -115,9 +125,21 @@ class Transformer(nn.Module):
     def _sparse_layers(self) -> list[NSAttention]:
         return [module for module in self.modules() if isinstance(module, NSAttention)]
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 `[B, S]` → logits `[B, S, V]`."""
+    def caches(self) -> list[Cache | DenseCache]:
+        """An empty cache for each layer, for decoding."""
+        return [cast(Block, block).attn.new_cache() for block in self.blocks]
+
+    def fallbacks(self) -> Counter[str]:
+        """How often a layer's forward could not follow a switch, by cause."""
+        return sum((layer.fallbacks for layer in self._sparse_layers()), Counter())
+
+    def forward(self, tokens: Tensor, caches: Sequence[Cache | DenseCache] = ()) -> Tensor:
+        """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow those in them."""
         x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        cached = caches or [None] * len(self.blocks)
+        for number, (block, cache) in enumerate(zip(self.blocks, cached, strict=True)):
+            # The block itself, not a closure over the loop's variable, which would recompute the
+            # last block in the place of every other.
+            again = number in self.recompute and torch.is_grad_enabled()
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)
         return self.head(self.norm(x))

@@ -9,19 +9,13 @@ from nsa.tables import cached_table
 
 @cached_table
 def rotary_table(
-    first: int,
-    step: int,
-    count: int,
-    dim: int,
-    base: float,
-    device: torch.device,
-    dtype: torch.dtype,
+    count: int, dim: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each `[count, dim]`, of positions first, first + step, ….
+    """Cosines and sines, each `[count, dim]`, of positions 0, 1, ….
 
     Angles are computed in float64: a float32 angle of position 60,000 is wrong in the third digit.
     """
-    position = first + step * torch.arange(count, device=device, dtype=torch.float64)
+    position = torch.arange(count, device=device, dtype=torch.float64)
     pair = torch.arange(0, dim, 2, device=device, dtype=torch.float64)
     angle = torch.outer(position, base ** (-pair / dim))
     both = torch.cat((angle, angle), dim=-1)
@@ -36,6 +30,10 @@ def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
     Pairs are (i, i + D/2). Low-precision input is rotated in float32 and returned in its dtype.
     """
     wide = widen(x)
-    cos, sin = rotary_table(first, step, x.shape[-2], x.shape[-1], base, x.device, wide.dtype)
+    end = first + step * x.shape[-2]
+    # One table serves all positions up to a power of two: a decoder does not build one per token.
+    count = 1 << (end - 1).bit_length()
+    table = rotary_table(count, x.shape[-1], base, x.device, wide.dtype)
+    cos, sin = (values[first:end:step] for values in table)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * cos + swapped * sin).to(x.dtype)

@@ -1,10 +1,11 @@
 """The selected branch: which blocks matter to a query (paper, eq. 8-12), and attention to them."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.attend import attend
-from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig
+from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig, selection_blocks
 from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
@@ -28,13 +29,12 @@ def overlap(
 
 @cached_table
 def block_status(
-    seq_len: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
+    first: int, end: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Additive `[S, blocks]`: +inf for the forced blocks of a query, -inf for blocks that start
-    after it, 0 for the rest."""
-    n_slc = -(-seq_len // config.select_block_size)
-    current = torch.arange(seq_len, device=device)[:, None] // config.select_block_size
-    block = torch.arange(n_slc, device=device)[None, :]
+    """Additive `[end - first, blocks]`, for the tokens first … end - 1: +inf for the forced blocks
+    of a query, -inf for blocks that start after it, 0 for the rest."""
+    current = torch.arange(first, end, device=device)[:, None] // config.select_block_size
+    block = torch.arange(selection_blocks(config, end), device=device)[None, :]
     forced = (block < INITIAL_BLOCKS) | (block > current - LOCAL_BLOCKS)
     status = torch.zeros(forced.shape, device=device, dtype=dtype)
     return status.masked_fill_(forced, torch.inf).masked_fill_(block > current, -torch.inf)
@@ -45,7 +45,7 @@ def causal_in_blocks(
     seq_len: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Additive mask `[S, blocks, l']`: a query sees the tokens of each block up to itself."""
-    n_slc = -(-seq_len // config.select_block_size)
+    n_slc = selection_blocks(config, seq_len)
     token = torch.arange(n_slc * config.select_block_size, device=device)
     hidden = token[None, :] > torch.arange(seq_len, device=device)[:, None]
     mask = torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
@@ -53,47 +53,90 @@ def causal_in_blocks(
 
 
 @torch.no_grad()
-def importance(p_cmp: Tensor, config: NSAConfig) -> Tensor:
-    """p_slc (eq. 9, 10): `p_cmp` `[B, G, S, N]` → `[B, G, S, blocks]`."""
-    seq_len, n_cmp = p_cmp.shape[-2:]
-    n_slc = -(-seq_len // config.select_block_size)
+def importance(p_cmp: Tensor, config: NSAConfig, end: int) -> Tensor:
+    """p_slc (eq. 9, 10) of queries before token `end`: `p_cmp` `[B, G, S, N]` →
+    `[B, G, S, blocks]`."""
+    n_slc = selection_blocks(config, end)
     with no_autocast(p_cmp.device):
-        return p_cmp @ overlap(n_cmp, n_slc, config, p_cmp.device, p_cmp.dtype)
+        return p_cmp @ overlap(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
 
 
 @torch.no_grad()
-def top_blocks(p_slc: Tensor, config: NSAConfig) -> Tensor:
-    """The blocks each query attends to (eq. 11, 12): `[B, G, S, blocks]` → int64 `[B, G, S, n]`.
+def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
+    """The blocks that tokens first, first + 1, … attend to (eq. 11, 12): `[B, G, S, blocks]` →
+    int64 `[B, G, S, n]`.
 
     Block 0, the current block and the one before it are always in and count among the n. Of equal
     scores the lower index wins. Indices ascend; where fewer than n blocks have begun, the rest are
     the sentinel `blocks`, one past the last. n is at most the number of blocks.
     """
-    seq_len, n_slc = p_slc.shape[-2:]
-    ranked = p_slc + block_status(seq_len, config, p_slc.device, p_slc.dtype)
-    values, order = ranked.sort(dim=-1, descending=True, stable=True)
+    n_slc = p_slc.shape[-1]
+    status = block_status(first, first + p_slc.shape[2], config, p_slc.device, p_slc.dtype)
+    values, order = (p_slc + status).sort(dim=-1, descending=True, stable=True)
     n = min(config.n_select, n_slc)
     chosen = order[..., :n].masked_fill(values[..., :n] == -torch.inf, n_slc)
     return chosen.sort(dim=-1).values
 
 
 def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
-    """Causal attention to the tokens of the selected blocks.
+    """Causal attention to the tokens of the selected blocks, by a mask.
 
-    `q` `[B, G, R, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]`, `blocks` `[B, G, S, n]` as
-    from `top_blocks` → `[B, G, R, S, Dv]`. The current block, part of it in the future, is masked
+    `q` `[B, H, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]`, `blocks` `[B, G, S, n]` as
+    from `top_blocks` → `[B, H, S, Dv]`. The current block, part of it in the future, is masked
     inside.
     """
-    seq_len = q.shape[3]
-    causal = causal_in_blocks(seq_len, config, q.device, q.dtype)
+    causal = causal_in_blocks(q.shape[2], config, q.device, q.dtype)
     chosen = block_mask(blocks, causal.shape[1])
     bias = torch.where(chosen, 0.0, -torch.inf).to(q.dtype).unsqueeze(-1) + causal
-    bias = bias.flatten(-2)[..., :seq_len].flatten(0, 1).unsqueeze(1)
-    out = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
-    return out.unflatten(0, q.shape[:2])
+    return attend_by_group(q, k, v, bias.flatten(-2)[..., : q.shape[2]])
+
+
+def attend_ranges(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
+    """The same as `attend_selected`, by way of merged ranges of tokens."""
+    seen = tokens_in(merged_ranges(blocks, config, 0), q.shape[2])
+    return attend_by_group(q, k, v, torch.where(seen, 0.0, -torch.inf).to(q.dtype))
+
+
+def attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention with a mask for each group: shapes as in `attend`, `bias` `[B, G, S, T]`."""
+    groups = k.shape[1]
+    q = q.unflatten(1, (groups, -1)).flatten(0, 1)
+    k, v = (x.flatten(0, 1).unsqueeze(1) for x in (k, v))
+    out = attend(q, k, v, bias.flatten(0, 1).unsqueeze(1))
+    return out.unflatten(0, (-1, groups)).flatten(1, 2)
 
 
 def block_mask(blocks: Tensor, n_slc: int) -> Tensor:
     """Indices `[..., n]` (sentinel `n_slc`) → bool `[..., n_slc]`."""
     mask = torch.zeros((*blocks.shape[:-1], n_slc + 1), dtype=torch.bool, device=blocks.device)
     return mask.scatter_(-1, blocks, True)[..., :n_slc]
+
+
+@torch.no_grad()
+def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
+    """Ascending indices `[B, G, S, n]` of tokens first, first + 1, … → the ranges of tokens they
+    see, `[B, G, S, n, 2]` as begin and end; neighbouring blocks are one range, the rest is empty.
+
+    A range ends before the first token after its query. Begin and end are those of the run of
+    blocks that ends at its entry, so nothing is moved and no length depends on the data.
+    """
+    size = config.select_block_size
+    end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
+    # Indices minus their places are equal within a run, and larger than before after a gap.
+    place = torch.arange(blocks.shape[-1], device=blocks.device)
+    run = blocks - place
+    last = F.pad(run[..., 1:] != run[..., :-1], (0, 1), value=True)
+    opens = F.pad(run[..., 1:] != run[..., :-1], (1, 0), value=True)
+    began = torch.where(opens, blocks, 0).cummax(-1).values
+    begin = torch.minimum(began * size, end)
+    stop = torch.minimum((blocks + 1) * size, end)
+    empty = ~last | (begin >= stop)
+    return torch.stack((begin, stop), dim=-1).masked_fill(empty.unsqueeze(-1), 0)
+
+
+def tokens_in(ranges: Tensor, seq_len: int) -> Tensor:
+    """Ranges `[..., n, 2]` that do not overlap → bool `[..., seq_len]`: who is inside one."""
+    steps = torch.zeros(*ranges.shape[:-2], seq_len + 1, dtype=torch.int32, device=ranges.device)
+    ones = torch.ones_like(ranges[..., 0], dtype=torch.int32)
+    steps = steps.scatter_add(-1, ranges[..., 0], ones).scatter_add(-1, ranges[..., 1], -ones)
+    return steps.cumsum(-1)[..., :seq_len] > 0

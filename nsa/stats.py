@@ -52,7 +52,7 @@ def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
     """
     found = {}
     seq_len, n_slc = p_slc.shape[-2:]
-    status = block_status(seq_len, config, p_slc.device, p_slc.dtype)
+    status = block_status(0, seq_len, config, p_slc.device, p_slc.dtype)
     forced = status == torch.inf
     if seq_len >= config.block_size:
         first = config.block_size - 1

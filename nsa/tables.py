@@ -18,7 +18,7 @@ def cached_table(build: Callable[P, T]) -> Callable[P, T]:
     Under torch.compile the function is traced instead, and its result is part of the graph.
     """
 
-    @lru_cache(maxsize=32)
+    @lru_cache(maxsize=128)
     def cached(*args: P.args, **kwargs: P.kwargs) -> T:
         with torch.inference_mode(False), torch.no_grad():
             return build(*args, **kwargs)

@@ -7,40 +7,43 @@ from torch import Tensor
 from nsa.attend import attend, attend_causal
 from nsa.tables import cached_table
 
+LARGEST_CHUNK = 128
+SMALLEST_CHUNK = 16
+
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """`q` `[B, G, R, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]` → `[B, G, R, S, Dv]`."""
-    groups = q.shape[:2]
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    out = attend_causal(q, k, v) if q.shape[2] <= window else attend_band(q, k, v, window)
-    return out.unflatten(0, groups)
+    """`q` `[B, H, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]` → `[B, H, S, Dv]`.
+
+    The first w tokens see all before them. The rest is cut into chunks of c tokens, c from 16 to
+    128, and each chunk sees w + c keys: a cost of w + c keys per query instead of S.
+    """
+    if q.shape[2] <= window:
+        return attend_causal(q, k, v)
+    start = attend_causal(*(x[:, :, :window] for x in (q, k, v)))
+    rest = attend_band(q[:, :, window:], k, v, window)
+    # Joined as [B, S, H, D], the layout in which the heads are merged.
+    return torch.cat((start.transpose(1, 2), rest.transpose(1, 2)), dim=1).transpose(1, 2)
 
 
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """The window of a longer sequence, at a cost of 2 · w keys per query instead of S.
-
-    The queries are cut into chunks of w tokens; a chunk sees its own keys and those of the chunk
-    before. `q` `[N, R, S, Dk]`, `k` `[N, S, Dk]`, `v` `[N, S, Dv]` → `[N, R, S, Dv]`.
-    """
-    seq_len = q.shape[2]
-    chunks = -(-seq_len // window)
-    spare = chunks * window - seq_len
-    q = F.pad(q, (0, 0, 0, spare)).unflatten(2, (chunks, window)).transpose(1, 2)
-    k, v = (
-        F.pad(x, (0, 0, window, spare)).unfold(1, 2 * window, window).mT.flatten(0, 1)
-        for x in (k, v)
-    )
-    bias = band(chunks, window, q.device, q.dtype).expand(q.shape[0], -1, -1, -1, -1)
-    out = attend(q.flatten(0, 1), k, v, bias.flatten(0, 1))
-    return out.unflatten(0, (-1, chunks)).transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
+    """The window of queries that begin at token w of the keys; shapes as in `attend_window`."""
+    batch, heads, rest, width = q.shape
+    chunk = min(max(window, SMALLEST_CHUNK), LARGEST_CHUNK)
+    spare = -rest % chunk
+    if spare:
+        q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
+    q = q.unflatten(2, (-1, chunk)).transpose(1, 2).reshape(-1, heads, chunk, width)
+    k, v = (x.unfold(2, window + chunk, chunk).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
+    out = attend(q, k, v, band(chunk, window, q.device, q.dtype))
+    out = out.unflatten(0, (batch, -1)).permute(0, 1, 3, 2, 4).flatten(1, 2)
+    return out[:, :rest].transpose(1, 2)
 
 
 @cached_table
-def band(chunks: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[chunks, 1, w, 2w]`: a query sees the w keys that end with its own, and none
-    before the first token of the sequence."""
-    query = torch.arange(chunks * window, device=device).view(chunks, 1, window, 1)
-    first = torch.arange(-1, chunks - 1, device=device).view(chunks, 1, 1, 1) * window
-    key = first + torch.arange(2 * window, device=device)
-    hidden = (key > query) | (key <= query - window) | (key < 0)
+def band(chunk: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[chunk, w + chunk]`: of keys that begin w tokens before the first query, a
+    query sees the w that end with its own."""
+    age = window + torch.arange(chunk, device=device)[:, None]
+    age = age - torch.arange(window + chunk, device=device)
+    hidden = (age < 0) | (age >= window)
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)

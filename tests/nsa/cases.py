@@ -6,6 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from nsa.attention import NSAttention
+from nsa.backends import Route, Switches
 from nsa.config import ModelConfig, NSAConfig
 from nsa.reference import Reference, nsa_layer
 
@@ -53,6 +55,19 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         compress=draw(st.sampled_from(["mlp", "mean"])),
         gate=draw(st.sampled_from(["sigmoid", "softmax"])),
     )
+
+
+ROUTES = ("masked", "chunked", "ranges", "sequential", "sequential ranges")
+
+
+def routed(config: ModelConfig, route: str) -> NSAttention:
+    """A layer whose selected branch takes this route wherever there is something to select."""
+    switches = Switches(prefill_batched="sequential" not in route, sel_ranges="ranges" in route)
+    layer = NSAttention(config, switches)
+    usual = layer.routes
+    if route in ("masked", "chunked"):
+        layer.routes = lambda x: usual(x) | {"sel": Route(route, "test")}
+    return layer
 
 
 def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from nsa.compress import BlockMLP, attend_compressed, to_blocks
+from nsa.compress import BlockMLP, attend_compressed, compressed_weights, to_blocks
 
 
 def attend(seq_len, size, stride, requires_grad=False):
     """Attention with equal scores to one-hot values: the output shows which blocks were seen."""
     blocks = len(range(size, seq_len + 1, stride))
-    q = torch.randn(2, 1, 3, seq_len, 4, dtype=torch.float64, requires_grad=requires_grad)
+    q = torch.randn(2, 3, seq_len, 4, dtype=torch.float64, requires_grad=requires_grad)
     k = torch.zeros(2, 1, blocks, 4, dtype=torch.float64, requires_grad=requires_grad)
     v = torch.eye(blocks, dtype=torch.float64).expand(2, 1, -1, -1)
-    return q, k, *attend_compressed(q, k, v, size, stride)
+    out = attend_compressed(q, k, v, size, stride)
+    return q, k, out, compressed_weights(q, k, size, stride)
 
 
 @pytest.mark.parametrize("size", [1, 4, 5])
@@ -22,10 +23,10 @@ def test_a_block_is_visible_from_its_last_token_on(size, stride):
     _, _, out, p_cmp = attend(seq_len, size, min(size, stride))
     for t in range(seq_len):
         seen = [i for i in range(out.shape[-1]) if i * min(size, stride) + size - 1 <= t]
-        assert out[0, 0, 0, t].nonzero().flatten().tolist() == seen
+        assert out[0, 0, t].nonzero().flatten().tolist() == seen
         assert p_cmp[1, 0, t].nonzero().flatten().tolist() == seen
         equal = [1 / len(seen) for _ in seen]
-        assert out[0, 0, 0, t, seen].tolist() == pytest.approx(equal)
+        assert out[0, 0, t, seen].tolist() == pytest.approx(equal)
         assert p_cmp[0, 0, t].sum().item() == pytest.approx(3 if seen else 0)
 
 
@@ -73,9 +74,10 @@ def test_phi_tells_positions_inside_the_block_apart():
 
 
 def test_compressed_attention_computes_in_float32_for_low_precision():
-    q, k = torch.randn(1, 1, 2, 9, 8).bfloat16(), torch.randn(1, 1, 6, 8)
-    out, p_cmp = attend_compressed(q, k, k, 4, 1)
-    exact, p_exact = attend_compressed(q.double(), k.double(), k.double(), 4, 1)
+    q, k = torch.randn(1, 2, 9, 8).bfloat16(), torch.randn(1, 1, 6, 8)
+    out, p_cmp = attend_compressed(q, k, k, 4, 1), compressed_weights(q, k, 4, 1)
+    exact = attend_compressed(q.double(), k.double(), k.double(), 4, 1)
+    p_exact = compressed_weights(q.double(), k.double(), 4, 1)
     assert out.dtype == torch.bfloat16
     assert p_cmp.dtype == torch.float32
     torch.testing.assert_close(p_cmp.double(), p_exact, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """Selection: scores of blocks, which are taken, and that exactly these are attended to."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,8 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nsa.chunked import attend_chunked
 from nsa.config import NSAConfig
-from nsa.select import attend_selected, block_mask, importance, overlap, top_blocks
+from nsa.select import (
+    attend_ranges,
+    attend_selected,
+    block_mask,
+    importance,
+    merged_ranges,
+    overlap,
+    top_blocks,
+)
+
+ROUTES = [attend_selected, attend_ranges, attend_chunked]
 
 
 def sparse(**changes):
@@ -87,36 +99,55 @@ def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed)
 def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():
     config = sparse()
     p_cmp = torch.rand(1, 2, 12, 5, requires_grad=True)
-    p_slc = importance(p_cmp, config)
+    p_slc = importance(p_cmp, config, 12)
     assert not p_slc.requires_grad
     torch.testing.assert_close(p_slc[..., 1], p_cmp[..., 1] / 2 + p_cmp[..., 2] + p_cmp[..., 3] / 2)
 
 
+@pytest.mark.parametrize("attend", ROUTES)
 @settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(3, 6))
-def test_exactly_the_past_tokens_of_the_selected_blocks_are_attended(seq_len, size, n_select):
+def test_exactly_the_past_tokens_of_the_selected_blocks_are_attended(
+    attend, seq_len, size, n_select
+):
     config = sparse(select_block_size=size, n_select=n_select)
     blocks = top_blocks(torch.rand(1, 2, seq_len, -(-seq_len // size)), config)
-    q = torch.zeros(1, 2, 3, seq_len, 4)
+    q = torch.zeros(1, 6, seq_len, 4)
     values = torch.eye(seq_len).expand(1, 2, -1, -1)
-    out = attend_selected(q, torch.zeros(1, 2, seq_len, 4), values, blocks, config)
+    out = attend(q, torch.zeros(1, 2, seq_len, 4), values, blocks, config)
     for g in range(2):
         for t in range(seq_len):
             tokens = [i for i in range(t + 1) if i // size in blocks[0, g, t].tolist()]
             for head in range(3):
-                row = out[0, g, head, t]
+                row = out[0, 3 * g + head, t]
                 assert row.nonzero().flatten().tolist() == tokens
                 assert row.sum().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel():
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("attend", ROUTES)
+def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(attend, flash):
     torch.manual_seed(0)
     config = sparse(select_block_size=16, n_select=5)
-    q = torch.randn(1, 2, 2, 1100, 8, dtype=torch.float64)
+    q = torch.randn(1, 4, 1100, 8, dtype=torch.float64)
     k, v = torch.randn(2, 1, 2, 1100, 8, dtype=torch.float64)
     blocks = top_blocks(torch.rand(1, 2, 1100, 69), config)
     token = torch.arange(1100)
     seen = block_mask(blocks, 69)[..., token // 16] & (token <= token[:, None])
-    scores = q @ k.unsqueeze(2).mT / 8**0.5
-    weights = scores.masked_fill(~seen.unsqueeze(2), -torch.inf).softmax(-1)
-    torch.testing.assert_close(attend_selected(q, k, v, blocks, config), weights @ v.unsqueeze(2))
+    k_each, v_each, seen = (x.repeat_interleave(2, 1) for x in (k, v, seen))
+    weights = (q @ k_each.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+    more = (flash,) if attend is attend_chunked else ()
+    torch.testing.assert_close(attend(q, k, v, blocks, config, *more), weights @ v_each)
+
+
+@given(st.integers(0, 40), st.integers(1, 20), st.integers(1, 9), st.integers(3, 6))
+def test_merged_ranges_hold_the_selected_tokens_and_do_not_touch(first, count, size, n_select):
+    config = sparse(select_block_size=size, n_select=n_select)
+    n_slc = -(-(first + count) // size)
+    blocks = top_blocks(torch.rand(1, 1, count, n_slc), config, first)
+    for i, ranges in enumerate(merged_ranges(blocks, config, first)[0, 0].tolist()):
+        filled = [pair for pair in ranges if pair != [0, 0]]
+        assert all(a[1] < b[0] for a, b in pairwise(filled))
+        tokens = [token for begin, end in filled for token in range(begin, end)]
+        chosen = blocks[0, 0, i].tolist()
+        assert tokens == [token for token in range(first + i + 1) if token // size in chosen]

@@ -1,0 +1,193 @@
+"""NSA against dense attention on the CPU: whole training steps, one long layer, peak memory.
+
+The contenders take turns within one process, so that whatever else the machine does meets all of
+them alike; ratios are of medians. CPU seconds are the steadier figure on a shared machine.
+
+    python -m benchmarks.nsa_cpu            # all of it, some ten minutes on two idle cores
+    python -m benchmarks.nsa_cpu --quick    # two layers instead of twelve, two rounds
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.common import ROOT, median, publish, table
+from nsa.attention import DenseAttention, NSAttention, routes_of
+from nsa.backends import Switches, in_words
+from nsa.config import ModelConfig, flops_per_token, parameter_count
+from nsa.model import Transformer
+from trainers.settings import resolve
+
+THREADS = 2
+TARGETS = {512: "≥ 0.86", 2048: "≥ 0.78"}
+LAYER_TOKENS, LAYER_TARGET = 8192, "≥ 1.3"
+MEMORY_TOKENS, MEMORY_TARGET = 2048, "≤ 1.5"
+Times = list[tuple[float, float]]
+
+
+def models() -> dict[str, ModelConfig]:
+    """The M7C model, its parameter-matched control, and dense attention of the same shape."""
+    sparse, matched = (
+        resolve(ROOT / "configs" / f"{name}.yaml", {}).settings.model
+        for name in ("m7c_125m", "dense_125m")
+    )
+    same = dataclasses.replace(sparse, attention="dense")
+    return {"nsa": sparse, "dense, matched": matched, "dense, same shape": same}
+
+
+def train_step(config: ModelConfig, seq_len: int) -> Callable[[], None]:
+    """One step of a fresh model on one sequence of random bytes."""
+    torch.manual_seed(0)
+    model = Transformer(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(config.vocab_size, (1, seq_len + 1))
+
+    def step() -> None:
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def layer_step(layer: nn.Module, seq_len: int, dim: int) -> Callable[[], None]:
+    """Forward and backward of one attention layer with its projections."""
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    x, weight = torch.randn(2, 1, seq_len, dim)
+    x.requires_grad_()
+
+    def step() -> None:
+        layer(x).backward(weight)
+        layer.zero_grad()
+        x.grad = None
+
+    return step
+
+
+def in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Times]:
+    """Wall and CPU seconds of each step, after one of each that does not count."""
+    times: dict[str, Times] = {name: [] for name in steps}
+    for count in range(rounds + 1):
+        for name, step in steps.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            step()
+            if count:
+                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return times
+
+
+def medians(times: Times) -> tuple[float, float]:
+    walls, cpus = zip(*times, strict=True)
+    return median(walls), median(cpus)
+
+
+def rows_of(
+    times: dict[str, Times], what: str, seq_len: int, targets: dict[str, str]
+) -> list[tuple[object, ...]]:
+    """Table rows: speeds of each contender, and those of the first over its own."""
+    found = []
+    first = medians(next(iter(times.values())))
+    for name, each in times.items():
+        wall, cpu = medians(each)
+        found.append((
+            what, seq_len, name, f"{seq_len / wall:.0f}", f"{seq_len / cpu:.0f}",
+            f"{wall / first[0]:.2f}", f"{cpu / first[1]:.2f}", targets.get(name, ""),
+        ))  # fmt: skip
+    return found
+
+
+def peak_mib(name: str, layers: int) -> float:
+    """Peak RSS of a process that takes two steps of one model."""
+    command = [sys.executable, "-m", "benchmarks.nsa_cpu", "--peak", name, "--layers", str(layers)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    return float(done.stdout)
+
+
+def print_peak(name: str, layers: int) -> None:
+    step = train_step(dataclasses.replace(models()[name], n_layers=layers), MEMORY_TOKENS)
+    step()
+    step()
+    # Not ru_maxrss, which begins at the size of the process that forked this one.
+    status = Path("/proc/self/status").read_text().splitlines()
+    print(next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM:")))
+
+
+def measure(layers: int, rounds: int) -> str:
+    configs = {n: dataclasses.replace(c, n_layers=layers) for n, c in models().items()}
+    rows: list[tuple[object, ...]] = []
+    for seq_len, target in TARGETS.items():
+        steps = {name: train_step(config, seq_len) for name, config in configs.items()}
+        targets = {"dense, matched": target}
+        rows += rows_of(in_turn(steps, rounds), "training step", seq_len, targets)
+    sparse, dense = configs["nsa"], configs["dense, same shape"]
+    steps = {
+        "nsa": layer_step(NSAttention(sparse), LAYER_TOKENS, sparse.dim),
+        "dense": layer_step(DenseAttention(dense), LAYER_TOKENS, dense.dim),
+    }
+    targets = {"dense": LAYER_TARGET}
+    rows += rows_of(in_turn(steps, rounds), "attention layer", LAYER_TOKENS, targets)
+    header = (
+        "what", "S", "contender", "tok/s", "tok per CPU s", "nsa ÷ it, wall", "nsa ÷ it, CPU",
+        "target",
+    )  # fmt: skip
+    peaks = {name: peak_mib(name, layers) for name in ("nsa", "dense, matched")}
+    ratio = peaks["nsa"] / peaks["dense, matched"]
+    memory = table(
+        ("peak RSS of a training step", "MiB", "nsa ÷ it", "target"),
+        [
+            ("nsa", f"{peaks['nsa']:.0f}", "", ""),
+            ("dense, matched", f"{peaks['dense, matched']:.0f}", f"{ratio:.2f}", MEMORY_TARGET),
+        ],
+    )
+    return f"{table(header, rows)}\n\n{memory}"
+
+
+def about(configs: dict[str, ModelConfig]) -> str:
+    """Sizes and routes, which the figures mean nothing without."""
+    lines = [
+        f"`{name}`: {parameter_count(config):,} parameters, "
+        f"{flops_per_token(config, 2048, causal=True) / 1e6:.0f} MFLOP per token at S=2048, causal."
+        for name, config in configs.items()
+    ]
+    cpu = torch.device("cpu")
+    for seq_len in (*TARGETS, LAYER_TOKENS):
+        routes = routes_of(configs["nsa"], seq_len, cpu, torch.float32, Switches())
+        lines.append(f"Routes at S={seq_len}: {in_words(routes)}.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="2 layers and 2 rounds")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    if arguments.peak:
+        print_peak(arguments.peak, arguments.layers)
+        return
+    layers, rounds = (2, 2) if arguments.quick else (arguments.layers, arguments.rounds)
+    publish(
+        "nsa_cpu",
+        "NSA against dense attention on the CPU",
+        measure(layers, rounds),
+        f"fp32, B=1, {THREADS} threads, {layers} layers, medians of {rounds} rounds in turn. A "
+        f"ratio above 1 means that NSA is the faster.\n\n{about(models())}",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Which kernel serves which branch: one table, and what the operator may switch.
+
+Standard library only. `effective` says what a forward of a given shape runs and why; the layer asks
+it before each forward and `env.json` repeats its answer, so nobody reports a wish.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from nsa.config import ModelConfig
+
+BRANCHES = ("cmp", "sel", "win")
+MASKED_UP_TO = {"cpu": 512}
+"""Tokens up to which masks are the faster route of the selected branch, by device type."""
+MASKED_UP_TO_ELSEWHERE = 4096
+FLASH_ATTN_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """The operator's choices for A/B runs: what computes the attention, not what it is.
+
+    `force_branch` and `uniform_gate` are the exceptions: ablations, which change the function.
+    """
+
+    prefill_batched: bool = True
+    """All tokens at once; false: one by one through the decoding cache."""
+    sel_ranges: bool = False
+    """The selected branch from merged ranges of tokens instead of block indices."""
+    force_branch: Literal["none", "cmp", "sel", "win"] = "none"
+    """Open this branch alone, for all tokens and heads."""
+    uniform_gate: bool = False
+    """Weigh all branches by 1/3, for all tokens and heads."""
+    flash_only: bool = False
+    """SDPA may use its flash kernel only."""
+    no_flash: bool = False
+    """SDPA may use any kernel but flash."""
+    use_fa2: bool = False
+    """The window branch through the flash-attn package."""
+
+    def __post_init__(self) -> None:
+        if self.force_branch not in ("none", *BRANCHES):
+            raise ValueError(
+                f"force_branch must be none, cmp, sel or win, got {self.force_branch!r}."
+            )
+        if self.flash_only and self.no_flash:
+            raise ValueError("flash_only and no_flash exclude each other; unset one of them.")
+        if self.uniform_gate and self.force_branch != "none":
+            raise ValueError(
+                f"uniform_gate opens all branches and force_branch={self.force_branch} one; "
+                "unset one of them."
+            )
+
+    @property
+    def fixed_gate(self) -> tuple[float, ...] | None:
+        """The weights of cmp, sel and win that replace the gate's own, None where it decides."""
+        if self.uniform_gate:
+            return (1 / 3,) * len(BRANCHES)
+        if self.force_branch == "none":
+            return None
+        return tuple(float(branch == self.force_branch) for branch in BRANCHES)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a choice depends on."""
+
+    config: ModelConfig
+    seq_len: int
+    device: str
+    """Type of the device, as torch calls it."""
+    dtype: str
+    """Of queries, keys and values, as torch calls it: "bfloat16"."""
+    switches: Switches
+    flash_attn: bool
+    """Whether the package flash-attn can be imported."""
+
+    @property
+    def selects_all(self) -> bool:
+        """Whether every query selects every block that has begun."""
+        nsa = self.config.nsa
+        return self.seq_len <= nsa.n_select * nsa.select_block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a branch is computed."""
+
+    name: str
+    why: str
+    fallback: str = ""
+    """Why a switch that asks for something else is not followed; "" where none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    branch: str
+    name: str
+    why: str
+    applies: Callable[[Case], bool]
+
+
+def _masks_are_faster(case: Case) -> bool:
+    return case.seq_len <= MASKED_UP_TO.get(case.device, MASKED_UP_TO_ELSEWHERE)
+
+
+def _flash_attn_serves(case: Case) -> bool:
+    return case.switches.use_fa2 and not _flash_attn_refusal(case)
+
+
+_RULES = (
+    _Rule("all", "causal", "dense attention", lambda c: c.config.attention == "dense"),
+    _Rule("cmp", "none", "the sequence is shorter than a compressed block",
+          lambda c: c.seq_len < c.config.nsa.block_size),
+    _Rule("cmp", "sequential", "prefill_batched is off", lambda c: not c.switches.prefill_batched),
+    _Rule("cmp", "masked", "a mask of tokens by blocks, in chunks of tokens", lambda c: True),
+    _Rule("sel", "sequential", "prefill_batched is off", lambda c: not c.switches.prefill_batched),
+    _Rule("sel", "ranges", "sel_ranges is on", lambda c: c.switches.sel_ranges),
+    _Rule("sel", "causal", "every query selects all blocks", lambda c: c.selects_all),
+    _Rule("sel", "masked", "masks are faster for so few tokens", _masks_are_faster),
+    _Rule("sel", "chunked", "computes selected blocks only, in bounded memory", lambda c: True),
+    _Rule("win", "sequential", "prefill_batched is off", lambda c: not c.switches.prefill_batched),
+    _Rule("win", "flash-attn", "use_fa2 is on", _flash_attn_serves),
+    _Rule("win", "causal", "the window covers the sequence",
+          lambda c: c.seq_len <= c.config.nsa.window),
+    _Rule("win", "banded", "SDPA over chunks of tokens", lambda c: True),
+)  # fmt: skip
+"""The first rule of a branch that applies decides."""
+
+_FLASH_ATTN_NEEDS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
+    ("flash-attn is not installed", lambda c: c.flash_attn),
+    ("flash-attn needs a CUDA device", lambda c: c.device == "cuda"),
+    ("flash-attn needs bf16 or fp16", lambda c: c.dtype in ("bfloat16", "float16")),
+    ("flash-attn needs equal d_k and d_v", lambda c: c.config.d_k == c.config.d_v),
+    (f"flash-attn needs heads of at most {FLASH_ATTN_LARGEST_HEAD}",
+     lambda c: c.config.d_k <= FLASH_ATTN_LARGEST_HEAD),
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def effective(case: Case) -> dict[str, Route]:
+    """How each branch is computed: `cmp`, `sel` and `win`, or `all` for dense attention."""
+    routes: dict[str, Route] = {}
+    for rule in _RULES:
+        if rule.branch in routes or "all" in routes or not rule.applies(case):
+            continue
+        fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
+        routes[rule.branch] = Route(rule.name, rule.why, "; ".join(filter(None, fallbacks)))
+    return routes
+
+
+def _flash_attn_refusal(case: Case) -> str:
+    return next((reason for reason, met in _FLASH_ATTN_NEEDS if not met(case)), "")
+
+
+def _fa2_refusal(case: Case, branch: str) -> str:
+    if not case.switches.use_fa2 or branch == "cmp" or branch == "sel":
+        return ""
+    if branch == "all":
+        return "flash-attn serves the window branch only"
+    return _flash_attn_refusal(case)
+
+
+def _sdpa_refusal(case: Case, route: str) -> str:
+    """Why SDPA's flash kernel cannot be had although flash_only asks for it."""
+    if not case.switches.flash_only or route in ("none", "flash-attn"):
+        return ""
+    if case.config.d_k != case.config.d_v:
+        return "SDPA's flash kernel needs equal d_k and d_v"
+    if case.device != "cpu" and route != "causal":
+        return "SDPA's flash kernel takes no mask on this device"
+    return ""
+
+
+def flash_attn_installed() -> bool:
+    """Whether the package flash-attn can be found, without importing it."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def in_words(routes: dict[str, Route]) -> dict[str, str]:
+    """Routes as env.json and the screen show them: name, and what was asked for in vain."""
+    return {
+        branch: f"{route.name} ({route.fallback})" if route.fallback else route.name
+        for branch, route in routes.items()
+    }

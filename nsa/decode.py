@@ -1,0 +1,47 @@
+"""The branches for one token, over what a cache holds."""
+
+import torch
+from torch import Tensor
+
+from nsa.attend import attend
+from nsa.backends import Switches
+from nsa.cache import Cache
+from nsa.compress import attend_compressed, compressed_weights
+from nsa.config import NSAConfig
+from nsa.select import attend_by_group, importance, merged_ranges, tokens_in, top_blocks
+
+
+def attend_token(q: Tensor, cache: Cache, switches: Switches) -> tuple[Tensor, Tensor, Tensor]:
+    """The compressed, selected and window branch of the last token in `cache`, whose query is `q`
+    `[B, H, 1, Dk]`: `[B, H, 1, Dv]` each."""
+    nsa, first = cache.config, cache.length - 1
+    k_blocks, v_blocks = cache.k_blocks.view(), cache.v_blocks.view()
+    shape = (nsa.block_size, nsa.block_stride, first)
+    out_cmp = attend_compressed(q, k_blocks, v_blocks, *shape)
+    p_slc = importance(compressed_weights(q, k_blocks, *shape), nsa, cache.length)
+    blocks = top_blocks(p_slc, nsa, first)
+    selected = _selected_by_range if switches.sel_ranges else _selected_by_index
+    out_slc = selected(q, cache.k_slc.view(), cache.v_slc.view(), blocks, nsa, first)
+    return out_cmp, out_slc, attend(q, cache.k_win.view(), cache.v_win.view(), None)
+
+
+def _selected_by_index(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, first: int
+) -> Tensor:
+    """Gathers the tokens of the selected blocks."""
+    size = config.select_block_size
+    token = blocks.squeeze(2).unsqueeze(-1) * size + torch.arange(size, device=q.device)
+    token = token.flatten(2)
+    bias = torch.zeros(token.shape, dtype=q.dtype, device=q.device)
+    bias = bias.masked_fill_(token > first, -torch.inf).unsqueeze(2)
+    token = token.clamp_max(first).unsqueeze(-1)
+    k, v = (x.gather(2, token.expand(-1, -1, -1, x.shape[-1])) for x in (k, v))
+    return attend_by_group(q, k, v, bias)
+
+
+def _selected_by_range(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, first: int
+) -> Tensor:
+    """Masks what is in no range."""
+    seen = tokens_in(merged_ranges(blocks, config, first), k.shape[2])
+    return attend_by_group(q, k, v, torch.where(seen, 0.0, -torch.inf).to(q.dtype))

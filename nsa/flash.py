@@ -1,0 +1,19 @@
+"""The window branch through the package flash-attn (CUDA, bf16 or fp16)."""
+
+import importlib
+
+from torch import Tensor
+
+
+def attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Shapes and result as of `nsa.window.attend_window`. Raises ImportError without flash-attn.
+
+    flash-attn takes `[B, S, H, D]`, shares key heads among query heads by itself, and counts a
+    window without the query: (w - 1, 0) is w tokens.
+    """
+    flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = flash_attn_func(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=True, window_size=(window - 1, 0)
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,40 @@
+"""The configurations for M7C and its control: what their comments say is counted here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.config import flops_per_token, parameter_count
+from nsa.model import Transformer
+from trainers.settings import resolve
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = ("m7c_125m", "dense_125m")
+
+
+def load(name):
+    return resolve(CONFIGS / f"{name}.yaml", {}).settings
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_comments_of_a_config_give_its_true_counts(name):
+    settings, text = load(name), (CONFIGS / f"{name}.yaml").read_text()
+    model, seq_len = settings.model, settings.data.seq_len
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in Transformer(model).parameters())
+    assert counted == parameter_count(model)
+    full, causal = (flops_per_token(model, seq_len, causal) for causal in (False, True))
+    assert f"{counted:,}" in text
+    assert f"seq_len {seq_len}: {full:,.0f} uncorrected, {causal:,.0f} causal" in text
+
+
+def test_the_control_differs_in_attention_and_mlp_only_and_has_as_many_parameters():
+    sparse, dense = (load(name) for name in NAMES)
+    changed = {
+        key for key, value in vars(sparse.model).items() if value != getattr(dense.model, key)
+    }
+    assert changed - {"nsa"} == {"attention", "mlp_hidden"}  # dense attention reads no nsa
+    assert (sparse.data, sparse.train, sparse.optim) == (dense.data, dense.train, dense.optim)
+    counts = [parameter_count(settings.model) for settings in (sparse, dense)]
+    assert counts[1] == pytest.approx(counts[0], rel=1e-3)
