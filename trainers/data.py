@@ -1,114 +1,35 @@
-"""Batches of byte sequences: one global stream, of which every rank keeps its share.
+"""Batches of one global stream of sequences, of which every rank keeps its share.
 
 Sequence i belongs to rank i % world, so what is trained on in a step depends on the global batch
-only, not on how many ranks share it, and a position is one number. A thread reads ahead through a
-bounded queue; every wait has a time limit.
+only, not on how many ranks share it, and a position holds for any number of them. A thread reads
+ahead through a bounded queue; every wait has a time limit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import queue
-import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainers.failures import DataError
-from trainers.settings import DataSettings, Settings
+from trainers.limit import within
+from trainers.parallel import Single
+from trainers.refusals import step_range
+from trainers.schema import DataSettings, Settings
+from trainers.sequences import Source, State
+from trainers.synthetic import KeyValue, Recall, Synthetic
 
 CLOSE_TIMEOUT_S = 5.0
+NOT_YET, FAILED = -1, -2
 PUT_POLL_S = 0.1
-Share = tuple[Tensor, Tensor | None]
-
-
-class Source(Protocol):
-    """A stream of sequences of S + 1 bytes."""
-
-    @property
-    def about(self) -> str:
-        """What it is, for an error message and env.json."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """What a position in this stream depends on, for the checkpoint."""
-        ...
-
-    @property
-    def scored(self) -> int:
-        """Predicted bytes per sequence that count in the loss."""
-        ...
-
-    def read(self, first: int, count: int, rank: int, world: int) -> Share:
-        """Returns this rank's share of sequences `first` … `first + count - 1`.
-
-        uint8 `[B, S + 1]` and, where not all predictions count, bool `[B, S]`. Sources that read
-        files want `first` to ascend.
-        """
-        ...
-
-
-class Synthetic:
-    """Uniform random bytes: nothing can be learned, the loss stays at ln 256."""
-
-    fingerprint = "synthetic"
-
-    def __init__(self, seq_len: int, seed: int):
-        self.seq_len, self.seed = seq_len, seed
-        self.scored = seq_len
-        self.about = "synthetic random bytes"
-
-    def read(self, first: int, count: int, rank: int, world: int) -> Share:
-        mine = range(first + (rank - first) % world, first + count, world)
-        return stack([self.sequence(index)[0] for index in mine], self.seq_len + 1), None
-
-    def sequence(self, index: int) -> tuple[bytearray, random.Random]:
-        """Returns S + 1 bytes that follow from seed and index, and the generator after them."""
-        generator = random.Random(f"{self.seed}/{index}")
-        return bytearray(generator.randbytes(self.seq_len + 1)), generator
-
-
-def stack(sequences: Sequence[bytes | bytearray], length: int) -> Tensor:
-    """Returns uint8 `[B, length]` of equally long sequences."""
-    if not sequences:
-        return torch.empty(0, length, dtype=torch.uint8)
-    flat = torch.frombuffer(bytearray().join(sequences), dtype=torch.uint8)
-    return flat.view(len(sequences), length)
-
-
-class Recall(Synthetic):
-    """Random bytes in which a random span returns, `distance` bytes later; the return is scored.
-
-    The distance is beyond the window, so only attention that reaches further can predict it. The
-    first byte of the return is not scored: nothing before it tells that the return begins.
-    """
-
-    def __init__(self, seq_len: int, seed: int, span: int, distance: int):
-        super().__init__(seq_len, seed)
-        self.span, self.distance = span, distance
-        self.scored = span - 1
-        self.about = f"recall of {span} bytes over a distance of {distance}"
-        self.fingerprint = f"recall span={span} distance={distance}"
-
-    def read(self, first: int, count: int, rank: int, world: int) -> Share:
-        room = self.seq_len + 1 - self.distance - self.span
-        sequences: list[bytearray] = []
-        mine = range(first + (rank - first) % world, first + count, world)
-        scored = torch.zeros(len(mine), self.seq_len, dtype=torch.bool)
-        for index in mine:
-            sequence, generator = self.sequence(index)
-            origin = generator.randint(0, room)
-            back = origin + self.distance
-            sequence[back : back + self.span] = sequence[origin : origin + self.span]
-            # Position t predicts byte t + 1.
-            scored[len(sequences), back : back - 1 + self.span] = True
-            sequences.append(sequence)
-        return stack(sequences, self.seq_len + 1), scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +55,39 @@ class Batch:
 class Loader:
     """Reads ahead of the training in one thread, and gives batches on time or says why not.
 
-    `position` is the number of sequences, over all ranks, that training has taken.
+    `state` is where training is in the source, not how far was read ahead; with it, another loader
+    goes on from there.
     """
 
     def __init__(
         self, source: Source, settings: Settings, rank: int, world: int, device: torch.device,
-        position: int = 0,
+        state: Mapping[str, Any] | None = None,
     ):  # fmt: skip
-        self.source, self.position = source, position
+        self.source = source
+        self.state: State = dict(state) if state else source.state()
         self._data, self._rank, self._world, self._device = settings.data, rank, world, device
         self._count = settings.train.batch_size * world
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(settings.data.prefetch)
-        self._first: Batch | None = None
+        steps, each = step_range(settings.data.skip) or range(0), settings.train.accumulate
+        self._skip = range(*(max(0, n - 1) * each * self._count for n in (steps.start, steps.stop)))
+        self._ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(
+            settings.data.prefetch
+        )
+        self._first: tuple[Batch, State] | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, name="nsa-loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(state,), name="nsa-loader", daemon=True
+        )
         self._thread.start()
+
+    @property
+    def position(self) -> int:
+        """Sequences that training has taken, over all ranks."""
+        return self.state["position"]
+
+    @property
+    def epoch(self) -> int | None:
+        """How often all documents have been trained on; None where there are no documents."""
+        return self.state.get("epoch")
 
     def ready(self) -> None:
         """Waits for the first batch, so that a broken source is told before step 1."""
@@ -165,80 +104,111 @@ class Loader:
             self._ready.get_nowait()
         self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _wait(self) -> Batch:
+    def _wait(self) -> tuple[Batch, State]:
         try:
-            batch = self._ready.get(timeout=self._data.timeout_s)
+            item = self._ready.get(timeout=self._data.timeout_s)
         except queue.Empty:
-            raise DataError(
-                f"no batch of {self.source.about} came within {self._data.timeout_s:g} s; "
-                "look at the disk, or raise data.timeout_s"
-            ) from None
-        if isinstance(batch, BaseException):
-            raise batch
-        return batch
+            raise DataError(_late("no batch", self.source.about, self._data)) from None
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def _next(self) -> Batch:
-        batch, self._first = self._first or self._wait(), None
-        self.position += self._count
+        (batch, self.state), self._first = self._first or self._wait(), None
         return batch if self._device.type == "cpu" else batch.to(self._device)
 
-    def _read_ahead(self) -> None:
-        first = self.position
-        while not self._stop.is_set():
-            try:
-                item: Batch | BaseException = self._read(first)
-            except Exception as error:
-                item = _explained(error, self.source.about)
+    def _read_ahead(self, state: Mapping[str, Any] | None) -> None:
+        try:
+            if state:
+                self.source.restore(state)
             while not self._stop.is_set():
-                try:
-                    self._ready.put(item, timeout=PUT_POLL_S)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(item, BaseException):
-                return
-            first += self._count
+                skipped = self.source.position in self._skip
+                batch = read_batch(self.source, self._count, self._rank, self._world, self._device)
+                if not skipped:
+                    self._put((batch, self.source.state()))
+        except Exception as error:
+            self._put(error)
 
-    def _read(self, first: int) -> Batch:
-        tokens, mask = self.source.read(first, self._count, self._rank, self._world)
-        pinned = self._device.type == "cuda"
-        wide = tokens.long()
-        parts = [wide[:, :-1].contiguous(), wide[:, 1:].contiguous()]
-        if mask is not None:
-            parts.append(mask)
-        if pinned:
-            parts = [part.pin_memory() for part in parts]
-        return Batch(
-            parts[0], parts[1], parts[2] if mask is not None else None,
-            self.source.scored * self._count,
-        )  # fmt: skip
+    def _put(self, item: tuple[Batch, State] | Exception) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Full):
+                self._ready.put(item, timeout=PUT_POLL_S)
+                break
 
 
-def _explained(error: Exception, about: str) -> Exception:
-    """Returns what `fetch` raises: a sentence for a broken source, a bug as it is."""
-    broken = ("DatasetsError", "ArrowException")
-    named = any(cls.__name__ in broken for cls in type(error).__mro__)
-    if isinstance(error, OSError | EOFError | UnicodeError) or named:
-        return DataError(f"{about} cannot be read: {error}")
-    return error
+def read_batch(source: Source, count: int, rank: int, world: int, device: torch.device) -> Batch:
+    """Returns a rank's share of the next `count` sequences, pinned where a GPU will take it."""
+    tokens, mask = source.read(count, rank, world)
+    wide = tokens.long()
+    inputs, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+    if device.type == "cuda":
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        mask = None if mask is None else mask.pin_memory()
+    return Batch(inputs, targets, mask, source.scored * count)
 
 
-def open_source(settings: Settings, run: Path) -> Source:
-    """Returns the source that the settings name. Raises DataError when there is nothing in it."""
-    return _SOURCES[settings.data.source](settings.data, settings.train.seed, run)
+def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:
+    """Returns the source that the settings name, or the part of it that is held out.
+
+    Raises DataError when there is nothing in it, or it cannot be opened within data.timeout_s.
+    """
+    data, seed = settings.data, settings.train.seed
+    return within(
+        data.timeout_s,
+        lambda: _SOURCES[data.source](data, seed, run, held_out),
+        _late("no answer", f"{data.source} {data.path}".rstrip(), data),
+    )
 
 
-def _text(data: DataSettings, seed: int, run: Path) -> Source:
-    # datasets takes a second to import, so only a run on text pays for it.
-    from trainers.text import TextFiles
+def open_alike(settings: Settings, run: Path, parallel: Single, held_out: bool = False) -> Source:
+    """Opens the source on rank 0 and, when that succeeded, on the others; all ranks call it.
 
-    return TextFiles(data, seed, run)
+    So a hub that does not answer is asked once. Raises DataError on all ranks alike, also where
+    one has other files than rank 0: their shares would not be those of one stream.
+    """
+    source, failed, numbers = None, None, []
+    for turn in range(2):
+        if turn == min(parallel.rank, 1):
+            try:
+                source = open_source(settings, run, held_out)
+            except DataError as error:
+                failed = error
+        mine = FAILED if failed else _number(source.fingerprint) if source else NOT_YET
+        told = parallel.gather(torch.tensor([mine], device=parallel.device))
+        numbers = [int(number) for number in told]
+        if failed or FAILED in numbers:
+            raise failed or DataError(f"rank {numbers.index(FAILED)} cannot open the data")
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise DataError(f"rank {rank} finds other files than rank 0; give both the same data")
+    assert source is not None
+    return source
 
 
-_SOURCES = {
-    "synthetic": lambda data, seed, _run: Synthetic(data.seq_len, seed),
-    "recall": lambda data, seed, _run: Recall(
-        data.seq_len, seed, data.recall_span, data.recall_distance
-    ),
-    "text": _text,
+def _number(fingerprint: str) -> int:
+    return int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:7])
+
+
+def _late(what: str, about: str, data: DataSettings) -> str:
+    return (
+        f"{what} of {about} came within {data.timeout_s:g} s; "
+        "look at the disk or the network, or raise data.timeout_s"
+    )
+
+
+def _recall(data: DataSettings, seed: int, _run: Path, held_out: bool) -> Source:
+    return (KeyValue if data.recall_form == "pairs" else Recall)(data, seed, held_out)
+
+
+def _stream(data: DataSettings, seed: int, run: Path, held_out: bool) -> Source:
+    # pyarrow takes a while to import, so only a run on documents pays for it.
+    from trainers.stream import Stream
+
+    return Stream(data, seed, run, held_out)
+
+
+_SOURCES: dict[str, Callable[[DataSettings, int, Path, bool], Source]] = {
+    "synthetic": lambda data, seed, _run, held_out: Synthetic(data, seed, held_out),
+    "recall": _recall,
+    **dict.fromkeys(("text", "jsonl", "parquet", "fineweb_edu"), _stream),
 }

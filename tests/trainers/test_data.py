@@ -1,176 +1,129 @@
-"""Data: bytes exactly as on disk, shares that add up, spans that return beyond the window."""
+"""Random sources and the loader: what returns, what is scored, and what a wait ends in."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-from tests.trainers.runs import ROOT, environment
+from tests.trainers.runs import ROOT
 from trainers import settings
-from trainers.data import Loader, Recall, Synthetic
+from trainers.data import Loader, open_alike, open_source
 from trainers.failures import DataError
-from trainers.settings import DataSettings
-from trainers.text import CHUNK_BYTES, TextFiles, list_files
+from trainers.limit import within
+from trainers.parallel import Single
+from trainers.schema import DataSettings, Settings
+from trainers.synthetic import KeyValue, Recall, Synthetic
 
 CPU = torch.device("cpu")
-AWKWARD = {
-    "crlf.txt": b"one\r\ntwo\rthree\n\r\n",
-    "latin.txt": "Grüße".encode("latin-1") + bytes(range(256)),
-    "nul.txt": b"\0\0a\0",
-    "empty.txt": b"",
-    "bom.txt": "\ufeffx".encode("utf-16"),
-    "ctrl-z.txt": b"a\x1ab\x85\xe2\x80\xa8c",
-    "sub/long.txt": bytes(i * 7 % 251 for i in range(2 * CHUNK_BYTES + 13)),
-    "sub/no-newline.txt": b"end",
-}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text")
-    (path / "sub").mkdir()
-    (path / ".hidden").write_bytes(b"never")
-    for name, data in AWKWARD.items():
-        (path / name).write_bytes(data)
-    return path
-
-
-def text_of(folder: Path, tmp_path: Path, lanes: int = 3, seed: int = 0) -> TextFiles:
-    data = DataSettings(source="text", path=str(folder), seq_len=100, lanes=lanes)
-    return TextFiles(data, seed, tmp_path)
-
-
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_text_is_the_bytes_on_disk_and_begins_again_at_the_end(folder, tmp_path, lanes):
-    source = text_of(folder, tmp_path, lanes)
-    assert sum(len(file.read_bytes()) for file in source.files) == sum(map(len, AWKWARD.values()))
-    on_disk = [b"".join(f.read_bytes() for f in source.files[j::lanes]) for j in range(lanes)]
-    count = 2 * lanes * max(map(len, on_disk)) // 100
-    rows, mask = source.read(0, count, 0, 1)
-    assert mask is None
-    for lane, expected in enumerate(on_disk):
-        mine = rows[lane::lanes]
-        stream = bytes(mine[:, :-1].flatten().tolist())
-        assert len(stream) > 1.9 * len(expected)
-        assert stream == (expected * (len(stream) // len(expected) + 1))[: len(stream)]
-        assert torch.equal(mine[:-1, -1], mine[1:, 0]), "every byte is predicted once"
-
-
-def test_reading_text_leaves_nothing_behind_and_connects_nowhere(folder, tmp_path):
-    program = f"""
-import sys
-touched = []
-def watch(event, arguments):
-    if event in ("socket.connect", "socket.getaddrinfo"):
-        touched.append(event)
-    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
-        touched.append(str(arguments[0]))
-sys.addaudithook(watch)
-from pathlib import Path
-from trainers.settings import DataSettings
-from trainers.text import TextFiles
-run = Path({str(tmp_path / "run")!r})
-run.mkdir()
-TextFiles(DataSettings(source="text", path={str(folder)!r}), 0, run).read(0, 50, 0, 1)
-outside = [t for t in touched if not t.startswith(str(run)) and not t.endswith((".pyc", "null"))
-           and ".pyc." not in t and not t.isdigit()]
-assert not outside, outside
-assert not list(run.iterdir()), list(run.iterdir())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert not list((tmp_path / "home").rglob("*"))
-
-
-@limits(max_examples=25)
-@given(world=st.integers(1, 5), counts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_shares_of_text_are_disjoint_complete_and_do_not_depend_on_the_world(
-    folder, tmp_path, world, counts
-):
-    """Whatever ranks and micro-batches share the stream, together they see what one sees."""
-    whole = text_of(folder, tmp_path).read(0, sum(counts), 0, 1)[0]
-    for rank in range(world):
-        source, first, parts = text_of(folder, tmp_path), 0, []
-        for count in counts:
-            parts.append(source.read(first, count, rank, world)[0])
-            first += count
-        assert torch.equal(torch.cat(parts), whole[rank::world])
-
-
-def test_a_position_in_text_is_reached_by_walking(folder, tmp_path):
-    whole = text_of(folder, tmp_path).read(0, 3000, 0, 1)[0]
-    late = text_of(folder, tmp_path).read(2990, 10, 0, 1)[0]
-    assert torch.equal(late, whole[2990:])
-
-
-def test_the_default_text_is_python_source_of_a_fixed_list(tmp_path):
-    files = list_files(DataSettings(source="text"))
-    assert len(files) > 100
-    assert {file.suffix for file in files} == {".py"}
-    assert sum(file.stat().st_size for file in files) > 1_000_000
-
-
-@pytest.mark.parametrize("content", [{}, {"a.txt": b""}, {"b.bin": b"x"}])
-def test_a_folder_without_bytes_is_told_in_a_sentence(tmp_path, content):
-    for name, data in content.items():
-        (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=str(tmp_path)):
-        TextFiles(
-            DataSettings(source="text", path=str(tmp_path), pattern="*.txt"), 0, tmp_path
-        ).read(0, 1, 0, 1)
+def drawn(seq_len: int = 64, **changes) -> DataSettings:
+    return DataSettings(seq_len=seq_len, **changes)
 
 
 @given(
     span=st.integers(2, 40), more=st.integers(0, 30), room=st.integers(0, 9),
-    seed=st.integers(0, 99), world=st.integers(1, 3), first=st.integers(0, 50),
+    spread=st.integers(0, 9), seed=st.integers(0, 99), world=st.integers(1, 3),
+    first=st.integers(0, 50),
 )  # fmt: skip
-def test_recall_returns_a_span_at_the_distance_and_scores_exactly_its_bytes(
-    span, more, room, seed, world, first
+def test_recall_returns_a_span_at_a_drawn_distance_and_scores_exactly_its_bytes(
+    span, more, room, spread, seed, world, first
 ):
-    """Every scored byte equals the one `distance` before it; nothing else is scored."""
-    distance = span + more
-    seq_len = max(span + distance - 1 + room, 2)
-    source = Recall(seq_len, seed, span, distance)
+    """Every scored byte equals the one a distance before it; nothing else is scored."""
+    near, far = span + more, span + more + spread
+    seq_len = max(span + far - 1 + room, 2)
+    data = drawn(seq_len, recall_span=span, recall_distance=near, recall_distance_max=far)
     for rank in range(world):
-        tokens, scored = source.read(first, 3 * world, rank, world)
+        source = Recall(data, seed)
+        source.position = first
+        tokens, scored = source.read(3 * world, rank, world)
         assert tokens.shape == (3, seq_len + 1)
         assert scored is not None
         assert scored.sum(1).tolist() == [span - 1] * 3
         for row, mask in zip(tokens, scored, strict=True):
             predicted = mask.nonzero().flatten() + 1
             assert predicted.tolist() == list(range(predicted[0], predicted[0] + span - 1))
-            assert predicted[0] > distance
-            assert torch.equal(row[predicted], row[predicted - distance])
-            assert row[predicted[0] - 1] == row[predicted[0] - 1 - distance]
+            assert any(
+                predicted[0] > distance
+                and torch.equal(row[predicted], row[predicted - distance])
+                and row[predicted[0] - 1] == row[predicted[0] - 1 - distance]
+                for distance in range(near, far + 1)
+            )
 
 
-def test_random_sources_give_every_rank_its_own_bytes_and_repeat_by_seed():
-    for source, again, other in (
-        (Synthetic(64, 1), Synthetic(64, 1), Synthetic(64, 2)),
-        (Recall(64, 1, 16, 32), Recall(64, 1, 16, 32), Recall(64, 2, 16, 32)),
-    ):
-        whole = source.read(0, 6, 0, 1)[0]
-        shares = [again.read(0, 6, rank, 2)[0] for rank in range(2)]
-        assert torch.equal(shares[0], whole[0::2])
-        assert torch.equal(shares[1], whole[1::2])
-        assert len({bytes(row.tolist()) for row in whole}) == 6
-        assert not torch.equal(other.read(0, 6, 0, 1)[0], whole)
+def test_the_drawn_distances_fill_their_range():
+    data = drawn(recall_span=16, recall_distance=20, recall_distance_max=23)
+    tokens, scored = Recall(data, 0).read(60, 0, 1)
+    assert scored is not None
+    starts = [int(mask.nonzero()[0]) for mask in scored]
+    found = {
+        distance
+        for row, at in zip(tokens, starts, strict=True)
+        for distance in range(1, at + 1)
+        if torch.equal(row[at : at + 16], row[at - distance : at - distance + 16])
+    }
+    assert found == {20, 21, 22, 23}
+
+
+@given(
+    span=st.integers(4, 20), more=st.integers(0, 30), room=st.integers(0, 60),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_pairs_return_whole_and_far_enough_and_only_values_are_scored(span, more, room, seed):
+    distance = span + more
+    data = drawn(span + distance + room, recall_span=span, recall_distance=distance)
+    source = KeyValue(data, seed)
+    tokens, scored = source.read(2, 0, 1)
+    assert scored is not None
+    assert source.pairs >= 1
+    for row, mask in zip(tokens, scored, strict=True):
+        told = [bytes(row[i * span : (i + 1) * span].tolist()) for i in range(source.pairs)]
+        begin = len(row) - source.pairs * span
+        again = [
+            bytes(row[begin + i * span : begin + (i + 1) * span].tolist())
+            for i in range(source.pairs)
+        ]
+        assert sorted(told) == sorted(again)
+        for place, pair in enumerate(again):
+            assert begin + place * span - told.index(pair) * span >= distance
+        inside = (mask.nonzero().flatten() + 1 - begin) % span
+        assert mask.sum() == source.scored
+        assert (inside >= span // 2).all()
+
+
+@pytest.mark.parametrize("kind", [Synthetic, Recall, KeyValue])
+def test_random_sources_give_every_rank_its_own_bytes_and_repeat_by_seed(kind):
+    data = drawn(recall_span=16, recall_distance=32)
+    whole = kind(data, 1).read(6, 0, 1)[0]
+    for rank in range(2):
+        assert torch.equal(kind(data, 1).read(6, rank, 2)[0], whole[rank::2])
+    assert len({bytes(row.tolist()) for row in whole}) == 6
+    for other in (kind(data, 2), kind(data, 1, held_out=True)):
+        assert not torch.equal(other.read(6, 0, 1)[0], whole)
+
+
+@pytest.mark.parametrize("kind", [Synthetic, Recall, KeyValue])
+def test_a_random_source_goes_on_from_its_state_and_refuses_another_ones(kind):
+    data = drawn(recall_span=16, recall_distance=32)
+    source, again = kind(data, 1), kind(data, 1)
+    source.read(5, 0, 1)
+    again.restore(source.state())
+    assert torch.equal(again.read(3, 0, 1)[0], source.read(3, 0, 1)[0])
+    with pytest.raises(DataError, match="seed was 1 and is 2"):
+        kind(data, 2).restore(source.state())
+    with pytest.raises(DataError, match="seed was 1 and is held-out/1"):
+        kind(data, 1, held_out=True).restore(source.state())
+    with pytest.raises(DataError, match="makes no sense"):
+        again.restore({"fingerprint": source.fingerprint, "position": None})
 
 
 def test_synthetic_bytes_are_uniform():
-    counts = torch.bincount(Synthetic(1024, 3).read(0, 512, 0, 1)[0].flatten().long())
+    counts = torch.bincount(Synthetic(drawn(1024), 3).read(512, 0, 1)[0].flatten().long())
     expected = counts.sum() / 256
     assert ((counts - expected).abs() < 6 * expected.sqrt()).all()
 
@@ -178,46 +131,146 @@ def test_synthetic_bytes_are_uniform():
 class Hangs(Synthetic):
     """A source whose third read never comes back, like a file on a dead mount."""
 
-    def read(self, first, count, rank, world):
-        if first >= 2 * count:
+    def read(self, count, rank, world):
+        if self.position >= 2 * count:
             threading.Event().wait()
-        return super().read(first, count, rank, world)
+        return super().read(count, rank, world)
+
+
+class HangsAtOnce(Synthetic):
+    """A source that does not even find its place."""
+
+    def restore(self, state):
+        threading.Event().wait()
 
 
 class Breaks(Synthetic):
-    def read(self, first, count, rank, world):
-        raise OSError(5, "Input/output error", "/data/x")
+    def read(self, count, rank, world):
+        raise DataError("/data/x cannot be read: Input/output error")
 
 
-def loader(source, **changes) -> Loader:
-    overrides = {"data.timeout_s": 0.2, "data.prefetch": 2} | changes
-    return Loader(source, settings.resolve(None, {}, overrides).settings, 0, 1, CPU)
+def small(**changes) -> Settings:
+    overrides = {"data.timeout_s": 0.2, "data.prefetch": 2, "data.seq_len": 8} | changes
+    return settings.resolve(None, {}, overrides).settings
+
+
+def loader(kind, state=None, rank: int = 0, world: int = 1) -> Loader:
+    chosen = small()
+    return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state)
 
 
 def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
-    late = loader(Hangs(8, 0))
+    late = loader(Hangs)
     late.fetch(2)
+    for broken in (late, loader(HangsAtOnce, late.state)):
+        began = time.monotonic()
+        with pytest.raises(
+            DataError, match=r"no batch of synthetic random bytes came within 0\.2 s"
+        ):
+            broken.ready()
+        assert time.monotonic() - began < 2
+
+
+def test_a_call_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error():
     began = time.monotonic()
-    with pytest.raises(DataError, match=r"no batch of synthetic random bytes came within 0\.2 s"):
-        late.fetch()
-    assert time.monotonic() - began < 2
+    with pytest.raises(DataError, match="too late"):
+        within(0.05, threading.Event().wait, "too late")
+    assert time.monotonic() - began < 10
+    with pytest.raises(ZeroDivisionError):
+        within(60, lambda: 1 // 0, "too late")
+    assert within(60, lambda: 7, "too late") == 7
 
 
 def test_a_source_that_breaks_is_told_by_fetch():
     with pytest.raises(DataError, match="Input/output error"):
-        loader(Breaks(8, 0)).fetch()
+        loader(Breaks).fetch()
 
 
-def test_reading_ahead_is_bounded_and_the_position_is_what_training_took():
-    source = Synthetic(8, 0)
-    ahead = loader(source)
+def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
+    ahead = loader(Synthetic)
     time.sleep(0.3)
     assert ahead.position == 0
+    assert ahead.epoch is None
     assert ahead._ready.qsize() == 2
     batches = ahead.fetch(3)
     assert ahead.position == 3 * 8
-    tokens = source.read(0, 24, 0, 1)[0].long()
-    assert torch.equal(torch.cat([batch.inputs for batch in batches]), tokens[:, :-1])
-    assert torch.equal(torch.cat([batch.targets for batch in batches]), tokens[:, 1:])
-    ahead.close()
-    assert not ahead._thread.is_alive()
+    tokens = Synthetic(small().data, 0).read(40, 0, 1)[0].long()
+    assert torch.equal(torch.cat([batch.inputs for batch in batches]), tokens[:24, :-1])
+    assert torch.equal(torch.cat([batch.targets for batch in batches]), tokens[:24, 1:])
+    later = loader(Synthetic, ahead.state)
+    later.ready()
+    assert later.position == 24
+    assert torch.equal(later.fetch()[0].inputs, tokens[24:32, :-1])
+    assert later.position == 32
+    for each in (ahead, later):
+        each.close()
+        assert not each._thread.is_alive()
+
+
+def test_the_data_of_named_steps_is_passed_over_on_every_rank():
+    changes = {"data.skip": "2:4", "train.accumulate": 2, "train.batch_size": 4}
+    chosen = small(**changes)
+    tokens = Synthetic(chosen.data, 0).read(8 * 16, 0, 1)[0].long()
+    for rank in range(2):
+        skips = Loader(Synthetic(chosen.data, 0), chosen, rank, 2, CPU)
+        taken = torch.cat([batch.inputs for batch in skips.fetch(4)])
+        # A step is two micro-batches of eight sequences; steps 2 and 3 are passed over.
+        expected = torch.cat((tokens[:16], tokens[48:64]))[rank::2, :-1]
+        assert torch.equal(taken, expected)
+        assert skips.position == 64
+        skips.close()
+
+
+class Threads(Single):
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, vectors: list, barrier: threading.Barrier):
+        super().__init__(CPU)
+        self.rank, self._vectors, self._barrier = rank, vectors, barrier
+
+    def gather(self, vector):
+        self._vectors[self.rank] = vector
+        self._barrier.wait(60)
+        gathered = list(self._vectors)
+        self._barrier.wait(60)
+        return gathered
+
+
+NO, ONE, OTHER = None, b"one", b"another"
+RANKS = {
+    "alike": ((ONE, ONE, ONE), ("", "", "")),
+    "only rank 0 asks": ((NO, NO, ONE), ("no file", "rank 0 cannot", "rank 0 cannot")),
+    "rank 2 has none": ((ONE, ONE, NO), ("rank 2 cannot", "rank 2 cannot", "no file")),
+    "rank 1 has others": ((ONE, OTHER, ONE), ("rank 1 finds other files",) * 3),
+}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case):
+    contents, expected = RANKS[case]
+    vectors, barrier, ends = [None] * 3, threading.Barrier(3), [""] * 3
+
+    def run(rank: int) -> None:
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        if content := contents[rank]:
+            (folder / "a.txt").write_bytes(content)
+        chosen = small(**{"data.source": "text", "data.path": str(folder), "data.timeout_s": 60})
+        try:
+            assert open_alike(chosen, tmp_path, Threads(rank, vectors, barrier)).position == 0
+        except DataError as error:
+            ends[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for end, words in zip(ends, expected, strict=True):
+        assert end.startswith(words)
+        assert bool(end) == bool(words)
+
+
+def test_the_form_of_recall_is_a_setting():
+    form = {"data.source": "recall", "data.recall_form": "pairs", "data.seq_len": 128}
+    assert "pairs" in open_source(small(**form), ROOT).about

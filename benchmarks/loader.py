@@ -1,0 +1,96 @@
+"""What the loader delivers per CPU-second: byte tokens, ready as batches, from each kind of source.
+
+CPU-seconds of the whole process, so the reading thread counts; each measurement is a process's own
+stretch of batches after a first one, with the files in the page cache.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+
+from benchmarks.common import median, publish, quantile, table
+from trainers import settings
+from trainers.data import Loader, open_source
+
+ROUNDS, BATCHES, BATCH_TOKENS = 9, 60, 1 << 14
+DOCUMENTS, DOCUMENT_BYTES, FILES = 1500, 4000, 4
+BUDGET = 10e6
+
+
+def write(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Writes the same documents in each format. Yields sources and their folders."""
+    words = [f"word{i}" for i in range(3000)]
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices(words, k=DOCUMENT_BYTES // 8)) for _ in range(DOCUMENTS)]
+    for name in ("text", "jsonl", "jsonl.gz", "parquet"):
+        (folder / name).mkdir()
+        for part in range(FILES):
+            mine = texts[part::FILES]
+            file = folder / name / f"{part}.{name}"
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in mine).encode()
+            if name == "parquet":
+                parquet.write_table(pa.table({"text": mine}), file, row_group_size=100)
+            elif name == "text":
+                file.write_text("\n".join(mine))
+            else:
+                file.write_bytes(gzip.compress(lines) if name == "jsonl.gz" else lines)
+        yield name, folder / name
+
+
+def measure(source: str, path: Path, world: int, seq_len: int) -> float:
+    """Returns tokens of all ranks per CPU-second, where this process is one of `world` ranks."""
+    torch.set_num_threads(1)
+    chosen = settings.resolve(
+        None, {},
+        {
+            "data.source": source.partition(".")[0], "data.path": str(path),
+            "data.seq_len": seq_len, "train.batch_size": BATCH_TOKENS // seq_len,
+        },
+    ).settings  # fmt: skip
+    loader = Loader(open_source(chosen, path), chosen, 0, world, torch.device("cpu"))
+    loader.ready()
+    began = time.process_time()
+    loader.fetch(BATCHES)
+    took = time.process_time() - began
+    loader.close()
+    return BATCHES * BATCH_TOKENS * world / took
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        for source, path in write(Path(directory)):
+            for world, seq_len in ((1, 2048), (8, 2048), (1, 128)):
+                rates = [measure(source, path, world, seq_len) for _ in range(ROUNDS)]
+                rows.append(
+                    (
+                        source,
+                        world,
+                        seq_len,
+                        f"{median(rates) / 1e6:.1f}",
+                        f"{quantile(rates, 0.25) / 1e6:.1f} to {quantile(rates, 0.75) / 1e6:.1f}",
+                        f"≥ {BUDGET / 1e6:g}",
+                    )
+                )
+    publish(
+        "loader",
+        "What the loader delivers per CPU-second",
+        table(("source", "ranks", "sequence", "million byte tokens", "quartiles", "budget"), rows),
+        f"Medians of {ROUNDS} rounds of {BATCHES} batches of {BATCH_TOKENS} tokens per rank, of "
+        f"documents of about {DOCUMENT_BYTES} bytes. Each rank walks the stream of all ranks, so a "
+        "rank of 8 is given an eighth of the tokens counted.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""FineWeb-Edu: from a mirror and from a hub by one call, and what its absence ends in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.files import write
+from tests.trainers.hub_server import Hub, serve
+from tests.trainers.runs import ROOT, environment
+from trainers import fwe_smoke, hub
+from trainers.documents import find
+from trainers.failures import CONFIG, DATA, DONE, DataError
+from trainers.schema import DataSettings
+from trainers.stream import Stream
+
+CARD = """---
+configs:
+- config_name: default
+  data_files: [{split: train, path: data/*.parquet}]
+- config_name: sample-10BT
+  data_files: [{split: train, path: sample/10BT/*.parquet}]
+---
+"""
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory):
+    """A folder like the dataset's repository, without the files of its first configuration."""
+    path = tmp_path_factory.mktemp("mirror")
+    (path / "README.md").write_text(CARD)
+    for part in range(3):
+        write(path / f"sample/10BT/{part:03}.parquet", [f"{part}/{i} " * 40 for i in range(60)])
+    return path
+
+
+def smoke(tmp_path: Path, *words: str, **flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainers.fwe_smoke", "--seq-len", "256", "--batch", "2", *words],
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path, **flags),
+    )  # fmt: skip
+
+
+def test_a_mirror_is_the_files_of_the_named_configuration(mirror, tmp_path, monkeypatch):
+    data = DataSettings(source="fineweb_edu", path=str(mirror))
+    docs = find(data, 0, False, tmp_path)
+    assert sorted(Path(file).name for file in docs.files) == [
+        "000.parquet", "001.parquet", "002.parquet",
+    ]  # fmt: skip
+    moved = tmp_path / "moved"
+    os.symlink(mirror, moved)
+    monkeypatch.chdir(tmp_path)
+    for path in (str(moved), "moved", f"../{tmp_path.name}/moved/"):
+        again = find(DataSettings(source="fineweb_edu", path=path), 0, False, tmp_path)
+        assert again.digest == docs.digest, "a mirror may be moved between two runs"
+    assert not [path for path in tmp_path.iterdir() if path != moved]
+
+
+def test_the_loader_check_reads_a_mirror_and_prints_what_came(mirror, tmp_path):
+    done = smoke(tmp_path, "--local-path", str(mirror))
+    assert done.returncode == DONE, done.stderr
+    assert "3 files" in done.stdout
+    for word in ("tokens/s", "p50", "p95", "20 batches of 2 × 256"):
+        assert word in done.stdout
+
+
+FROM_THE_HUB = """
+import sys
+from pathlib import Path
+from trainers import fwe_smoke
+from trainers.schema import DataSettings
+from trainers.stream import Stream
+assert fwe_smoke.main([]) == 0
+stream = Stream(DataSettings(source="fineweb_edu"), 0, Path.cwd())
+assert all("@{revision}/" in file for lane in stream._lanes for file in lane._files)
+print(stream.fingerprint)
+print(bytes(stream.read(40, 0, 1)[0].flatten().tolist()).hex())
+"""
+
+
+def from_the_hub(tmp_path: Path, served: Hub) -> list[str]:
+    """Returns what the loader check said, the fingerprint, and the first bytes."""
+    flags = {"HF_ENDPOINT": served.endpoint, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_THE_HUB.replace("{revision}", served.revision)],
+        capture_output=True, text=True, cwd=tmp_path, env=environment(tmp_path, **flags),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_hub_is_read_by_ranges_at_one_revision_and_gives_the_bytes_of_its_mirror(
+    mirror, tmp_path
+):
+    """A later revision with the same files, as after an edit of the card, is the same data."""
+    with serve(mirror, hub.DATASET) as served:
+        said, fingerprint, came = from_the_hub(tmp_path, served)
+        asked = [(name, limits) for name, method, limits in served.served if method == "GET"]
+        served.revision = "a" * 40
+        assert from_the_hub(tmp_path, served)[1:] == [fingerprint, came]
+    assert said.startswith("HuggingFaceFW/fineweb-edu sample-10BT (3 files)")
+    data = DataSettings(source="fineweb_edu", path=str(mirror))
+    expected = Stream(data, 0, tmp_path).read(40, 0, 1)[0]
+    assert bytes.fromhex(came) == bytes(expected.flatten().tolist())
+    assert {name for name, _ in asked} == {
+        "README.md", "000.parquet", "001.parquet", "002.parquet",
+    }  # fmt: skip
+    assert all(limits for name, limits in asked if name != "README.md")
+
+
+def test_no_network_is_told_within_a_second_or_two(tmp_path, monkeypatch, capsys):
+    """Nobody listens; somebody listens and never accepts; the operator said offline."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    data = DataSettings(source="fineweb_edu")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        waiting = [socket.socket() for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        for endpoint in ("http://127.0.0.1:1", f"http://127.0.0.1:{port}"):
+            monkeypatch.setenv("HF_ENDPOINT", endpoint)
+            began = time.monotonic()
+            with pytest.raises(DataError, match=r"127\.0\.0\.1 does not answer.*--local-path"):
+                find(data, 0, False, tmp_path)
+            assert time.monotonic() - began < 20
+        for each in waiting:
+            each.close()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fwe_smoke.main([]) == DATA
+    error = capsys.readouterr().err
+    assert "HF_HUB_OFFLINE is set" in error
+    assert error.count("\n") == 1
+
+
+SPOILED = {
+    "no card": ("", "README.md"),
+    "no files": (CARD, "data files"),
+    "other subset": (CARD.replace("10BT", "100BT"), "only default, sample-100BT"),
+    "no YAML": ("---\nconfigs: [\n---\n", "configs name"),
+    "no configs": ("---\nconfigs: [3]\n---\n", "configs name"),
+    "cut": (CARD, "000.parquet cannot be read"),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_a_mirror_that_is_none_is_told_in_one_sentence(tmp_path, spoiled, capsys):
+    path = tmp_path / "bad"
+    path.mkdir()
+    card, words = SPOILED[spoiled]
+    if card:
+        (path / "README.md").write_text(card)
+    if spoiled != "no files":
+        write(path / "sample/10BT/000.parquet", ["x" * 99] * 50)
+    if spoiled == "cut":
+        file = path / "sample/10BT/000.parquet"
+        file.write_bytes(file.read_bytes()[:-50])
+    assert fwe_smoke.main(["--local-path", str(path)]) == DATA
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_wrong_words_of_the_loader_check_are_refused(capsys):
+    assert fwe_smoke.main(["--local-path", "/no/such"]) == CONFIG
+    assert "there is no such folder" in capsys.readouterr().err

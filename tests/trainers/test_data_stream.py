@@ -1,0 +1,389 @@
+"""Documents: bytes exactly as stored, shares that add up, positions that hold in any world."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+
+from tests.trainers.files import spoil, write
+from tests.trainers.runs import ROOT, Run, environment, small
+from trainers import documents, settings
+from trainers.data import Loader, open_source
+from trainers.documents import CHUNK_BYTES
+from trainers.failures import DATA, DataError
+from trainers.schema import DataSettings
+from trainers.stream import END_OF_DOCUMENT, Lane, Stream
+
+AWKWARD = {
+    "crlf.txt": b"one\r\ntwo\rthree\n\r\n",
+    "latin.txt": "Grüße".encode("latin-1") + bytes(range(256)),
+    "nul.txt": b"\0\0a\0",
+    "empty.txt": b"",
+    "bom.txt": "\ufeffx".encode("utf-16"),
+    "ctrl-z.txt": b"a\x1ab\x85\xe2\x80\xa8c",
+    "chunk.txt": b"\n" * CHUNK_BYTES,
+    "sub/long.txt": bytes(i * 7 % 251 for i in range(2 * CHUNK_BYTES + 13)),
+    "sub/no-newline.txt": b"end",
+}
+WORDS = ["", "a\r\nb\n", "Grüße \u2028\x00", "\ufeff", "日本語 🙂", "x" * 999, "{}", " \t\n"]
+TEXTS = [f"{i} {WORDS[i % len(WORDS)]}" for i in range(90)] + [""]
+FORMATS = ("jsonl", "jsonl.gz", "parquet")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text")
+    (path / "sub").mkdir()
+    (path / ".hidden").write_bytes(b"never")
+    for name, data in AWKWARD.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def stream_of(path: Path, source: str = "text", seed: int = 0, part: bool = False, **changes):
+    changes = {"seq_len": 100, "lanes": 3, "held_out": 0.0} | changes
+    data = DataSettings(source=source.partition(".")[0], path=str(path), **changes)  # type: ignore[arg-type]
+    return Stream(data, seed, path, held_out=part)
+
+
+def text_from(rows: torch.Tensor) -> bytes:
+    """Returns the stream that the sequences of one lane were cut from."""
+    assert torch.equal(rows[:-1, -1], rows[1:, 0]), "every token is predicted once"
+    return bytes(rows[:, :-1].flatten().tolist())
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_text_is_the_bytes_on_disk_and_begins_again_at_the_end(folder, lanes):
+    source = stream_of(folder, lanes=lanes)
+    files = source._lanes[0]._docs.files
+    assert sum(len(Path(file).read_bytes()) for file in files) == sum(map(len, AWKWARD.values()))
+    on_disk = [b"".join(Path(f).read_bytes() for f in files[j::lanes]) for j in range(lanes)]
+    assert source.state()["epoch"] == 0
+    rows, mask = source.read(2 * lanes * max(map(len, on_disk)) // 100 + lanes, 0, 1)
+    assert mask is None
+    assert source.state()["epoch"] == 2
+    for lane, expected in enumerate(on_disk):
+        stream = text_from(rows[lane::lanes])
+        assert len(stream) > 1.9 * len(expected)
+        assert stream == (expected * (len(stream) // len(expected) + 1))[: len(stream)]
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_documents_are_joined_with_a_zero_byte_and_nothing_else_is_changed(tmp_path, ending):
+    write(tmp_path / f"a.{ending}", TEXTS)
+    source = stream_of(tmp_path, ending)
+    expected = b"".join(text.encode() + END_OF_DOCUMENT for text in TEXTS)
+    stream = text_from(source.read(2 * len(expected) // 100, 0, 1)[0])
+    assert stream == (expected * 3)[: len(stream)]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_a_parquet_column_may_be_of_any_kind_of_text_and_have_nulls(tmp_path, kind):
+    column = pa.array(["a", None, "b"], pa.string()).cast(kind)
+    pq.write_table(pa.table({"body": column}), tmp_path / "a.parquet")
+    source = stream_of(tmp_path, "parquet", text_key="body", seq_len=4)
+    assert text_from(source.read(2, 0, 1)[0]) == b"a\0b\0a\0b\0"
+
+
+def test_reading_leaves_nothing_behind_and_connects_nowhere(folder, tmp_path):
+    write(tmp_path / "docs" / "a.parquet", TEXTS)
+    program = f"""
+import sys
+touched = []
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        touched.append(event)
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        touched.append(str(arguments[0]))
+sys.addaudithook(watch)
+from pathlib import Path
+from trainers.schema import DataSettings
+from trainers.stream import Stream
+run = Path({str(tmp_path / "run")!r})
+run.mkdir()
+for source, path in (("text", {str(folder)!r}), ("parquet", {str(tmp_path / "docs")!r})):
+    Stream(DataSettings(source=source, path=path), 0, run).read(50, 0, 1)
+assert "datasets" not in sys.modules
+outside = [t for t in touched if not t.startswith(str(run)) and not t.endswith((".pyc", "null"))
+           and ".pyc." not in t and not t.isdigit()]
+assert not outside, outside
+assert not list(run.iterdir()), list(run.iterdir())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "home").rglob("*"))
+
+
+sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6)
+
+
+@limits(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    source=st.sampled_from(("text", *FORMATS)), files=st.lists(sizes, min_size=1, max_size=5),
+    lanes=st.integers(1, 4), seq_len=st.integers(2, 40), rows=st.integers(1, 4),
+    legs=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4
+    ),
+)  # fmt: skip
+def test_a_stop_at_any_position_and_any_world_after_it_lose_and_repeat_nothing(
+    tmp_path_factory, source, files, lanes, seq_len, rows, legs
+):
+    """Each leg is a run of `world` ranks; the next one goes on from what one of them saved."""
+    path = tmp_path_factory.mktemp("files")
+    for number, lengths in enumerate(files):
+        texts = [chr(65 + number) * length for length in lengths]
+        if source == "text":
+            (path / f"{number}.txt").write_text("\n".join(texts) + "\n")
+        else:
+            write(path / f"{number}.{source}", texts, rows)
+    options = {"lanes": lanes, "seq_len": seq_len}
+    total = sum(count * steps for _world, count, steps in legs)
+    whole = stream_of(path, source, **options).read(total + 1, 0, 1)[0]
+    state, first = stream_of(path, source, **options).state(), 0
+    for world, count, steps in legs:
+        ranks = [stream_of(path, source, **options) for _ in range(world)]
+        parts = []
+        for rank, each in enumerate(ranks):
+            each.restore(json.loads(json.dumps(state)))
+            parts.append([each.read(count, rank, world)[0] for _ in range(steps)])
+        taken = whole[first : first + count * steps]
+        for rank, part in enumerate(parts):
+            if part:
+                assert torch.equal(torch.cat(part), taken[(rank - first) % world :: world])
+        states = [each.state() for each in ranks]
+        assert all(other == states[0] for other in states)
+        state, first = states[0], first + count * steps
+        assert state["position"] == first
+
+
+class Pairs:
+    """Two bytes make a token, so that one is wider than a byte, like those of gpt2."""
+
+    kind = torch.uint16
+    end = b"\xff\xff"
+
+    def encode(self, text: bytes) -> bytes:
+        return text + b"\0" * (len(text) % 2)
+
+
+@given(lengths=sizes, stop=st.integers(0, 9), seq_len=st.integers(2, 9))
+@limits(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_wide_tokens_are_packed_and_resumed_like_bytes(tmp_path_factory, lengths, stop, seq_len):
+    path = tmp_path_factory.mktemp("wide")
+    write(path / "a.jsonl", ["ä" * length for length in lengths])
+    data = DataSettings(source="jsonl", path=str(path), held_out=0.0)
+    docs = documents.find(data, 0, False, path)
+    lane, later = (Lane(docs, 0, 1, Pairs(), seq_len) for _ in range(2))
+    taken = [lane.take() for _ in range(stop)]
+    expected = b"".join(b"\xc3\xa4" * length + b"\xff\xff" for length in lengths)
+    stream = b"".join(sequence[: 2 * seq_len] for sequence in taken)
+    assert stream == (expected * (len(stream) // len(expected) + 1))[: len(stream)]
+    later.seek(*lane.place())
+    assert [later.take() for _ in range(3)] == [lane.take() for _ in range(3)]
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_going_on_reads_neither_former_files_nor_the_beginning_of_this_one(tmp_path, source):
+    """What lies before the position is overwritten; a walk from the start would trip on it."""
+    ending = {"text": "txt"}.get(source, source)
+    for number in range(3):
+        path = tmp_path / f"{number}.{ending}"
+        texts = [f"{number} {i} " + os.urandom(200).hex() + "\n" for i in range(900)]
+        if source == "text":
+            path.write_text("".join(texts))
+        else:
+            write(path, texts, rows=100)
+    source_of = lambda: stream_of(tmp_path, source, lanes=1)  # noqa: E731
+    before = source_of()
+    total = sum(file.stat().st_size for file in tmp_path.iterdir())
+    before.read(total // 2 // 100, 0, 1)
+    state = before.state()
+    _epoch, file, cursor, _skip = state["lanes"][0]
+    assert cursor > 0
+    order = [Path(name) for name in before._lanes[0]._docs.files]
+    for passed in order[:file]:
+        passed.write_bytes(b"\xff" * passed.stat().st_size)
+    data = bytearray(order[file].read_bytes())
+    data[4:10_000] = b"\xff" * 9_996
+    order[file].write_bytes(data)
+    after = source_of()
+    after.restore(state)
+    assert torch.equal(after.read(50, 0, 1)[0], before.read(50, 0, 1)[0])
+
+
+def test_a_state_is_small_wherever_it_is_taken(folder):
+    source = stream_of(folder, lanes=4)
+    for _ in range(40):
+        source.read(97, 1, 3)
+        assert len(json.dumps(source.state())) < 400
+
+
+CHANGED = {
+    "seed": ({"seed": 1}, "seed was 0 and is 1"),
+    "seq_len": ({"seq_len": 50}, "seq_len was 100 and is 50"),
+    "lanes": ({"lanes": 2}, "lanes was 3 and is 2"),
+    "held_out": ({"held_out": 0.4}, "held_out was 0 and is 0.4"),
+    "files": ({"pattern": "*"}, "files was "),
+    "part": ({"held_out": 0.4, "part": True}, "part was train and is eval"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_position_in_other_data_is_refused_and_what_changed_is_said(folder, case):
+    changes, words = CHANGED[case]
+    state = stream_of(folder).state()
+    with pytest.raises(DataError, match="new run") as caught:
+        stream_of(folder, **changes).restore(state)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"lanes": [[0, 0, 0, 0]]}, {"lanes": [[0, 99, 0, 0]] * 3}, {"lanes": "abc"},
+               {"lanes": [[0, 0, -5, 0]] * 3}, {"position": "x"}, {"fingerprint": 3}],
+    ids=str,
+)  # fmt: skip
+def test_a_position_that_no_source_wrote_is_refused(folder, change):
+    source = stream_of(folder)
+    with pytest.raises(DataError, match="makes no sense"):
+        source.restore(source.state() | change)
+
+
+@pytest.mark.parametrize("source", ["text", *FORMATS])
+def test_what_is_held_out_is_never_trained_on_and_nothing_is_lost(tmp_path, source):
+    texts = [f"<{i}>" for i in range(400)]
+    if source == "text":
+        for i, text in enumerate(texts):
+            (tmp_path / f"{i}.txt").write_text(text)
+    else:
+        for i in range(0, 400, 100):
+            write(tmp_path / f"{i}.{source}", texts[i : i + 100] + texts[:9])
+    seen = []
+    for part in (False, True):
+        stream = stream_of(tmp_path, source, held_out=0.25, lanes=1, part=part)
+        assert ("held-out" in stream.about) == part
+        data = b""
+        while stream.state()["epoch"] == 0:
+            data += text_from(stream.read(1, 0, 1)[0])
+        seen.append({text for text in texts if text.encode() in data})
+    train, held = seen
+    assert not train & held
+    assert train | held == set(texts)
+    assert 60 < len(held) < 140
+
+
+def test_where_nothing_can_be_held_out_evaluation_says_so(tmp_path):
+    (tmp_path / "only.txt").write_text("one file")
+    assert stream_of(tmp_path, held_out=0.3).about.endswith("(1 files)")
+    for share in (0.0, 0.3):
+        with pytest.raises(DataError, match=r"nothing of .* is held out"):
+            stream_of(tmp_path, held_out=share, part=True)
+
+
+def test_the_default_text_is_python_source_of_a_fixed_list(tmp_path):
+    docs = documents.find(DataSettings(source="text"), 0, False, tmp_path)
+    files = [Path(file) for file in docs.files]
+    assert len(files) > 100
+    assert {file.suffix for file in files} == {".py"}
+    assert sum(file.stat().st_size for file in files) > 1_000_000
+
+
+BROKEN = (
+    "parquet cut", "parquet flipped", "parquet noise", "parquet column", "parquet integers",
+    "jsonl.gz cut", "jsonl.gz flipped", "jsonl.gz noise", "jsonl cut", "jsonl noise",
+    "jsonl number", "jsonl key", "jsonl list", "jsonl deep",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_file_ends_in_one_sentence_that_names_it(tmp_path, how):
+    spoil(tmp_path, how)
+    ending = how.partition(" ")[0]
+    source = stream_of(tmp_path, ending)
+    chosen = settings.resolve(None, {}, {"data.seq_len": 100}).settings
+    loader = Loader(source, chosen, 0, 1, torch.device("cpu"))
+    with pytest.raises(DataError, match=f"bad.{ending} cannot be read") as caught:
+        loader.fetch(100)
+    assert "\n" not in str(caught.value)
+    loader.close()
+
+
+def test_a_file_that_vanishes_or_may_not_be_read_is_named(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(b"x" * 500)
+    source = stream_of(tmp_path)
+    source.read(2, 0, 1)
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(DataError, match=r"b\.txt cannot be read: .*No such file"):
+        source.read(50, 0, 1)
+
+
+@pytest.mark.parametrize("content", [{}, {"a.txt": b""}, {"b.bin": b"x"}])
+def test_a_folder_without_bytes_is_told_in_a_sentence(tmp_path, content):
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=str(tmp_path)):
+        stream_of(tmp_path, pattern="*.txt")
+
+
+@pytest.mark.parametrize("pattern", ["/etc/*", "", "../*", "x**"])
+def test_a_pattern_that_matches_nothing_below_the_folder_is_told_in_a_sentence(tmp_path, pattern):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for file in (tmp_path / "beside.txt", folder / "a.txt"):
+        file.write_text("x")
+    with pytest.raises(DataError, match=r"data\.path"):
+        stream_of(folder, pattern=pattern)
+
+
+def test_documents_that_are_all_empty_end_in_a_sentence_and_in_no_endless_walk(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([None] * 9, pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="not one token"):
+        stream_of(tmp_path, "parquet").read(1, 0, 1)
+
+
+def test_pieces_of_text_cut_no_character(tmp_path):
+    (tmp_path / "a.txt").write_text("日本語\n" * CHUNK_BYTES)
+    data = DataSettings(source="text", path=str(tmp_path))
+    docs = documents.find(data, 0, False, tmp_path)
+    pieces = [data.decode() for _, data, _ in docs.read(docs.files[0], 0)]
+    assert len(pieces) > 1
+    assert "".join(pieces) == "日本語\n" * CHUNK_BYTES
+
+
+def test_a_run_says_when_its_data_begin_again_and_ends_with_12_when_they_break(tmp_path):
+    folder = tmp_path / "docs"
+    write(folder / "a.jsonl", ["x" * 600])
+    options = {
+        "data.source": "jsonl", "data.path": str(folder), "data.held_out": 0,
+        "train.steps": 1_000_000,
+    }  # fmt: skip
+    run = Run(tmp_path, small(**options), nproc=1)
+    run.until(lambda: "was read; epoch 1" in run.text())
+    with (folder / "a.jsonl").open("a") as stream:
+        stream.write("not JSON\n")
+    assert run.wait() == DATA
+    assert "a.jsonl cannot be read" in run.text()
+    assert "Traceback" not in run.text()
+
+
+def test_the_held_out_part_opens_by_the_same_call(folder):
+    chosen = settings.resolve(
+        None, {}, {"data.source": "text", "data.path": str(folder), "data.held_out": 0.3}
+    ).settings
+    assert "held-out" in open_source(chosen, folder, held_out=True).about

@@ -1,0 +1,40 @@
+"""Tokens of gpt2, where tiktoken and its files are at hand, and what their absence ends in."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from trainers import tokenizer
+from trainers.failures import DataError
+
+
+def test_gpt2_that_is_not_at_hand_is_told_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(DataError, match=r"not (installed|in).*data\.tokenizer=byte"):
+        tokenizer.build("gpt2", b"")
+
+
+def test_gpt2_files_that_are_damaged_are_told_in_a_sentence(tmp_path, monkeypatch):
+    pytest.importorskip("tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    for url in tokenizer.GPT2_FILES:
+        (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_bytes(b"garbage")
+    with pytest.raises(DataError, match="are damaged"):
+        tokenizer.build("gpt2", b"")
+
+
+def test_gpt2_ends_each_document_with_its_end_token():
+    tiktoken = pytest.importorskip("tiktoken")
+    bytewise = tiktoken.Encoding(
+        "bytes", pat_str=r"(?s).", mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={"<|endoftext|>": 50_256},
+    )  # fmt: skip
+    words = tokenizer.Gpt2(bytewise)
+    tokens = torch.frombuffer(bytearray(words.encode("ä<".encode()) + words.end), dtype=words.kind)
+    assert tokens.tolist() == [0xC3, 0xA4, ord("<"), 50_256]
+    with pytest.raises(ValueError, match="utf-8"):
+        words.encode(b"\xff")

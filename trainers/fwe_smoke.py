@@ -1,0 +1,90 @@
+"""`python -m trainers.fwe_smoke`: does FineWeb-Edu come, and fast enough? Trains nothing.
+
+Prints tokens per second and the times of single fetches. Returns 0, or 12 after one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainers import failures, settings
+from trainers.contract.errors import ContractError
+from trainers.refusals import VOCABULARY
+from trainers.schema import Settings
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Fetches some batches as a training of one rank would. Returns the exit code."""
+    arguments = _parse(words)
+    wanted: dict[str, Any] = {
+        "data.source": "fineweb_edu", "data.path": arguments.local_path,
+        "data.seq_len": arguments.seq_len, "train.batch_size": arguments.batch,
+        "data.timeout_s": arguments.timeout, "data.tokenizer": arguments.tokenizer,
+        "model.vocab_size": VOCABULARY[arguments.tokenizer],
+    }  # fmt: skip
+    try:
+        sys.stdout.write(
+            f"{check(settings.resolve(None, {}, wanted).settings, arguments.batches)}\n"
+        )
+    except (failures.TrainingError, ContractError) as error:
+        code, sentence = failures.classify(error)
+        sys.stderr.write(f"trainers.fwe_smoke: {sentence}\n")
+        return code
+    return failures.DONE
+
+
+def check(chosen: Settings, batches: int) -> str:
+    """Returns what the source is and how fast `batches` batches came. Raises DataError."""
+    import torch
+
+    from trainers.data import Loader, open_source
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="nsa-smoke-") as scratch:
+        source = open_source(chosen, Path(scratch))
+    loader = Loader(source, chosen, rank=0, world=1, device=torch.device("cpu"))
+    try:
+        loader.ready()
+        first_s = time.perf_counter() - began
+        fetches_ms = []
+        for _ in range(batches):
+            before = time.perf_counter()
+            loader.fetch()
+            fetches_ms.append((time.perf_counter() - before) * 1e3)
+    finally:
+        loader.close()
+    tokens = batches * chosen.train.batch_size * chosen.data.seq_len
+    parts = statistics.quantiles(fetches_ms, n=20, method="inclusive")
+    return (
+        f"{source.about}: {tokens / (time.perf_counter() - began - first_s):,.0f} tokens/s "
+        f"({chosen.data.tokenizer}), fetch p50 {parts[9]:.2f} ms, p95 {parts[18]:.2f} ms, first "
+        f"batch after {first_s:.1f} s, {batches} batches of {chosen.train.batch_size} × "
+        f"{chosen.data.seq_len}"
+    )
+
+
+def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="trainers.fwe_smoke", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per batch")
+    parser.add_argument("--batches", type=int, default=20, help="batches to fetch, 2 or more")
+    parser.add_argument("--timeout", type=float, default=60.0, help="longest wait in seconds")
+    parser.add_argument("--tokenizer", choices=sorted(VOCABULARY), default="byte")
+    parser.add_argument("--local-path", default="", help="folder that mirrors the dataset")
+    arguments = parser.parse_args(words)
+    if arguments.batches < 2:
+        parser.error("--batches must be at least 2")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

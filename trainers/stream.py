@@ -1,0 +1,143 @@
+"""Documents as one endless packed stream of tokens, whose position is small and exact.
+
+Documents are tokenised, followed by the end token, joined, and cut into sequences of S + 1 that
+overlap by one. With bytes, text files are joined exactly as on disk, and documents of the other
+formats are followed by a zero byte; with gpt2, each is followed by `<|endoftext|>`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from trainers import documents, tokenizer
+from trainers.documents import Documents
+from trainers.failures import DataError
+from trainers.schema import DataSettings
+from trainers.sequences import Share, State, check, stack, unreadable
+from trainers.tokenizer import Tokenizer
+
+END_OF_DOCUMENT = b"\0"
+
+
+class Lane:
+    """Every `lanes`-th file again and again, as sequences of S + 1 tokens.
+
+    A place is `[epoch, file, cursor, skip]`: the piece of a file that holds the next token, and how
+    many of its tokens come before that one.
+    """
+
+    def __init__(self, docs: Documents, index: int, lanes: int, words: Tokenizer, seq_len: int):
+        self._docs, self._files = docs, docs.files[index::lanes]
+        self._words, self._seq_len = words, seq_len
+        self.seek(0, 0, 0, 0)
+
+    def seek(self, epoch: int, file: int, cursor: int, skip: int) -> None:
+        """Goes to a place; the file is opened by the next `take`."""
+        if min(epoch, file, cursor, skip) < 0 or file >= len(self._files):
+            raise ValueError(f"there is no place {epoch}, {file}, {cursor}, {skip}")
+        self._pieces = self._walk(epoch, file, cursor)
+        self._marks = deque([(0, (epoch, file, cursor))])
+        self._data, self._start, self._end, self._at = b"", 0, 0, skip
+
+    def take(self) -> bytes:
+        """Returns the next S + 1 tokens; the last of them comes again as the next first."""
+        width = self._words.kind.itemsize
+        while self._end <= self._at + self._seq_len:
+            place, tokens = next(self._pieces)
+            self._marks.append((self._end, place))
+            done = min(self._at, self._end)
+            self._data = self._data[(done - self._start) * width :] + tokens
+            self._start, self._end = done, self._end + len(tokens) // width
+        begin = (self._at - self._start) * width
+        self._at += self._seq_len
+        while len(self._marks) > 1 and self._marks[1][0] <= self._at:
+            self._marks.popleft()
+        return self._data[begin : begin + (self._seq_len + 1) * width]
+
+    def place(self) -> list[int]:
+        """Returns where the next sequence begins."""
+        first, place = self._marks[0]
+        return [*place, self._at - first]
+
+    def _walk(
+        self, epoch: int, file: int, cursor: int
+    ) -> Iterator[tuple[tuple[int, int, int], bytes]]:
+        """Yields the tokens of each piece and its place. Raises DataError for an empty epoch."""
+        while True:
+            nothing = file == 0 and cursor == 0
+            for number in range(file, len(self._files)):
+                for at, data, ends in self._docs.read(self._files[number], cursor):
+                    tokens = self._tokens(number, data, ends)
+                    if tokens:
+                        nothing = False
+                        yield (epoch, number, at), tokens
+                cursor = 0
+            if nothing:
+                raise DataError(
+                    f"{self._docs.about} gives not one token; give another data.path, or change "
+                    "data.held_out"
+                )
+            epoch, file = epoch + 1, 0
+
+    def _tokens(self, file: int, data: bytes, ends: bool) -> bytes:
+        try:
+            return self._words.encode(data) + (self._words.end if ends else b"")
+        except ValueError as error:
+            raise DataError(
+                f"{self._files[file]} cannot be tokenised: {error}; use data.tokenizer=byte"
+            ) from error
+
+
+class Stream:
+    """Documents in `lanes` streams side by side: sequence i is the next one of lane i % lanes.
+
+    So neighbours in a batch come from different files. Each rank walks all lanes and keeps its
+    share, which is why a position holds for any number of ranks.
+    """
+
+    def __init__(
+        self, data: DataSettings, seed: int, scratch: Path, held_out: bool = False
+    ):  # fmt: skip
+        self.seq_len = self.scored = data.seq_len
+        self.position = 0
+        end = b"" if data.source == "text" else END_OF_DOCUMENT
+        self._words = tokenizer.build(data.tokenizer, end)
+        docs = documents.find(data, seed, held_out, scratch)
+        lanes = min(data.lanes, len(docs.files))
+        self.about = docs.about
+        self.fingerprint = (
+            f"source={data.source} seed={seed} seq_len={data.seq_len} tokenizer={data.tokenizer} "
+            f"text_key={quote(data.text_key)} "
+            f"lanes={lanes} held_out={data.held_out:g} part={'eval' if held_out else 'train'} "
+            f"files={docs.digest}"
+        )
+        self._lanes = [Lane(docs, j, lanes, self._words, data.seq_len) for j in range(lanes)]
+
+    def read(self, count: int, rank: int, world: int) -> Share:
+        mine = []
+        for index in range(self.position, self.position + count):
+            sequence = self._lanes[index % len(self._lanes)].take()
+            if index % world == rank:
+                mine.append(sequence)
+        self.position += count
+        return stack(mine, self.seq_len + 1, self._words.kind), None
+
+    def state(self) -> State:
+        lanes = [lane.place() for lane in self._lanes]
+        return {
+            "fingerprint": self.fingerprint, "position": self.position,
+            "epoch": min(epoch for epoch, *_ in lanes), "lanes": lanes,
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        check(state, self)
+        try:
+            for lane, place in zip(self._lanes, state["lanes"], strict=True):
+                lane.seek(*map(int, place))
+            self.position = int(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(error) from error

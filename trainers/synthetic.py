@@ -1,0 +1,130 @@
+"""Sequences drawn by index: random bytes, and spans that return beyond the window."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainers.schema import DataSettings
+from trainers.sequences import Share, State, check, stack, unreadable
+
+HELD_OUT = "held-out/"
+
+
+class Synthetic:
+    """Uniform random bytes: nothing can be learned, the loss stays at ln 256.
+
+    A sequence follows from seed and index alone, so a position is one number. What is held out
+    has a seed of its own.
+    """
+
+    name = "synthetic"
+
+    def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
+        self.seq_len, self.position = data.seq_len, 0
+        self._seed = f"{HELD_OUT if held_out else ''}{seed}"
+        self.scored = data.seq_len
+        self.about = "synthetic random bytes"
+        self.fingerprint = f"source={self.name} seed={self._seed} seq_len={data.seq_len}"
+
+    def read(self, count: int, rank: int, world: int) -> Share:
+        first = self.position
+        mine = range(first + (rank - first) % world, first + count, world)
+        mask = torch.zeros(len(mine), self.seq_len, dtype=torch.bool)
+        sequences = [self.sequence(index, mask[row]) for row, index in enumerate(mine)]
+        self.position += count
+        tokens = stack(sequences, self.seq_len + 1, torch.uint8)
+        return tokens, None if self.scored == self.seq_len else mask
+
+    def state(self) -> State:
+        return {"fingerprint": self.fingerprint, "position": self.position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        check(state, self)
+        try:
+            self.position = int(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(error) from error
+
+    def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
+        """Returns S + 1 bytes; marks in `scored`, bool `[S]`, the predictions that count."""
+        del scored
+        return self.drawn(index)[0]
+
+    def drawn(self, index: int) -> tuple[bytearray, random.Random]:
+        """Returns S + 1 bytes that follow from seed and index, and the generator after them."""
+        generator = random.Random(f"{self._seed}/{index}")
+        return bytearray(generator.randbytes(self.seq_len + 1)), generator
+
+
+class Recall(Synthetic):
+    """Random bytes in which a random span returns, `recall_distance` bytes later and scored.
+
+    The distance is beyond the window, so only attention that reaches further can predict it; up to
+    `recall_distance_max`, where that is set, it is drawn anew for each sequence. The first byte of
+    the return is not scored: nothing before it tells that the return begins.
+    """
+
+    name = "recall"
+
+    def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
+        super().__init__(data, seed, held_out)
+        self.span, self.nearest = data.recall_span, data.recall_distance
+        self.farthest = max(data.recall_distance, data.recall_distance_max)
+        self.scored = data.recall_span - 1
+        far = f" to {self.farthest}" if self.farthest > self.nearest else ""
+        self.about = f"recall of {self.span} bytes over a distance of {self.nearest}{far}"
+        self.fingerprint += f" span={self.span} distance={self.nearest}..{self.farthest}"
+
+    def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
+        sequence, generator = self.drawn(index)
+        distance = self.nearest
+        if self.farthest > self.nearest:
+            distance = generator.randint(self.nearest, self.farthest)
+        origin = generator.randint(0, self.seq_len + 1 - distance - self.span)
+        back = origin + distance
+        sequence[back : back + self.span] = sequence[origin : origin + self.span]
+        # Position t predicts byte t + 1.
+        scored[back : back - 1 + self.span] = True
+        return sequence
+
+
+class KeyValue(Synthetic):
+    """Random pairs at the beginning that return at the end in another order; values are scored.
+
+    A pair is `recall_span` bytes, the first half its key. As many pairs as fit return no nearer
+    than `recall_distance` bytes behind themselves. Unlike one long span, each pair must be found
+    by its key again.
+    """
+
+    name = "recall"
+
+    def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
+        super().__init__(data, seed, held_out)
+        self.span, self.key = data.recall_span, data.recall_span // 2
+        self.pairs = pairs(data)
+        self.scored = self.pairs * (self.span - self.key)
+        self.about = (
+            f"recall of {self.pairs} pairs of {self.key} + {self.span - self.key} bytes over "
+            f"distances from {data.recall_distance}"
+        )
+        self.fingerprint += f" span={self.span} pairs={self.pairs}"
+
+    def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
+        sequence, generator = self.drawn(index)
+        begin = self.seq_len + 1 - self.pairs * self.span
+        order = generator.sample(range(self.pairs), self.pairs)
+        told = bytes(sequence[: self.pairs * self.span])
+        for place, pair in enumerate(order):
+            back = begin + place * self.span
+            sequence[back : back + self.span] = told[pair * self.span : (pair + 1) * self.span]
+            scored[back + self.key - 1 : back + self.span - 1] = True
+        return sequence
+
+
+def pairs(data: DataSettings) -> int:
+    """Returns how many pairs fit, so that the last one, returning first, is far enough away."""
+    return (data.seq_len + 1 - data.recall_distance + data.recall_span) // (2 * data.recall_span)

@@ -1,0 +1,95 @@
+"""Tokens: bytes, or the byte pairs of GPT-2 where tiktoken and its files are at hand.
+
+A tokenizer turns one piece of text into tokens of `kind`, in the machine's byte order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trainers.contract import environ
+from trainers.failures import DataError
+
+GPT2_FILES = tuple(
+    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+    for name in ("vocab.bpe", "encoder.json")
+)
+
+
+class Tokenizer(Protocol):
+    """Tokens of `kind`; `end` is one token, or nothing."""
+
+    kind: torch.dtype
+    end: bytes
+
+    def encode(self, text: bytes) -> bytes:
+        """Returns the tokens of a text. Raises ValueError where it cannot."""
+        ...
+
+
+class Bytes:
+    """A byte is a token, exactly; 256 of them."""
+
+    kind = torch.uint8
+
+    def __init__(self, end: bytes):
+        self.end = end
+
+    def encode(self, text: bytes) -> bytes:
+        return text
+
+
+class Gpt2:
+    """The byte pairs of GPT-2; `<|endoftext|>` (50256) follows each document."""
+
+    kind = torch.uint16
+
+    def __init__(self, encoding: Any):
+        self._encoding = encoding
+        self.end = array("H", [encoding.eot_token]).tobytes()
+
+    def encode(self, text: bytes) -> bytes:
+        return array("H", self._encoding.encode_ordinary(text.decode("utf-8"))).tobytes()
+
+
+def build(name: str, end_of_document: bytes) -> Tokenizer:
+    """Returns a tokenizer. Raises DataError where gpt2 is not installed or not cached.
+
+    `end_of_document` is what the bytes of a document are followed by.
+    """
+    if name == "byte":
+        return Bytes(end_of_document)
+    try:
+        import tiktoken  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(
+            "data.tokenizer=gpt2 needs tiktoken, which is not installed; pip install "
+            "'nsa-console[gpt2]', or use data.tokenizer=byte"
+        ) from None
+    cache = _cache()
+    advice = (
+        "where there is a network, run "
+        "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and give the folder as "
+        "TIKTOKEN_CACHE_DIR, or use data.tokenizer=byte"
+    )
+    if not all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_FILES):
+        raise DataError(f"the files of the gpt2 tokenizer are not in {cache}; {advice}")
+    try:
+        return Gpt2(tiktoken.get_encoding("gpt2"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the files of the gpt2 tokenizer in {cache} are damaged ({type(error).__name__}); "
+            f"{advice}"
+        ) from error
+
+
+def _cache() -> Path:
+    """Returns where tiktoken keeps its files."""
+    named = environ.get("TIKTOKEN_CACHE_DIR") or environ.get("DATA_GYM_CACHE_DIR")
+    return Path(named or Path(tempfile.gettempdir()) / "data-gym-cache")
