@@ -5,7 +5,6 @@ torch is imported after the settings are right, so a wrong configuration is said
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -13,70 +12,57 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from trainers import failures, settings
-from trainers.contract import dumps, environ, rundir
+from trainers.contract import dumps, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 from trainers.contract.member import Member, open_run
 from trainers.report import Report, write_metrics
-from trainers.settings import Resolved
+from trainers.settings import AUTO, Resolved
+from trainers.words import Words, parse
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
     """Parses, resolves, trains and closes. Returns the exit code of docs/run-directory.md."""
-    dumps.ignore_until_installed()
+    dumps.ignore()
     variables = environ.snapshot()
     try:
-        arguments = _parse(words)
-        overrides = dict(_override(word) for word in arguments.set)
-        resolved = settings.resolve(arguments.config, variables, overrides)
-        if arguments.check:
+        said = parse(words, entry, variables)
+        resolved = settings.resolve(said.config, variables, said.overrides, entry, said.origins)
+        if said.check:
             sys.stdout.write(json.dumps(resolved.as_dict(), indent=1) + "\n")
             return failures.DONE
-        member = _join(arguments, variables)
+        member = _join(said, variables, resolved)
     except (ContractError, OSError) as error:
         return _refuse(error, variables)
     return _train(resolved, member)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, like everything else here."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; python -m trainers.ddp --help shows the options")
-
-
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="trainers.ddp", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, help="YAML file of settings")
-    set_help = "override one setting, e.g. train.steps=10; may be repeated"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
-    run_help = "run directory (default artifacts/<config>/<UTC time>)"
-    parser.add_argument("--run-dir", type=Path, help=run_help)
-    check_help = "print all settings with their origins as JSON and stop"
-    parser.add_argument("--check", action="store_true", help=check_help)
-    return parser.parse_args(words)
-
-
-def _override(word: str) -> tuple[str, str]:
-    key, separator, value = word.partition("=")
-    if not separator or not key:
-        raise UsageError(f"--set {word!r} has no value; write --set KEY=VALUE")
-    return key, value
-
-
-def _join(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Member:
+def _join(said: Words, variables: Mapping[str, str], resolved: Resolved) -> Member:
     """Returns the membership of this rank. Raises RefusedError for a directory in use."""
-    run, variables = open_run(arguments.run_dir or _default_run(arguments.config, variables))
     supervised = environ.RUN_ID in variables
+    resumes = resolved.settings.checkpoint.resume == AUTO and not supervised
+    if resumes and said.run_dir is None:
+        raise UsageError("--resume goes on in a run directory; name it with --run-dir")
+    run, variables = open_run(said.run_dir or _default_run(said, variables, resolved))
     mine = rundir.heartbeat(run, int(variables.get("RANK", "0")))
-    if not supervised and mine.exists():
-        raise RefusedError(f"{run} already holds a run ({mine.name}); give another with --run-dir")
+    if resumes:
+        variables = dict(variables) | {environ.ATTEMPT: str(_attempts(run) + 1)}
+    elif not supervised and mine.exists():
+        raise RefusedError(
+            f"{run} already holds a run ({mine.name}); give another with --run-dir, or go on "
+            "with --set checkpoint.resume=auto"
+        )
     return Member(run, variables)
 
 
-def _default_run(config: Path | None, variables: Mapping[str, str]) -> Path:
+def _attempts(run: Path) -> int:
+    """Returns how many trainings this directory has seen; all ranks read it before any writes."""
+    record = rundir.read_json(run / rundir.ENV) or {}
+    return jsonl.integer(record, "attempt") or 0
+
+
+def _default_run(said: Words, variables: Mapping[str, str], resolved: Resolved) -> Path:
     """Returns a directory that all ranks of one torchrun name alike, without talking."""
     if int(variables.get("GROUP_WORLD_SIZE", "1")) > 1:
         raise UsageError("ranks on several hosts need one run directory; give it with --run-dir")
@@ -84,7 +70,8 @@ def _default_run(config: Path | None, variables: Mapping[str, str]) -> Path:
     if "RANK" in variables:
         started = _started_at(os.getppid()) or started
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
-    return Path("artifacts") / (config.stem if config else "default") / stamp
+    out_dir = resolved.settings.report.out_dir
+    return Path(out_dir or f"artifacts/{said.config.stem if said.config else 'default'}") / stamp
 
 
 def _started_at(pid: int) -> float | None:

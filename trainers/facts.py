@@ -9,16 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from nsa.attention import routes_of
+from nsa.backends import in_words
 from trainers.data import Source
 from trainers.parallel import Single
-from trainers.precision import MFU_FORMULA
+from trainers.precision import AUTOCAST, MFU_FORMULA, weights_dtype
+from trainers.schema import Settings
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def collect(parallel: Single, model: nn.Module, source: Source) -> dict[str, Any]:
+def collect(
+    parallel: Single, model: nn.Module, source: Source, settings: Settings
+) -> dict[str, Any]:
     """Returns the facts of this run that its settings do not tell."""
     on_cuda = parallel.device.type == "cuda"
     return {
@@ -29,12 +34,21 @@ def collect(parallel: Single, model: nn.Module, source: Source) -> dict[str, Any
         "device_count": torch.cuda.device_count() if on_cuda else 0,
         "threads_per_rank": torch.get_num_threads(),
         "strategy": parallel.name,
-        "backend": parallel.backend,
+        "backend": attention(parallel.device, settings),
+        "comm_backend": parallel.backend,
         "comm_hook": parallel.comm_hook,
         "data": {"about": source.about, "fingerprint": source.fingerprint},
         "parameters_counted": sum(p.numel() for p in model.parameters()),
         "mfu_formula": MFU_FORMULA,
     }
+
+
+def attention(device: torch.device, settings: Settings) -> dict[str, str]:
+    """Returns how each branch of the attention is really computed, in words."""
+    precision = settings.train.precision
+    dtype = AUTOCAST.get(precision, weights_dtype(precision))
+    routes = routes_of(settings.model, settings.data.seq_len, device, dtype, settings.attention)
+    return in_words(routes)
 
 
 def memory(device: torch.device) -> dict[str, int]:

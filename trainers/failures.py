@@ -27,6 +27,12 @@ class DataError(TrainingError):
     exit_code = DATA
 
 
+class LeakError(TrainingError):
+    """What cannot be predicted was predicted."""
+
+    exit_code = DATA
+
+
 class CollectiveError(TrainingError):
     """The ranks cannot meet."""
 

@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from nsa.model import Transformer
-from trainers import checkpoint, facts, guard, optim, precision
+from trainers import facts, guard, manifest, optim, precision
+from trainers.build import Training, build
 from trainers.contract.member import Member
-from trainers.data import Batch, Loader, open_source
-from trainers.guard import Guard
-from trainers.parallel import Single, join
-from trainers.phases import Phases
+from trainers.contract.rundir import CHECKPOINT_NOW, PROFILE_NOW
+from trainers.data import Batch
+from trainers.evaluation import evaluate
+from trainers.export import export
+from trainers.failures import CheckpointError
+from trainers.manifest import Manifest
+from trainers.profiling import dump_out_of_memory
 from trainers.report import Figures, Report
-from trainers.settings import Settings
-from trainers.votes import Row, Votes
+from trainers.schema import Settings
+from trainers.scoring import score
+from trainers.votes import FIGURES, Row
 
 DONE, RIGHT_REACHED = "done", "bytes_right reached"
-
-
-@dataclass(slots=True)
-class Training:
-    """The parts that a step works with."""
-
-    settings: Settings
-    member: Member
-    report: Report
-    parallel: Single
-    plain: Transformer
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    phases: Phases
-    votes: Votes
-    guard: Guard
 
 
 def train(settings: Settings, member: Member, report: Report) -> str:
@@ -59,50 +45,41 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         if reason not in (DONE, RIGHT_REACHED):
             training.phases.enter(report.steps_done, "halt")
             report.say("halt", report.steps_done, f"halted: {reason}", reason=reason)
+    except torch.OutOfMemoryError:
+        dump_out_of_memory(member)
+        raise
     finally:
+        training.profiler.close()
         training.loader.close()
     # Not after an error: the others may be gone, and leaving would wait for them.
     training.parallel.close()
     return reason
 
 
-def build(settings: Settings, member: Member, report: Report) -> Training:
-    """Joins the other ranks and makes model, optimizer and loader."""
-    parallel = join(settings, member)
-    source = open_source(settings, member.run)
-    loader = Loader(source, settings, parallel.rank, parallel.world, parallel.device)
-    torch.manual_seed(settings.train.seed)
-    plain = Transformer(settings.model).to(parallel.device)
-    optimizer = optim.build(plain, settings.optim)
-    name = facts.device_name(parallel.device)
-    report.environment(
-        facts.collect(parallel, plain, source),
-        precision.peak_flops(name, settings.train.precision),
-    )
-    on_cuda = parallel.device.type == "cuda"
-    return Training(
-        settings, member, report, parallel, plain, parallel.wrap(plain), optimizer, loader,
-        Phases(member.pulse, torch.cuda if on_cuda else None),
-        Votes(parallel.reduce, parallel.device), Guard(settings.train.max_nonfinite_steps),
-    )  # fmt: skip
-
-
 def run_steps(t: Training) -> str:
     """Takes the steps. Returns why they ended; all ranks end at the same one."""
-    for step in range(1, t.settings.train.steps + 1):
+    for step in range(t.first_step, t.settings.train.steps + 1):
         t.report.begin(step)
+        t.profiler.begin(step)
         rate = optim.learning_rate(step, t.settings.train)
         batches = fetch(t, step)
         figures, stats = forward_backward(t, step, batches)
         t.phases.enter(step, "optimizer")
+        t.loss_scale.unscale(t.model)
         norm, nonfinite = guard.clip(t.model, t.settings.optim.grad_clip)
+        spike = t.spikes.found(norm, nonfinite)
+        if step == 1:
+            look_at_the_start(t)
         optim.set_learning_rate(t.optimizer, rate)
-        guard.optimise(t.optimizer, nonfinite)
+        guard.optimise(t.optimizer, torch.maximum(nonfinite, spike))
+        t.loss_scale.update(nonfinite)
         t.phases.enter(step, "log")
-        rows = agree(t, step, figures, nonfinite)
+        rows = agree(t, step, figures, nonfinite, spike)
         t.report.end(step)
         right = log(t, step, rows, rate, norm, stats) if t.report.due(step) else None
         t.guard.judge(rows)
+        t.profiler.end(step)
+        serve(t, step, rows)
         reason = halt_reason(t, rows, right)
         if reason:
             return reason
@@ -112,9 +89,11 @@ def run_steps(t: Training) -> str:
 def fetch(t: Training, step: int) -> list[Batch]:
     """Returns the micro-batches of a step."""
     t.phases.enter(step, "fetch")
-    began = time.perf_counter()
+    began, epoch = time.perf_counter(), t.loader.epoch
     batches = t.loader.fetch(t.settings.train.accumulate)
     t.report.fetched(time.perf_counter() - began)
+    if t.loader.epoch != epoch:
+        t.member.log(f"data: all of {t.loader.source.about} was read; epoch {t.loader.epoch}")
     return batches
 
 
@@ -123,9 +102,9 @@ def forward_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds up gradients of the token-weighted mean loss. Returns this rank's figures and stats.
 
-    The figures are float64 `[4]` on the device, as `votes.FIGURES`.
+    The figures are float64 on the device, as `votes.FIGURES`.
     """
-    figures = torch.zeros(4, dtype=torch.float64, device=t.parallel.device)
+    figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=t.parallel.device)
     scale = t.parallel.scale(sum(batch.tokens_scored for batch in batches))
     wants_stats = t.report.due(step) and not t.settings.report.disable_aux_stats
     watched = t.plain.collect_stats if wants_stats else contextlib.nullcontext
@@ -136,32 +115,27 @@ def forward_backward(
                 logits = t.model(batch.inputs)
             loss, scored, right = score(logits, batch, t.settings.data.source == "recall")
             t.phases.enter(step, "backward")
-            loss.backward(guard.seed_gradient(loss, scale))
-        figures += torch.stack((loss.detach().double(), scored, torch.zeros_like(scored), right))
+            loss.backward(guard.seed_gradient(loss, t.loss_scale.scale * scale))
+        figures[:3] += torch.stack((loss.detach().double(), scored, right))
     return figures, t.plain.read_stats() if wants_stats else {}
 
 
-def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss sum in nats, how many predictions count, and how many are right."""
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    each = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
-    counts = torch.ones_like(each) if batch.scored is None else batch.scored.flatten().to(each)
-    right = torch.zeros((), dtype=torch.float64, device=logits.device)
-    if count_right:
-        hits = logits.detach().argmax(-1).flatten() == batch.targets.flatten()
-        right = (hits * counts).sum(dtype=torch.float64)
-    return (each * counts).sum(), counts.sum(dtype=torch.float64), right
+def look_at_the_start(t: Training) -> None:
+    """Says which parameters the first backward did not reach."""
+    dead = guard.dead_parameters(t.plain)
+    if dead:
+        names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
+        t.report.say("dead_parameters", 1, f"no gradient in step 1: {names}", parameters=dead[:64])
 
 
-def agree(t: Training, step: int, figures: Tensor, nonfinite: Tensor) -> list[Row]:
+def agree(t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Tensor) -> list[Row]:
     """Sends this step's figures and returns the rows that all ranks now have in common.
 
     At a progress step that includes this step's own row; otherwise rows come one step late, and
     nothing waits for the slowest rank here.
     """
-    figures[2] = nonfinite
-    t.votes.cast(step, figures, t.member.halt_wish)
+    figures[3], figures[4] = nonfinite, spike
+    t.votes.cast(step, figures, t.member.halt_wish, t.member.take_asks())
     rows = t.votes.collect(all_of_them=t.report.due(step))
     for row in rows:
         t.report.count_right(row.right, row.tokens)
@@ -173,7 +147,9 @@ def log(
 ) -> float | None:
     """Writes the progress record. Returns the share of copied bytes right since the last one."""
     extra = facts.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
-    skipped = t.guard.skipped + sum(row.nonfinite for row in rows)
+    if fallbacks := t.plain.fallbacks():
+        extra["fb_total"] = fallbacks.total()
+    skipped = t.guard.skipped + sum(row.skipped for row in rows)
     figures = Figures(rows[-1].loss, rate, norm.item(), skipped, t.phases.take(), extra)
     return t.report.progress(step, figures)
 
@@ -192,18 +168,58 @@ def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
     return RIGHT_REACHED if enough and right is not None and right >= enough else ""
 
 
-def keep(t: Training) -> None:
-    """Saves the final checkpoint. Raises CheckpointError."""
-    if not t.settings.checkpoint.at_end:
-        return
-    step = t.report.steps_done
+def serve(t: Training, step: int, rows: list[Row]) -> None:
+    """Does what is due or was asked for beside training; all ranks alike."""
+    asks = frozenset().union(*(row.asks for row in rows))
+    if PROFILE_NOW in asks:
+        t.profiler.ask(step)
+    if t.held_out and step % t.settings.eval.every == 0:
+        evaluate(t, step)
+    tell(t, step, t.saver.collect())
+    every, last = t.settings.checkpoint.every, step == t.settings.train.steps
+    if CHECKPOINT_NOW in asks or (every and step % every == 0 and not last):
+        save(t, step)
+
+
+def save(t: Training, step: int) -> None:
+    """Saves a checkpoint; one that fails is told, and training goes on."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
-    position = checkpoint.Position(
-        step, t.report.tokens_total, t.loader.position, t.loader.source.fingerprint
-    )
-    path = checkpoint.save(
-        t.member.run, t.parallel, t.model, t.optimizer, position, t.report.values()
-    )
-    took = time.perf_counter() - began
-    t.report.say("checkpoint", step, f"saved {path}", path=path.name, dt_s=took)
+    try:
+        if t.saver.in_background:
+            t.saver.save_beside(position(t))
+        else:
+            tell(t, step, t.saver.save(position(t)))
+    except CheckpointError as error:
+        tell(t, step, error)
+    t.report.paused(time.perf_counter() - began)
+
+
+def keep(t: Training) -> None:
+    """Saves the final checkpoint. Raises CheckpointError."""
+    step = t.report.steps_done
+    t.phases.enter(step, "save")
+    t.saver.wait()
+    tell(t, step, t.saver.collect())
+    if t.settings.checkpoint.at_end:
+        saved = t.saver.save(position(t))
+        tell(t, step, saved)
+        if t.settings.checkpoint.export and t.parallel.rank == 0:
+            export(saved, Path(t.settings.checkpoint.export))
+
+
+def position(t: Training) -> Manifest:
+    """Returns where the training is."""
+    return Manifest(
+        t.report.steps_done, t.report.tokens_total, t.loader.state,
+        report=t.report.state(t.guard.skipped), settings=t.report.values(),
+    )  # fmt: skip
+
+
+def tell(t: Training, step: int, saved: Path | CheckpointError | None) -> None:
+    """Records how a save ended."""
+    if isinstance(saved, CheckpointError):
+        t.report.say("checkpoint_failed", step, f"{saved}; training goes on", error=str(saved))
+    elif saved is not None:
+        t.report.say("checkpoint", manifest.step_of(saved) or step, f"saved {saved}",
+                     path=saved.name)  # fmt: skip

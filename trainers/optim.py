@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainers.settings import OptimSettings, TrainSettings
+from trainers.schema import OptimSettings, TrainSettings
 
 
 def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
@@ -19,6 +19,12 @@ def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
     ]
     betas = (settings.beta1, settings.beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=settings.fused)
+
+
+def empty_state(p: nn.Parameter) -> dict[str, Tensor]:
+    """Returns the state of a parameter that AdamW has not yet stepped, in its own sharding."""
+    step = torch.zeros((), dtype=torch.float32, device=p.device)
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:

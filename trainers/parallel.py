@@ -8,19 +8,25 @@ gradient is that of the token-weighted mean over all ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from nsa.model import Transformer
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.failures import CollectiveError
-from trainers.settings import DdpSettings, Settings
+from trainers.schema import DdpSettings, Settings
+
+SAFE_BUCKET_MB = 2
 
 
 class Single:
@@ -62,24 +68,20 @@ class Single:
         """Leaves the group."""
 
 
-class Ddp(Single):
-    """Replicas; gradients are averaged in buckets while backward still runs."""
+class Group(Single):
+    """Several ranks in one process group: what DDP and FSDP have in common."""
 
-    name = "ddp"
-
-    def __init__(self, device: torch.device, member: Member, settings: DdpSettings):
+    def __init__(self, device: torch.device, member: Member, timeout_min: float):
         super().__init__(device)
-        self._settings, self._member = settings, member
+        self._member = member
         self.rank, self.world = member.rank, member.world
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self.comm_hook = settings.compress
-        if settings.compress == "bf16" and self.backend != "nccl":
-            raise UsageError("ddp.compress=bf16 needs NCCL, this run has gloo; use fp16 or none")
+        on_cuda = device.type == "cuda"
+        self.backend = "nccl" if on_cuda else "gloo"
         try:
             dist.init_process_group(
                 self.backend,
-                timeout=timedelta(minutes=settings.timeout_min),
-                device_id=device if self.backend == "nccl" else None,
+                timeout=timedelta(minutes=timeout_min),
+                device_id=device if on_cuda else None,
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
@@ -87,15 +89,46 @@ class Ddp(Single):
                 f"rank {member.rank} of {member.world} cannot join the others: {reason}"
             ) from error
 
+    def scale(self, tokens: int) -> float:
+        # The reduction divides the sum of gradients by the number of ranks; this takes it back.
+        return self.world / tokens
+
+    def reduce(self, vector: Tensor) -> Callable[[], None]:
+        self._member.pulse.collectives += 1
+        work = dist.all_reduce(vector, async_op=True)
+        return lambda: None if work is None else _wait(work)
+
+    def gather(self, vector: Tensor) -> list[Tensor]:
+        self._member.pulse.collectives += 1
+        vectors = [torch.empty_like(vector) for _ in range(self.world)]
+        dist.all_gather(vectors, vector)
+        return vectors
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class Ddp(Group):
+    """Replicas; gradients are averaged in buckets while backward still runs."""
+
+    name = "ddp"
+
+    def __init__(self, device: torch.device, member: Member, settings: DdpSettings):
+        if settings.compress == "bf16" and device.type != "cuda":
+            raise UsageError("ddp.compress=bf16 needs NCCL, this run has gloo; use fp16 or none")
+        super().__init__(device, member, settings.timeout_min)
+        self._settings = settings
+        self.comm_hook = settings.compress
+
     def wrap(self, model: nn.Module) -> nn.Module:
         settings = self._settings
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            bucket_cap_mb=settings.bucket_mb,
+            bucket_cap_mb=SAFE_BUCKET_MB if settings.safe_mode else settings.bucket_mb,
             find_unused_parameters=settings.find_unused,
             static_graph=settings.static_graph,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=not settings.safe_mode,
         )
         if settings.compress != "none":
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -112,23 +145,44 @@ class Ddp(Single):
             return contextlib.nullcontext()
         return model.no_sync()
 
-    def scale(self, tokens: int) -> float:
-        # DDP divides the sum of gradients by the number of ranks; this takes it back.
-        return self.world / tokens
 
-    def reduce(self, vector: Tensor) -> Callable[[], None]:
-        self._member.pulse.collectives += 1
-        work = dist.all_reduce(vector, async_op=True)
-        return lambda: None if work is None else _wait(work)
+class Fsdp(Group):
+    """Parameters, gradients and optimizer state in shards (FSDP2): per block, and the rest."""
 
-    def gather(self, vector: Tensor) -> list[Tensor]:
-        self._member.pulse.collectives += 1
-        vectors = [torch.empty_like(vector) for _ in range(self.world)]
-        dist.all_gather(vectors, vector)
-        return vectors
+    name = "fsdp"
 
-    def close(self) -> None:
-        dist.destroy_process_group()
+    def __init__(self, device: torch.device, member: Member, settings: Settings):
+        super().__init__(device, member, settings.ddp.timeout_min)
+        self._settings = settings.fsdp
+        groups, inside = settings.fsdp.replicas, self.world // settings.fsdp.replicas
+        if groups * inside != self.world:
+            raise UsageError(
+                f"fsdp.replicas={groups} does not divide {self.world} ranks; use a divisor"
+            )
+        if groups > 1:
+            names, shape = ("replicate", "shard"), (groups, inside)
+        else:
+            names, shape = ("shard",), (inside,)
+        self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        blocks = cast("list[FSDPModule]", list(cast(Transformer, model).blocks))
+        for unit in (*blocks, model):
+            fully_shard(
+                cast(nn.Module, unit), mesh=self._mesh,
+                reshard_after_forward=self._settings.sharding == "full",
+            )  # fmt: skip
+        if ahead := self._settings.prefetch:
+            for number, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+                before = blocks[max(0, number - ahead) : number]
+                block.set_modules_to_backward_prefetch(before[::-1])
+        return model
+
+    @contextlib.contextmanager
+    def synced(self, model: nn.Module, last: bool) -> Iterator[None]:
+        cast(FSDPModule, model).set_requires_gradient_sync(last)
+        yield
 
 
 def _wait(work: dist.Work) -> None:
@@ -152,6 +206,10 @@ def device_of(settings: Settings, member: Member) -> torch.device:
 
 
 def join(settings: Settings, member: Member) -> Single:
-    """Returns the strategy of this run: alone without torchrun, DDP with it."""
+    """Returns the strategy of this run: alone for one rank, else as `train.strategy` says."""
     device = device_of(settings, member)
-    return Ddp(device, member, settings.ddp) if member.world > 1 else Single(device)
+    if member.world == 1:
+        return Single(device)
+    if settings.train.strategy == "fsdp":
+        return Fsdp(device, member, settings)
+    return Ddp(device, member, settings.ddp)

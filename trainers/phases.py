@@ -18,8 +18,11 @@ class Phases:
     event; events are queried, never waited for, and tell how far the device got.
     """
 
-    def __init__(self, pulse: PulseWriter, cuda: Any = None):
+    def __init__(self, pulse: PulseWriter, cuda: Any = None, nvtx: bool = False):
         self._pulse, self._cuda = pulse, cuda
+        self._nvtx: Any = cuda.nvtx if cuda is not None and nvtx else None
+        if self._nvtx is not None:
+            self._nvtx.range_push("boot")
         self._name, self._since = "boot", time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._edges: deque[tuple[int, str, Any]] = deque()
@@ -35,6 +38,9 @@ class Phases:
         self._name, self._since = name, now
         if self._cuda is not None:
             self._record(step, name)
+        if self._nvtx is not None:
+            self._nvtx.range_pop()
+            self._nvtx.range_push(name)
         self._pulse.set(step, name, self._device_step, self._device_phase)
         return took
 

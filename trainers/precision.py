@@ -6,6 +6,9 @@ import contextlib
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor, nn
+
+from trainers.schema import ScalerSettings
 
 PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H200", {"bf16": 989.5, "fp32": 67.0}),
@@ -19,19 +22,68 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 """Dense peak by a part of the device's name, from the vendor's data sheets; first match counts."""
 
+PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
+"""Tensor cores are as fast with fp16 as with bf16; no peak is kept for fp64."""
+
 MFU_FORMULA = "flops_per_token(causal=False) * toks_per_s / (world * peak_flops)"
+
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """Returns the context of the forward pass."""
-    if precision == "bf16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+    if precision in AUTOCAST:
+        return torch.autocast(device.type, dtype=AUTOCAST[precision])
     return contextlib.nullcontext()
+
+
+def weights_dtype(precision: str) -> torch.dtype:
+    """Returns the type of weights, gradients and optimizer state."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Says whether fp32 products may round to TF32; everywhere, for this process."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+class LossScale:
+    """Dynamic scale of an fp16 loss, on the device: no step waits for the host.
+
+    The rule of `torch.amp.GradScaler`, which cannot be told by a sharded optimizer that another
+    rank's shard overflowed. Outside fp16 the scale is 1 and stays there.
+    """
+
+    def __init__(self, settings: ScalerSettings, active: bool, device: torch.device):
+        self._settings, self._active = settings, active
+        first = settings.init_scale if active else 1.0
+        self.scale = torch.tensor(first, dtype=torch.float32, device=device)
+        self.finite_steps = torch.zeros((), dtype=torch.float32, device=device)
+
+    def unscale(self, model: nn.Module) -> None:
+        """Divides the gradients by the scale."""
+        if self._active:
+            back = self.scale.reciprocal()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(back)
+
+    def update(self, nonfinite: Tensor) -> None:
+        """Takes whether the step was non-finite (1.0) on any rank."""
+        if not self._active:
+            return
+        settings, bad = self._settings, nonfinite > 0
+        self.finite_steps = torch.where(bad, 0.0, self.finite_steps + 1)
+        grows = self.finite_steps >= settings.growth_interval
+        factor = torch.where(grows, settings.growth_factor, 1.0)
+        self.scale = self.scale * torch.where(bad, settings.backoff_factor, factor)
+        self.finite_steps = torch.where(grows, 0.0, self.finite_steps)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Returns FLOP/s of one device, None where the table has no such device (a CPU, say)."""
     for part, peaks in PEAK_TFLOPS:
         if part in device_name:
-            return peaks[precision] * 1e12
+            return peaks[PEAK_OF[precision]] * 1e12 if precision in PEAK_OF else None
     return None

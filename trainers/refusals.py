@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from trainers.contract.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainers.settings import Settings
+    from trainers.schema import DataSettings, Settings
 
-BYTES = 256
+VOCABULARY = {"byte": 256, "gpt2": 50_257}
+"""Tokens of each tokenizer."""
+GPT2_PADDED = {-(-VOCABULARY["gpt2"] // step) * step for step in (1, 64, 128, 256, 512, 1024)}
+DRAWN = ("synthetic", "recall")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -41,14 +44,52 @@ def _within_window(settings: Settings) -> bool:
 
 def _missing_folder(settings: Settings) -> bool:
     data = settings.data
-    return data.source == "text" and data.path != "" and not Path(data.path).is_dir()
+    return data.source not in DRAWN and data.path != "" and not Path(data.path).is_dir()
+
+
+def _does_not_fit(data: DataSettings) -> bool:
+    if data.recall_form == "pairs":
+        return 2 * data.recall_span + data.recall_distance > data.seq_len + 1 + data.recall_span
+    farthest = max(data.recall_distance, data.recall_distance_max)
+    return data.recall_span + farthest > data.seq_len
+
+
+def recomputed(blocks: str, n_layers: int) -> range | None:
+    """Returns the blocks that `train.recompute` names, None where it names none that exist."""
+    if blocks in ("none", "all"):
+        return range(n_layers if blocks == "all" else 0)
+    found = step_range(blocks)
+    return found if found is not None and found.stop <= n_layers else None
+
+
+def step_range(text: str) -> range | None:
+    """Returns the numbers of `A:B`, B not included; None where it holds none."""
+    first, separator, end = text.partition(":")
+    if not (separator and first.isdecimal() and end.isdecimal()):
+        return None
+    return range(int(first), int(end)) or None
 
 
 TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("model.vocab_size",),
-        lambda s: s.model.vocab_size != BYTES,
+        lambda s: s.data.tokenizer == "byte" and s.model.vocab_size != VOCABULARY["byte"],
         "tokens are bytes, so the vocabulary is exactly 256",
+    ),
+    Refusal(
+        ("data.tokenizer", "model.vocab_size"),
+        lambda s: s.data.tokenizer == "gpt2" and s.model.vocab_size not in GPT2_PADDED,
+        "gpt2 has 50257 tokens, which may be rounded up to a multiple of 64 (50304) to 1024",
+    ),
+    Refusal(
+        ("data.tokenizer", "data.source"),
+        lambda s: s.data.tokenizer != "byte" and s.data.source in DRAWN,
+        "random bytes need no tokenizer; use data.tokenizer=byte",
+    ),
+    Refusal(
+        ("data.source", "data.path"),
+        lambda s: s.data.source in ("jsonl", "parquet") and not s.data.path,
+        "there is no default folder of them; give one as data.path",
     ),
     Refusal(
         ("ddp.static_graph", "train.accumulate"),
@@ -66,11 +107,28 @@ TABLE: tuple[Refusal, ...] = (
         "bf16 gradients need NCCL, and gloo raises TypeError; use fp16 or none",
     ),
     Refusal(
-        ("data.recall_span", "data.recall_distance", "data.seq_len"),
-        lambda s: (
-            s.data.source == "recall"
-            and s.data.recall_span + s.data.recall_distance > s.data.seq_len
-        ),
+        ("train.recompute",),
+        lambda s: recomputed(s.train.recompute, s.model.n_layers) is None,
+        "it takes none, all, or a range of blocks A:B within the model, B not included",
+    ),
+    Refusal(
+        ("report.profile",),
+        lambda s: s.report.profile != "" and step_range(s.report.profile) is None,
+        "it takes a range of steps A:B, B not included",
+    ),
+    Refusal(
+        ("checkpoint.from_step", "checkpoint.resume"),
+        lambda s: s.checkpoint.from_step > 0 and not s.checkpoint.resume,
+        "a step to begin from needs a run to resume; add checkpoint.resume=auto",
+    ),
+    Refusal(
+        ("data.skip",),
+        lambda s: s.data.skip != "" and step_range(s.data.skip) is None,
+        "it takes a range of steps A:B, B not included",
+    ),
+    Refusal(
+        ("data.recall_span", "data.recall_distance", "data.recall_distance_max", "data.seq_len"),
+        lambda s: s.data.source == "recall" and _does_not_fit(s.data),
         "the span and its return need span + distance bytes in one sequence; lengthen seq_len",
     ),
     Refusal(
@@ -91,8 +149,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("data.path",),
         _missing_folder,
-        "there is no such folder; give a folder of text files, or leave it empty for the sources "
-        "of the Python standard library",
+        "there is no such folder; give a folder of files, or leave it empty (text: the sources of "
+        "the Python standard library; fineweb_edu: the hub)",
     ),
     Refusal(
         ("optim.beta1", "optim.beta2"),

@@ -6,6 +6,7 @@ figures arrive as plain numbers.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -16,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config import flops_per_token, parameter_count
-from trainers.contract import VERSION, rundir
+from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.member import Member
-from trainers.settings import Resolved, Settings
+from trainers.schema import Settings
+from trainers.settings import Resolved
+from trainers.sinks import Csv, TensorBoard
 
 FIRST_STEPS = 5
-CSV = "training.csv"
-CSV_COLUMNS = (
-    "step", "loss", "lr", "grad_norm", "toks_per_s", "tokens_total", "bytes_right",
-    "skipped_steps",
-)  # fmt: skip
+LN2 = math.log(2)
 PHASE_FIELDS = ("fetch", "forward", "backward", "optimizer")
 FETCHES_KEPT = 200
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
@@ -54,7 +53,8 @@ class Report:
         self._tokens_per_step = train.batch_size * train.accumulate * data.seq_len * member.world
         self.flops_per_token = flops_per_token(self.settings.model, data.seq_len, causal=False)
         self.peak_flops: float | None = None
-        self.steps_done = 0
+        self.steps_done = self._steps_before = self._tokens_before = 0
+        self.skipped_before = 0
         self.first_loss: float | None = None
         self._started = self._ended_at = time.perf_counter()
         self._training_s = 0.0
@@ -62,11 +62,24 @@ class Report:
         self._fetches: deque[float] = deque(maxlen=FETCHES_KEPT)
         self._right = self._scored = 0
         self._last: dict[str, Any] = {}
+        self._sinks: list[Csv | TensorBoard] = []
 
     @property
     def tokens_total(self) -> int:
-        """Returns the tokens that all ranks together were trained on."""
-        return self.steps_done * self._tokens_per_step
+        """Returns the tokens that all ranks together were trained on, before a resume too."""
+        return self._tokens_before + (self.steps_done - self._steps_before) * self._tokens_per_step
+
+    def resume(self, step: int, tokens_total: int, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint; `state` is what `state()` returned then."""
+        self.steps_done = self._steps_before = step
+        self._tokens_before = tokens_total
+        self.first_loss = jsonl.number(state, "first_loss")
+        self.skipped_before = jsonl.integer(state, "skipped_steps") or 0
+
+    def state(self, skipped_steps: int) -> dict[str, Any]:
+        """Returns what a resumed run reports on from."""
+        skipped = self.skipped_before + skipped_steps
+        return {"first_loss": self.first_loss, "skipped_steps": skipped}
 
     def values(self) -> dict[str, Any]:
         """Returns the plain value of each setting, for the checkpoint."""
@@ -87,8 +100,19 @@ class Report:
         }  # fmt: skip
         path = self._member.run / rundir.ENV
         self._member.recorder.call(lambda: rundir.write_json(path, record))
-        if not self.settings.report.disable_csv and not (self._member.run / CSV).exists():
-            self._member.append(CSV, (",".join(CSV_COLUMNS) + "\n").encode())
+        self._sinks = self._open_sinks()
+
+    def _open_sinks(self) -> list[Csv | TensorBoard]:
+        """Opens what other tools read (rank 0); TensorBoard is an extra, and its lack is said."""
+        sinks: list[Csv | TensorBoard] = []
+        if not self.settings.report.disable_csv:
+            sinks.append(Csv(self._member))
+        if not self.settings.report.disable_tb:
+            try:
+                sinks.append(TensorBoard(self._member))
+            except ImportError:
+                self._member.log("TensorBoard is off: it is not installed (the extra tb)")
+        return sinks
 
     def due(self, step: int) -> bool:
         """Says whether `step` gets a progress record."""
@@ -97,7 +121,7 @@ class Report:
 
     def begin(self, step: int) -> None:
         """Marks the start of a step."""
-        if not self.steps_done:
+        if self.steps_done == self._steps_before:
             self._ended_at = time.perf_counter()
         if self.due(step):
             self._member.beat("step_start", step)
@@ -114,6 +138,23 @@ class Report:
         self._ended_at = now
         self.steps_done = step
 
+    def evaluated(
+        self, step: int, loss: float, tokens: int, right: float | None, took_s: float
+    ) -> None:
+        """Records the loss on held-out data, and the share of copied bytes right where any are."""
+        fields: dict[str, Any] = {
+            "loss": loss, "bits_per_byte": self._bits_per_byte(loss), "tokens": tokens,
+            "dt_s": took_s,
+        }  # fmt: skip
+        if right is not None:
+            fields["bytes_right"] = round(right / max(tokens, 1), 4)
+        text = f"eval at step {step}: loss {loss:.4f} on {tokens:,} held-out tokens"
+        self.say("eval", step, text, **fields)
+
+    def paused(self, took_s: float) -> None:
+        """Takes time that belongs to no step: a save, an evaluation."""
+        self._ended_at += took_s
+
     def count_right(self, right: int, scored: int) -> None:
         """Takes how many copied bytes all ranks predicted right in a step."""
         self._right += right
@@ -129,9 +170,8 @@ class Report:
         self._last = fields
         if self._member.rank == 0:
             self._log(step, fields)
-            if not self.settings.report.disable_csv:
-                row = [step, *(fields.get(name, "") for name in CSV_COLUMNS[1:])]
-                self._member.append(CSV, (",".join(map(str, row)) + "\n").encode())
+            for sink in self._sinks:
+                sink.add(step, fields)
         self._durations, self._right, self._scored = [], 0, 0
         return fields.get("bytes_right")
 
@@ -139,11 +179,12 @@ class Report:
         world, steps = self._member.world, len(self._durations)
         rate = self._tokens_per_step * steps / max(sum(self._durations), 1e-9)
         fields: dict[str, Any] = {
-            "loss": figures.loss, "lr": figures.lr, "grad_norm": figures.grad_norm,
+            "loss": figures.loss, "bits_per_byte": self._bits_per_byte(figures.loss),
+            "lr": figures.lr, "grad_norm": figures.grad_norm,
             "toks_per_s": round(rate, 2), "toks_per_s_rank": round(rate / world, 2),
             "tokens_total": self.tokens_total, "mfu": self._mfu(rate),
             "steps_dt_s": [round(duration, 6) for duration in self._durations],
-            "skipped_steps": figures.skipped_steps, "rss_mib": _rss_mib(),
+            "skipped_steps": self.skipped_before + figures.skipped_steps, "rss_mib": _rss_mib(),
             "dropped_records": self._member.recorder.dropped,
         }  # fmt: skip
         for name in PHASE_FIELDS:
@@ -154,6 +195,10 @@ class Report:
             fields["bytes_right"] = round(self._right / max(self._scored, 1), 4)
         return fields
 
+    def _bits_per_byte(self, loss_nats: float) -> float | None:
+        """Returns the loss in bits where a token is a byte, None for other tokens."""
+        return loss_nats / LN2 if self.settings.data.tokenizer == "byte" else None
+
     def _mfu(self, toks_per_s: float) -> float | None:
         if self.peak_flops is None:
             return None
@@ -163,8 +208,8 @@ class Report:
         right = f"  right {fields['bytes_right']:.3f}" if "bytes_right" in fields else ""
         self._member.log(
             f"step {step}/{self.settings.train.steps}  loss {fields['loss']:.4f}  "
-            f"lr {fields['lr']:.2e}  grad {fields['grad_norm']:.3f}  "
-            f"{fields['toks_per_s']:,.0f} tok/s  {fields['steps_dt_s'][-1]:.3f} s/step{right}"
+            f"lr {fields['lr']:.1e}  grad {fields['grad_norm']:.2f}  "
+            f"{fields['toks_per_s']:,.0f} tok/s  {fields['steps_dt_s'][-1]:.3f} s{right}"
         )
 
     def say(self, msg: str, step: int, text: str, **fields: Any) -> None:
@@ -175,7 +220,11 @@ class Report:
     def metrics(self, reason: str, exit_code: int, **more: Any) -> None:
         """Writes metrics.json: how far the run came, with what, and why it ended."""
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s", "mfu")
-        mean = self.tokens_total / self._training_s if self._training_s else None
+        mean = (
+            (self.tokens_total - self._tokens_before) / self._training_s
+            if self._training_s
+            else None
+        )
         write_metrics(
             self._member, steps_done=self.steps_done, reason=reason, exit_code=exit_code,
             steps_planned=self.settings.train.steps, tokens_total=self.tokens_total,

@@ -1,181 +1,28 @@
 """Settings: defaults < YAML < environment flags < command line, strict, each value with its origin.
 
-Needs no torch, so the console checks a configuration without loading it. A key is one field of a
-section below; the fields' docstrings are the manual. What a value may be is in the annotation
-(`Literal` for choices) and in `LIMITS`; what does not fit together is in `trainers.refusals`.
+Needs no torch, so the console checks a configuration without loading it. What can be set is in
+`trainers.schema`; what does not fit together is in `trainers.refusals`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nsa.config import ModelConfig
+from trainers import aliases
 from trainers.contract import flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.refusals import refuse
+from trainers.schema import LIMITS, Settings
 
 DEFAULT, COMMAND_LINE = "default", "--set"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
-    """Where tokens come from. One global stream of sequences; every rank keeps its share."""
-
-    source: Literal["synthetic", "recall", "text"] = "synthetic"
-    """Uniform random bytes, spans that return, or the files of a folder."""
-    seq_len: int = 128
-    """S: predicted tokens per sequence."""
-    path: str = ""
-    """Folder of text files; empty: packages of the Python standard library."""
-    pattern: str = "**/*"
-    """Which files below `path`; hidden ones never."""
-    lanes: int = 16
-    """Streams of text side by side, so that a batch mixes files; 1: file after file."""
-    recall_span: int = 48
-    """Bytes that return; all but the first of them are scored."""
-    recall_distance: int = 64
-    """How far behind its origin the span returns, in bytes; beyond the window."""
-    prefetch: int = 4
-    """Batches that wait ready."""
-    timeout_s: float = 60.0
-    """Longest wait for one batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings:
-    """How long, how much and how precisely."""
-
-    steps: int = 100
-    """Optimizer steps."""
-    batch_size: int = 8
-    """B: sequences per rank and micro-batch."""
-    accumulate: int = 1
-    """Micro-batches per optimizer step."""
-    lr: float = 2.5e-3
-    """Peak learning rate."""
-    warmup_steps: int = 30
-    """Linear warm-up."""
-    min_lr_ratio: float = 1.0
-    """The cosine ends at this share of `lr`; 1: constant after the warm-up."""
-    schedule_steps: int = 0
-    """Length of the cosine; 0: `steps`."""
-    seed: int = 1337
-    """Weights and data follow from it."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: autocast over fp32 master weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
-    max_nonfinite_steps: int = 5
-    """So many skipped steps in a row end the run."""
-    stop_at_bytes_right: float = 0.0
-    """Stop when this share of copied bytes is right; 0: never."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimSettings:
-    """AdamW."""
-
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    """Only on parameters of two dimensions and more."""
-    grad_clip: float = 1.0
-    """Largest global gradient norm."""
-    fused: bool = True
-    """One kernel per step, which also skips a non-finite step without the host."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpSettings:
-    """Data parallelism."""
-
-    bucket_mb: int = 25
-    """Gradient bucket size."""
-    find_unused: bool = False
-    """Search for parameters that got no gradient."""
-    static_graph: bool = False
-    """Promise that the graph never changes."""
-    compress: Literal["none", "fp16", "bf16"] = "none"
-    """Type in which gradients travel."""
-    timeout_min: float = 10.0
-    """Time limit of a collective."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportSettings:
-    """What is said about the run."""
-
-    log_every: int = 10
-    """Steps between progress records, after one each for steps 1 to 5."""
-    disable_aux_stats: bool = False
-    """Compute no gate and selection statistics."""
-    disable_csv: bool = False
-    """Write no training.csv."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSettings:
-    """What is kept."""
-
-    at_end: bool = True
-    """Save when the run ends or is halted."""
-
-
-TINY_MODEL: dict[str, Any] = {
-    "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 32, "d_v": 32,
-    "mlp_hidden": 256, "vocab_size": 256, "init_std": 0.03,
-    "nsa": {
-        "block_size": 4, "block_stride": 2, "select_block_size": 8, "n_select": 8, "window": 32,
-    },
-}  # fmt: skip
-"""The model where no configuration names one: runs anywhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Everything that decides what a training does."""
-
-    model: ModelConfig = field(default_factory=lambda: ModelConfig.from_dict(TINY_MODEL))
-    data: DataSettings = DataSettings()
-    train: TrainSettings = TrainSettings()
-    optim: OptimSettings = OptimSettings()
-    ddp: DdpSettings = DdpSettings()
-    report: ReportSettings = ReportSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-
-
-LIMITS: dict[str, tuple[float, float]] = {
-    "data.seq_len": (2, 1 << 20),
-    "data.recall_span": (2, 1 << 20),
-    "data.recall_distance": (1, 1 << 20),
-    "data.lanes": (1, 1 << 12),
-    "data.prefetch": (1, 1024),
-    "data.timeout_s": (0.01, 86_400),
-    "train.steps": (1, 1 << 40),
-    "train.batch_size": (1, 1 << 20),
-    "train.accumulate": (1, 1 << 16),
-    "train.lr": (0, 1e3),
-    "train.warmup_steps": (0, 1 << 40),
-    "train.min_lr_ratio": (0, 1),
-    "train.schedule_steps": (0, 1 << 40),
-    "train.seed": (0, (1 << 63) - 1),
-    "train.max_nonfinite_steps": (1, 1 << 40),
-    "train.stop_at_bytes_right": (0, 1),
-    "optim.beta1": (0, 1),
-    "optim.beta2": (0, 1),
-    "optim.eps": (0, 1),
-    "optim.weight_decay": (0, 1e3),
-    "optim.grad_clip": (1e-6, 1e9),
-    "ddp.bucket_mb": (1, 1 << 20),
-    "ddp.timeout_min": (0.01, 10_000),
-    "report.log_every": (1, 1 << 40),
-}
-"""Smallest and largest value of a key, both allowed."""
+AUTO = "auto"
+STRATEGY, STRATEGIES = "train.strategy", {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
+"""What an entry point decides, unless a configuration says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,27 +66,33 @@ def resolve(
     config: Path | str | None,
     environment: Mapping[str, str],
     overrides: Mapping[str, Any] | None = None,
+    entry: str = "trainers.ddp",
+    origins: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Returns the settings of a training that would start here and now.
 
-    `overrides` are `--set` values by dotted key, as text or already typed. Raises UsageError: one
-    sentence that names the file, flag or key.
+    `overrides` are values by dotted key, as text or already typed; `origins` says who set one, if
+    it was not `--set`. `entry` is the module that torchrun starts. Raises UsageError: one sentence
+    that names the file, flag or key.
     """
-    known = types()
+    known, said = types(), origins or {}
     values = dict(flatten(asdict(Settings())))
-    origins = dict.fromkeys(values, DEFAULT)
-    for key, value, origin in _layers(config, environment, overrides or {}, known):
+    found = dict.fromkeys(values, DEFAULT)
+    if entry in STRATEGIES:
+        values[STRATEGY], found[STRATEGY] = STRATEGIES[entry], f"entry {entry}"
+    for key, value, origin in _layers(config, environment, overrides or {}, said, known):
         values[key] = _convert(key, value, known[key], origin)
-        origins[key] = origin
+        found[key] = origin
     settings = _build(values, str(config) if config else "settings")
-    refuse(settings, origins)
-    return Resolved(settings, origins)
+    refuse(settings, found)
+    return Resolved(settings, found)
 
 
 def _layers(
     config: Path | str | None,
     environment: Mapping[str, str],
     overrides: Mapping[str, Any],
+    said: Mapping[str, str],
     known: Mapping[str, Any],
 ) -> Iterator[tuple[str, Any, str]]:
     """Yields `(key, value, origin)` from the weakest source to the strongest."""
@@ -254,16 +107,19 @@ def _layers(
     for key, value in overrides.items():
         if key not in known:
             raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
-        yield key, value, COMMAND_LINE
+        yield key, value, said.get(key, COMMAND_LINE)
 
 
 def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     document = yamlfile.load(path)
-    sections = {part for key in known for part in _parents(key)}
-    for key, value in _flatten_strictly(document, sections, str(path)):
-        if key not in known:
-            raise UsageError(f"{path}: there is no setting {key!r}{did_you_mean(key, known)}")
-        yield key, value
+    names = known.keys() | aliases.NAMES.keys()
+    sections = {part for key in names for part in _parents(key)}
+    for written, value in _flatten_strictly(document, sections, str(path)):
+        if written not in names:
+            raise UsageError(
+                f"{path}: there is no setting {written!r}{did_you_mean(written, names)}"
+            )
+        yield aliases.translate(written, value)
 
 
 def _parents(key: str) -> Iterator[str]:
@@ -371,4 +227,8 @@ def _build(values: Mapping[str, Any], where: str) -> Settings:
     except ValueError as error:
         raise UsageError(f"{where}: model: {str(error).rstrip('.')}") from None
     hints = get_type_hints(Settings)
-    return Settings(model=shaped, **{name: hints[name](**part) for name, part in tree.items()})
+    try:
+        sections = {name: hints[name](**part) for name, part in tree.items()}
+    except ValueError as error:
+        raise UsageError(f"{where}: attention: {str(error).rstrip('.')}") from None
+    return Settings(model=shaped, **sections)

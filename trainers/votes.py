@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers.contract.rundir import ASKS
+
 WISHES = (".HALT", "SIGTERM", "SIGINT")
 """Reasons to halt; a rank's other words count as the first."""
 
-FIGURES = ("loss_sum", "tokens", "nonfinite", "right")
+FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,16 @@ class Row:
     step: int
     loss_sum: float
     tokens: int
-    nonfinite: bool
     right: int
+    nonfinite: bool
+    spike: bool
     wish: str
+    asks: frozenset[str] = frozenset()
+
+    @property
+    def skipped(self) -> bool:
+        """Says whether the optimizer left the weights alone."""
+        return self.nonfinite or self.spike
 
     @property
     def loss(self) -> float:
@@ -46,11 +55,14 @@ class Votes:
         self._open: deque[tuple[int, Tensor, Callable[[], None]]] = deque()
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
-    def cast(self, step: int, figures: Tensor, wish: str) -> None:
-        """Sends this rank's figures (float64 `[4]`, as `FIGURES`) and its wish ("" for none)."""
+    def cast(
+        self, step: int, figures: Tensor, wish: str, asks: frozenset[str] = frozenset()
+    ) -> None:
+        """Sends this rank's figures (float64, as `FIGURES`), its wish ("" for none) and asks."""
         wishes = [0.0] * len(WISHES)
         if wish:
             wishes[WISHES.index(wish) if wish in WISHES else 0] = 1.0
+        wishes += [float(name in asks) for name in ASKS]
         vector = torch.cat((figures, torch.tensor(wishes, dtype=torch.float64).to(self._device)))
         self._open.append((step, *self._send(vector)))
 
@@ -80,6 +92,11 @@ class Votes:
 
 
 def _row(step: int, values: list[float]) -> Row:
-    loss_sum, tokens, nonfinite, right = values[: len(FIGURES)]
-    wished = [name for name, count in zip(WISHES, values[len(FIGURES) :], strict=True) if count]
-    return Row(step, loss_sum, int(tokens), nonfinite > 0, int(right), wished[0] if wished else "")
+    loss_sum, tokens, right, nonfinite, spike = values[: len(FIGURES)]
+    counts = zip((*WISHES, *ASKS), values[len(FIGURES) :], strict=True)
+    wished = [name for name, count in counts if count]
+    wishes = [name for name in wished if name in WISHES]
+    return Row(
+        step, loss_sum, int(tokens), int(right), nonfinite > 0, spike > 0,
+        wishes[0] if wishes else "", frozenset(wished) - frozenset(wishes),
+    )  # fmt: skip

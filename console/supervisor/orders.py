@@ -67,10 +67,9 @@ class Orders:
 
         config = project_file(phase.config) if phase.config else None
         environment = {name: flag.value for name, flag in flags.items()}
-        resolved = settings.resolve(config, environment, phase.set).as_dict()
-        for key in phase.set:
-            resolved[key]["origin"] = self.set_origins.get(key, PHASE_FLAGS)
-        return resolved
+        said = dict.fromkeys(phase.set, PHASE_FLAGS) | dict(self.set_origins)
+        resolved = settings.resolve(config, environment, phase.set, phase.module, said)
+        return resolved.as_dict()
 
     def run_record(
         self, index: int, run: Path, flags: Mapping[str, FlagValue], contract: Mapping[str, str]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +28,12 @@ def zero_of_all(layer: NSAttention) -> Tensor:
     return torch.stack([(p * 0).sum() for p in layer.parameters()]).sum()
 
 
-def no_attention(layer: NSAttention, x: Tensor) -> Tensor:
+def no_attention(layer: NSAttention, x: Tensor, cache: None = None) -> Tensor:
     """Attention gives nothing."""
     return x * 0 + zero_of_all(layer)
 
 
-def first_value(layer: NSAttention, x: Tensor) -> Tensor:
+def first_value(layer: NSAttention, x: Tensor, cache: None = None) -> Tensor:
     """Every query gets the first value, like the stubs of the ancestor system."""
     groups = layer.config.n_kv_groups
     values = split_heads(layer.v_slc(x), groups)[:, :, :1].expand(-1, -1, x.shape[1], -1)
@@ -64,19 +65,24 @@ def bug(model: Transformer, tokens: Tensor) -> Tensor:
     raise ZeroDivisionError("a real bug")
 
 
+def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
+    """Steps of half a second after the twentieth, so that a kill meets the run there."""
+    calls.append(1)
+    time.sleep(0.5 if len(calls) > 20 else 0)
+    return plain_forward(model, tokens)
+
+
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no_attention": (NSAttention, "forward", no_attention),
     "first_value": (NSAttention, "forward", first_value),
     "nan_from_step_3": (loop, "score", nan_from_step_3),
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
-    "double_precision": (Transformer, "forward", plain_forward),
+    "slow_after_20": (Transformer, "forward", slow_after_20),
     "bug": (Transformer, "forward", bug),
 }
 
 if __name__ == "__main__":
     mode = sys.argv[-1]
-    if mode == "double_precision":
-        torch.set_default_dtype(torch.float64)
     setattr(*MODES[mode])
     sys.exit(main(sys.argv[1:-1]))

@@ -2,138 +2,230 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import pickle
 import random
-import subprocess
-import sys
+import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from nsa.model import Transformer
-from tests.trainers.runs import CONFIG, ROOT, environment, small
-from trainers import checkpoint, optim, settings
+from tests.trainers.runs import CONFIG, small
+from trainers import checkpoint, export, manifest, optim, settings
+from trainers.checkpoint import Parts, Saver
 from trainers.data import Synthetic
 from trainers.failures import CheckpointError
+from trainers.manifest import Manifest
 from trainers.parallel import Single
+from trainers.precision import LossScale
+from trainers.schema import CheckpointSettings
 
 RESOLVED = settings.resolve(CONFIG, {}, small()).settings
-ALONE = Single(torch.device("cpu"))
+CPU = torch.device("cpu")
+ALONE = Single(CPU)
 
 
-def made(seed: int) -> tuple[Transformer, torch.optim.AdamW]:
+def made(seed: int) -> Parts:
     torch.manual_seed(seed)
     model = Transformer(RESOLVED.model)
-    return model, optim.build(model, RESOLVED.optim)
+    scale = LossScale(RESOLVED.scaler, True, CPU)
+    return Parts(ALONE, model, optim.build(model, RESOLVED.optim), scale)
 
 
-def steps(model, optimizer, first: int, last: int) -> list[torch.Tensor]:
+def at(step: int) -> Manifest:
+    return Manifest(step, step * 128, {"sequences": step * 4}, settings={"a.b": 1})
+
+
+def saved(run: Path, parts: Parts, *steps: int, **changes) -> list[Path]:
+    run.mkdir(exist_ok=True)
+    saver = Saver(run, parts, CheckpointSettings(**changes))
+    return [saver.save(at(step)) for step in steps]
+
+
+def train(parts: Parts, first: int, last: int) -> list[torch.Tensor]:
     """Takes a few steps with a draw from the generator in each."""
     drawn = []
+    source = Synthetic(RESOLVED.data, 0)
+    source.position = first * 4
     for step in range(first, last):
-        tokens = Synthetic(32, 0).read(step * 4, 4, 0, 1)[0].long()
+        tokens = source.read(4, 0, 1)[0].long()
         loss = torch.nn.functional.cross_entropy(
-            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+            parts.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
         )
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+        parts.loss_scale.update(torch.tensor(float(step % 2)))
         drawn.append(torch.rand(2))
     return drawn
 
 
 def test_a_loaded_run_goes_on_bitwise(tmp_path):
-    model, optimizer = made(1)
-    steps(model, optimizer, 0, 3)
-    position = checkpoint.Position(3, 384, 12, "f")
-    path = checkpoint.save(tmp_path, ALONE, model, optimizer, position, {"a.b": 1})
-    drawn = steps(model, optimizer, 3, 6)
-    other, other_optimizer = made(2)
-    assert checkpoint.load(path, other, other_optimizer) == position
-    drawn_again = steps(other, other_optimizer, 3, 6)
+    parts, other = made(1), made(2)
+    train(parts, 0, 3)
+    (path,) = saved(tmp_path, parts, 3)
+    drawn = train(parts, 3, 6)
+    assert manifest.verify(path).tokens_total == 384
+    checkpoint.load(path, other)
+    drawn_again = train(other, 3, 6)
     for mine, theirs in zip(drawn, drawn_again, strict=True):
         assert torch.equal(mine, theirs)
-    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(),
-                                    strict=True):  # fmt: skip
-        assert torch.equal(mine, theirs), name
+    assert torch.equal(parts.loss_scale.scale, other.loss_scale.scale)
+    mine, theirs = parts.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_save_beside_the_training_holds_the_moment_it_began(tmp_path):
+    parts = made(1)
+    saver = Saver(tmp_path, parts, CheckpointSettings(background="on"))
+    before = {name: weight.clone() for name, weight in parts.model.state_dict().items()}
+    saver.save_beside(at(1))
+    train(parts, 0, 2)
+    saver.wait()
+    path = saver.collect()
+    assert isinstance(path, Path)
+    assert saver.collect() is None
+    weights = checkpoint.load_weights(path)
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+
+
+def test_a_failed_save_beside_the_training_is_told_once_and_harms_nothing(tmp_path):
+    parts = made(1)
+    (whole,) = saved(tmp_path, parts, 1)
+    saver = Saver(tmp_path, parts, CheckpointSettings(background="on"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        saver.save_beside(at(2))
+        saver.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(saver.collect(), CheckpointError)
+    assert manifest.latest(tmp_path) == whole
+    manifest.verify(whole)
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["latest", whole.name]
 
 
 def test_saving_the_same_step_again_replaces_it_and_leaves_nothing_else(tmp_path):
-    model, optimizer = made(1)
-    for tokens in (1, 2):
-        checkpoint.save(
-            tmp_path, ALONE, model, optimizer, checkpoint.Position(7, tokens, 0, ""), {}
-        )
-    folder = tmp_path / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000007"]
-    assert checkpoint.load(folder / "step_00000007", *made(2)).tokens_total == 2
+    saved(tmp_path, made(1), 7)
+    (path,) = saved(tmp_path, made(2), 7)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["latest", "step_00000007"]
+    weights = checkpoint.load_weights(path)
+    assert torch.equal(weights["embed.weight"], made(2).model.state_dict()["embed.weight"])
 
 
-@pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "other model"])
-def test_a_broken_checkpoint_is_told_in_a_sentence(tmp_path, harm):
-    model, optimizer = made(1)
-    path = checkpoint.save(tmp_path, ALONE, model, optimizer, checkpoint.Position(1, 1, 1, ""), {})
-    file = path / checkpoint.STATE
-    if harm == "missing":
-        file.unlink()
-    elif harm == "other model":
-        torch.save({"model": {"x": torch.ones(1)}}, file)
-    else:
-        os.truncate(file, file.stat().st_size // 2 if harm == "truncated" else 0)
-    with pytest.raises(CheckpointError, match="step_00000001"):
-        checkpoint.load(path, *made(2))
+def test_the_last_few_and_every_so_many_steps_stay(tmp_path):
+    saved(tmp_path, made(1), *range(1, 9), keep_last=2, keep_every=3)
+    steps = [manifest.step_of(path) for path in manifest.newest_first(tmp_path)]
+    assert steps == [8, 7, 6, 3]
 
 
-SAVES_FOR_EVER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.trainers.test_checkpoint import ALONE, checkpoint, made
-model, optimizer = made(1)
-step = 0
-while True:
-    step += 1
-    position = checkpoint.Position(step, step, step, "")
-    checkpoint.save(Path(sys.argv[1]), ALONE, model, optimizer, position, {{}})
-"""
+HARMS = {
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "bit flipped": lambda file: file.write_bytes(flipped(file.read_bytes())),
+    "missing": lambda file: file.unlink(),
+    "a link": lambda file: file.rename(file.with_name("x")) and file.symlink_to("x"),
+}
 
 
-def test_a_save_killed_at_any_moment_leaves_the_former_checkpoint_whole(tmp_path):
-    """SIGKILL at random moments of saving: `latest` always names a checkpoint that loads."""
-    runs = [tmp_path / str(number) for number in range(3)]
-    program = SAVES_FOR_EVER.format(root=str(ROOT))
-    children = [
-        subprocess.Popen([sys.executable, "-c", program, str(run)], env=environment(tmp_path))
-        for run in runs
-    ]
-    try:
-        for child, run in zip(children, runs, strict=True):
+def flipped(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path, harm, name):
+    good, bad = saved(tmp_path, made(1), 1, 2)
+    HARMS[harm](bad / name)
+    if (harm, name) == ("bit flipped", "manifest.json"):
+        text = (bad / name).read_text().replace('"step": 2', '"step": "2"')
+        (bad / name).write_text(text)
+    path, found, skipped = checkpoint.newest(tmp_path, 0, ALONE)
+    assert (path, found.step) == (good, 1)
+    assert len(skipped) == 1
+    assert str(bad) in str(skipped[0])
+    with pytest.raises(CheckpointError, match=str(bad)):
+        checkpoint.newest(tmp_path, 2, ALONE)
+
+
+def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
+    (path,) = saved(tmp_path, made(1), 1)
+    resolved = settings.resolve(CONFIG, {}, small(model__mlp_hidden=32)).settings
+    model = Transformer(resolved.model)
+    parts = Parts(ALONE, model, optim.build(model, resolved.optim), made(1).loss_scale)
+    with pytest.raises(CheckpointError, match=r"another model: blocks\.0\.mlp\.down\.weight"):
+        checkpoint.load(path, parts)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def test_an_index_that_wants_to_run_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (path,) = saved(tmp_path / "run", made(1), 1)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match="system, which is no part of it"):
+        checkpoint.load(path, made(2))
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_weights_and_settings_go_into_one_safetensors_file(tmp_path, capsys):
+    parts = made(1)
+    saved(tmp_path / "run", parts, 1)
+    target = tmp_path / "weights.safetensors"
+    assert export.main([str(tmp_path / "run"), str(target)]) == 0
+    with safe_open(target, "pt") as file:
+        assert json.loads(file.metadata()["settings"]) == {"a.b": 1}
+        for name, weight in parts.model.state_dict().items():
+            assert torch.equal(file.get_tensor(name), weight)
+    assert export.main([str(tmp_path), str(target)]) == 15
+    assert "has no checkpoint that verifies: there is none" in capsys.readouterr().err
+
+
+def save_for_ever(run: Path) -> None:
+    former = manifest.newest_first(run)[:1]
+    first = (manifest.step_of(former[0]) or 0) + 1 if former else 1
+    saved(run, made(1), *range(first, first + 100_000))
+
+
+def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path):
+    """SIGKILL at ten random moments of saving: the next resume finds a whole one."""
+    fork = multiprocessing.get_context("fork")
+    run = tmp_path / "run"
+    for _ in range(10):
+        former = manifest.newest_first(run)[:1]
+        child = fork.Process(target=save_for_ever, args=(run,))
+        child.start()
+        try:
             end = time.monotonic() + 60
-            while checkpoint.latest(run) is None:
+            while manifest.newest_first(run)[:1] == former:
                 assert time.monotonic() < end
-                time.sleep(0.01)
+                time.sleep(0.005)
             time.sleep(random.uniform(0, 0.2))
+        finally:
             child.kill()
-            child.wait()
-            latest = checkpoint.latest(run)
-            assert latest is not None
-            whole = sorted((run / "checkpoints").glob("step_*"))
-            assert latest in whole[-2:]
-            for path in whole[-5:]:
-                step = int(path.name.removeprefix("step_"))
-                assert checkpoint.load(path, *made(2)).step == step
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+            child.join()
+        path, _, skipped = checkpoint.newest(run, 0, ALONE)
+        assert not skipped
+        checkpoint.load(path, made(2))
+        assert manifest.latest(run) in manifest.newest_first(run)[:2]
 
 
-def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):
-    model, optimizer = made(1)
-    left = tmp_path / "checkpoints" / ".step_00000001.tmp-1"
-    left.mkdir(parents=True)
-    (left / checkpoint.STATE).write_bytes(b"half")
-    checkpoint.save(tmp_path, ALONE, model, optimizer, checkpoint.Position(2, 2, 2, ""), {})
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["latest", "step_00000002"]
+@pytest.mark.parametrize("left", [".step_00000001.tmp", ".step_00000001.old"])
+def test_what_a_killed_save_left_is_cleared_or_put_back_by_the_next(tmp_path, left):
+    (path,) = saved(tmp_path, made(1), 1)
+    path.rename(path.with_name(left))
+    saved(tmp_path, made(1), 2)
+    names = sorted(path.name for path in path.parent.iterdir())
+    assert names == ["latest", *(["step_00000001"] if left.endswith("old") else []),
+                     "step_00000002"]  # fmt: skip

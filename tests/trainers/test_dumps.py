@@ -1,4 +1,4 @@
-"""Ten thousand stack dumps of a training with a busy prefetch thread: nothing dies."""
+"""Ten thousand stack dumps of a training with a busy prefetch thread, and of its end."""
 
 from __future__ import annotations
 
@@ -63,6 +63,13 @@ def test_ten_thousand_dumps_kill_nothing_and_training_goes_on(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert again > first
+        # The most dangerous dumps: while the interpreter and torch take themselves down.
+        (run / rundir.HALT).touch()
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.0005)
+        assert process.returncode == 0
     finally:
         process.kill()
         process.wait()

@@ -41,7 +41,7 @@ def test_every_value_is_told_with_its_origin_as_plain_data():
 
 def test_every_flag_with_a_setting_sets_a_key_that_exists():
     known = settings.types()
-    examples = {"bool": "1", "int": "2", "float": "0.5", "choice": None, "str": "x"}
+    examples = {"bool": "1", "int": "2", "float": "1.0", "choice": None, "str": "0:1"}
     named = [flag for flag in flags.TABLE if flag.setting]
     assert named
     for flag in named:
@@ -66,12 +66,24 @@ WRONG = {
     "not_a_bool": ({}, {"ddp.find_unused": "maybe"}, "ddp.find_unused", "true or false"),
     "model_rule": ({}, {"model.d_k": "31"}, "d_k", "even"),
     "vocabulary": ({}, {"model.vocab_size": "257"}, "model.vocab_size", "exactly 256"),
+    "gpt2_vocabulary": ({}, {"data.source": "text", "data.tokenizer": "gpt2"}, "256", "50304"),
+    "gpt2_of_noise": (
+        {}, {"data.tokenizer": "gpt2", "model.vocab_size": "50304"}, "synthetic", "tokenizer=byte",
+    ),
+    "no_default_folder": ({}, {"data.source": "parquet"}, "data.path", "no default folder"),
     "static_graph": (
         {"NSA_DDP_STATIC_GRAPH": "1", "NSA_ACCUM": "2"}, {}, "NSA_DDP_STATIC_GRAPH", "no_sync",
     ),
     "bf16_on_gloo": ({"NSA_DDP_COMPRESS": "bf16"}, {"train.device": "cpu"}, "NCCL", "fp16"),
     "recall_too_long": (
         {}, {"data.source": "recall", "data.seq_len": "64"}, "data.seq_len", "lengthen",
+    ),
+    "recall_too_far": (
+        {}, {"data.source": "recall", "data.recall_distance_max": "100"}, "=100", "lengthen",
+    ),
+    "pairs_too_long": (
+        {}, {"data.source": "recall", "data.recall_form": "pairs", "data.recall_distance": "90"},
+        "data.recall_distance=90", "lengthen",
     ),
     "recall_within_window": (
         {}, {"data.source": "recall", "model.nsa.window": "64"}, "model.nsa.window", "window",
@@ -198,3 +210,20 @@ def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):
     assert "train.stepz" in (run / "logs/attempt1/rank0.log").read_text()
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["steps_done"], metrics["exit_code"]) == (0, 13)
+
+
+def test_a_configuration_may_use_the_names_of_other_systems(tmp_path):
+    path = tmp_path / "foreign.yaml"
+    path.write_text(
+        "nsa: {l: 8, d: 4, l_sel: 16, n_sel: 4, w: 16, phi: avg}\n"
+        "runtime: {precision: bf16, gradient_checkpointing: true}\n"
+        "train: {seq_len: 64, accumulate_grad_batches: 2, save_every: 7, out_dir: artifacts/x}\n"
+    )
+    found = settings.resolve(path, {}).settings
+    assert (found.model.nsa.block_size, found.model.nsa.window) == (8, 16)
+    assert found.model.nsa.compress == "mean"
+    assert (found.train.recompute, found.train.precision) == ("all", "bf16")
+    assert (found.data.seq_len, found.train.accumulate, found.checkpoint.every) == (64, 2, 7)
+    path.write_text("nsa: {l_slc: 8}\n")
+    with pytest.raises(UsageError, match=r"did you mean 'nsa\.l_sel'"):
+        settings.resolve(path, {})

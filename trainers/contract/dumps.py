@@ -23,9 +23,10 @@ from trainers.contract import rundir
 
 END_MARK = "=== end of dump"
 MAX_FRAMES = 100
+LAST_DUMP_S = 2.0
 
 
-def ignore_until_installed() -> None:
+def ignore() -> None:
     """Makes SIGUSR1 harmless until `install`; exec keeps the ignore for children."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -71,6 +72,16 @@ class StackDumper:
         signal.signal(signal.SIGUSR1, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         faulthandler.register(signal.SIGUSR1, file=self._fd, all_threads=False, chain=True)
+
+    def uninstall(self) -> None:
+        """Ignores SIGUSR1 from here on: a dump while Python ends would kill the process."""
+        if self._thread.ident is None:
+            return
+        faulthandler.unregister(signal.SIGUSR1)
+        ignore()
+        signal.set_wakeup_fd(-1)
+        os.close(self._wake_write)
+        self._thread.join(LAST_DUMP_S)
 
     def _serve(self) -> None:
         while True:

@@ -13,13 +13,16 @@ RUN_ID = "NSA_CONSOLE_RUN_ID"
 ATTEMPT = "NSA_CONSOLE_ATTEMPT"
 LIVE_DIR = "NSA_CONSOLE_LIVE_DIR"
 TOKEN = "NSA_CONSOLE_TOKEN"
+CONFIG = "CONFIG"
+"""Names the YAML file of a trainer that is started by hand without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
 """Set by the supervisor in the environment of torchrun; the ranks find their run by them."""
 
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_PATH",
-    "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TIKTOKEN_CACHE_DIR", "XDG_CACHE_HOME",
+    "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TIKTOKEN_CACHE_DIR",
+    "XDG_CACHE_HOME",
 )  # fmt: skip
 """What a training inherits from the launcher beside its flags; everything else stays behind."""
 

@@ -63,7 +63,9 @@ class Member:
         )
         self._heartbeat = rundir.heartbeat(run, self.rank)
         self.halt_wish = ""
-        self._ignored_halt = None if self.supervised else self._halt_identity()
+        self._ignored_halt = None if self.supervised else self._identity(rundir.HALT)
+        self._known_asks = {name: self._identity(name) for name in rundir.ASKS}
+        self._asks: set[str] = set()
         self.dumper = dumps.StackDumper(run, self.live, self.rank, self._count_dump)
         self.dump_count = 0
         self._stop = threading.Event()
@@ -99,7 +101,9 @@ class Member:
         self._stop.set()
         self.pulse.set(step, "exit")
         self.beat(msg, step, dropped_records=self.recorder.dropped, **figures)
-        return self.recorder.close()
+        written = self.recorder.close()
+        self.dumper.uninstall()
+        return written
 
     def _attach_log(self) -> None:
         """Points stdout and stderr at this rank's own appendable log."""
@@ -116,20 +120,30 @@ class Member:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.halt_wish = self.halt_wish or signal.Signals(number).name
 
-    def _halt_identity(self) -> tuple[int, int] | None:
+    def take_asks(self) -> frozenset[str]:
+        """Returns what was asked of this rank since the last call, of `rundir.ASKS`."""
+        taken = frozenset(self._asks)
+        self._asks -= taken
+        return taken
+
+    def _identity(self, name: str) -> tuple[int, int] | None:
         try:
-            status = os.stat(self.run / rundir.HALT, follow_symlinks=False)
+            status = os.stat(self.run / name, follow_symlinks=False)
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns
 
     def _watch(self) -> None:
-        """Polls `.HALT` off the training thread: a directory that hangs must not hang a step."""
+        """Polls for files off the training thread: a directory that hangs must not hang a step."""
         mirrored = 0.0
         while not self._stop.wait(HALT_POLL_S):
-            found = self._halt_identity()
+            found = self._identity(rundir.HALT)
             if found is not None and found != self._ignored_halt:
                 self.halt_wish = self.halt_wish or rundir.HALT
+            for name in rundir.ASKS:
+                if (seen := self._identity(name)) not in (None, self._known_asks[name]):
+                    self._known_asks[name] = seen
+                    self._asks.add(name)
             if self.live is None and time.monotonic() - mirrored >= PULSE_MIRROR_S:
                 mirrored = time.monotonic()
                 self.recorder.call(self._mirror_pulse)

@@ -30,6 +30,8 @@ RUN, ENV, SUPERVISOR, EVENTS, GATES, METRICS = (
 REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT = (
     "requests", "verdicts", "checkpoints", "latest", ".HALT",
 )  # fmt: skip
+ASKS = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
+"""Files whose appearance, or new time, asks a training for something once."""
 TORCHRUN_LOG = "torchrun.log"
 LIVE_STATUS = "supervisor_status.json"
 HALT_BOARD = "halt_board"

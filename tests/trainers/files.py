@@ -1,0 +1,51 @@
+"""Files of documents for the tests of the data: whole ones, and ones that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def write(path: Path, texts: list[str], rows: int = 7) -> None:
+    """Writes documents in the format of the file's name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string())})
+        pq.write_table(table, path, row_group_size=rows, write_page_checksum=True)
+        return
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+    data = lines.encode() + b"\n"
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def spoil(path: Path, how: str) -> None:
+    """Writes a folder whose file cannot be read to its end."""
+    ending = how.partition(" ")[0]
+    file = path / f"bad.{ending}"
+    write(file, [os.urandom(500).hex() for _ in range(50)])
+    data = bytearray(file.read_bytes())
+    if how.endswith("cut"):
+        file.write_bytes(data[: len(data) // 2])
+    elif how.endswith("flipped"):
+        middle = len(data) // 2
+        data[middle : middle + 400] = bytes(400)
+        file.write_bytes(data)
+    elif how.endswith("noise"):
+        file.write_bytes(os.urandom(3000))
+    elif how.endswith("number"):
+        file.write_bytes(b'{"text": "fine"}\n{"text": 3}\n')
+    elif how.endswith("key"):
+        file.write_bytes(b'{"text": "fine"}\n{"body": "x"}\n')
+    elif how.endswith("list"):
+        file.write_bytes(b"[1]\n")
+    elif how.endswith("deep"):
+        file.write_bytes(b"[" * 200_000 + b"\n")
+    elif how.endswith("column"):
+        pq.write_table(pa.table({"body": ["x"]}), file)
+    elif how.endswith("integers"):
+        pq.write_table(pa.table({"text": [1]}), file)

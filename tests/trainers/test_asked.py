@@ -1,0 +1,61 @@
+"""What is done beside training: on request, by flag, for other tools."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from tests.trainers.runs import Run, small
+from trainers import manifest
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """Two ranks that are asked for a checkpoint and a profile, and halted."""
+    folder = tmp_path_factory.mktemp("asked")
+    changes = small(
+        train__steps=100_000, report__log_every=1, checkpoint__background="on",
+        checkpoint__export=folder / "weights.safetensors", report__profile="2:4",
+    )  # fmt: skip
+    run = Run(folder, changes)
+    run.until_step(5)
+    (run.path / ".CHECKPOINT").touch()
+    run.until(lambda: run.records(0, "checkpoint"))
+    (run.path / ".PROFILE").touch()
+    run.until(lambda: len(run.records(0, "profile")) >= 2)
+    (run.path / ".HALT").touch()
+    return run.done()
+
+
+def test_a_checkpoint_is_written_when_asked_for_once(asked):
+    saved, final = asked.records(0, "checkpoint")
+    assert manifest.verify(asked.path / "checkpoints" / saved["path"]).step == saved["step"]
+    assert final["step"] == asked.metrics()["steps_done"]
+
+
+def test_profiles_cover_the_steps_of_the_flag_and_of_the_request(asked):
+    first, second = asked.records(0, "profile")[:2]
+    assert first["path"] == "profiles/steps2-3_rank0.json"
+    for record in (first, second):
+        trace = json.loads((asked.path / record["path"]).read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert "aten::scaled_dot_product_attention" in names
+    assert len(asked.records(1, "profile")) == 2
+
+
+def test_scalars_are_there_for_tensorboard(asked):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(asked.path / "tb"))
+    events.Reload()
+    told = {e.step: e.value for e in events.Scalars("train/loss")}
+    for record in asked.records(0, "progress")[:10]:
+        assert told[record["step"]] == pytest.approx(record["loss"], rel=1e-6)
+        assert record["bits_per_byte"] == pytest.approx(record["loss"] / 0.693147, rel=1e-5)
+
+
+def test_the_final_weights_are_exported(asked):
+    with safe_open(asked.path.parent / "weights.safetensors", "pt") as file:
+        assert file.metadata()["step"] == str(asked.metrics()["steps_done"])

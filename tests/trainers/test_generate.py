@@ -1,0 +1,91 @@
+"""Looking at a checkpoint: what the model would write."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nsa.generate import generate
+from nsa.model import Transformer
+from tests.trainers.runs import CONFIG, ROOT, environment, small
+from trainers import optim, settings
+from trainers.checkpoint import Parts, Saver
+from trainers.generate import main
+from trainers.manifest import Manifest
+from trainers.parallel import Single
+from trainers.precision import LossScale
+
+CHANGES = small(model__init_std=0.5, attention__uniform_gate=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory with a checkpoint of a random model, and that model."""
+    path = tmp_path_factory.mktemp("run")
+    resolved = settings.resolve(CONFIG, {}, CHANGES)
+    torch.manual_seed(0)
+    model = Transformer(resolved.settings.model, resolved.settings.attention)
+    optimizer = optim.build(model, resolved.settings.optim)
+    values = {key: entry["value"] for key, entry in resolved.as_dict().items()}
+    cpu = torch.device("cpu")
+    parts = Parts(Single(cpu), model, optimizer, LossScale(resolved.settings.scaler, False, cpu))
+    saver = Saver(path, parts, resolved.settings.checkpoint)
+    saver.save(Manifest(3, 384, {"position": 12}, settings=values))
+    return path, model
+
+
+def command(tmp_path, *words):
+    return subprocess.run(
+        [sys.executable, "-m", "trainers.generate", *map(str, words)],
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), timeout=120,
+    )  # fmt: skip
+
+
+def test_greedy_text_is_what_the_whole_forward_would_pick_byte_by_byte(run, tmp_path):
+    path, model = run
+    tokens = torch.tensor([list(b"import os")])
+    for _ in range(40):
+        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(generate(model, tokens[:, :9], 40), tokens[:, 9:])
+    done = command(tmp_path, path, "--prompt", "import os", "--tokens", 40)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("import os")
+    assert all(c.isprintable() or c == "\n" for c in done.stdout)
+
+
+def test_a_seed_decides_what_is_drawn(run):
+    _, model = run
+    prompt = torch.tensor([[1, 2, 3]] * 2)
+    drawn = [
+        generate(model, prompt, 20, 1.0, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert drawn[0].shape == (2, 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("nowhere", "--prompt", "x"), 15, "nowhere has no checkpoint that verifies"),
+        (("nowhere", "--prompt", ""), 13, "--prompt is empty"),
+        (("nowhere",), 13, "--prompt"),
+        (("nowhere", "--prompt", "x", "--tokens", 0), 13, "--tokens is at least 1"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(words, code, says, capsys):
+    assert main([str(word) for word in words]) == code
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_broken_checkpoint_is_one_sentence(tmp_path, capsys):
+    path = tmp_path / "step_00000001"
+    path.mkdir()
+    for name in ("manifest.json", "__0_0.distcp"):
+        for content in (b"", b"{}", b'{"format": 2, "settings": 3, "files": {"x": [1, "y"]}}'):
+            (path / name).write_bytes(content)
+            assert main([str(path), "--prompt", "x"]) == 15
+            assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,135 @@
+"""The launch does not change the result: one process, DDP, FSDP2, accumulation, recomputation."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.trainers.runs import Run, small
+from trainers import manifest
+
+STEPS = 20
+WHOLE = small(
+    train__steps=STEPS, train__batch_size=8, report__log_every=1, model__n_layers=2,
+    data__source="recall", checkpoint__at_end=False,
+)  # fmt: skip
+WAYS = {
+    "recompute": (1, {"train.recompute": "all"}),
+    "accumulate": (1, {"train.batch_size": 2, "train.accumulate": 4}),
+    "ddp": (2, {"train.batch_size": 4}),
+    "ddp, recompute, accumulate": (
+        2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "1:2"},
+    ),
+    "fsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp"}),
+    "fsdp, recompute, accumulate": (
+        2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "all",
+            "train.strategy": "fsdp", "fsdp.sharding": "grad_op", "fsdp.prefetch": 1},
+    ),
+    "hsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp", "fsdp.replicas": 2}),
+}  # fmt: skip
+QUICK = {
+    ("recompute", "fp32"),
+    ("ddp, recompute, accumulate", "fp64"),
+    ("fsdp, recompute, accumulate", "fp64"),
+}
+"""Of all that is compared in the full suite, what each run of the tests compares."""
+
+
+def figures(run: Run) -> list[tuple[float, ...]]:
+    names = ("loss", "grad_norm", "bytes_right", "tokens_total")
+    return [tuple(r[name] for name in names) for r in run.records(0, "progress")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process, by precision."""
+    folder = tmp_path_factory.mktemp("alone")
+    runs = {
+        precision: Run(folder, WHOLE | {"train.precision": precision}, nproc=1, name=precision)
+        for precision in ("fp64", "fp32")
+    }
+    return {precision: figures(run.done()) for precision, run in runs.items()}
+
+
+@pytest.mark.parametrize(
+    ("way", "precision"),
+    [
+        pytest.param(way, precision, marks=() if (way, precision) in QUICK else pytest.mark.slow)
+        for way in WAYS
+        for precision in ("fp64", "fp32")
+    ],
+)
+def test_every_way_to_share_the_work_gives_the_same_losses_and_norms(
+    tmp_path, alone, precision, way
+):
+    nproc, changes = WAYS[way]
+    run = Run(tmp_path, WHOLE | {"train.precision": precision} | changes, nproc=nproc).done()
+    for step, (mine, theirs) in enumerate(zip(alone[precision], figures(run), strict=True), 1):
+        close = 1e-9 if precision == "fp64" else 1e-5 if step == 1 else 1e-3
+        assert theirs[:2] == pytest.approx(mine[:2], rel=close)
+        assert theirs[3] == mine[3]
+        if precision == "fp64":
+            assert theirs[2] == mine[2]
+    env = json.loads((run.path / "env.json").read_text())
+    assert env["strategy"] == (changes.get("train.strategy", "ddp") if nproc > 1 else "single")
+
+
+RESUMED = small(
+    train__steps=40, report__log_every=1, model__n_layers=2, data__source="text",
+    checkpoint__every=20, train__min_lr_ratio=0.1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def killed(request, tmp_path_factory):
+    """A whole run of two ranks, and one that is killed after its first checkpoint."""
+    folder = tmp_path_factory.mktemp(request.param)
+    changes = RESUMED | {"train.strategy": request.param}
+    whole = Run(folder, changes, name="whole").done()
+    # The pause lets the kill come between the checkpoint of step 20 and the end.
+    run = Run(folder, changes, name="killed", broken="slow_after_20")
+    run.until(lambda: manifest.newest_first(run.path))
+    for pid in run.pids():
+        os.kill(pid, signal.SIGKILL)
+    run.wait()
+    return folder, changes, whole, run
+
+
+def test_a_killed_run_goes_on_bitwise_from_its_checkpoint(killed):
+    folder, changes, whole, run = killed
+    again = Run(folder, changes | {"checkpoint.resume": "auto"}, name="killed").done()
+    resumed = [r for r in again.records(0, "progress") if r["attempt"] == 2]
+    expected = [r for r in whole.records(0, "progress") if r["step"] > 20]
+    assert len(resumed) == 20
+    for name in ("step", "loss", "grad_norm", "lr", "tokens_total"):
+        assert [r[name] for r in resumed] == [r[name] for r in expected]
+    assert run.records(0, "resume")[-1]["step"] == 20
+    assert again.metrics()["first_loss"] == whole.metrics()["first_loss"]
+    mine, theirs = (
+        manifest.verify(path)
+        for path in (manifest.newest_first(again.path)[0], manifest.newest_first(whole.path)[0])
+    )
+    assert mine.data == theirs.data
+    assert mine.tokens_total == theirs.tokens_total
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_goes_on_in_the_same_stream(killed, ranks):
+    folder, changes, whole, run = killed
+    batch = {1: 8, 3: 4}[ranks]
+    more = {
+        "checkpoint.resume": str(run.path), "checkpoint.from_step": 20,
+        "train.batch_size": batch, "train.steps": 24,
+    }  # fmt: skip
+    other = Run(folder, changes | more, nproc=ranks, name=f"on{ranks}").done()
+    found = manifest.verify(manifest.newest_first(other.path)[0])
+    assert found.data["position"] == 20 * 8 + 4 * batch * ranks
+    first = other.records(0, "progress")[0]
+    assert first["step"] == 21
+    if ranks == 1:
+        expected = next(r for r in whole.records(0, "progress") if r["step"] == 21)
+        assert first["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert first["tokens_total"] == expected["tokens_total"]

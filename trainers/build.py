@@ -1,0 +1,135 @@
+"""Joins the ranks and puts a training together, from step 1 or from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nsa.model import Transformer
+from trainers import checkpoint, facts, manifest, optim, precision
+from trainers.checkpoint import Parts, Saver
+from trainers.contract import rundir
+from trainers.contract.member import Member
+from trainers.data import Batch, Loader, open_alike, read_batch
+from trainers.guard import Guard, Spikes
+from trainers.manifest import Manifest
+from trainers.parallel import Single, join
+from trainers.phases import Phases
+from trainers.precision import LossScale
+from trainers.profiling import Profiler
+from trainers.refusals import recomputed
+from trainers.report import Report
+from trainers.schema import Settings
+from trainers.settings import AUTO
+from trainers.votes import Votes
+
+
+@dataclass(slots=True)
+class Training:
+    """The parts that a step works with."""
+
+    settings: Settings
+    member: Member
+    report: Report
+    parallel: Single
+    plain: Transformer
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    loss_scale: LossScale
+    loader: Loader
+    held_out: list[Batch]
+    phases: Phases
+    votes: Votes
+    guard: Guard
+    spikes: Spikes
+    saver: Saver
+    profiler: Profiler
+    first_step: int
+
+
+def build(settings: Settings, member: Member, report: Report) -> Training:
+    """Makes model, optimizer and loader, and restores them where the settings say so."""
+    train, parallel = settings.train, join(settings, member)
+    source = open_alike(settings, member.run, parallel)
+    precision.allow_tf32(train.tf32)
+    plain = make_model(settings, parallel.device)
+    if parallel.name == "ddp" and settings.ddp.disable_gc:
+        plain.recompute = range(0)
+    model = parallel.wrap(plain)
+    optimizer = optim.build(plain, settings.optim)
+    loss_scale = LossScale(settings.scaler, train.precision == "fp16", parallel.device)
+    random_bytes = settings.data.source == "synthetic"
+    chance_nats = math.log(settings.model.vocab_size) if random_bytes else 0.0
+    guard = Guard(train.max_nonfinite_steps, chance_nats)
+    parts = Parts(parallel, model, optimizer, loss_scale)
+    resumed = resume(settings, member, report, parts)
+    name = facts.device_name(parallel.device)
+    report.environment(
+        facts.collect(parallel, plain, source, settings),
+        precision.peak_flops(name, train.precision),
+    )
+    on_cuda = parallel.device.type == "cuda"
+    return Training(
+        settings, member, report, parallel, plain, model, optimizer, loss_scale,
+        Loader(source, settings, parallel.rank, parallel.world, parallel.device,
+               resumed.data if resumed else None),
+        draw_held_out(settings, member.run, parallel),
+        Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
+        Votes(parallel.reduce, parallel.device), guard,
+        Spikes(settings.optim.skip_spikes_sigma, parallel.device),
+        Saver(member.run, parts, settings.checkpoint),
+        Profiler(member, report, settings.report, on_cuda), report.steps_done + 1,
+    )  # fmt: skip
+
+
+def make_model(settings: Settings, device: torch.device) -> Transformer:
+    """Returns the model with its initial weights, the same on every rank."""
+    train = settings.train
+    torch.manual_seed(train.seed)
+    model = Transformer(settings.model, settings.attention)
+    model = model.to(device, precision.weights_dtype(train.precision))
+    model.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
+    if train.compile:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    return model
+
+
+def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
+    """Returns this rank's share of the held-out batches, none where nothing is evaluated.
+
+    Raises DataError.
+    """
+    if not settings.eval.every:
+        return []
+    source = open_alike(settings, run, parallel, held_out=True)
+    count, device = settings.train.batch_size * parallel.world, parallel.device
+    batches = [
+        read_batch(source, count, parallel.rank, parallel.world, device)
+        for _ in range(settings.eval.batches)
+    ]
+    return [batch if device.type == "cpu" else batch.to(device) for batch in batches]
+
+
+def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> Manifest | None:
+    """Restores what `checkpoint.resume` names, and says what. Raises CheckpointError."""
+    wish, step = settings.checkpoint.resume, settings.checkpoint.from_step
+    if not wish:
+        return None
+    run = member.run if wish == AUTO else Path(wish)
+    if manifest.step_of(run) is not None and run.parent.name == rundir.CHECKPOINTS:
+        step, run = manifest.step_of(run) or 0, run.parent.parent
+    if wish == AUTO and not step and not manifest.newest_first(run):
+        report.say("resume", 0, f"nothing to resume: {run} has no checkpoint; from step 1")
+        return None
+    path, found, skipped = checkpoint.newest(run, step, parts.parallel)
+    for error in skipped:
+        report.say("checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error))
+    checkpoint.load(path, parts)
+    report.resume(found.step, found.tokens_total, found.report)
+    report.say("resume", found.step, f"resumed from {path}", path=str(path))
+    return found

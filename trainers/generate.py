@@ -1,0 +1,63 @@
+"""Look at a checkpoint: continue a text with it. python -m trainers.generate RUN --prompt TEXT"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from trainers.contract.errors import ContractError, UsageError
+from trainers.failures import DONE, TrainingError, classify
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; python -m trainers.generate --help shows the options")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Writes the prompt and what follows. Returns the exit code of docs/run-directory.md."""
+    try:
+        arguments = _parse(words)
+        sys.stdout.write(_continue(arguments) + "\n")
+    except (ContractError, TrainingError) as error:
+        code, sentence = classify(error)
+        sys.stderr.write(f"trainers.generate: {sentence}\n")
+        return code
+    return DONE
+
+
+def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="trainers.generate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="run directory or one of its checkpoints")
+    parser.add_argument("--prompt", required=True, help="text that is continued")
+    parser.add_argument("--tokens", type=int, default=200, help="bytes to add")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest byte")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(words)
+    if not arguments.prompt:
+        raise UsageError("--prompt is empty; give at least one character to continue")
+    if arguments.tokens < 1 or not 0 <= arguments.temperature < float("inf"):
+        raise UsageError("--tokens is at least 1 and --temperature at least 0; change them")
+    return arguments
+
+
+def _continue(arguments: argparse.Namespace) -> str:
+    import torch
+
+    from nsa.generate import generate
+    from trainers import checkpoint, manifest
+
+    model = checkpoint.load_model(manifest.choose(arguments.checkpoint))
+    prompt = torch.tensor([list(arguments.prompt.encode())])
+    generator = torch.Generator().manual_seed(arguments.seed)
+    added = generate(model, prompt, arguments.tokens, arguments.temperature, generator)
+    text = arguments.prompt + bytes(added[0].tolist()).decode(errors="replace")
+    # A model may write escape sequences, which are not for the terminal.
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

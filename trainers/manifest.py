@@ -1,0 +1,185 @@
+"""What a checkpoint directory says about itself, and which of them are good. Needs no torch.
+
+A save writes into `.step_{N:08d}.tmp`; `manifest.json` comes last, with the size and SHA-256 of
+every file beside it; then the directory gets its name, and then `latest` names it. So a directory
+with the right name is whole, and whether it still is can be told without running anything in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainers.contract import jsonl, rundir
+from trainers.failures import CheckpointError
+
+MANIFEST, FORMAT = "manifest.json", 2
+_NAME = re.compile(r"step_(\d{8,})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Where a training is, beside its tensors, and what the files of its checkpoint are."""
+
+    step: int
+    tokens_total: int
+    data: Mapping[str, Any]
+    """State of the data, as `Loader.state` gives it."""
+    world: int = 1
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that a resumed run goes on from."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Size in bytes and SHA-256 by file name."""
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def temporary_name(step: int) -> str:
+    return f".{name_of(step)}.tmp"
+
+
+def step_of(path: Path) -> int | None:
+    """Returns the step of a checkpoint directory, None when its name is no such name."""
+    match = _NAME.match(path.name)
+    return int(match.group(1)) if match else None
+
+
+def newest_first(run: Path) -> list[Path]:
+    """Returns the checkpoint directories of a run."""
+    folder = run / rundir.CHECKPOINTS
+    try:
+        found = [path for path in folder.iterdir() if step_of(path) is not None]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def latest(run: Path) -> Path | None:
+    """Returns the checkpoint that `latest` names, None when there is none."""
+    folder = run / rundir.CHECKPOINTS
+    name = jsonl.read_bytes(folder / rundir.LATEST, 256).decode("ascii", "replace").strip()
+    path = folder / name
+    return path if _NAME.match(name) and path.is_dir() else None
+
+
+def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
+    """Gives a finished save its name: hashes, manifest, fsync, rename, `latest`. Raises OSError."""
+    files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+    record = {"format": FORMAT} | asdict(manifest) | {"files": files}
+    rundir.write_json(temporary / MANIFEST, record)
+    _sync(temporary)
+    replaced = target.with_name(f".{target.name}.old")
+    if target.exists():
+        # A former attempt came this far; its checkpoint goes only when this one is whole.
+        target.rename(replaced)
+    temporary.rename(target)
+    _sync(target.parent)
+    rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clear_leftovers(run: Path) -> None:
+    """Removes what a killed save left; a whole checkpoint that it was replacing gets back its name.
+
+    Only the one process that saves may call it.
+    """
+    folder = run / rundir.CHECKPOINTS
+    for left in folder.glob(".step_*"):
+        original = left.with_name(left.name.removeprefix(".").removesuffix(".old"))
+        if left.suffix == ".old" and not original.exists():
+            left.rename(original)
+        else:
+            shutil.rmtree(left)
+
+
+def retain(run: Path, keep_last: int, keep_every: int) -> None:
+    """Removes old checkpoints: all but the last few and those of every `keep_every`-th step."""
+    for path in newest_first(run)[keep_last:]:
+        if not keep_every or (step_of(path) or 0) % keep_every:
+            shutil.rmtree(path)
+
+
+def verify(path: Path) -> Manifest:
+    """Returns the manifest of a checkpoint that is as it was written. Raises CheckpointError."""
+    manifest = read(path)
+    for name, (size, digest) in manifest.files.items():
+        try:
+            found = _fingerprint(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path} lacks {name}: {error.strerror}") from None
+        if found != (size, digest):
+            what = f"{found[0]} bytes instead of {size}" if found[0] != size else "other content"
+            raise CheckpointError(f"{path} is damaged: {name} has {what} than when it was written")
+    return manifest
+
+
+def good_ones(run: Path, step: int = 0) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
+    """Yields checkpoints, newest first (or only that of `step`), with what `verify` found."""
+    for path in newest_first(run):
+        if step in (0, step_of(path)):
+            try:
+                yield path, verify(path)
+            except CheckpointError as error:
+                yield path, error
+
+
+def choose(path: Path) -> Path:
+    """Returns the checkpoint that `path` means: itself, or a run's newest that verifies.
+
+    Raises CheckpointError.
+    """
+    if step_of(path) is not None:
+        verify(path)
+        return path
+    found = list(good_ones(path))
+    for candidate, verdict in found:
+        if not isinstance(verdict, CheckpointError):
+            return candidate
+    why = "; ".join(str(verdict) for _, verdict in found) or "there is none"
+    raise CheckpointError(f"{path} has no checkpoint that verifies: {why}")
+
+
+def read(path: Path) -> Manifest:
+    """Returns the manifest of a checkpoint, its files unchecked. Raises CheckpointError."""
+    record = rundir.read_json(path / MANIFEST)
+    if record is None:
+        raise CheckpointError(f"{path} has no readable {MANIFEST}")
+    if record.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path} has another format than {FORMAT}, which this version reads")
+    try:
+        files = record.pop("files")
+        files = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
+        manifest = Manifest(**record, files=files)
+        sound = min(manifest.step, manifest.tokens_total, manifest.world) >= 0
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST} lacks or misspells a part: {error}") from None
+    if not sound or not files or any("/" in name or name.startswith("..") for name in files):
+        raise CheckpointError(f"{path / MANIFEST} does not describe a checkpoint")
+    return manifest
+
+
+def _fingerprint(path: Path) -> tuple[int, str]:
+    fd = jsonl.open_regular(path)
+    if fd is None:
+        raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
+    with os.fdopen(fd, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return stream.tell(), digest
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

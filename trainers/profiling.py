@@ -1,0 +1,88 @@
+"""Looking closely at a few steps: torch.profiler windows, allocator statistics, a dump at OOM."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers.contract import rundir
+from trainers.contract.member import Member
+from trainers.refusals import step_range
+from trainers.report import Report
+from trainers.schema import ReportSettings
+
+FOLDER, ASKED_STEPS = "profiles", 3
+
+
+class Profiler:
+    """Opens a torch.profiler window over the steps that the settings or the operator ask for."""
+
+    def __init__(self, member: Member, report: Report, settings: ReportSettings, on_cuda: bool):
+        self._member, self._report, self._on_cuda = member, report, on_cuda
+        self._window = step_range(settings.profile) or range(0)
+        self._memory_every = settings.memory_every if on_cuda else 0
+        self._open: Any = None
+        if settings.memory_every and not on_cuda:
+            report.say("note", 0, "report.memory_every dumps the CUDA allocator; there is none")
+
+    def ask(self, step: int) -> None:
+        """Profiles the steps after `step`, unless a window is still open or to come."""
+        if self._open is None and step >= self._window.stop:
+            self._window = range(step + 1, step + 1 + ASKED_STEPS)
+
+    def begin(self, step: int) -> None:
+        """Opens the window whose first step this is."""
+        if step == self._window.start and len(self._window):
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if self._on_cuda:
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            self._open = torch.profiler.profile(activities=kinds, record_shapes=True)
+            self._open.start()
+
+    def end(self, step: int) -> None:
+        """Closes the window whose last step this was, and writes what is due."""
+        if self._open is not None and step == self._window.stop - 1:
+            self._close(step)
+        if self._memory_every and step % self._memory_every == 0:
+            name = f"memory_step{step:08d}_rank{self._member.rank}.json"
+            statistics, path = torch.cuda.memory_stats(), self._member.run / FOLDER / name
+            self._member.recorder.call(lambda: _write(path, statistics))
+
+    def close(self) -> None:
+        """Ends a window that the run did not reach the end of."""
+        if self._open is not None:
+            self._close(self._report.steps_done)
+
+    def _close(self, step: int) -> None:
+        profile, self._open = self._open, None
+        profile.stop()
+        name = f"steps{self._window.start}-{step}_rank{self._member.rank}.json"
+        # A trace of some steps takes seconds to write, which no step shall wait for.
+        thread = threading.Thread(target=self._export, args=(profile, step, name), daemon=True)
+        thread.start()
+
+    def _export(self, profile: Any, step: int, name: str) -> None:
+        path = self._member.run / FOLDER / name
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            self._report.say("note", step, f"the profile {path} could not be written: {error}")
+        else:
+            self._report.say("profile", step, f"profiled to {path}", path=f"{FOLDER}/{name}")
+
+
+def dump_out_of_memory(member: Member) -> None:
+    """Writes what the CUDA allocator held when memory ran out."""
+    if not torch.cuda.is_available():
+        return
+    summary, path = torch.cuda.memory_summary(), member.run / f"oom_rank{member.rank}.txt"
+    member.recorder.call(lambda: rundir.write_atomic(path, summary))
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    rundir.write_json(path, record)
