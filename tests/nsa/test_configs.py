@@ -38,3 +38,16 @@ def test_the_control_differs_in_attention_and_mlp_only_and_has_as_many_parameter
     assert (sparse.data, sparse.train, sparse.optim) == (dense.data, dense.train, dense.optim)
     counts = [parameter_count(settings.model) for settings in (sparse, dense)]
     assert counts[1] == pytest.approx(counts[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [("m7c_125m_2xa100_production", 4), ("m7c_125m_2xa100_production_tuned", 4)],
+)
+def test_the_production_configs_hold_the_model_and_the_batch_that_they_name(name, sequences):
+    settings, text = load(name), (CONFIGS / f"{name}.yaml").read_text()
+    assert settings.model == load("m7c_125m").model
+    assert 2 * settings.train.batch_size * settings.train.accumulate == sequences
+    assert f"{parameter_count(settings.model):,}" in text
+    assert f"on {sequences} sequences a step" in text
+    assert (settings.checkpoint.every, settings.eval.every) == (5000, 1000)

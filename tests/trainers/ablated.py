@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa import attention
 from nsa.attention import NSAttention, merge_heads, split_heads
 from nsa.model import Transformer
 from trainers import loop
 from trainers.data import Batch
 from trainers.entry import main
 
+plain_sum = attention.gated_sum
 plain_forward, plain_score = Transformer.forward, loop.score
 calls: list[int] = []
 
@@ -39,6 +41,11 @@ def first_value(layer: NSAttention, x: Tensor, cache: None = None) -> Tensor:
     values = split_heads(layer.v_slc(x), groups)[:, :, :1].expand(-1, -1, x.shape[1], -1)
     values = values.repeat_interleave(layer.config.n_heads // groups, dim=1)
     return layer.out(merge_heads(values)) + zero_of_all(layer)
+
+
+def without_selected(gates: Tensor, cmp: Tensor, slc: Tensor, win: Tensor) -> Tensor:
+    """The selected branch gives nothing; its parameters stay in the graph."""
+    return plain_sum(gates, cmp, slc * 0, win)
 
 
 def nan_from_step_3(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, ...]:
@@ -75,6 +82,7 @@ def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no_attention": (NSAttention, "forward", no_attention),
     "first_value": (NSAttention, "forward", first_value),
+    "without_selected": (attention, "gated_sum", without_selected),
     "nan_from_step_3": (loop, "score", nan_from_step_3),
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),

@@ -32,6 +32,9 @@ def runs(tmp_path_factory):
     started = {
         "no_attention": Run(folder, alone, 1, broken="no_attention", name="no_attention"),
         "first_value": Run(folder, alone, 1, broken="first_value", name="first_value"),
+        "without_selected": Run(
+            folder, alone | {"train.steps": 120}, 1, broken="without_selected", name="unselected"
+        ),
         "random": Run(folder, leak, 1, name="random", flags=NO_STATS),
         "leak": Run(
             folder,
@@ -42,7 +45,10 @@ def runs(tmp_path_factory):
             flags=NO_STATS,
         ),
     }
-    return {"recall": recall} | {name: run.done(170) for name, run in started.items()}
+    leaking = started.pop("leak")
+    assert leaking.wait(170) == 12
+    done = {name: run.done(170) for name, run in started.items()}
+    return done | {"recall": recall, "leak": leaking}
 
 
 def rights(run: Run) -> list[float]:
@@ -62,6 +68,33 @@ def test_recall_is_not_learned_without_attention(runs, broken):
     assert runs[broken].metrics()["steps_done"] == BROKEN_STEPS
     assert runs["recall"].metrics()["steps_done"] < BROKEN_STEPS
     assert max(rights(runs[broken])) < 0.1
+
+
+def test_the_selected_branch_is_what_recalls(runs):
+    """Where the full layer is right, the same layer without that branch is far behind."""
+    step = runs["recall"].metrics()["steps_done"]
+    without = {r["step"]: r["bytes_right"] for r in runs["without_selected"].records(0, "progress")}
+    assert max(right for at, right in without.items() if at <= step) < 0.9 - 0.15
+
+
+@pytest.mark.slow
+def test_the_selected_branch_is_what_recalls_in_the_prototype_shape_too(tmp_path):
+    shape = {
+        "model.nsa.block_size": 8, "model.nsa.block_stride": 4, "model.nsa.select_block_size": 16,
+        "model.nsa.n_select": 4, "train.batch_size": 16, "train.steps": 300,
+        "report.log_every": 5,
+    }  # fmt: skip
+    changes = RECALL | shape | {"train.stop_at_bytes_right": 0}
+    full = Run(tmp_path, changes, 1, name="full")
+    window = Run(tmp_path, changes, 1, name="window", flags={"NSA_FORCE_BRANCH": "win"})
+    without = Run(tmp_path, changes, 1, broken="without_selected", name="without")
+    curves = [
+        {r["step"]: r["bytes_right"] for r in run.done(600).records(0, "progress")}
+        for run in (full, window, without)
+    ]
+    first = min(step for step, right in curves[0].items() if right >= 0.95)
+    assert curves[2][first] <= curves[0][first] - 0.15
+    assert max(curves[1].values()) < 0.05
 
 
 @pytest.mark.parametrize(
