@@ -18,6 +18,8 @@ NAMED_CODES: Mapping[int, str] = {
     14: "a collective failed", 15: "checkpoint",
 }  # fmt: skip
 COLLECTIVE = 14
+LAST_STEP = "done"
+"""The reason that a rank gives which took all its steps."""
 PEER_SIGNS = (
     "onnection closed by peer", "onnection reset by peer", "another rank is gone",
 )  # fmt: skip
@@ -79,8 +81,8 @@ class Facts:
     ends: Sequence[End] = ()
     order: Sequence[int] = ()
     halt_steps: Mapping[int, int] = field(default_factory=dict)
-    halt_reason: str = ""
-    """What the ranks say that they halted for."""
+    reason: str = ""
+    """What the ranks say that they ended for."""
     told: bool = False
     """Every rank's exit record was read, or they write none: no record was lost."""
     agent_signal: str = ""
@@ -120,12 +122,18 @@ class Facts:
 def _halt_words(facts: Facts) -> str:
     steps = sorted(set(facts.halt_steps.values()))
     by = f", asked by {facts.by}" if facts.by and facts.asked == "halt" else ""
-    cause = f"{facts.agent_signal} to torchrun" if facts.agent_signal else facts.halt_reason
+    cause = f"{facts.agent_signal} to torchrun" if facts.agent_signal else facts.reason
     by = by or (f" ({cause})" if cause else "")
     if len(steps) == 1:
         who = f"all {len(facts.halt_steps)} ranks" if len(facts.halt_steps) > 1 else "rank 0"
         return f"{who} halted at step {steps[0]}{by}"
     return f"ranks halted at steps {', '.join(map(str, steps))}{by}" if steps else f"halted{by}"
+
+
+def _done_words(facts: Facts) -> str:
+    """A run that needed fewer steps than planned says why."""
+    early = f": {facts.reason}" if facts.reason not in ("", LAST_STEP) else ""
+    return f"all ranks done after step {facts.step}{early}"
 
 
 def _error_words(facts: Facts) -> str:
@@ -157,7 +165,7 @@ ENDED: tuple[Rule, ...] = (
     ("stopped", lambda f: f.asked == "stop" and (not f.clean or bool(f.halt_steps)),
      lambda f: f"stopped, asked by {f.by}"),
     ("halted", lambda f: f.halted or (f.asked == "halt" and not f.spawned), _halt_words),
-    ("completed", lambda f: f.clean, lambda f: f"all ranks done after step {f.step}"),
+    ("completed", lambda f: f.clean, _done_words),
     ("stopped", lambda f: bool(f.agent_signal),
      lambda f: f"stopped by {f.agent_signal} to torchrun"),
     ("failed", _trainer_named_it, _error_words),

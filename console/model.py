@@ -103,6 +103,8 @@ class Alert:
     text: str
     key: str = ""
     acknowledged: bool = False
+    observed: bool = False
+    """Seen by this reader and not raised by the supervisor: it goes only with its cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,8 @@ class RunState:
     checkpoint: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags this run's processes were born with."""
+    decided: Mapping[str, str] = field(default_factory=dict)
+    """What its settings hold where a flag could have decided, by the flag's name."""
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""

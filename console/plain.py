@@ -88,9 +88,9 @@ def progress(state: RunState) -> str:
     if state.step is None:
         return "no step yet"
     if state.steps_planned:
-        share = 100 * state.step / state.steps_planned
+        share = 100 * state.step // state.steps_planned
         eta = f", ETA {duration(state.eta_s)}" if state.eta_s else ""
-        return f"step {state.step:,} of {state.steps_planned:,} ({share:.0f} %){eta}"
+        return f"step {state.step:,} of {state.steps_planned:,} ({share} %){eta}"
     return f"step {state.step:,}"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainers import facts, guard, manifest, optim, precision
 from trainers.build import Training, build
 from trainers.contract.member import Member
-from trainers.contract.rundir import CHECKPOINT_NOW, PROFILE_NOW
+from trainers.contract.rundir import CHECKPOINT_NOW, CHECKPOINTS, PROFILE_NOW
 from trainers.data import Batch
 from trainers.evaluation import evaluate
 from trainers.export import export
@@ -221,5 +221,5 @@ def tell(t: Training, step: int, saved: Path | CheckpointError | None) -> None:
     if isinstance(saved, CheckpointError):
         t.report.say("checkpoint_failed", step, f"{saved}; training goes on", error=str(saved))
     elif saved is not None:
-        t.report.say("checkpoint", manifest.step_of(saved) or step, f"saved {saved}",
+        t.report.say("checkpoint", manifest.step_of(saved) or step, f"saved {CHECKPOINTS}/{saved.name}",
                      path=saved.name)  # fmt: skip

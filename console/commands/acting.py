@@ -9,7 +9,7 @@ from typing import Any
 from console import actions
 from console.actions import LaunchOptions
 from console.commands.looking import follow
-from console.commands.output import say, show
+from console.commands.output import program, say, show
 from console.commands.patience import within
 from console.sources import launches
 from console.sources.run import RunSource
@@ -48,7 +48,7 @@ def launch(options: argparse.Namespace) -> int:
             say(f"launched {name} in {path}; ctrl+c leaves, the run goes on")
         return follow(RunSource(path), options.json)
     known = options.run_dir is None and options.root == launches.ROOT
-    line = f"launched {name} in {path}; watch it: nsa-console watch {name if known else path}"
+    line = f"launched {name} in {path}; watch it: {program()} watch {name if known else path}"
     show(options.json, {"id": name, "path": str(path)}, [line])
     return 0
 

@@ -168,7 +168,8 @@ def flags(options: argparse.Namespace) -> int:
         lines.append(group)
         for flag in TABLE:
             if flag.group == group:
-                default = f"default {flag.default}" if flag.default else "unset: config decides"
+                unset = f"unset: {'config' if flag.setting else 'its library'} decides"
+                default = f"default {flag.default}" if flag.default else unset
                 lines.append(f"  {flag.name:<26} {flag.help} ({expected(flag)}; {default})")
     show(options.json, records, lines)
     return 0

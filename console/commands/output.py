@@ -6,8 +6,11 @@ import contextlib
 import errno
 import io
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from console.sources.sanitize import clean
@@ -15,6 +18,7 @@ from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
 MAX_SENTENCE_CHARS = 400
+NAME = "nsa-console"
 
 
 class OutputError(ContractError):
@@ -61,6 +65,16 @@ def say(text: str) -> None:
 def emit(record: Any) -> None:
     """Prints one JSON document on one line, non-finite numbers as text. Raises OutputError."""
     say(jsonl.encode(record).decode("ascii").rstrip())
+
+
+def program() -> str:
+    """Returns the words that start this program again: its name where the shell finds it."""
+    called, found = Path(sys.argv[0]), shutil.which(NAME)
+    if called.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m console"
+    if called.name != NAME or (found and called.exists() and called.samefile(found)):
+        return NAME
+    return shlex.quote(str(called))
 
 
 def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from console.model import (
 )
 from console.sources.presence import supervisor_lives
 from console.sources.sanitize import clean
-from trainers.contract import VERSION, jsonl, rundir
+from trainers.contract import VERSION, flags, jsonl, rundir
 
 T = TypeVar("T")
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
@@ -217,6 +217,16 @@ def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
         for name, flag in jsonl.mapping(run, "flags").items()
         if isinstance(flag, dict)
     }
+
+
+def decided(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what the resolved settings hold for each flag that has a setting."""
+    found = {}
+    for flag in flags.TABLE:
+        value = jsonl.mapping(settings, flag.setting).get("value")
+        if isinstance(value, bool | int | float | str):
+            found[flag.name] = clean(flags.format_value(value), 200)
+    return found
 
 
 def backend(env: Mapping[str, Any]) -> str:

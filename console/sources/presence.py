@@ -115,7 +115,7 @@ def _said_by_ranks(last: Mapping[int, Record], halts: Mapping[int, int]) -> tupl
     return decide(
         Facts(
             spawned=True, over=True, ends=ends, halt_steps=halts, told=True, world=len(ends),
-            halt_reason=clean(reasons[0], 80), step=max(end.step for end in ends),
+            reason=clean(reasons[0], 80), step=max(end.step for end in ends),
         )
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def stopped(supervisor: Record) -> Iterator[Alert]:
                 f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
                 f"kill -CONT {pid} lets it go on"
             )
-            yield Alert(f"{name}-stopped", time.time(), "crit", text)
+            yield Alert(f"{name}-stopped", time.time(), "crit", text, observed=True)
 
 
 def exit_words(worker: Record, beat: Record) -> str:

@@ -129,7 +129,7 @@ class Records:
             return
         self._alert_ts[name] = jsonl.number(record, "ts") or 0.0
         if kind == "alert":
-            self._alerts[name] = documents.read(Alert, record, id=name, acknowledged=False)
+            self._alerts[name] = _raised(name, record)
         elif kind == "clear":
             self._alerts.pop(name, None)
         elif name in self._alerts:
@@ -146,7 +146,7 @@ class Records:
         for record in standing:
             name, ts = documents.line(record, "alert", ""), jsonl.number(record, "ts") or 0.0
             if name and ts > self._alert_ts.get(name, 0.0):
-                found[name] = documents.read(Alert, record, id=name, acknowledged=False)
+                found[name] = _raised(name, record)
 
         def rank(alert: Alert) -> tuple[bool, int, float]:
             return alert.acknowledged, LEVELS.index(alert.level), -alert.ts
@@ -165,3 +165,8 @@ class Records:
             figures["step_p99_s"] = Figure(p99, "s", window, at)
         figures |= documents.sample_figures(self.sample)
         return figures
+
+
+def _raised(name: str, record: dict[str, Any]) -> Alert:
+    """Returns an alert that the supervisor raised."""
+    return documents.read(Alert, record, id=name, acknowledged=False, observed=False)

@@ -6,6 +6,7 @@ Nothing here raises on what a run directory holds; what cannot be read is counte
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class RunSource:
         ended = state in presence.ENDED
         flags = documents.flag_field(born, "value")
         ranks = _ranks(supervisor, reader, live, flags.get(DEVICES, ""))
+        if ended:
+            ranks = tuple(map(_at_rest, ranks))
         step = max((r.pulse.step for r in ranks if r.pulse), default=0)
         step = max(step, reader.last_step)
         planned = documents.setting_int(born, "train.steps")
@@ -74,7 +77,7 @@ class RunSource:
         more = self._troubles() + ([] if ended else [*presence.stopped(supervisor)])
         if reader.behind_bytes:
             left = f"{reader.behind_bytes / (1 << 20):.1f} MiB of records are still to be read"
-            more.append(Alert("behind", time.time(), "info", left))
+            more.append(Alert("behind", time.time(), "info", left, observed=True))
         launch = launch and documents.sequenced(launch, run.name, state, why)
         return RunState(
             id=documents.line(born, "run", run.name),
@@ -102,6 +105,7 @@ class RunSource:
             directory_blocked_s=blocked or 0.0,
             checkpoint=documents.latest_checkpoint(run),
             environment=flags,
+            decided=documents.decided(jsonl.mapping(born, "settings")),
             origins=documents.flag_field(born, "origin"),
             argv=documents.words(born, "argv"),
             backend=backend,
@@ -137,7 +141,7 @@ class RunSource:
     def _troubles(self) -> list[Alert]:
         """Returns an alert for each document that is there and cannot be shown."""
         return [
-            Alert(f"document {path.name}", time.time(), "warn", document.trouble)
+            Alert(f"document {path.name}", time.time(), "warn", document.trouble, observed=True)
             for path, document in self._documents.items() if document.trouble
         ]  # fmt: skip
 
@@ -190,6 +194,12 @@ def _ranks(
             )
         )
     return tuple(ranks)
+
+
+def _at_rest(rank: Rank) -> Rank:
+    """Returns a rank of a run that has ended: the last sample of its use is not of now."""
+    gpu = rank.gpu and replace(rank.gpu, util_pct=None, power_w=None)
+    return replace(rank, cpu_pct=None, rss_mib=None, gpu=gpu)
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:

@@ -318,7 +318,7 @@ class Attempt:
             ends=ends,
             order=tuple(self.tree.order),
             halt_steps=self.story.halts,
-            halt_reason=self.story.halt_reason,
+            reason=self.story.reason,
             told=len(self.story.codes) == self.phase.nproc or not self.story.steps,
             agent_signal=self._agent_signal,
             ending=self._ending,

@@ -124,7 +124,7 @@ class Story:
         self.summary = Summary()
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
-        self.halt_reason = ""
+        self.reason = ""
         self.errors: dict[int, str] = {}
         self.codes: dict[int, int] = {}
         """Exit codes that ranks announced in their last record; an exit without one is orderly."""
@@ -139,7 +139,8 @@ class Story:
         self.steps[rank] = max(step, self.steps.get(rank, 0))
         if record["msg"] == "halt":
             self.halts[rank] = step
-            self.halt_reason = self.halt_reason or jsonl.text(record, "reason")[:80]
+        if record["msg"] in ("halt", "exit"):
+            self.reason = self.reason or jsonl.text(record, "reason")[:80]
         error = error_of(record)
         if error:
             self.errors.setdefault(rank, error)

@@ -143,17 +143,17 @@ class Launch:
 
     def _end_of_phase(self, attempt: Attempt) -> None:
         result = gates.overall(attempt.gates)
-        if result == "pass" and attempt.state != "completed":
-            result = "unknown"
         for request in self._dump[1] if self._dump else ():
             self._answer(request, (False, "the ranks ended before they answered", []))
         entry, self.attempt, self._dump = self._phases[self._index], None, None
         entry |= {
-            "state": attempt.state, "why": attempt.why, "result": result,
+            "state": attempt.state, "why": attempt.why,
+            "result": result if attempt.gates or attempt.state == "completed" else "unknown",
             "steps": attempt.story.summary.steps, "ended_ts": time.time(),
         }  # fmt: skip
         name = entry["name"]
-        self._event("phase", f"{name} {attempt.state}, gates {result}: {attempt.why}")
+        judged = f", gates {result}" if attempt.gates else ""
+        self._event("phase", f"{name} {attempt.state}{judged}: {attempt.why}")
         refusal = self._why_not_on(attempt, result)
         if refusal:
             self._end(f"{name}: {refusal}")
@@ -318,7 +318,7 @@ class Launch:
         self._publish()
         if value is None:
             return True, f"{name} is as the plan says again for {phase}", []
-        return True, f"{name}={value} from the start of {phase} on", []
+        return True, f"{name}={value} for {phase} only", []
 
     def _do_proceed(self, request: Request) -> Outcome:
         if self.state != "waiting":

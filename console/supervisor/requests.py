@@ -24,7 +24,7 @@ Mailbox = Literal["run", "launch"]
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an action. `convert` raises ValueError with what it takes."""
+    """One argument of an action. `convert` raises ValueError with what it takes, or UsageError."""
 
     name: str
     convert: Callable[[Any], Any]
@@ -65,10 +65,7 @@ def _yes(value: Any) -> bool:
 
 
 def _flag_name(value: Any) -> str:
-    try:
-        return flags.lookup(str(value)).name
-    except UsageError as error:
-        raise ValueError(str(error)) from None
+    return flags.lookup(str(value)).name
 
 
 def _flag_value(value: Any) -> str | None:

@@ -64,7 +64,8 @@ class Commands(Overlay):
         self.found = matches(self.view, event.value)
         picker = self.query_one(Picker)
         picker.cursor = 0
-        picker.fill([command_row(key) for key in self.found])
+        nothing: Row = (("nothing found", "dim"),)
+        picker.fill([command_row(key) for key in self.found] or [nothing])
 
     def action_move(self, by: int) -> None:
         self.query_one(Picker).move(by)

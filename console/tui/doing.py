@@ -74,9 +74,12 @@ class Doing:
     do_kill = partialmethod(_ask_about, questions.kill)
 
     def do_acknowledge(self) -> None:
-        worst = self.me.alert.worst
-        alert, text = (worst.alert, worst.text) if worst else ("", "")
+        notice = self.me.alert.notice
+        alert, text = (notice.alert, notice.text) if notice else ("", "")
         self.ask_or_say(lambda: questions.acknowledge(self.state, alert, text))
+
+    def do_next_alert(self) -> None:
+        self.me.alert.turn()
 
     def ask_or_say(
         self, make: Callable[[], Question], then: Callable[[Choice], object] | None = None
@@ -121,7 +124,8 @@ class Doing:
         """Goes on with the launch that waits, or asks whether to launch the draft."""
         app, state = self.me, self.state
         if state is not None and state.launch is not None and state.launch.under_way:
-            self.ask_or_say(lambda: questions.proceed(state))
+            launch = Path(state.launch.path)
+            self.ask_or_say(lambda: questions.proceed(state), partial(self._proceed, launch))
             return
         if app.view_name != "launch":
             await app.show_view("launch")
@@ -129,6 +133,10 @@ class Doing:
         self.ask_or_say(
             lambda: app.draft.question(rundir.host_name()), lambda _: self._launch(options)
         )
+
+    def _proceed(self, launch: Path, choice: Choice) -> None:
+        self.send(launch, choice.action, dict(choice.args))
+        self.me.run_worker(self.me.show_view("dashboard"))
 
     def _launch(self, options: Any) -> None:
         app, actions = self.me, self.actions

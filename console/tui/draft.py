@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from console.sources.documents import decided
 from console.tui import questions
 from console.tui.questions import CannotAsk
 
@@ -41,9 +42,11 @@ class Draft:
         return self.prepared.phases[0].shell() if self.prepared is not None else ""
 
     def planned_flags(self) -> Mapping[str, str]:
-        """Returns the flags that the plan itself gives its first phase."""
-        plan = self.plan
-        return {**plan.env, **plan.phases[0].flags} if plan is not None else {}
+        """Returns what the first phase gets as flags of the plan, else as settings."""
+        if self.prepared is None:
+            return {}
+        plan, first = self.prepared.plan, self.prepared.phases[0]
+        return {**decided(first.settings), **plan.env, **plan.phases[0].flags}
 
     def question(self, host: str) -> questions.Question:
         """Returns what is asked before the launch. Raises CannotAsk when it would be refused."""
@@ -57,5 +60,5 @@ class Draft:
         plan = self.plan
         ranks = max(phase.nproc for phase in plan.phases)
         names = [phase.name for phase in plan.phases]
-        where = str(self.prepared.directory)
+        where = f"{self.prepared.directory.parent}/<UTC time>"
         return questions.launch(plan.name, ranks, names, where, host, self.flags, self.between)

@@ -25,6 +25,11 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86400:.0f}d"
 
 
+def span(seconds: float) -> str:
+    """Returns for how long something has lasted: as `age`, but `<1s` for what just began."""
+    return "<1s" if 0 <= seconds < 1 else age(seconds)
+
+
 def eta(seconds: float | None) -> str:
     """Returns a time to go, coarse enough not to flicker: `20s`, `1m30`, `19h04`."""
     if seconds is None or not math.isfinite(seconds):
@@ -46,7 +51,7 @@ def count(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """Returns a number in at most five characters: `0.91`, `812`, `41.2k`, `1.3M`."""
+    """Returns a number in at most six characters: `0.91`, `812`, `41.2k`, `7.5e-4`."""
     if value is None:
         return DASH
     if not math.isfinite(value):
@@ -62,7 +67,8 @@ def short(value: float | None) -> str:
         return f"{value:.1f}"
     if size >= 0.095:
         return f"{value:.2f}"
-    return f"{value:.1e}".replace("e-0", "e-")
+    text = f"{value:.1e}".replace("e-0", "e-")
+    return text if len(text) <= 6 else f"{value:.0e}".replace("e-0", "e-")
 
 
 def figure(value: float, unit: str) -> str:

@@ -51,7 +51,8 @@ TABLE: tuple[Key, ...] = (
         asks="processes are started"),
     Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3),
     Key("acknowledge", ("A",), "Acknowledge the alert in the second line", "ack", 2,
-        asks="the alert moves out of sight"),
+        asks="it stays as a note"),
+    Key("next_alert", ("a",), "Show the next of the alerts in the second line"),
     Key("pause", ("p",), "Hold the picture still, and let it go again", "pause", 1),
     Key("copy", ("y",), "Copy what is shown: to the clipboard (OSC 52) and to a file", "copy", 1),
     Key("span_less", ("[",), "Charts: a shorter time", "span", 0, views=("dashboard",)),
@@ -84,6 +85,7 @@ TABLE: tuple[Key, ...] = (
 )  # fmt: skip
 
 KEYS: dict[str, Key] = {key.id: key for key in TABLE}
+BOUND = frozenset(name for key in TABLE for name in key.keys)
 VIEW_KEYS = {"dashboard": "dashboard", "launch": "launch_view", "stall": "stall_view",
              "logs": "logs_view"}  # fmt: skip
 BUTTONS: tuple[tuple[str, str], ...] = (

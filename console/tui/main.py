@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.events import Key
 from textual.message import Message
 
 from console.tui import copying, keys
@@ -98,6 +99,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.overlay: Overlay | None = None
         self.header, self.alert = Header(id="header"), AlertLine(id="alert")
         self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
+        self.bar = ActionBar()
         self.body = Body()
         dashboard = Dashboard(self.book, terminal.chart_mode)
         self.views: dict[str, View] = {"dashboard": dashboard}
@@ -112,7 +114,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             yield self.views["dashboard"]
         with self.drawer:
             yield self.answer
-        yield ActionBar()
+        yield self.bar
         yield self.footer
 
     def on_mount(self) -> None:
@@ -157,7 +159,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.feed.taken()
 
     def _paint(self, snapshot: Snapshot) -> None:
-        for panel in (self.header, self.alert):
+        for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
         self.view.take(snapshot)
 
@@ -198,6 +200,9 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         else:
             work = None
         if work is None:
+            if self.overlay is None:
+                key = keys.KEYS[key_id]
+                self.say(f"{key.shown} works in {', '.join(key.views)}", "error")
             return
         result = work()
         if result is not None:
@@ -208,11 +213,21 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         await self._take_away()
         await self.action_key(key_id)
 
+    def on_key(self, event: Key) -> None:
+        """Says that a key means nothing."""
+        if (
+            self.overlay is None
+            and event.is_printable
+            and not ({event.key, event.character} & keys.BOUND)
+        ):
+            self.say(f"{event.character} does nothing; ? shows the keys", "error")
+
     def action_quit_now(self) -> None:
         self.do_leave()
 
     def open_overlay(self, overlay: Overlay) -> None:
         if self.overlay is None:
+            self.answer.clear()
             self.overlay = overlay
             self.drawer.mount(overlay, before=0)
 

@@ -89,15 +89,16 @@ def dump(state: RunState | None) -> Question:
 
 
 def halt(state: RunState | None) -> Question:
-    state = _living(state)
-    launch, target = state.launch, _run(state)
+    launch = _shown(state).launch
     rest = ", ".join(phase.name for phase in launch.rest) if launch else ""
-    if launch is not None and launch.state == "waiting":
+    if state is not None and launch is not None and launch.state == "waiting":
         target = _launch(launch, state)
         facts = (
             ("launch", target.name), ("loses", "nothing that has run"), ("not run", rest or "none"),
         )  # fmt: skip
         return Question("End this launch here?", facts, target, (Choice("End it", "halt"),))
+    state = _living(state)
+    target = _run(state)
     step = f" (now at {state.step:,})" if state.step is not None else ""
     facts = _facts(target, "nothing: all ranks stop at the same step and save")
     if rest:
@@ -106,7 +107,12 @@ def halt(state: RunState | None) -> Question:
 
 
 def kill(state: RunState | None) -> Question:
-    """Returns the question before a stop or kill; typed is the run's name without the launch's."""
+    """Returns the question before a stop or kill; typed is the run's name without the launch's.
+
+    Between phases nothing runs that could be killed: the launch is ended as by `halt`.
+    """
+    if (launch := _shown(state).launch) is not None and launch.state == "waiting":
+        return halt(state)
     state = _living(state)
     target = _run(state)
     saved = f"the last is {state.checkpoint}" if state.checkpoint else "none is saved"
@@ -120,8 +126,9 @@ def kill(state: RunState | None) -> Question:
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
     target = _run(_shown(state))
     if not alert:
-        raise CannotAsk("there is no alert to acknowledge")
-    facts = (("run", target.name), ("alert", text), ("loses", "nothing; it leaves the second line"))
+        stays = "this cannot be acknowledged: it goes when its cause goes"
+        raise CannotAsk(stays if text else "there is no alert to acknowledge")
+    facts = (("run", target.name), ("alert", text), ("loses", "nothing; it stays as a note"))
     choice = Choice("Acknowledge", "ack", {"alert": alert})
     return Question("Acknowledge this alert?", facts, target, (choice,))
 

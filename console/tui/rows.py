@@ -73,6 +73,7 @@ def spread(left: Row, right: Row, width: int) -> Row:
 def rule(title: str, width: int, right: str = "", focused: bool = False, line: str = "─") -> Row:
     """Returns the heading of a panel: a line with a title, and a note at its right end."""
     head = f"{title} " if title else ""
+    right = cut(right, width - cell_len(head) - 3)
     tail = f" {right}" if right else ""
     room = width - cell_len(head) - cell_len(tail)
     if room < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from console import plain
+from console.commands import output
 from console.model import LaunchState, PhaseState
 from console.sources.run import RunSource
 from tests.console.sources import directory
+from tests.console.tui import recorded
 from trainers.contract import rundir
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +115,30 @@ def test_a_failed_gate_is_exit_code_1(tmp_path):
     gate = {"name": "bytes_right", "value": 0.2, "bound": "≥ 0.9", "result": "fail"}
     directory.document(run / rundir.GATES, {"gates": [gate]})
     assert plain.exit_code(RunSource(run).poll()) == 1
+
+
+def test_a_share_is_never_rounded_up_to_what_was_not_reached():
+    state = dataclasses.replace(recorded.running(), step=95, steps_planned=600, eta_s=None)
+    assert plain.progress(state) == "step 95 of 600 (15 %)"
+
+
+def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypatch):
+    called = tmp_path / "bin" / "nsa-console"
+    called.parent.mkdir()
+    called.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(called)])
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert output.program() == str(called)
+    monkeypatch.setenv("PATH", str(called.parent))
+    assert output.program() == "nsa-console"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "console" / "__main__.py")])
+    assert output.program() == f"{sys.executable} -m console"
+
+
+def test_an_unset_flag_says_who_decides(root):
+    lines = {line.split()[0]: line for line in cli(root, "flags").stdout.splitlines()}
+    assert "unset: config decides" in lines["NSA_LR"]
+    assert "unset: its library decides" in lines["CUDA_VISIBLE_DEVICES"]
 
 
 @pytest.mark.parametrize("words", [["runs"], ["flags"], ["plans"]])

@@ -44,7 +44,16 @@ def test_a_halt_before_the_start_is_a_halt():
 
 def test_all_ranks_done():
     ends = (End(0, 0, None, 100), End(1, 0, None, 100))
-    assert over(agent_code=0, ends=ends, step=100) == ("completed", "all ranks done after step 100")
+    done = ("completed", "all ranks done after step 100")
+    assert over(agent_code=0, ends=ends, step=100) == done
+    assert over(agent_code=0, ends=ends, step=100, reason="done") == done
+
+
+def test_a_run_that_needed_fewer_steps_than_planned_says_why():
+    story = Story()
+    story.take({"rank": 0, "msg": "exit", "step": 95, "reason": "bytes_right reached"})
+    why = over(agent_code=0, step=95, reason=story.reason)[1]
+    assert why == "all ranks done after step 95: bytes_right reached"
 
 
 def test_a_halt_names_the_step_and_who_asked():

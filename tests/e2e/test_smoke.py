@@ -21,8 +21,8 @@ def launch(root: Path, *words: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_the_smoke_plan_passes_all_gates(tmp_path):
-    code, state = launch(tmp_path, "cpu_smoke")
+def test_the_smoke_plan_passes_all_gates(smoke):
+    code, state, _ = smoke
     assert code == state["exit_code"] == 0
     assert [(p["name"], p["state"], p["result"]) for p in state["launch"]["phases"]] == [
         (name, "completed", "pass") for name in ("sanity", "plumbing", "recall")

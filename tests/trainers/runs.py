@@ -33,14 +33,29 @@ def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-class Run:
+class Recorded:
+    """What a training has written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def records(self, rank: int = 0, *messages: str) -> list[dict[str, Any]]:
+        """Returns one rank's heartbeats, of the messages named."""
+        return heartbeats(self.path, rank, *messages)
+
+    def metrics(self) -> dict[str, Any]:
+        return json.loads((self.path / "metrics.json").read_text())
+
+
+class Run(Recorded):
     """One training in its own processes."""
 
     def __init__(
         self, tmp_path: Path, settings: Mapping[str, Any], nproc: int = 2, config: Path = CONFIG,
         broken: str = "", flags: Mapping[str, str] | None = None, name: str = "run",
     ):  # fmt: skip
-        self.path, self.nproc = tmp_path / name, nproc
+        super().__init__(tmp_path / name)
+        self.nproc = nproc
         program = "tests.trainers.ablated" if broken else "trainers.ddp"
         sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
@@ -71,13 +86,6 @@ class Run:
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
-
-    def records(self, rank: int = 0, *messages: str) -> list[dict[str, Any]]:
-        """Returns one rank's heartbeats, of the messages named."""
-        return heartbeats(self.path, rank, *messages)
-
-    def metrics(self) -> dict[str, Any]:
-        return json.loads((self.path / "metrics.json").read_text())
 
     def until(self, what: Callable[[], Any], timeout_s: float = 60) -> Any:
         """Waits for something true while the run lives; returns it."""

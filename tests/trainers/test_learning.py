@@ -10,7 +10,7 @@ import math
 import pytest
 
 from console.plans import catalog, gates
-from tests.trainers.runs import Run
+from tests.trainers.runs import Recorded, Run
 
 RECALL_STEPS, BROKEN_STEPS, LEAK_STEPS = 600, 180, 300
 LEAK_TOKENS = 16_384
@@ -19,10 +19,10 @@ RECALL = {"data.source": "recall", "train.stop_at_bytes_right": 0.9, "checkpoint
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The long runs: two ranks that learn, then three processes that must not, side by side."""
+def runs(tmp_path_factory, smoke):
+    """Two ranks that learn, of the smoke plan, and processes that must not, side by side."""
     folder = tmp_path_factory.mktemp("learning")
-    recall = Run(folder, RECALL | {"train.steps": RECALL_STEPS}, name="recall").done(170)
+    recall = Recorded(smoke[2] / "2-recall")
     # One process with the batch of two ranks, so that it had the same chance.
     alone = RECALL | {"train.steps": BROKEN_STEPS, "train.batch_size": 16}
     leak = {
@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
     return done | {"recall": recall, "leak": leaking}
 
 
-def rights(run: Run) -> list[float]:
+def rights(run: Recorded) -> list[float]:
     return [record["bytes_right"] for record in run.records(0, "progress")]
 
 
@@ -109,7 +109,7 @@ def test_the_gate_of_the_plan_tells_attention_from_its_stubs(runs, name, result)
     assert {gate.name: gate.result for gate in found}["bytes_right"] == result
 
 
-def lowest_mean(run: Run) -> float:
+def lowest_mean(run: Recorded) -> float:
     """Returns the lowest mean loss over any `LEAK_TOKENS` consecutive tokens."""
     records = run.records(0, "progress")
     wide = -(-LEAK_TOKENS // records[0]["tokens_total"])

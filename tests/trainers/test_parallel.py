@@ -83,7 +83,7 @@ RESUMED = small(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def killed(request, tmp_path_factory):
     """A whole run of two ranks, and one that is killed after its first checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -88,11 +88,17 @@ class Checks(DraftPanel):
             state, launch = live
             heading = f"gates of {launch.current}"
             return gate_rows(state.gates, state.bounds, width, height, heading)
+        state, rows = snapshot.state, []
+        if state is not None and state.gates:
+            name = state.launch.current if state.launch else state.id
+            heading = f"gates of {name}, which ended"
+            height //= 2
+            rows = gate_rows(state.gates, state.bounds, width, height, heading)
         if self.draft.trouble:
-            rows = [rule("checks before the launch", width, "a launch is refused")]
+            rows.append(rule("checks before the launch", width, "a launch is refused"))
             lines = wrap(self.draft.trouble, width, height - 1)
             return rows + [((line, "crit"),) for line in lines]
-        return check_rows(self.draft.checks, width, height)
+        return rows + check_rows(self.draft.checks, width, height)
 
 
 class Launch(Scrolls, View):
@@ -137,7 +143,9 @@ class Launch(Scrolls, View):
             state, launch = live
             when = launch.rest[0].numbered if launch.rest else "no phase left"
             changed = {flag.name: flag.value for flag in launch.next_flags}
-            self._items = flag_list.items(state.environment, {}, changed, when, None)
+            now = {**state.decided, **state.environment}
+            planned = {**dict.fromkeys(state.decided, ""), **state.environment}
+            self._items = flag_list.items(now, planned, changed, when, None)
             self.picker.heading = f"flags now → {when}"
         else:
             draft = self.draft
@@ -165,7 +173,9 @@ class Launch(Scrolls, View):
             return
         tall = height >= 30
         lines = len(wrap(command.line(self.snapshot)[1], width - 1, 7 if tall else 2)) or 1
-        check = max(2, len(checks.rows(self.snapshot, width, 9 if tall else 3)))
+        state = self.snapshot.state
+        both = 2 if state and state.gates and not live_launch(self.snapshot) else 1
+        check = max(2, len(checks.rows(self.snapshot, width, (9 if tall else 3) * both)))
         self.set_height(command, 1 + lines)
         self.set_height(checks, check)
         if wide:

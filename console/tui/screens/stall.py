@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partialmethod
 from typing import TYPE_CHECKING
 
@@ -49,16 +49,16 @@ def _place(verdict: Verdict) -> str:
     return f"{where}{'; ' if where else ''}{verdict.cause}  how sure: {verdict.sure}"
 
 
-def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int) -> list[Row]:
+def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: float) -> list[Row]:
     """Returns a row a rank for the list; who is behind is marked."""
-    rows = []
+    rows, layout = [], _layout(state)
     newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
     guilty = state.verdict.rank if state.verdict else None
     for rank in state.ranks:
         behind = rank.pulse is not None and rank.pulse.step < newest
         style = "crit" if rank.rank == guilty else "warn" if behind else ""
         mark = "◂" if rank.rank == guilty or behind else " "
-        cells = _rank_cells(rank, stacks.get(rank.rank), width, style)
+        cells = _rank_cells(rank, layout, stacks.get(rank.rank), width, style, now)
         rows.append(columns([*cells, (mark, 1, style)]))
     return rows
 
@@ -69,31 +69,48 @@ COLUMNS = (
 )  # fmt: skip
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
-HEADING = text_of(columns([*((name, width, "") for name, width in COLUMNS), ("top frame", 9, "")]))
+PLACE = "own code, ago"
+"""Heading of the frame: the innermost that is no library's, and the age of its dump."""
+
+
+def _layout(state: RunState) -> list[tuple[str, int]]:
+    """Returns the columns before the frame; without a GPU there is no power to tell."""
+    has_gpus = any(rank.gpu for rank in state.ranks)
+    return [(name, width) for name, width in COLUMNS if has_gpus or name != "power"]
+
+
+def heading(state: RunState) -> str:
+    """Returns the heading of the list of ranks."""
+    cells = [(name, width, "") for name, width in _layout(state)]
+    return text_of(columns([*cells, (PLACE, len(PLACE), "")]))
 
 
 def _rank_cells(
-    rank: Rank, stack: Stack | None, width: int, style: str
-) -> list[tuple[str, int, str]]:
+    rank: Rank, layout: Sequence[tuple[str, int]], stack: Stack | None, width: int, style: str,
+    now: float,
+) -> list[tuple[str, int, str]]:  # fmt: skip
     pulse, gpu = rank.pulse, rank.gpu
     use = fmt.percent(gpu.util_pct if gpu else rank.cpu_pct)
     power = fmt.watts(gpu.power_w) if gpu else ""
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
-    texts = (
-        (str(rank.rank), style or "strong"),
-        (fmt.count(pulse.step) if pulse else fmt.DASH, style),
-        (pulse.phase if pulse else fmt.DASH, style),
-        (fmt.age(pulse.since_s) if pulse else fmt.DASH, style),
-        (rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH), style),
-        (use, ""),
-        (power, ""),
-        (fmt.short(float(pulse.collectives)) if pulse else fmt.DASH, ""),
-    )
-    cells = [(t, w, s) for (_, w), (t, s) in zip(COLUMNS, texts, strict=True)]
+    process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
+    texts = {
+        "rank": (str(rank.rank), style or "strong"),
+        "step": (fmt.count(pulse.step) if pulse else fmt.DASH, style),
+        "phase": (pulse.phase if pulse else fmt.DASH, style),
+        "for": (fmt.span(pulse.since_s) if pulse else fmt.DASH, style),
+        "process": (process, style),
+        "use": (use, ""),
+        "power": (power, ""),
+        "coll.": (fmt.short(float(pulse.collectives)) if pulse else fmt.DASH, ""),
+    }
+    cells = [(texts[name][0], cell, texts[name][1]) for name, cell in layout]
     frame = top_frame(stack)
-    left = width - sum(abs(w) for _, w in COLUMNS) - len(COLUMNS) - MARK_WIDTH
-    return [*cells, (frame.short if frame else "", max(0, left), "")]
+    left = width - sum(abs(cell) for _, cell in layout) - len(layout) - MARK_WIDTH
+    when = f" {fmt.age(now - stack.ts)}" if stack and frame else ""
+    place = cut(frame.short, left - len(when)) + when if frame else ""
+    return [*cells, (place, max(0, left), "")]
 
 
 def evidence_rows(verdict: Verdict | None, width: int, height: int) -> list[Row]:
@@ -156,8 +173,8 @@ class Stall(Scrolls, View):
         width = self.size.width
         if state is None or not width:
             return
-        self.picker.heading = " " * GUTTER + cut(HEADING, width - GUTTER)
-        self.picker.fill(rank_rows(state, snapshot.stacks, width - GUTTER))
+        self.picker.heading = " " * GUTTER + cut(heading(state), width - GUTTER)
+        self.picker.fill(rank_rows(state, snapshot.stacks, width - GUTTER, snapshot.now))
 
     def fit_panels(self) -> None:
         state = self.snapshot.state if self.snapshot else None

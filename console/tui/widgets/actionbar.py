@@ -5,8 +5,12 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.widget import Widget
 
+from console.tui import questions
+from console.tui.feed import Snapshot
 from console.tui.keys import BUTTONS
 from console.tui.widgets.overlay import FlatButton
+
+ASKS = {"dump": questions.dump, "halt": questions.halt}
 
 
 class ActionBar(Widget):
@@ -17,3 +21,13 @@ class ActionBar(Widget):
     def compose(self) -> ComposeResult:
         for key_id, label in BUTTONS:
             yield FlatButton(label, f"button-{key_id}", key_id)
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Dims the buttons that would find nothing to act on."""
+        for key_id, ask in ASKS.items():
+            try:
+                ask(snapshot.state)
+                idle = False
+            except questions.CannotAsk:
+                idle = True
+            self.query_one(f"#button-{key_id}").disabled = idle

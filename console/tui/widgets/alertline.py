@@ -1,11 +1,11 @@
-"""The second line: the worst that is not acknowledged, with the key that deals with it."""
+"""The second line: one thing to know, the worst first, with the key that deals with it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-from console.model import BAD_STATES, LEVELS, Gate, LaunchState, Level, RunState
+from console.model import BAD_STATES, LEVELS, Alert, Gate, LaunchState, Level, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
 from console.tui.palette import LEVEL_STYLE
@@ -42,10 +42,7 @@ def notices(snapshot: Snapshot, late_s: float = 0.0) -> list[Notice]:
         blocked = fmt.age(state.directory_blocked_s)
         text = f"the run directory does not answer writes for {blocked}; training goes on"
         found.append(Notice("crit", text))
-    for alert in state.alerts:
-        if not alert.acknowledged:
-            hint = f"{alert.key} {KEY_WORDS.get(alert.key, 'look')}  " if alert.key else ""
-            found.append(Notice(alert.level, alert.text, f"{hint}A ack", alert.id))
+    found += [_of_alert(alert) for alert in state.alerts]
     found += _of_state(state, bool(found))
     found += _of_launch(state.launch)
     found += _of_gates(state.gates)
@@ -57,6 +54,15 @@ def notices(snapshot: Snapshot, late_s: float = 0.0) -> list[Notice]:
 KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "go on", "E": "flags", "D": "dump", "H": "halt"}
 
 
+def _of_alert(alert: Alert) -> Notice:
+    hint = f"{alert.key} {KEY_WORDS.get(alert.key, 'look')}" if alert.key else ""
+    if alert.acknowledged:
+        return Notice("info", f"acknowledged: {alert.text}", hint)
+    if alert.observed:
+        return Notice(alert.level, alert.text, hint)
+    return Notice(alert.level, alert.text, f"{hint}  A ack".strip(), alert.id)
+
+
 def _of_state(state: RunState, has_more: bool) -> list[Notice]:
     if state.state == "stalled":
         said = state.verdict.sentence if state.verdict else state.why or "no rank moves on"
@@ -65,7 +71,9 @@ def _of_state(state: RunState, has_more: bool) -> list[Notice]:
         return [Notice("crit", f"{state.state}: {state.why or 'no reason was left'}", "4 logs")]
     if state.state == "unsupervised":
         return [Notice("warn", state.why or "the supervisor is gone; the ranks still run")]
-    if state.state in ("halting", "halted", "stopping", "stopped", "restarting") and state.why:
+    early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
+    told = state.state in ("halting", "halted", "stopping", "stopped", "restarting")
+    if (told or early) and state.why:
         return [Notice("info", f"{state.state}: {state.why}")]
     return []
 
@@ -99,26 +107,37 @@ def gate_value(gate: Gate) -> str:
     return f"{fmt.figure(gate.value, '')} {gate.unit}".strip()
 
 
-def alert_row(found: list[Notice], width: int) -> Row:
-    """Returns the line for the worst notice; calm words when there is none."""
+def alert_row(found: list[Notice], width: int, at: int = 0) -> Row:
+    """Returns the line for one of the notices; calm words when there is none."""
     if not found:
         return (("  no alert", "dim"),)
-    worst = found[0]
-    others = f"  (1 of {len(found)})" if len(found) > 1 else ""
-    tail: Row = ((worst.hint, "key"), (others, "dim"))
-    style = LEVEL_STYLE[worst.level]
-    room = width - width_of(tail) - 2 - len(WORDS[worst.level]) - 1
+    notice = found[at]
+    tail: Row = ((notice.hint, "key"),)
+    if len(found) > 1:
+        tail = (*tail, ("  a", "key"), (f" {at + 1} of {len(found)}", "dim"))
+    style = LEVEL_STYLE[notice.level]
+    room = width - width_of(tail) - 2 - len(WORDS[notice.level]) - 1
     return spread(
-        ((WORDS[worst.level], style), (" ", ""), (cut(worst.text, room), style)), tail, width
+        ((WORDS[notice.level], style), (" ", ""), (cut(notice.text, room), style)), tail, width
     )
 
 
 class AlertLine(Panel):
-    """Knows what `A` would acknowledge."""
+    """Knows which notice is shown: `A` acknowledges it. One that comes or goes brings the worst."""
 
-    worst: Notice | None = None
+    notice: Notice | None = None
+    _at = 0
+    _kinds: tuple[tuple[str, str], ...] = ()
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
         found = notices(snapshot, time.monotonic() - snapshot.at)
-        self.worst = found[0] if found else None
-        return [alert_row(found, width)]
+        kinds = tuple((notice.level, notice.alert) for notice in found)
+        self._at = self._at % len(found) if found and kinds == self._kinds else 0
+        self._kinds = kinds
+        self.notice = found[self._at] if found else None
+        return [alert_row(found, width, self._at)]
+
+    def turn(self) -> None:
+        """Shows the next notice, after the last the first."""
+        self._at += 1
+        self.redraw()

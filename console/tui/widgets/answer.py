@@ -7,7 +7,7 @@ import time
 from console.tui.rows import Row, wrap
 from console.tui.widgets.lines import Lines
 
-KEEP_S, KEEP_ERROR_S = 12.0, 60.0
+KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
 MOST_LINES = 3
 
 
@@ -32,7 +32,7 @@ class Answer(Lines):
     def say(self, text: str, level: str) -> None:
         """Shows a text: `ok`, `error`, or `wait` while it is not known."""
         self.text = text
-        self._until = time.monotonic() + (KEEP_S if level == "ok" else KEEP_ERROR_S)
+        self._until = time.monotonic() + KEEP_S[level]
         rows = answer_rows(text, level, self.screen.size.width)
         self.styles.height = len(rows)
         self._strips.clear()

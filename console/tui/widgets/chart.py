@@ -58,10 +58,9 @@ def chart_rows(
     if chart.scale != 1.0:
         columns = [b and (b[0] / chart.scale, b[1] / chart.scale) for b in columns]
     low, high = chartmath.bounds(columns, chart.from_zero)
-    newest = max(points[-1] for points in held)[1]
     if chart.unit == "share":
         high = max(high, LEAST_SHARE)
-    rows = [rule(chart.title, width, _note(chart, newest))]
+    rows = [rule(chart.title, width, _note(chart, [points[-1] for points in held]))]
     lines = chartmath.draw(columns, low, high, body_height, mode)
     labels = _labels(low, high, chart.unit, body_height)
     for label, line in zip(labels, lines, strict=True):
@@ -70,8 +69,13 @@ def chart_rows(
     return rows
 
 
-def _note(chart: Chart, newest: float) -> str:
-    return f"now {scale_label(newest / chart.scale, chart.unit)}"
+def _note(chart: Chart, newest: Sequence[tuple[float, float]]) -> str:
+    """Returns the newest value; of several series the lowest and the highest."""
+    values = [value / chart.scale for _, value in newest]
+    low, high = (scale_label(each(values), chart.unit) for each in (min, max))
+    if len(chart.names) == 1:
+        return f"now {high}"
+    return f"now {high} each" if low == high else f"now {low} to {high}"
 
 
 def scale_label(value: float, unit: str) -> str:
@@ -79,7 +83,7 @@ def scale_label(value: float, unit: str) -> str:
     if unit == "share":
         return f"{value * 100:.0f}%"
     if unit == "GiB":
-        return f"{fmt.short(value)}G" if value else "0"
+        return fmt.short_gib(value * 1024) if value else "0"
     if unit == "s":
         return fmt.duration(value).replace(" ", "") if value else "0"
     if unit == "nats/token":
@@ -116,6 +120,7 @@ class ChartPanel(Panel):
         self.chart: Chart | None = None
         self.span_s = 0
         self._mark: object = None
+        self._drawn: Sequence[Row] = ()
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
         state, chart = snapshot.state, self.chart
@@ -126,6 +131,7 @@ class ChartPanel(Panel):
         when = Time(first, max((p[-1][0] for p in points), default=snapshot.now), self.span_s)
         mark = (chart, when.window(), width, height, [(len(p), p[-1]) for p in points])
         if mark == self._mark:
-            return self.shown
+            return self._drawn
         self._mark = mark
-        return chart_rows(chart, snapshot.charts, when, width, height, self.mode)
+        self._drawn = chart_rows(chart, snapshot.charts, when, width, height, self.mode)
+        return self._drawn

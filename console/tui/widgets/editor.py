@@ -32,7 +32,7 @@ class Editor(Overlay):
         head.show([rule(f"── {self._title}", self.app.size.width, "enter takes it, esc leaves it")])
         yield head
         yield Lines(id="trouble")
-        yield Input(self._value, placeholder=self._hint, compact=True, select_on_focus=False)
+        yield Input(self._value, compact=True, select_on_focus=False)
 
     def on_mount(self) -> None:
         self._say(self._hint, "dim")

@@ -45,11 +45,11 @@ LINES: tuple[Line, ...] = (
     Line("step time", ("step_p50_s",), _p99),
     Line("loss", ("loss",)),
     Line("bytes right", ("bytes_right",)),
-    Line("gate H", ("gate_entropy_mean",), _gate_min),
+    Line("entropy", ("gate_entropy_mean",), _gate_min),
     Line("grad norm", ("grad_norm",)),
     Line("lr", ("lr",)),
     Line("MFU", ("mfu",)),
-    Line("memory", ("gpu_mem_reserved", "rss_mib"), lambda figures: "peak rank"),
+    Line("memory", ("gpu_mem_reserved", "rss_mib"), lambda figures: "largest"),
     Line("skipped", ("skipped_steps",), only_above=0),
     Line("dropped", ("dropped_records",), only_above=0),
     Line("fetch", ("dt_fetch_s",)),
@@ -81,7 +81,7 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
                 (" " + note if len(note) <= note_width else "", "dim"),
             )
         )
-        if line.label == "gate H" and (shares := _branches(state.figures)):
+        if line.label == "entropy" and (shares := _branches(state.figures)):
             label = fill("cmp sel win", label_width)
             rows.append(((label, "dim"), (f" {shares} %", "strong")))
     if state.checkpoint:
@@ -89,8 +89,8 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
         saved = fmt.count(int(digits)) if digits.isdecimal() else cut(digits, value_width)
         rows.insert(
             min(len(rows), 7),
-            ((fill("checkpoint", label_width), "dim"),
-             (fill(saved, value_width, right=True), "strong"), (" step", "dim")),
+            ((fill("saved step", label_width), "dim"),
+             (fill(saved, value_width, right=True), "strong")),
         )  # fmt: skip
     if len(rows) == 1:
         rows.append((("no figures yet", "dim"),))

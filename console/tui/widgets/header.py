@@ -57,11 +57,22 @@ def _name(state: RunState, width: int) -> list[Row]:
 
 
 def _state(state: RunState, now: float) -> Row:
+    if state.launch is not None and state.launch.state == "waiting":
+        return (("WAITING", STATE_STYLE["waiting"]),)
     word = state.state.upper()
     since = now - state.since_ts if state.since_ts else None
+    if state.state == "stalled":
+        since = _still_s(state) or since
     if since is not None and state.state in ("stalled", "halting", "stopping", "starting"):
         word += f" {fmt.age(since)}"
     return ((word, STATE_STYLE.get(state.state, "strong")),)
+
+
+def _still_s(state: RunState) -> float | None:
+    """Returns for how long the rank to blame, or else every rank, has stood still."""
+    guilty = state.verdict.rank if state.verdict else None
+    stands = [r.pulse.since_s for r in state.ranks if r.pulse and guilty in (None, r.rank)]
+    return min(stands, default=None)
 
 
 def _phase(state: RunState) -> list[Row]:
@@ -75,7 +86,7 @@ def _phase(state: RunState) -> list[Row]:
 def _progress(state: RunState) -> list[Row]:
     if state.step is None:
         return [BLANK]
-    if not state.steps_planned:
+    if not state.steps_planned or state.state == "completed":
         return [((f"step {state.step:,}", ""),)]
     steps = f"{state.step:,}/{state.steps_planned:,}"
     share = f"{100 * state.step // state.steps_planned}%"

@@ -67,7 +67,10 @@ class FlatButton(Button):
         &:focus { text-style: bold reverse; background: ansi_default; border: none; }
         &:hover { text-style: underline; background: ansi_default; border: none; }
         &.-active { text-style: reverse; background: ansi_default; border: none; }
-        &:disabled { text-style: dim; color: ansi_default; border: none; text-opacity: 1; }
+        &:disabled {
+            text-style: dim; color: ansi_default; text-opacity: 1;
+            border: none !important; background: ansi_default !important;
+        }
     }
     """
 

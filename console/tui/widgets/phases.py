@@ -95,13 +95,13 @@ def _phase_row(
 def gate_rows(
     gates: Sequence[Gate], bounds: Mapping[str, str], width: int, height: int, heading: str
 ) -> list[Row]:
-    """Returns the gates with value and bound, in as many columns as fit; before the end of the
-    phase what it will be judged by."""
+    """Returns the gates with value and bound, what fails first, in as many columns as fit;
+    before the end of the phase what it will be judged by."""
     if not gates and bounds:
         pending = [("·", "dim", _pending(name, bound)) for name, bound in bounds.items()]
         return grid(pending, width, height, heading, "judged when the phase ends")
     cells = []
-    for gate in gates:
+    for gate in sorted(gates, key=lambda gate: RESULTS.index(gate.result)):
         sign, style = SIGNS[gate.result]
         bound = f" ({gate.bound})" if gate.bound else ""
         cells.append((sign, style, f"{gate.name}: {gate_value(gate)}{bound}"))

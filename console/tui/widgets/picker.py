@@ -76,7 +76,7 @@ class Picker(Lines, can_focus=True):
     def _note(self, room: int) -> str:
         hidden = len(self.items) - room
         more = f"{self.top + 1}–{min(len(self.items), self.top + room)} of {len(self.items)}"
-        return "  ".join(part for part in (self.note, more if hidden > 0 else "") if part)
+        return "  ".join(part for part in (more if hidden > 0 else "", self.note) if part)
 
     def on_resize(self) -> None:
         super().on_resize()

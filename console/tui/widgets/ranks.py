@@ -12,6 +12,7 @@ from console.tui.widgets.header import RED_S
 from console.tui.widgets.lines import Panel
 
 WIDE = 70
+PID, MARK = 7, " ◂"
 PROCESS_WORDS = {"T": "stopped", "t": "traced", "Z": "zombie", "gone": "gone", "D": ""}
 Cell = tuple[str, int, str]
 Column = tuple[str, int]
@@ -76,10 +77,13 @@ def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int
     else:
         fixed = [("", digits), ("cpu", -4), ("", 0), ("mem", -8 if wide else -5)]
     fixed += [("step", -8 if wide else -7), ("phase", 9), ("for", -4)]
+    used = sum(abs(w) for _, w in fixed) + len(fixed) - 1
     if wide:
         fixed += [("age", -4), ("pid", -8)]
+    elif width - used >= 1 + len(MARK) + PID + 1:
+        fixed += [("pid", -PID)]
     used = sum(abs(w) for _, w in fixed) + len(fixed) - 1
-    bar = max(2, min(16 if has_gpus else 20, width - used - (2 if wide else 0)))
+    bar = max(1, min(16 if has_gpus else 20, width - used - len(MARK)))
     return [(name, w or bar) for name, w in fixed]
 
 
@@ -94,6 +98,7 @@ def _heading(layout: list[Column], has_gpus: bool) -> Row:
 
 def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[Column]) -> Row:
     widths = [w for _, w in layout]
+    last = len(layout) - sum(name in ("age", "pid") for name, _ in layout)
     stale = rank.age_s is not None and rank.age_s > RED_S
     base = "dim" if stale else ""
     guilty = state.verdict is not None and state.verdict.rank == rank.rank
@@ -102,15 +107,12 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
         cells += _gpu_cells(rank.gpu, widths[1:6], wide, base)
     else:
         cells += _cpu_cells(rank, widths[1:4], base)
-    cells += _position_cells(rank, widths[-5:-2] if wide else widths[-3:], base, guilty)
-    if wide:
-        style = "stale" if stale else "dim"
-        cells += [
-            (fmt.age(rank.age_s), widths[-2], style),
-            (str(rank.pid or ""), widths[-1], "dim"),
-        ]
+    cells += _position_cells(rank, widths[last - 3 : last], base, guilty)
+    more = {"age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
+            "pid": (str(rank.pid or ""), "dim")}  # fmt: skip
+    cells += [(more[name][0], width, more[name][1]) for name, width in layout[last:]]
     row = columns(cells)
-    return (*row, (" ◂", "crit")) if guilty else row
+    return (*row, (MARK, "crit")) if guilty else row
 
 
 def _gpu_cells(gpu: Gpu | None, widths: list[int], wide: bool, base: str) -> list[Cell]:
@@ -164,7 +166,7 @@ def _position_cells(rank: Rank, widths: list[int], base: str, guilty: bool) -> l
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong or (pulse.phase if pulse else fmt.DASH)
     style = "crit" if wrong or guilty else base
-    since = fmt.age(pulse.since_s) if pulse else fmt.DASH
+    since = fmt.span(pulse.since_s) if pulse else fmt.DASH
     return [(step, widths[0], base), (phase, widths[1], style), (since, widths[2], style)]
 
 

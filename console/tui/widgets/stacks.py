@@ -16,25 +16,25 @@ _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks whose main threads stand at the same place."""
+    """Ranks whose main threads stood at the same place in the same dump."""
 
     ranks: tuple[int, ...]
     frames: tuple[Frame, ...]
-    newest: float
+    ts: float
 
 
 def grouped(stacks: Mapping[int, Stack]) -> list[Group]:
     """Returns the groups, the smallest first: who differs from the many stands out."""
-    by_place: dict[tuple[str, ...], list[Stack]] = {}
+    by_place: dict[tuple[object, ...], list[Stack]] = {}
     for rank in sorted(stacks):
         stack = stacks[rank]
         frames = stack.threads[0].frames if stack.threads else ()
-        by_place.setdefault(tuple(frame.short for frame in frames), []).append(stack)
+        by_place.setdefault((stack.ts, *(f.short for f in frames)), []).append(stack)
     groups = [
         Group(
             tuple(stack.rank for stack in held),
             held[0].threads[0].frames if held[0].threads else (),
-            max(stack.ts for stack in held),
+            held[0].ts,
         )
         for held in by_place.values()
     ]
@@ -61,20 +61,21 @@ def stack_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns one column a rank, innermost frames on top; `first` is the leftmost column.
 
-    Who stands somewhere else than the many comes first, `odd` before all.
+    Who stands somewhere else than the many comes first, `odd` before all. Only stacks of the newest
+    dump are compared: a rank that gave none to it may be elsewhere by now.
     """
     groups = grouped(stacks)
     if not groups:
         return [rule("stacks", width), (("no dump yet; D dumps the stacks of all ranks", "dim"),)]
-    groups.sort(key=lambda group: odd not in group.ranks)
-    order = [(rank, group) for group in groups for rank in group.ranks]
-    columns = [_column(rank, group, groups, odd) for rank, group in order]
+    newest = max(group.ts for group in groups)
+    groups.sort(key=lambda group: (odd not in group.ranks, group.ts < newest))
+    alike = [group for group in groups if group.ts == newest]
+    columns = [_column(rank, group, alike, odd, now) for group in groups for rank in group.ranks]
     columns += [_silent(rank, odd) for rank in ranks if rank not in stacks]
     count = max(1, min(len(columns), width // LEAST_WIDTH))
     first = min(first, len(columns) - count)
-    age = fmt.age(now - max(group.newest for group in groups))
     more = f"  {first + 1}–{first + count} of {len(columns)} ← →" if count < len(columns) else ""
-    rows = [rule("stacks", width, f"innermost first  {age} ago{more}  enter whole")]
+    rows = [rule("stacks", width, f"innermost first{more}  enter whole")]
     each = (width - 2 * (count - 1)) // count
     for y in range(height - 1):
         row: list[tuple[str, str]] = []
@@ -87,19 +88,26 @@ def stack_rows(
 
 
 def _column(
-    rank: int, group: Group, groups: Sequence[Group], odd: int | None
+    rank: int, group: Group, alike: Sequence[Group], odd: int | None, now: float
 ) -> list[tuple[str, str]]:
-    most = max(len(other.ranks) for other in groups)
+    most = max(len(other.ranks) for other in alike)
+    old = group not in alike
     alone = len(group.ranks) == 1 and odd is None
-    differs = len(groups) > 1 and (rank == odd or alone or len(group.ranks) < most)
+    differs = not old and len(alike) > 1 and (rank == odd or alone or len(group.ranks) < most)
     others = [other for other in group.ranks if other != rank]
-    note = " ◂ differs" if differs else f"  as {rank_list(others)}" if others else ""
-    lines = [(f"rank {rank}{note}", "crit" if differs else "strong")]
+    age = f"{fmt.age(now - group.ts)} ago"
+    note = (
+        f"  {age}, no stack since" if old
+        else f" ◂ differs  {age}" if differs
+        else f"  as {rank_list(others)}  {age}" if others
+        else f"  {age}"
+    )  # fmt: skip
+    lines = [(f"rank {rank}{note}", "crit" if differs else "warn" if old else "strong")]
     if not group.frames:
         return [*lines, ("no frame in the dump", "dim")]
     for frame in group.frames:
         library = any(part in frame.file for part in _LIBRARY)
-        lines.append((frame.short, "dim" if library else ""))
+        lines.append((frame.short, "dim" if library or old else ""))
     return lines
 
 

@@ -46,7 +46,12 @@ def run(path: Path, world: int = 2, state: str = "running", **supervisor: Any) -
         {
             "v": 1, "run": f"toy/{path.name}", "host": rundir.host_name(), "argv": ["a", "b"],
             "flags": {"NSA_LR": {"value": "0.2", "origin": "flag"}},
-            "settings": {"train.steps": {"value": 100, "origin": "config"}},
+            "settings": {
+                "train.steps": {"value": 100, "origin": "config"},
+                "train.accumulate": {"value": 4, "origin": "config"},
+                "optim.fused": {"value": True, "origin": "default"},
+                "train.lr": {"value": {"no": "number"}},
+            },
         },
     )  # fmt: skip
     record = {

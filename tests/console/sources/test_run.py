@@ -55,6 +55,7 @@ def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
     assert state.data_age_s is not None
     assert state.data_age_s < 5
     assert state.environment == {"NSA_LR": "0.2"}
+    assert state.decided == {"NSA_ACCUM": "4", "NSA_OPT_FUSED": "1"}
     assert state.launch is not None
     assert state.launch.next_flags[0].value == "0.1"
     assert state.launch.phases[1].state == "later"
@@ -239,9 +240,16 @@ def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
 
 def test_an_end_stays_what_the_supervisor_wrote(launch):
     directory.run(launch / "0-first", state="crashed", why="rank 1 was killed by SIGKILL", **DEAD)
+    used = {"rank": 1, "state": "R", "cpu_pct": 99.0, "rss_mib": 512.0}
+    directory.sample(launch / "0-first", ranks=[used], gpus=[
+        {"index": 1, "state": "ok", "util_pct": 70.0, "mem_used_mib": 9.0}])  # fmt: skip
     state = RunSource(launch).poll()
     assert (state.state, state.why) == ("crashed", "rank 1 was killed by SIGKILL")
     assert state.data_age_s is None
+    rank = state.ranks[1]
+    assert (rank.cpu_pct, rank.rss_mib) == (None, None)
+    assert rank.gpu is not None
+    assert (rank.gpu.util_pct, rank.gpu.mem_used_mib) == (None, 9.0)
 
 
 def test_alerts_open_are_acknowledged_and_clear(launch):

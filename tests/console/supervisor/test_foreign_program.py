@@ -26,7 +26,7 @@ def launched(begin):
     """Two phases that wait for each other; the tests below follow its life in order."""
     started = begin(
         phase("one", "foreign_ddp.py", 60, gates={"steps_done": 50, "no_stall": True}),
-        phase("two", "foreign_ddp.py", 100_000),
+        phase("two", "foreign_ddp.py", 100_000, gates={"steps_done": 1}),
         between="ask",
     )
     started.wait_steps(3)
@@ -57,7 +57,7 @@ def test_ranks_are_found_and_sampled_every_second(launched):
 
 def test_a_flag_for_the_next_phase_is_in_its_workers_and_not_in_this_ones(launched):
     answer = launched.ask("set-flag", name="NCCL_DEBUG", value="warn")
-    assert answer["ok"], answer
+    assert (answer["ok"], answer["text"]) == (True, "NCCL_DEBUG=WARN for two only")
     assert launched.ask("set-flag", name="NSA_DDP_BUCKET_MB", value=4)["ok"]
     assert launched.ask("set-flag", name="NSA_DDP_BUCKET_MB")["ok"]
     assert not launched.ask("set-flag", name="NCCL_DEBUG", value="shout")["ok"]
@@ -184,6 +184,9 @@ def test_halt_stops_both_ranks_at_the_same_step_and_ends_the_plan(launched):
     ended = launched.wait_end()
     assert launched.state(1)["state"] == "halted"
     assert "halted at step" in ended["why"]
+    judged = rundir.read_json(launched.run(1) / rundir.GATES)["result"]
+    assert ended["phases"][1]["result"] == judged
+    assert f"two halted, gates {judged}: " in [e["text"] for e in launched.events()][-2]
     steps = set()
     for rank in (0, 1):
         lines = rundir.heartbeat(launched.run(1), rank).read_text().splitlines()

@@ -148,7 +148,7 @@ def test_an_ended_run_takes_no_request(launched):
         ("dump", {"rnak": 1}, "did you mean 'rank'"),
         ("halt", {"now": True}, "takes none"),
         ("set-flag", {}, "needs name"),
-        ("set-flag", {"name": "NSA_LRR"}, "did you mean 'NSA_LR'"),
+        ("set-flag", {"name": "NSA_LRR"}, "^there is no flag 'NSA_LRR'; did you mean 'NSA_LR'"),
         ("note", {"text": "x" * 1001}, "at most 1000"),
         ("dump", {"rank": True}, "number of a rank"),
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from console.tui import format as fmt
 from console.tui import rows
 from console.tui.terminal import Terminal, detect
+from console.tui.widgets.chart import LABEL, Chart, Time, chart_rows, scale_label
 
 visible = st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf"))
 texts = st.text(visible, max_size=60)
@@ -76,6 +77,28 @@ def test_ages(seconds, text):
 )  # fmt: skip
 def test_short_numbers(value, text):
     assert fmt.short(value) == text
+
+
+@given(st.floats(0, 1e4), st.sampled_from(["", "GiB", "s"]))
+@example(7.5e-4, "GiB")
+@example(7.5e-11, "")
+def test_an_axis_label_fits_the_room_beside_the_chart(value, unit):
+    assert len(scale_label(value, unit)) <= LABEL
+
+
+def test_what_just_began_has_no_second_behind_it():
+    assert [fmt.span(seconds) for seconds in (0.1, 1.0, 1.2, 74)] == ["<1s", "1s", "2s", "74s"]
+
+
+@pytest.mark.parametrize(
+    ("mib", "says"), [((492.0, 492.3), "now 492M each"), ((410.0, 2048.0), "now 410M to 2.0G")]
+)
+def test_the_chart_of_several_series_says_what_each_is_at(mib, says):
+    names = ("rss_mib:0", "rss_mib:1")
+    series = {name: ((0.0, 1.0), (9.0, value)) for name, value in zip(names, mib, strict=True)}
+    chart = Chart("memory of 2 ranks", names, "GiB", True, 1024.0)
+    title = chart_rows(chart, series, Time(0.0, 9.0), 40, 6, "braille")[0]
+    assert rows.text_of(title).endswith(says)
 
 
 @given(st.floats())

@@ -226,6 +226,39 @@ def test_the_header_ages_when_nothing_comes():
     assert "has not answered for 30s" in worst.text
 
 
+def test_a_stall_is_as_old_in_the_header_as_at_the_rank_that_stands():
+    header = text_of(header_row(Snapshot(0.0, NOW, recorded.stalled()), 120))
+    (row,) = [text for row in rank_rows(recorded.stalled(), 78, 12)
+              if (text := text_of(row)).startswith("3 ")]  # fmt: skip
+    assert "STALLED 74s" in header
+    assert " 74s" in row
+
+
+def test_a_run_that_completed_early_is_no_share_of_its_plan():
+    state = dataclasses.replace(recorded.running(), state="completed", step=95, steps_planned=600)
+    header = text_of(header_row(Snapshot(0.0, NOW, state), 120))
+    assert "step 95" in header
+    assert "%" not in header
+    why = "all ranks done after step 95: bytes_right reached"
+    said = notices(Snapshot(0.0, NOW, dataclasses.replace(state, why=why)))
+    assert f"completed: {why}" in [notice.text for notice in said]
+
+
+def test_pids_stand_beside_the_ranks_of_a_small_terminal():
+    state = dataclasses.replace(
+        recorded.running(), verdict=dataclasses.replace(recorded.VERDICT, rank=1)
+    )
+    text = [text_of(row) for row in rank_rows(state, 50, 9)]
+    assert [line.split()[8 - 1 :] for line in text[1:]] == [["48230"], ["48231", "◂"]]
+    assert all(len(line) <= 50 for line in text)
+
+
+def test_the_flags_show_what_the_config_decides_for_those_that_are_unset():
+    state = dataclasses.replace(recorded.running(), decided={"NSA_LR": "0.0025"})
+    (line,) = [x for x in seen(state, keys="2").splitlines() if "NSA_LR " in x]
+    assert re.search(r"NSA_LR +0\.0025 +→ –", line)
+
+
 def test_a_directory_that_takes_no_writes_is_said():
     state = dataclasses.replace(recorded.running(), directory_blocked_s=12.0)
     worst = notices(Snapshot(0.0, NOW, state))[0]
@@ -238,7 +271,10 @@ def test_header_and_alert_fit_any_width(width):
         snapshot = Snapshot(0.0, NOW, make())
         assert width_of(header_row(snapshot, width)) <= width
         assert width_of(alert_row(notices(snapshot), width)) <= width
-        assert make().state.upper() in text_of(header_row(snapshot, width)) or width == 30
+        state = make()
+        waits = state.launch is not None and state.launch.state == "waiting"
+        word = "WAITING" if waits else state.state.upper()
+        assert word in text_of(header_row(snapshot, width)) or width == 30
 
 
 def test_of_a_thousand_ranks_the_worst_are_shown_and_the_others_counted():
@@ -276,7 +312,7 @@ def test_every_rank_has_a_column_of_its_own_and_the_odd_one_comes_first():
         rows = stack_rows(stacks, range(8), None, 80, 8, NOW, first)
         assert text_of(rows[0]).count(f"{min(first, 6) + 1}–{min(first, 6) + 2} of 8 ← →") == 1
         assert all(width_of(row) <= 80 for row in rows)
-        shown.append(text_of(rows[1]).split())
+        shown.append(text_of(rows[1]).replace("  1s ago", "").split())
     assert shown[0] == ["rank", "3", "◂", "differs", "rank", "0", "as", "1–2,4–6"]
     assert shown[6] == shown[7] == ["rank", "6", "as", "0–2,4–5", "rank", "7"]
     assert "select.py:7 f" in text_of(stack_rows(stacks, range(8), None, 80, 8, NOW)[2])

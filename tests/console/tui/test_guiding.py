@@ -1,0 +1,227 @@
+"""What guides a new operator: every sign leads somewhere, and nothing old looks new."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+
+import pytest
+
+from console.model import Alert
+from console.sources.stacks import Frame, Stack, Thread
+from console.tui.feed import Snapshot
+from console.tui.rows import rule, text_of, width_of
+from console.tui.widgets.answer import KEEP_S
+from console.tui.widgets.stacks import stack_rows
+from tests.console.tui import recorded
+from tests.console.tui.recorded import NOW, Asked, app_on, drive, lines, picture, until
+
+LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
+
+
+@pytest.mark.parametrize("key", ["H", "K"])
+def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
+    asked = Asked()
+    app = app_on(recorded.waiting(), actions=asked)
+
+    async def body(pilot):
+        assert "WAITING" in lines(app)[0]
+        assert "COMPLETED" not in lines(app)[0]
+        await pilot.press(key)
+        await until(pilot, lambda: "End this launch here?" in picture(app))
+        assert "not run  recall" in picture(app)
+        await pilot.press("y")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent == [(LAUNCH, "halt", {})]
+
+    drive(app, body)
+
+
+def old_and_new() -> dict[int, Stack]:
+    def stack(rank: int, age_s: float, name: str) -> Stack:
+        frames = (Frame(f"/src/nsa/{name}.py", 7, "f"),)
+        return Stack(rank, NOW - age_s, "stackdump", (Thread("main", frames),))
+
+    return {0: stack(0, 8, "new"), 1: stack(1, 58, "old"), 2: stack(2, 8, "new")}
+
+
+@pytest.mark.parametrize("odd", [None, 1])
+def test_a_stack_of_an_older_dump_says_so_and_is_not_compared(odd):
+    rows = [text_of(row) for row in stack_rows(old_and_new(), range(3), odd, 120, 4, NOW)]
+    heads = [rows[1][at : at + 38].strip() for at in (0, 40, 80)]
+    old = "rank 1  58s ago, no stack since"
+    assert sorted(heads) == ["rank 0  as 2  8s ago", old, "rank 2  as 0  8s ago"]
+    assert heads.index(old) == (0 if odd == 1 else 2)
+    assert "differs" not in rows[1]
+    assert "ago" not in rows[0]
+
+
+def test_the_frame_in_the_list_of_ranks_has_its_age(tmp_path):
+    for rank, age_s in ((0, 3), (1, 300)):
+        at = int((NOW - age_s) * 1000)
+        frame = '  File "/x/nsa/part.py", line 7 in work\n'
+        text = "Stack (most recent call first):\n" + frame
+        (tmp_path / f"stackdump_rank{rank}_{at}.txt").write_text(text)
+    app = app_on(recorded.running(), run=tmp_path)
+
+    async def body(pilot):
+        await pilot.press("3")
+        await until(pilot, lambda: "part.py:7 work" in picture(app))
+        row = next(line for line in lines(app) if line.startswith("  1 "))
+        assert re.search(r"part\.py:7 work \d+m", row), row
+
+    drive(app, body)
+
+
+def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
+    crit = Alert("stall-3", NOW, "crit", "rank 3 hangs", "3")
+    own = Alert("document run.json", NOW, "warn", "run.json is no document", observed=True)
+    state = recorded.running(alerts=(crit, own))
+    app = app_on(state)
+
+    async def body(pilot):
+        assert lines(app)[1].endswith("3 diagnose  A ack  a 1 of 2")
+        await pilot.press("a")
+        await pilot.pause()
+        assert lines(app)[1].startswith("! WARN run.json is no document")
+        assert lines(app)[1].endswith("a 2 of 2")
+        assert "A ack" not in lines(app)[1]
+        await pilot.press("A")
+        await until(pilot, lambda: "it goes when its cause goes" in picture(app))
+        await pilot.press("a", "A")
+        await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.overlay is None)
+        await pilot.press("a")
+        await until(pilot, lambda: "a 2 of 2" in lines(app)[1])
+        more = (*state.alerts, Alert("gone", NOW, "crit", "rank 1 is gone"))
+        app.alert.take(Snapshot(time.monotonic(), NOW, recorded.running(alerts=more)))
+        await pilot.pause()
+        assert "a 1 of 3" in lines(app)[1]
+
+    drive(app, body)
+
+
+def test_an_acknowledged_stall_is_a_note():
+    state = recorded.stalled()
+    noted = tuple(dataclasses.replace(alert, acknowledged=True) for alert in state.alerts)
+    app = app_on(dataclasses.replace(state, alerts=noted))
+
+    async def body(pilot):
+        assert lines(app)[1].startswith("  note acknowledged: rank 3: no step for 74 s")
+        assert "CRIT" not in lines(app)[1]
+
+    drive(app, body)
+
+
+def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
+    state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
+    app = app_on(state)
+
+    async def body(pilot):
+        assert lines(app)[1].endswith("2 gates")
+        await pilot.press("2")
+        await until(pilot, lambda: "checks before the launch" in picture(app))
+        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        assert "gates of plumbing, which ended" in picture(app)
+        found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)
+        assert found.startswith("✗ bytes_right: 41.0 % (≥ 0.9)")
+
+    drive(app, body)
+
+
+def test_the_charts_of_a_run_that_ended_are_there_again():
+    app = app_on(recorded.crashed())
+
+    async def body(pilot):
+        await until(pilot, lambda: "tok/s ──" in picture(app))
+        before = lines(app)[12:18]
+        for key in "234":
+            await pilot.press(key)
+            await pilot.pause(0.2)
+            await pilot.press("1")
+            await until(pilot, lambda: lines(app)[12:18] == before)
+
+    drive(app, body)
+
+
+def test_going_on_shows_the_phase_that_starts():
+    app = app_on(recorded.waiting())
+
+    async def body(pilot):
+        await pilot.press("2", "L", "y")
+        await until(pilot, lambda: app.view_name == "dashboard")
+
+    drive(app, body)
+
+
+def test_a_key_that_does_nothing_is_said():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await pilot.press("x")
+        await until(pilot, lambda: "x does nothing; ? shows the keys" in picture(app))
+        await pilot.press("space")
+        await until(pilot, lambda: "space works in launch" in picture(app))
+        await pilot.press("question_mark")
+        await until(pilot, lambda: "Keys in dashboard" in picture(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.overlay is None)
+        await pilot.press("colon")
+        await until(pilot, lambda: "what to do" in picture(app))
+        await pilot.press(*"zzz")
+        await until(pilot, lambda: "nothing found" in picture(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.overlay is None)
+
+    drive(app, body)
+
+
+def test_a_field_says_once_what_it_takes():
+    app = app_on(recorded.waiting())
+
+    async def body(pilot):
+        await pilot.press("2", "enter", *["backspace"] * 5)
+        await until(pilot, lambda: "a number of at least 0" in picture(app))
+        assert picture(app).count("a number of at least 0") == 1
+
+    drive(app, body)
+
+
+def test_a_long_note_is_cut_and_does_not_take_the_line_with_it():
+    row = rule("flags now", 40, "a note that is far longer than the room")
+    assert text_of(row) == "flags now ─── a note that is far longer…"
+    assert width_of(row) == 40
+
+
+def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatch):
+    monkeypatch.setitem(KEEP_S, "error", 2.0)
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await pilot.press("x", "H")
+        await until(pilot, lambda: "Halt this run" in picture(app))
+        assert "does nothing" not in picture(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.overlay is None)
+        await pilot.press("x")
+        await until(pilot, lambda: "does nothing" in picture(app))
+        await until(pilot, lambda: "does nothing" not in picture(app))
+
+    drive(app, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "dimmed"),
+    [("running", set()), ("waiting", {"dump"}), ("crashed", {"dump", "halt"})],
+)
+def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
+    app = app_on(recorded.STATES[name]())
+
+    async def body(pilot):
+        found = {key for key in ("dump", "halt", "flags", "launch", "stall_view")
+                 if app.query_one(f"#button-{key}").disabled}  # fmt: skip
+        assert found == dimmed
+
+    drive(app, body)
