@@ -221,5 +221,5 @@ def tell(t: Training, step: int, saved: Path | CheckpointError | None) -> None:
     if isinstance(saved, CheckpointError):
         t.report.say("checkpoint_failed", step, f"{saved}; training goes on", error=str(saved))
     elif saved is not None:
-        t.report.say("checkpoint", manifest.step_of(saved) or step, f"saved {CHECKPOINTS}/{saved.name}",
-                     path=saved.name)  # fmt: skip
+        text = f"saved {CHECKPOINTS}/{saved.name}"
+        t.report.say("checkpoint", manifest.step_of(saved) or step, text, path=saved.name)
