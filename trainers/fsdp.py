@@ -1,8 +1,6 @@
 """`torchrun -m trainers.fsdp --config FILE`: as `trainers.ddp`, with parameters sharded (FSDP2)."""
 
-import sys
-
-from trainers.entry import main
+from trainers.entry import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main(entry="trainers.fsdp"))
+    leave(main(entry="trainers.fsdp"))

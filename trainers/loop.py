@@ -51,8 +51,6 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     finally:
         training.profiler.close()
         training.loader.close()
-    # Not after an error: the others may be gone, and leaving would wait for them.
-    training.parallel.close()
     return reason
 
 

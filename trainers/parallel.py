@@ -64,9 +64,6 @@ class Single:
         """Returns the equally long vectors of all ranks."""
         return [vector]
 
-    def close(self) -> None:
-        """Leaves the group."""
-
 
 class Group(Single):
     """Several ranks in one process group: what DDP and FSDP have in common."""
@@ -103,9 +100,6 @@ class Group(Single):
         vectors = [torch.empty_like(vector) for _ in range(self.world)]
         dist.all_gather(vectors, vector)
         return vectors
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
 
 class Ddp(Group):

@@ -14,7 +14,7 @@ from trainers.refusals import step_range
 from trainers.report import Report
 from trainers.schema import ReportSettings
 
-FOLDER, ASKED_STEPS = "profiles", 3
+FOLDER, ASKED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0
 
 
 class Profiler:
@@ -25,6 +25,7 @@ class Profiler:
         self._window = step_range(settings.profile) or range(0)
         self._memory_every = settings.memory_every if on_cuda else 0
         self._open: Any = None
+        self._exporting: threading.Thread | None = None
         if settings.memory_every and not on_cuda:
             report.say("note", 0, "report.memory_every dumps the CUDA allocator; there is none")
 
@@ -52,17 +53,21 @@ class Profiler:
             self._member.recorder.call(lambda: _write(path, statistics))
 
     def close(self) -> None:
-        """Ends a window that the run did not reach the end of."""
+        """Ends a window that the run did not reach the end of, and waits for its file."""
         if self._open is not None:
             self._close(self._report.steps_done)
+        if self._exporting is not None:
+            self._exporting.join(EXPORT_TIMEOUT_S)
 
     def _close(self, step: int) -> None:
         profile, self._open = self._open, None
         profile.stop()
         name = f"steps{self._window.start}-{step}_rank{self._member.rank}.json"
         # A trace of some steps takes seconds to write, which no step shall wait for.
-        thread = threading.Thread(target=self._export, args=(profile, step, name), daemon=True)
-        thread.start()
+        self._exporting = threading.Thread(
+            target=self._export, args=(profile, step, name), daemon=True
+        )
+        self._exporting.start()
 
     def _export(self, profile: Any, step: int, name: str) -> None:
         path = self._member.run / FOLDER / name

@@ -18,7 +18,7 @@ from nsa.attention import NSAttention, merge_heads, split_heads
 from nsa.model import Transformer
 from trainers import loop
 from trainers.data import Batch
-from trainers.entry import main
+from trainers.entry import leave, main
 
 plain_sum = attention.gated_sum
 plain_forward, plain_score = Transformer.forward, loop.score
@@ -93,4 +93,4 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 if __name__ == "__main__":
     mode = sys.argv[-1]
     setattr(*MODES[mode])
-    sys.exit(main(sys.argv[1:-1]))
+    leave(main(sys.argv[1:-1]))

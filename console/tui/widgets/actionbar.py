@@ -18,9 +18,14 @@ class ActionBar(Widget):
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._buttons = {
+            key_id: FlatButton(label, f"button-{key_id}", key_id) for key_id, label in BUTTONS
+        }
+
     def compose(self) -> ComposeResult:
-        for key_id, label in BUTTONS:
-            yield FlatButton(label, f"button-{key_id}", key_id)
+        yield from self._buttons.values()
 
     def take(self, snapshot: Snapshot) -> None:
         """Dims the buttons that would find nothing to act on."""
@@ -30,4 +35,4 @@ class ActionBar(Widget):
                 idle = False
             except questions.CannotAsk:
                 idle = True
-            self.query_one(f"#button-{key_id}").disabled = idle
+            self._buttons[key_id].disabled = idle

@@ -117,8 +117,11 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             for key in "1234":
                 terminal.press(key)
         terminal.press("2")
-        shown = terminal.wait(lambda text: "plan cpu_smoke" in text and "q leave" in text)
-        assert len(shown.splitlines()) == 40
+        shown = terminal.wait(
+            lambda text: (
+                "plan cpu_smoke" in text and "q leave" in text and len(text.splitlines()) == 40
+            )
+        )
         assert ("\u203a" in shown) == (env == {"NO_COLOR": "1"})
         terminal.press("q")
         assert terminal.wait_exit() == 0
