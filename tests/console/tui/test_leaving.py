@@ -117,7 +117,7 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             for key in "1234":
                 terminal.press(key)
         terminal.press("2")
-        # What was under way at a resize may have been painted for another size: one more, in peace.
+        # A size that came while the console started was not seen; the next one is.
         terminal.settle(3)
         terminal.resize(118, 39)
         shown = terminal.wait(
