@@ -23,6 +23,8 @@ QUERIES = re.compile(
     rb"|\x1b\[[0-9;]* q|\x1b\[[0-9;]*t"
 )
 UNFINISHED = re.compile(rb"\x1b(\[[0-9;:<=>?!$ ]*|P[^\x1b]*|\][^\x07\x1b]*)?$")
+UNLIKE_A_TERMINAL = ("TMUX", "SSH", "COLUMNS", "LINES")
+"""What a program in a terminal of its own does not inherit; a test runner sets a fixed size."""
 LEFT_ON = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1003": b"h", b"1006": b"h", b"2004": b"h"}
 
 
@@ -48,7 +50,7 @@ class Terminal:
             try:
                 os.chdir(cwd)
                 fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-                named = {k: v for k, v in os.environ.items() if not k.startswith(("TMUX", "SSH"))}
+                named = {k: v for k, v in os.environ.items() if not k.startswith(UNLIKE_A_TERMINAL)}
                 named |= {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
                 os.execvpe(argv[0], list(argv), named | dict(env or {}))
             finally:

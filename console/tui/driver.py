@@ -71,13 +71,12 @@ class TerminalDriver(LinuxDriver):
             signal.pthread_kill(writer.ident, signal.SIGUSR1)
         if self.attrs_before is not None:
             termios.tcsetattr(terminal, termios.TCSANOW, self.attrs_before)
-        time.sleep(GRACE_S / 4)
+        time.sleep(GRACE_S / 20)
         termios.tcflush(terminal, termios.TCOFLUSH)
-        _thread(lambda: os.write(terminal, RESTORE)).join(GRACE_S / 2)
+        _thread(lambda: os.write(terminal, RESTORE))
+        time.sleep(GRACE_S / 20)
         os._exit(0)
 
 
-def _thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, name="leaving", daemon=True)
-    thread.start()
-    return thread
+def _thread(work: Callable[[], object]) -> None:
+    threading.Thread(target=work, name="leaving", daemon=True).start()

@@ -47,7 +47,7 @@ def test_it_ends_when_the_terminal_goes_away(tmp_path, blocked, deaf):
         assert terminal.wait_exit(15) == 0
 
 
-@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("blocked", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_leaves_the_terminal_clean(tmp_path, number, blocked):
     with console(tmp_path) as terminal:
@@ -111,6 +111,7 @@ SIZES = [(80, 24), (20, 5), (1, 1), (300, 10), (79, 23), (120, 40)]
 def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
     words = [sys.executable, "-m", "console", "--root", str(tmp_path)]
     with Terminal(words, ROOT, env, size=(20, 5)) as terminal:
+        terminal.wait(lambda text: text.strip())
         terminal.settle(2)
         for columns, rows in SIZES:
             terminal.resize(columns, rows)
