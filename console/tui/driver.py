@@ -37,6 +37,14 @@ class TerminalDriver(LinuxDriver):
             out.fileno(), "w", encoding=out.encoding, errors="replace", closefd=False
         )
 
+        self._late: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Closes, unless the terminal is being restored for a loop that was late: that ends all."""
+        if self._late is not None:
+            self._late.join()
+        super().close()
+
     def start_application_mode(self) -> None:
         super().start_application_mode()
         _thread(self._end_with_terminal)
@@ -64,6 +72,7 @@ class TerminalDriver(LinuxDriver):
         restores it.
         """
         time.sleep(GRACE_S)
+        self._late = threading.current_thread()
         painted, writer = self._file.fileno(), self._writer_thread
         terminal = os.dup(painted)
         os.dup2(os.open(os.devnull, os.O_WRONLY), painted)

@@ -47,7 +47,7 @@ def test_it_ends_when_the_terminal_goes_away(tmp_path, blocked, deaf):
         assert terminal.wait_exit(15) == 0
 
 
-@pytest.mark.parametrize("blocked", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_leaves_the_terminal_clean(tmp_path, number, blocked):
     with console(tmp_path) as terminal:
