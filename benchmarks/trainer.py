@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import ROOT, median, publish, table
+from trainers.contract import environ
 
 SHAPE = {
     "model.dim": 256, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_groups": 4,
@@ -40,7 +40,7 @@ def bare(sets: Sequence[str], steps: int) -> None:
     from trainers import optim, settings
 
     chosen = settings.resolve(None, {}, dict(word.split("=", 1) for word in sets)).settings
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(chosen.train.seed)
     model = Transformer(chosen.model)
     if world > 1:
@@ -83,7 +83,7 @@ def ours(sets: Sequence[str], steps: int) -> None:
     loop.fetch = fetch  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         words = [part for word in sets for part in ("--set", word)]
-        run = Path(os.environ.get("BENCH_RUN", folder)) / "run"
+        run = Path(environ.get("BENCH_RUN", folder)) / "run"
         code = entry.main([*words, "--set", f"train.steps={steps + 2}", "--run-dir", str(run)])
     if code:
         sys.exit(code)
@@ -100,7 +100,7 @@ def measure(kind: str, nproc: int, steps: int) -> tuple[float, float]:
             [sys.executable, *(torchrun if nproc > 1 else []), "-m", "benchmarks.trainer",
              "--kind", kind, "--steps", str(steps), *sets],
             cwd=ROOT, capture_output=True, text=True, check=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "BENCH_RUN": folder},
+            env=environ.snapshot() | {"OMP_NUM_THREADS": "1", "BENCH_RUN": folder},
         )  # fmt: skip
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(found) == nproc, done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,11 +14,11 @@ from console import actions
 from console.sources.run import RunSource
 from tests.e2e.test_main_job import CONSOLE, PLAN, ROOT, wait_for
 from tests.fakes import nvml as fake
+from tests.mounts import ext4
 from tests.terminal import Terminal
 from trainers.contract import jsonl, rundir
 
 FROZEN_S = 30.0
-TOOLS = ("fsfreeze", "mkfs.ext4", "mount", "umount")
 
 
 def screen(root: Path, size: tuple[int, int] = (80, 24)) -> Terminal:
@@ -73,19 +72,8 @@ def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(tmp_path):
 @pytest.fixture
 def mounted(tmp_path):
     """A small ext4 on a loop device, thawed and unmounted whatever happens."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        pytest.skip(f"needs root and {', '.join(missing or TOOLS)} for a file system to freeze")
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    with image.open("wb") as stream:
-        stream.truncate(3 << 30)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)]).returncode != 0:
-        pytest.skip("this machine mounts no loop device")
-    yield mount
-    subprocess.run(["fsfreeze", "-u", str(mount)], capture_output=True)
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+    with ext4(tmp_path, 3 << 10) as mount:
+        yield mount
 
 
 def test_training_goes_on_while_the_directory_is_frozen_and_the_screen_says_so(mounted):

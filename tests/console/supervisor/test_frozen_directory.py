@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.mounts import ext4
 from trainers.contract import pulse, rundir
 from trainers.contract.heartbeat import tail
 
 from .conftest import phase
 
 FROZEN_S = 8.0
-TOOLS = ("fsfreeze", "mkfs.ext4", "mount", "umount")
 
 
 @pytest.fixture(scope="module")
 def mounted(tmp_path_factory):
     """A small ext4 on a loop device."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        pytest.skip(f"needs root and {', '.join(missing or TOOLS)} for a file system to freeze")
-    folder = tmp_path_factory.mktemp("frozen")
-    image, mount = folder / "image", folder / "mount"
-    mount.mkdir()
-    with image.open("wb") as stream:
-        stream.truncate(3 << 30)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mount)]).returncode != 0:
-        pytest.skip("this machine mounts no loop device")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+    with ext4(tmp_path_factory.mktemp("frozen"), 3 << 10) as mount:
+        yield mount
 
 
 def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, mounted):
