@@ -7,6 +7,7 @@ saving. A rank that the kernel shows as stopped or gone is named after `NAMED_AT
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,11 @@ def _waiting(others: Sequence[Seen], than: Seen) -> str:
     )
 
 
+def _changed(case: _Case, seen: Seen) -> str:
+    """Returns the time of day of its last change: true for as long as the sentence stands."""
+    return time.strftime("%H:%M:%S", time.localtime(case.ts - seen.still_s))
+
+
 def _evidence(case: _Case) -> tuple[str, ...]:
     return tuple(
         f"rank {s.rank}: process state {s.state}, {s.where()}, unchanged for {s.still_s:.0f} s, "
@@ -133,8 +139,8 @@ def _stopped(case: _Case) -> Verdict | None:
         return None
     first = found[0]
     sentence = (
-        f"{_are(found)} stopped (SIGSTOP or a debugger): in {first.where()} for "
-        f"{first.still_s:.0f} s{waiting}; kill -CONT {first.pid} lets it go on"
+        f"{_are(found)} stopped (SIGSTOP or a debugger): in {first.where()} "
+        f"since {_changed(case, first)}{waiting}; kill -CONT {first.pid} lets it go on"
     )
     return _verdict(case, first, "stopped", "high", sentence)
 
@@ -144,7 +150,7 @@ def _gone(case: _Case) -> Verdict | None:
     if not found or len(found) == len(case.ranks):
         return None
     first = found[0]
-    last = f"last seen in {first.where()} {first.still_s:.0f} s ago"
+    last = f"last seen in {first.where()} at {_changed(case, first)}"
     return _verdict(case, first, "gone", "high", f"{_are(found)} gone, {last}{waiting}")
 
 
@@ -154,7 +160,7 @@ def _uninterruptible(case: _Case) -> Verdict | None:
         return None
     sentence = (
         f"rank {first.rank} is in uninterruptible sleep (disk, network file system or driver): in "
-        f"{first.where()} for {first.still_s:.0f} s{_waiting(case.others, first)}"
+        f"{first.where()} since {_changed(case, first)}{_waiting(case.others, first)}"
     )
     return _verdict(case, first, "uninterruptible", "medium", sentence)
 
@@ -165,7 +171,7 @@ def _behind(case: _Case) -> Verdict | None:
     first = case.behind[0]
     clear = any(s.position[:2] != first.position[:2] for s in case.others)
     sentence = (
-        f"{_are(case.behind)} behind: in {first.where()} for {first.still_s:.0f} s"
+        f"{_are(case.behind)} behind: in {first.where()} since {_changed(case, first)}"
         f"{_waiting(case.others, first)}"
     )
     sure = "high" if clear and len(case.behind) == 1 else "medium"
@@ -178,7 +184,7 @@ def _level(case: _Case) -> Verdict | None:
     first, alone = case.behind[0], len(case.ranks) == 1
     stands = f"{_named(case.ranks)} stand{'s' if alone else ''} still in {first.where()}"
     hint = "" if alone else "; no rank is behind the others, so their stacks must tell"
-    sentence = f"{stands} for {first.still_s:.0f} s{hint}"
+    sentence = f"{stands} since {_changed(case, first)}{hint}"
     return _verdict(case, first if alone else None, "level", "high" if alone else "low", sentence)
 
 

@@ -73,6 +73,7 @@ class RunSource:
         step = max((r.pulse.step for r in ranks if r.pulse), default=0)
         step = max(step, reader.last_step)
         planned = documents.setting_int(born, "train.steps")
+        moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
         more = self._troubles() + ([] if ended else [*presence.stopped(supervisor)])
         if reader.behind_bytes:
@@ -90,7 +91,7 @@ class RunSource:
             world=len(ranks),
             step=step,
             steps_planned=planned,
-            eta_s=self.history.eta_s(step, planned) if step and planned and not ended else None,
+            eta_s=self.history.eta_s(step, planned) if step and planned and moves else None,
             data_age_s=None if ended else _data_age(ranks, reader),
             ranks=ranks,
             gpus=reader.gpus,

@@ -23,6 +23,10 @@ from trainers.contract.errors import UsageError
 LOOK_EVERY_S = 0.2
 HEARTBEATS_EVERY_S = 1.0
 REMEMBERED = 4096
+FILES = {
+    "halt": rundir.HALT, "checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW,
+}  # fmt: skip
+"""What is left in the run directory for the ranks to find."""
 Outcome = tuple[bool, str, list[str]]
 
 
@@ -54,7 +58,7 @@ class Launch:
         self._next_flags: dict[str, dict[str, Any]] = {}
         self._requests: dict[str, _Known] = {}
         self._dump: tuple[Dump, list[Request]] | None = None
-        self._halts: list[tuple[Job[None], Request]] = []
+        self._left: list[tuple[Job[None], Request]] = []
         self._look: Job[list[Request]] | None = None
         self._ended_by = ""
         self._last_look = self.over = False
@@ -62,6 +66,7 @@ class Launch:
         self._actions: Mapping[str, Callable[[Request], Outcome | None]] = {
             "dump": self._do_dump, "halt": self._do_halt, "stop": self._do_end,
             "kill": self._do_end, "ack": self._do_ack, "note": self._do_note,
+            "checkpoint": self._do_ask, "profile": self._do_ask,
             "set-flag": self._do_set_flag, "proceed": self._do_proceed,
         }  # fmt: skip
         directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
@@ -80,7 +85,7 @@ class Launch:
     def tick(self) -> None:
         """Does what is due; never waits."""
         now = time.monotonic()
-        self._poll_halts()
+        self._poll_left()
         self._look_around(now)
         if self._dump is not None:
             self._poll_dump(*self._dump)
@@ -264,23 +269,35 @@ class Launch:
 
     def _do_halt(self, request: Request) -> Outcome | None:
         """Writes `.HALT` first: what cannot be written was not asked of the ranks."""
-        if self.attempt is None:
-            return self._do_end(request)
-        run, by = self.attempt.run, request.by
-        self._halts.append((self._directory.job(lambda: rundir.ask_halt(run, by)), request))
-        return None
+        return self._leave(request, self.attempt) if self.attempt else self._do_end(request)
 
-    def _poll_halts(self) -> None:
-        asked, self._halts = self._halts, []
+    def _do_ask(self, request: Request) -> Outcome | None:
+        attempt = self._addressed(request)
+        if attempt is None or not attempt.tree.alive():
+            return False, "no rank is running that could do it", []
+        return self._leave(request, attempt)
+
+    def _leave(self, request: Request, attempt: Attempt) -> None:
+        """Leaves the file that asks the ranks; the answer follows when it is written."""
+        run, name, by = attempt.run, FILES[request.action], request.by
+        self._left.append((self._directory.job(lambda: rundir.ask(run, name, by)), request))
+
+    def _poll_left(self) -> None:
+        asked, self._left = self._left, []
         for job, request in asked:
+            name = FILES[request.action]
             if not job.done:
-                self._halts.append((job, request))
+                self._left.append((job, request))
             elif job.error is not None:
                 reason = getattr(job.error, "strerror", None) or job.error
-                why = f"cannot write .HALT: {reason}; the ranks go on, stop sends them TERM"
+                more = ", stop sends them TERM" if name == rundir.HALT else ""
+                why = f"cannot write {name}: {reason}; the ranks go on{more}"
                 self._answer(request, (False, why, []))
-            else:
+            elif name == rundir.HALT:
                 self._answer(request, self._do_end(request))
+            else:
+                text = f"{name} is written; the ranks take it up at the end of their step"
+                self._answer(request, (True, text, []))
 
     def _do_end(self, request: Request) -> Outcome:
         return True, self._end_by(request.action, request.by), []

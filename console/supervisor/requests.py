@@ -79,6 +79,8 @@ TABLE: tuple[Action, ...] = (
     Action("dump", ("run",), "Write the stacks of all ranks, or of one.",
            (Argument("rank", _rank, "only this rank", required=False),)),
     Action("halt", ("run", "launch"), "All ranks stop at the same step and save; the plan ends."),
+    Action("checkpoint", ("run",), "All ranks save after the step that they are in, and go on."),
+    Action("profile", ("run",), "All ranks profile their next steps, into `profiles/`."),
     Action("stop", ("run", "launch"), "TERM, the grace time, then KILL; the plan ends."),
     Action("kill", ("run",), "KILL the whole tree now, without a checkpoint.",
            (Argument("yes", _yes, "yes=true means it"),)),

@@ -46,6 +46,7 @@ TABLE: tuple[Key, ...] = (
     Key("dump", ("D",), "Dump the stacks of all ranks", "dump", 8, asks="nothing is lost"),
     Key("halt", ("H",), "Halt: all ranks stop at the same step and save", "halt", 8,
         asks="the run ends with a checkpoint"),
+    Key("checkpoint", ("C",), "Checkpoint now: all ranks save and go on", asks="nothing is lost"),
     Key("kill", ("K",), "Stop or kill the run; asks for its name", asks="type the run's name"),
     Key("launch", ("L",), "Launch the plan, or go on to the next phase", "launch", 5,
         asks="processes are started"),

@@ -106,6 +106,14 @@ def halt(state: RunState | None) -> Question:
     return Question(f"Halt this run{step}?", facts, target, (Choice("Halt", "halt"),))
 
 
+def checkpoint(state: RunState | None) -> Question:
+    state = _living(state)
+    target = _run(state)
+    saved = f"; the last is {state.checkpoint}" if state.checkpoint else ""
+    facts = _facts(target, f"nothing: all ranks save after their step and go on{saved}")
+    return Question("Save a checkpoint now?", facts, target, (Choice("Save", "checkpoint"),))
+
+
 def kill(state: RunState | None) -> Question:
     """Returns the question before a stop or kill; typed is the run's name without the launch's.
 

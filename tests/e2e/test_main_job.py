@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from console import actions
 from console.sources import launches
 from console.sources.run import RunSource
 from tests.terminal import Terminal
+from trainers import manifest
 from trainers.contract import jsonl, rundir
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +185,23 @@ def test_a_stopped_rank_is_named_and_clears_when_it_goes_on(launch, root):
         wait_for(lambda: RunSource(launch).poll().state == "running")
         terminal.press("q")
         assert terminal.wait_exit() == 0
+
+
+def test_a_checkpoint_and_a_profile_are_made_when_asked_for(launch, root):
+    run = launch / "1-plumbing"
+    with console(root) as terminal:
+        terminal.wait("plumbing")
+        terminal.press("C")
+        terminal.wait("Save a checkpoint now")
+        terminal.press("y")
+        terminal.wait(".CHECKPOINT is written")
+        terminal.press("q")
+        assert terminal.wait_exit() == 0
+    saved = wait_for(lambda: [b for b in last_beats(run)[0] if b["msg"] == "checkpoint"])
+    assert manifest.verify(run / rundir.CHECKPOINTS / saved[0]["path"]).step == saved[0]["step"]
+    asked = actions.send(run, "profile", {}, "tester")
+    assert (actions.answer(run, asked, 10) or {}).get("ok")
+    wait_for(lambda: len(list((run / "profiles").glob("*_rank?.json"))) == 2)
 
 
 def test_z_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(launch, root):

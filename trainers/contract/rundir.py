@@ -200,12 +200,16 @@ def _is_read_only(path: Path) -> bool:
     return False
 
 
-def ask_halt(run: Path, by: str) -> None:
-    """Creates `.HALT`. On a full disk it lacks its text and halts all the same. Raises OSError."""
-    fd = open_append(run / HALT)
+def ask(run: Path, name: str, by: str) -> None:
+    """Creates `.HALT` or one of `ASKS`; on a full disk it lacks its text and means the same.
+
+    Raises OSError.
+    """
+    fd = open_append(run / name)
     try:
         with contextlib.suppress(OSError):
-            os.write(fd, f"halt asked by {by}\n".encode("utf-8", "replace"))
+            os.write(fd, f"asked by {by}\n".encode("utf-8", "replace"))
+        os.utime(fd)
     finally:
         os.close(fd)
 

@@ -73,7 +73,8 @@ class Command(DraftPanel):
         """Returns the title and the command: the one that runs, or the one that would."""
         if live := live_launch(snapshot):
             state, launch = live
-            title = f"command of phase {launch.phase + 1} {launch.current}"
+            ended = ", which ended" if launch.state == "waiting" else ""
+            title = f"command of phase {launch.phase + 1} {launch.current}{ended}"
             return title, shell_line(state.argv, state.environment)
         return "command of the first phase", self.draft.shell()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from console.diagnose.stall import Seen, diagnose, limit_s
 from trainers.contract.plan import Watch
 from trainers.contract.pulse import PHASES
 
+NOW = 1_790_000_000.0
 WATCH = Watch(stall_floor_s=10, startup_s=120, grace_s=15)
 
 
@@ -18,7 +21,7 @@ def seen(rank, phase="forward", still=12.0, state="S", step=41, **more):
 
 
 def judge(*ranks):
-    return diagnose(ranks, WATCH, 1.0)
+    return diagnose(ranks, WATCH, NOW)
 
 
 def test_a_run_that_moves_has_no_verdict():
@@ -30,8 +33,9 @@ def test_the_rank_behind_is_named_with_phase_step_and_who_waits():
     verdict = judge(seen(0, "backward"), seen(1, "forward"))
     assert (verdict.rank, verdict.cause) == (1, "behind")
     assert (verdict.phase, verdict.step) == ("forward", 41)
+    since = time.strftime("%H:%M:%S", time.localtime(NOW - 12))
     assert verdict.sentence == (
-        "rank 1 is behind: in forward of step 41 for 12 s; rank 0 waits in backward"
+        f"rank 1 is behind: in forward of step 41 since {since}; rank 0 waits in backward"
     )
     assert verdict.sure == "high"
     assert len(verdict.evidence) == 2

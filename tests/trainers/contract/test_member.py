@@ -251,7 +251,7 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
         with (mount / "rest").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
             while stream.write(b"x" * 4096):
                 pass
-        rundir.ask_halt(mount, "tester")
+        rundir.ask(mount, rundir.HALT, "tester")
         assert (mount / rundir.HALT).exists()
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
