@@ -107,18 +107,21 @@ def _changed(case: _Case, seen: Seen) -> str:
     return time.strftime("%H:%M:%S", time.localtime(case.ts - seen.still_s))
 
 
-def _evidence(case: _Case) -> tuple[str, ...]:
+def _evidence(case: _Case, who: Seen | None) -> tuple[str, ...]:
+    """Returns a line a rank, the one to blame first."""
     return tuple(
         f"rank {s.rank}: process state {s.state}, {s.where()}, unchanged for {s.still_s:.0f} s, "
         f"limit {limit_s(s, case.watch):.0f} s, {s.collectives} collectives"
-        for s in case.ranks[:64]
+        for s in sorted(case.ranks, key=lambda s: s is not who)[:64]
     )
 
 
 def _verdict(case: _Case, who: Seen | None, cause: str, sure: Sure, sentence: str) -> Verdict:
     place = who or case.behind[0]
     rank = who.rank if who else None
-    return Verdict(case.ts, sentence, cause, rank, place.phase, place.step, sure, _evidence(case))
+    return Verdict(
+        case.ts, sentence, cause, rank, place.phase, place.step, sure, _evidence(case, who)
+    )
 
 
 def _in_state(case: _Case, letters: str) -> tuple[list[Seen], str]:
@@ -140,7 +143,7 @@ def _stopped(case: _Case) -> Verdict | None:
     first = found[0]
     sentence = (
         f"{_are(found)} stopped (SIGSTOP or a debugger): in {first.where()} "
-        f"since {_changed(case, first)}{waiting}; kill -CONT {first.pid} lets it go on"
+        f"since {_changed(case, first)}; kill -CONT {first.pid} lets it go on{waiting}"
     )
     return _verdict(case, first, "stopped", "high", sentence)
 
