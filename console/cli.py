@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from console.commands import output
 from console.commands.output import OutputError
 from console.sources import launches
-from console.supervisor.requests import TABLE as ACTIONS
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
@@ -92,11 +91,30 @@ def watch(options: argparse.Namespace) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError for wrong words instead of printing a usage and leaving."""
+    """Raises UsageError for wrong words instead of printing a usage and leaving.
 
-    def __init__(self, **more: Any):
+    That of a command learns its options when it is asked for them: a start pays for one command.
+    """
+
+    def __init__(self, row: Command | None = None, **more: Any):
         more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **more)
+        self.row = row
+
+    def fill(self) -> None:
+        """Takes in the options and examples of its command."""
+        row, self.row = self.row, None
+        if row is None:
+            return
+        more = row.more if isinstance(row.more, str) else row.more()
+        self.description, self.epilog = row.about, _epilog(row.examples, more)
+        self.set_defaults(command=row, acts=row.module == "acting")
+        for names, given in (JSON, *row.options):
+            self.add_argument(*names, **given)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.fill()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -164,8 +182,10 @@ def _run(metavar: str = "RUN", also: str = "") -> Option:
 
 def _actions() -> str:
     """Returns the table of actions as help; arguments in brackets may be left out."""
+    from console.supervisor.requests import TABLE
+
     lines = ["actions:"]
-    for action in ACTIONS:
+    for action in TABLE:
         given = (f"{a.name}=…" if a.required else f"[{a.name}=…]" for a in action.args)
         call = f"  {' '.join((action.name, *given)):<25} "
         lines.append(textwrap.fill(f"{call}{action.help}", 79, subsequent_indent=" " * len(call)))
@@ -180,13 +200,14 @@ class Command:
     about: str
     examples: tuple[str, ...]
     options: tuple[Option, ...] = ()
-    more: str = ""
+    more: str | Callable[[], str] = ""
     module: str = "looking"
     act: Callable[[argparse.Namespace], int] | None = None
 
     def __call__(self, options: argparse.Namespace) -> int:
-        module = import_module(f"console.commands.{self.module}")
-        return (self.act or getattr(module, self.name))(options)
+        if self.act is not None:
+            return self.act(options)
+        return getattr(import_module(f"console.commands.{self.module}"), self.name)(options)
 
 
 JSON = option("--json", action="store_true", help="print data: one JSON document a line")
@@ -272,7 +293,7 @@ ACTING: tuple[Command, ...] = (
         option("action", type=word, metavar="ACTION", help="one of those below"),
         option("args", nargs="*", metavar="NAME=VALUE", help="its arguments"),
         TIMEOUT,
-    ), _actions(), "acting"),
+    ), _actions, "acting"),
 )  # fmt: skip
 
 
@@ -305,12 +326,7 @@ def build_parser() -> Parser:
     parser.set_defaults(command=screen, run=None)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for row in (*LOOKING, *ACTING):
-        command = commands.add_parser(
-            row.name, help=row.about, description=row.about, epilog=_epilog(row.examples, row.more)
-        )
-        command.set_defaults(command=row, acts=row.module == "acting")
-        for names, more in (JSON, *row.options):
-            command.add_argument(*names, **more)
+        commands.add_parser(row.name, help=row.about, row=row)
     return parser
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.sources.documents import decided
 from console.tui import questions
 from console.tui.questions import CannotAsk
 
@@ -45,6 +44,8 @@ class Draft:
         """Returns what the first phase gets as flags of the plan, else as settings."""
         if self.prepared is None:
             return {}
+        from console.sources.documents import decided  # not for the first picture
+
         plan, first = self.prepared.plan, self.prepared.phases[0]
         return {**decided(first.settings), **plan.env, **plan.phases[0].flags}
 

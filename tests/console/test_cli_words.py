@@ -28,6 +28,8 @@ GOOD = {
 def commands() -> dict[str, argparse.ArgumentParser]:
     actions = cli.build_parser()._actions
     (chosen,) = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
+    for parser in chosen.choices.values():
+        parser.fill()
     return chosen.choices
 
 

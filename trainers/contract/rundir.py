@@ -10,8 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
-import socket
 import stat
 import time
 from collections.abc import Mapping
@@ -69,7 +67,7 @@ def live_stack(live: Path, rank: int) -> Path:
 
 
 def host_name() -> str:
-    return socket.gethostname() or "localhost"
+    return os.uname().nodename or "localhost"
 
 
 def boot_id() -> str:
@@ -134,7 +132,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Replaces `path` as a whole: temporary name, fsync, rename. Raises OSError."""
     if isinstance(data, str):
         data = data.encode()
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, 0o600)
     try:
@@ -191,7 +189,7 @@ def check_ours(path: Path) -> None:
 
 
 def _is_read_only(path: Path) -> bool:
-    probe = path / f".probe-{secrets.token_hex(4)}"
+    probe = path / f".probe-{os.urandom(4).hex()}"
     try:
         probe.touch(0o600)
         probe.unlink()
