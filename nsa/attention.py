@@ -24,6 +24,8 @@ from nsa.select import attend_ranges, attend_selected, importance, top_blocks
 from nsa.stats import gate_stats, selection_stats
 from nsa.window import attend_window
 
+GATED_TOKENS = 512
+"""Tokens whose gates get their gradient at a time."""
 _WINDOW = {"causal": attend_window, "banded": attend_window, "flash-attn": attend_flash_attn}
 _SELECTED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, NSAConfig], Tensor]] = {
     "masked": attend_selected,
@@ -177,12 +179,12 @@ class NSAttention(nn.Module):
             # Its kernels are no faster in low precision, and each rounding costs accuracy.
             y = widen(y)
         heads, groups = config.n_heads, config.n_kv_groups
-        rotated, plain = (heads + 2 * groups) * config.d_k, groups * config.d_k
-        turning, k_cmp, values = y.split([rotated, plain, y.shape[-1] - rotated - plain], dim=-1)
-        turned = rotate(split_heads(turning, heads + 2 * groups), base, first)
-        q, k_slc, k_win = turned.split([heads, groups, groups], dim=1)
-        v_slc, v_win, v_cmp = split_heads(values, 3 * groups).split(groups, dim=1)
-        return q, split_heads(k_cmp, groups), v_cmp, k_slc, v_slc, k_win, v_win
+        widths = [heads * config.d_k, *[groups * config.d_k] * 3, *[groups * config.d_v] * 3]
+        counts = [heads, *[groups] * 6]
+        parts = map(split_heads, y.split(widths, dim=-1), counts)
+        q, k_slc, k_win, k_cmp, v_slc, v_win, v_cmp = parts
+        q, k_slc, k_win = (rotate(part, base, first) for part in (q, k_slc, k_win))
+        return q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win
 
     def summaries(self, k: Tensor, v: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the whole compressed blocks (eq. 7), `[B, G, N, D]` in float32 at
@@ -223,11 +225,36 @@ class NSAttention(nn.Module):
 
 def gated_sum(gates: Tensor, *branches: Tensor) -> Tensor:
     """Eq. 5: gates `[B, S, H, 3]`, branches `[B, H, S, Dv]` each → `[B, H, S, Dv]`."""
-    first, *rest = zip(gates.transpose(1, 2).unsqueeze(-1).unbind(-2), branches, strict=True)
-    total = first[0] * first[1]
-    for weight, branch in rest:
-        total = torch.addcmul(total, weight, branch)
-    return total
+    return _GatedSum.apply(gates, *branches)
+
+
+class _GatedSum(torch.autograd.Function):
+    """Computes the gates' gradient in chunks of tokens: their products stay in a cache."""
+
+    @staticmethod
+    def forward(gates: Tensor, *branches: Tensor) -> Tensor:
+        weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
+        total = weights[0] * branches[0]
+        for weight, branch in zip(weights[1:], branches[1:], strict=True):
+            total = total.addcmul_(weight, branch)
+        return total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
+        gates, *branches = ctx.saved_tensors
+        weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
+        chunks = grad.split(GATED_TOKENS, dim=2)
+        shares = [
+            torch.cat([(g * b).sum(-1) for g, b in zip(chunks, cut, strict=True)], dim=2)
+            for cut in (branch.split(GATED_TOKENS, dim=2) for branch in branches)
+        ]
+        grad_gates = torch.stack(shares, dim=-1).transpose(1, 2).to(gates.dtype)
+        return grad_gates, *((grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True))
 
 
 class DenseAttention(nn.Module):

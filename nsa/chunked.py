@@ -1,9 +1,9 @@
 """The selected branch at a cost of the selected blocks, and in memory for one chunk of tokens.
 
-The queries of a chunk are sorted by the blocks that they selected and cut into tiles: up to 192
-rows (queries times heads of a group) that share one block, so that a tile is one product of dense
-matrices. The current block and the one before it are contiguous and need no sorting. The parts of a
-query are joined by their log-sum-exps; the backward computes them again from the saved indices.
+The queries of a chunk are sorted by the blocks that they selected and cut into tiles: rows (queries
+times heads of a group) that share one block, so that a tile is one product of dense matrices. The
+current block and the one before it are contiguous and need no sorting. The parts of a query are
+joined by their log-sum-exps; the backward computes them again from the saved indices.
 
 Tokens t < n · l' select every block that has begun: theirs is plain causal attention.
 
@@ -13,6 +13,7 @@ of G groups; rows are (sequence, token, group).
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +25,21 @@ from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import widen
 from nsa.tables import cached_table
 
-CHUNK = 512
-"""Tokens whose selected keys are worked on at a time."""
-TILE_ROWS = 192
-"""Rows of a tile at most: enough for an efficient product, few enough to be filled."""
-PART_PAIRS = 512
-"""Selected blocks of tokens whose tiles are computed at a time, so that they stay in a cache."""
+
+class Tiling(NamedTuple):
+    """How the work is cut; each is the fastest that was measured on a CPU."""
+
+    chunk: int
+    """Tokens whose selected keys are worked on at a time."""
+    rows: int
+    """Rows of a tile at most: enough for an efficient product, few enough to be filled."""
+    pairs: int
+    """Selected blocks of tokens whose tiles are computed at a time: few, to stay in a cache."""
+
+
+FORWARD = Tiling(chunk=512, rows=192, pairs=512)
+"""Small: it holds the outputs of all the chunk's tiles until it knows their weights."""
+BACKWARD = Tiling(chunk=4096, rows=768, pairs=2048)
 
 
 def attend_chunked(
@@ -58,7 +68,7 @@ def _selected(
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     outs, lses = [], []
-    for chunk in _chunks(q, k, blocks, size):
+    for chunk in _chunks(q, k, blocks, size, FORWARD):
         queries = chunk.rows(q)
         near, near_lse = attend_part(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
@@ -87,7 +97,7 @@ def _selected_backward(
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
     grad_q = []
-    for chunk in _chunks(q, k, blocks, size):
+    for chunk in _chunks(q, k, blocks, size, BACKWARD):
         heads_first = (grad.transpose(1, 2), q, out.transpose(1, 2), lse.mT.unsqueeze(-1))
         rows = [chunk.rows(x) for x in heads_first]
         near, near_k, near_v = _part_backward(
@@ -96,11 +106,11 @@ def _selected_backward(
         grad_keys.add_near(chunk, near_k)
         grad_values.add_near(chunk, near_v)
         plan = chunk.plan(keys.count)
-        far = plan.empty(rows[1])
+        total = chunk.unfold(near).contiguous()
         for part in plan.parts:
             grad_t, q_t, out_t, lse_t = (plan.queries(x, part) for x in rows)
             lse_t = lse_t.masked_fill_(plan.spare(part).unsqueeze(-1), torch.inf)
-            far[part], far_k, far_v = _part_backward(
+            far_q, far_k, far_v = _part_backward(
                 [grad_t, q_t, out_t, lse_t],
                 keys.far(plan, part),
                 values.far(plan, part),
@@ -108,8 +118,8 @@ def _selected_backward(
                 flash,
             )
             grad_keys.add_far(plan, part, far_k)
+            plan.add(total, part, far_q)
             grad_values.add_far(plan, part, far_v)
-        total = chunk.unfold(near) + plan.summed(far).view_as(rows[1])
         grad_q.append(total.flatten(2, 3).to(q.dtype))
     q_grad = torch.cat(grad_q, dim=1).transpose(1, 2).contiguous()
     return q_grad, grad_keys.joined(k), grad_values.joined(v)
@@ -177,6 +187,7 @@ class _Chunk:
     """`[B, G, C, n - 2]`: the selected blocks but the two local ones."""
     bias: Tensor
     """`[l' · R, 2 · l']`: which keys of two neighbouring blocks a query of the latter sees."""
+    tiling: Tiling
 
     def rows(self, x: Tensor) -> Tensor:
         """`[B, H, S, X]` → `[B, C, G, R, X]`, contiguous and wide."""
@@ -201,7 +212,8 @@ class _Chunk:
         """Which queries share a tile, for `n_blocks` blocks in each sequence and group."""
         batch, groups, tokens, picks = self.blocks.shape
         device = self.blocks.device
-        share = max(8, min(TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks))
+        rows = self.tiling.rows
+        share = max(8, min(rows * self.size // len(self.bias), tokens * picks // n_blocks))
         owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
         block = (owner * n_blocks + self.blocks).transpose(1, 2).flatten()
         count = torch.bincount(block, minlength=batch * groups * n_blocks)
@@ -215,7 +227,9 @@ class _Chunk:
         row[slot] = order // picks
         slots = torch.empty_like(order).scatter_(0, order, slot).view(-1, picks)
         heads = len(self.bias) // self.size
-        return _Plan(row.view(-1, share), slots, tile_block, share, heads, tokens)
+        return _Plan(
+            row.view(-1, share), slots, tile_block, share, heads, tokens, self.tiling.pairs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +245,13 @@ class _Plan:
     share: int
     heads: int
     tokens: int
+    pairs_of_part: int
 
     @property
     def parts(self) -> list[slice]:
         """The tiles in equal parts that stay in a cache; how many does not depend on the data."""
         tokens, picks = self.tokens, self.slots.shape[1]
-        count = min(-(-tokens * picks // PART_PAIRS), len(self.block))
+        count = min(-(-tokens * picks // self.pairs_of_part), len(self.block))
         ends = [len(self.block) * i // count for i in range(count + 1)]
         return [slice(*pair) for pair in pairwise(ends)]
 
@@ -259,9 +274,11 @@ class _Plan:
         found = x.flatten(0, 1).index_select(0, self.slots.flatten())
         return found.view(*self.slots.shape, -1)
 
-    def summed(self, x: Tensor) -> Tensor:
-        """`[tiles, share · R, X]` → `[rows, R · X]`: the sum over a row's picks."""
-        return F.embedding_bag(self.slots, x.reshape(self.row.numel(), -1), mode="sum")
+    def add(self, total: Tensor, part: slice, x: Tensor) -> None:
+        """Adds `[tiles, share · R, X]` to their rows of `total` `[B, C, G, R, X]`; what is in spare
+        slots must be 0."""
+        row = self.row[part].clamp_min(0).flatten()
+        total.view(-1, total[0, 0, 0].numel()).index_add_(0, row, x.reshape(len(row), -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,16 +329,16 @@ class _Blocks:
         return whole.to(like.dtype).contiguous()
 
 
-def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
+def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int, tiling: Tiling) -> list[_Chunk]:
     """The chunks of the queries `[B, H, S, D]`, the first of which begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
     bias = two_blocks(size, heads, q.device, torch.promote_types(q.dtype, torch.float32))
-    step = max(CHUNK // size, 1) * size
+    step = max(tiling.chunk // size, 1) * size
     return [
         _Chunk(
             begin, min(begin + step, seq_len), first + begin // size, size,
-            blocks[:, :, begin : begin + step, :-LOCAL_BLOCKS], bias,
+            blocks[:, :, begin : begin + step, :-LOCAL_BLOCKS], bias, tiling,
         )
         for begin in range(0, seq_len, step)
     ]  # fmt: skip
