@@ -26,6 +26,7 @@ from nsa.attention import DenseAttention, NSAttention, routes_of
 from nsa.backends import Switches, in_words
 from nsa.config import ModelConfig, flops_per_token, parameter_count
 from nsa.model import Transformer
+from trainers.allocator import keep_freed_memory
 from trainers.settings import resolve
 
 THREADS = 2
@@ -137,7 +138,7 @@ def measure(layers: int, rounds: int) -> str:
         "dense": layer_step(DenseAttention(dense), LAYER_TOKENS, dense.dim),
     }
     targets = {"dense": LAYER_TARGET}
-    rows += rows_of(in_turn(steps, rounds), "attention layer", LAYER_TOKENS, targets)
+    rows += rows_of(in_turn(steps, 2 * rounds + 1), "attention layer", LAYER_TOKENS, targets)
     header = (
         "what", "S", "contender", "tok/s", "tok per CPU s", "nsa ÷ it, wall", "nsa ÷ it, CPU",
         "target",
@@ -176,6 +177,7 @@ def main() -> None:
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
+    keep_freed_memory()  # as the trainers do on the CPU
     if arguments.peak:
         print_peak(arguments.peak, arguments.layers)
         return
@@ -184,7 +186,8 @@ def main() -> None:
         "nsa_cpu",
         "NSA against dense attention on the CPU",
         measure(layers, rounds),
-        f"fp32, B=1, {THREADS} threads, {layers} layers, medians of {rounds} rounds in turn. A "
+        f"fp32, B=1, {THREADS} threads, {layers} layers, medians of {rounds} rounds in turn "
+        f"({2 * rounds + 1} of the layer), freed memory kept as by the trainers. A "
         f"ratio above 1 means that NSA is the faster.\n\n{about(models())}",
     )
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.attend import allowed_kernels, attend, attend_causal
-from nsa.backends import Case, Route, Switches, effective, flash_attn_installed
+from nsa.backends import BRANCHES, Case, Route, Switches, effective, flash_attn_installed
 from nsa.cache import Cache, DenseCache
 from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, BlockMLP, attend_compressed, compressed_weights, to_blocks
@@ -18,6 +18,7 @@ from nsa.config import ModelConfig, NSAConfig, compressed_blocks
 from nsa.decode import attend_token
 from nsa.flash import attend_flash_attn
 from nsa.gate import Gate
+from nsa.marks import mark
 from nsa.precision import widen
 from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, importance, top_blocks
@@ -61,8 +62,11 @@ class NSAttention(nn.Module):
     position of its block's last token, the position at which it becomes visible: a query's distance
     to it starts at 0, like its distance to an ordinary key, and a cache can rotate it on arrival.
 
-    `fallbacks` counts forwards that could not follow a switch, by cause.
+    `fallbacks` counts forwards that could not follow a switch, by cause; with `nvtx` the branches
+    are ranges for Nsight Systems.
     """
+
+    nvtx = False
 
     def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
@@ -101,12 +105,13 @@ class NSAttention(nn.Module):
         k_blocks, v_blocks = self.summaries(k_cmp, v_cmp)
         gates, logits = self.gate(x)
         nsa = self.config.nsa
-        with self.kernels(routes["cmp"]):
+        cmp, sel, win = (routes[branch] for branch in BRANCHES)
+        with mark("cmp", cmp.name, self.nvtx), self.kernels(cmp):
             out_cmp = attend_compressed(q, k_blocks, v_blocks, nsa.block_size, nsa.block_stride)
-        with self.kernels(routes["sel"]):
-            out_slc = self.selected(q, k_slc, v_slc, k_blocks, routes["sel"].name)
-        with self.kernels(routes["win"]):
-            out_win = _WINDOW[routes["win"].name](q, k_win, v_win, nsa.window)
+        with mark("sel", sel.name, self.nvtx), self.kernels(sel):
+            out_slc = self.selected(q, k_slc, v_slc, k_blocks, sel.name)
+        with mark("win", win.name, self.nvtx), self.kernels(win):
+            out_win = _WINDOW[win.name](q, k_win, v_win, nsa.window)
         if self.collecting:
             self.collect(q, k_blocks, logits)
         if cache is not None:
@@ -260,6 +265,8 @@ class _GatedSum(torch.autograd.Function):
 class DenseAttention(nn.Module):
     """Causal attention to all keys, with the same heads and groups: the control."""
 
+    nvtx = False
+
     def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
         self.config = config
@@ -287,7 +294,8 @@ class DenseAttention(nn.Module):
         v = split_heads(v, groups)
         if cache is not None:
             k, v = cache.append(k, v)
-        with allowed_kernels(self.switches, refused=config.d_k != config.d_v):
+        kernels = allowed_kernels(self.switches, refused=config.d_k != config.d_v)
+        with mark("all", "causal", self.nvtx), kernels:
             out = attend(q, k, v, None) if first else attend_causal(q, k, v)
         return self.out(merge_heads(out))
 

@@ -48,12 +48,11 @@ def attend_chunked(
     """Shapes and result as of `nsa.select.attend_selected`. `flash`: whether torch's flash kernel
     may compute the parts."""
     start = min(config.n_select * config.select_block_size, q.shape[2])
-    first = attend_causal(*(x[:, :, :start] for x in (q, k, v)))
+    q_first, q_rest = q.split([start, q.shape[2] - start], dim=2)
+    first = attend_causal(q_first, k[:, :, :start], v[:, :, :start])
     if start == q.shape[2]:
         return first
-    rest, _ = _selected(
-        q[:, :, start:], k, v, blocks[:, :, start:], config.select_block_size, flash
-    )
+    rest, _ = _selected(q_rest, k, v, blocks[:, :, start:], config.select_block_size, flash)
     return torch.cat((first.transpose(1, 2), rest), dim=1).transpose(1, 2)
 
 

@@ -89,9 +89,12 @@ def attend_compressed(
     """
     blind = min(max(size - 1 - first, 0), q.shape[2])
     pieces = [q.new_zeros(q.shape[0], blind, q.shape[1], v.shape[-1])]
+    seeing = list(_seeing(q, k, size, stride, first, CHUNK))
+    # One cut: the gradient of a slice is as large as the whole, that of a cut is joined once.
+    cut = q.split([q.shape[2] - _tokens(seeing), *(_tokens([s]) for s in seeing)], dim=2)
     with no_autocast(q.device):
-        for rows, n, mask in _seeing(q, k, size, stride, first, CHUNK):
-            queries, keys, values = widen(q[:, :, rows]), widen(k[:, :, :n]), widen(v[:, :, :n])
+        for queries, (_, n, mask) in zip(cut[1:], seeing, strict=True):
+            queries, keys, values = widen(queries), widen(k[:, :, :n]), widen(v[:, :, :n])
             if n < FEW_BLOCKS:
                 weights = _weights(queries, keys, mask)
                 out = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
@@ -104,6 +107,10 @@ def attend_compressed(
         pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)
     # Joined as [B, S, H, D], the layout in which the heads are merged.
     return torch.cat(pieces, dim=1).transpose(1, 2)
+
+
+def _tokens(seeing: list[tuple[slice, int, Tensor]]) -> int:
+    return sum(rows.stop - rows.start for rows, _, _ in seeing)
 
 
 @torch.no_grad()

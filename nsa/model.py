@@ -122,12 +122,15 @@ class Transformer(nn.Module):
         found = [layer.stats for layer in self._sparse_layers() if layer.stats]
         return over_layers(found) if found else {}
 
+    def attention_layers(self) -> list[NSAttention | DenseAttention]:
+        return [cast(Block, block).attn for block in self.blocks]
+
     def _sparse_layers(self) -> list[NSAttention]:
         return [module for module in self.modules() if isinstance(module, NSAttention)]
 
     def caches(self) -> list[Cache | DenseCache]:
         """An empty cache for each layer, for decoding."""
-        return [cast(Block, block).attn.new_cache() for block in self.blocks]
+        return [layer.new_cache() for layer in self.attention_layers()]
 
     def fallbacks(self) -> Counter[str]:
         """How often a layer's forward could not follow a switch, by cause."""

@@ -19,8 +19,9 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
     if q.shape[2] <= window:
         return attend_causal(q, k, v)
-    start = attend_causal(*(x[:, :, :window] for x in (q, k, v)))
-    rest = attend_band(q[:, :, window:], k, v, window)
+    q_start, q_rest = q.split([window, q.shape[2] - window], dim=2)
+    start = attend_causal(q_start, k[:, :, :window], v[:, :, :window])
+    rest = attend_band(q_rest, k, v, window)
     # Joined as [B, S, H, D], the layout in which the heads are merged.
     return torch.cat((start.transpose(1, 2), rest.transpose(1, 2)), dim=1).transpose(1, 2)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from nsa.model import Transformer
 from trainers import checkpoint, facts, manifest, optim, precision
+from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts, Saver
 from trainers.contract import rundir
 from trainers.contract.member import Member
@@ -56,6 +57,8 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     train, parallel = settings.train, join(settings, member)
     source = open_alike(settings, member.run, parallel)
     precision.allow_tf32(train.tf32)
+    if parallel.device.type == "cpu":
+        keep_freed_memory()
     plain = make_model(settings, parallel.device)
     if parallel.name == "ddp" and settings.ddp.disable_gc:
         plain.recompute = range(0)
@@ -93,6 +96,8 @@ def make_model(settings: Settings, device: torch.device) -> Transformer:
     model = Transformer(settings.model, settings.attention)
     model = model.to(device, precision.weights_dtype(train.precision))
     model.recompute = recomputed(train.recompute, settings.model.n_layers) or range(0)
+    for layer in model.attention_layers():
+        layer.nvtx = settings.report.nvtx and device.type == "cuda"
     if train.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)

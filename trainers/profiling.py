@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainers.audit import in_words, kernels_called
 from trainers.contract import rundir
 from trainers.contract.member import Member
 from trainers.refusals import step_range
@@ -24,6 +25,8 @@ class Profiler:
         self._member, self._report, self._on_cuda = member, report, on_cuda
         self._window = step_range(settings.profile) or range(0)
         self._memory_every = settings.memory_every if on_cuda else 0
+        self._audited = 0 if settings.sdpa_audit and member.rank == 0 else None
+        """The step whose kernels are told; 0: the first there is."""
         self._open: Any = None
         self._exporting: threading.Thread | None = None
         if settings.memory_every and not on_cuda:
@@ -35,8 +38,10 @@ class Profiler:
             self._window = range(step + 1, step + 1 + ASKED_STEPS)
 
     def begin(self, step: int) -> None:
-        """Opens the window whose first step this is."""
-        if step == self._window.start and len(self._window):
+        """Opens the window whose first step this is, or that of the audit."""
+        if self._audited == 0:
+            self._audited = step
+        if self._open is None and (step == self._audited or step in self._window[:1]):
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if self._on_cuda:
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -45,7 +50,7 @@ class Profiler:
 
     def end(self, step: int) -> None:
         """Closes the window whose last step this was, and writes what is due."""
-        if self._open is not None and step == self._window.stop - 1:
+        if self._open is not None and (step == self._window.stop - 1 or step not in self._window):
             self._close(step)
         if self._memory_every and step % self._memory_every == 0:
             name = f"memory_step{step:08d}_rank{self._member.rank}.json"
@@ -62,6 +67,14 @@ class Profiler:
     def _close(self, step: int) -> None:
         profile, self._open = self._open, None
         profile.stop()
+        if self._audited is not None:
+            called = kernels_called(profile.events())
+            steps = f"{self._audited}-{step}" if step > self._audited else f"{step}"
+            text = f"kernels of SDPA in step {steps}: {in_words(called)}"
+            self._report.say("sdpa_audit", step, text, called=called)
+            self._audited = None
+        if step not in self._window:
+            return
         name = f"steps{self._window.start}-{step}_rank{self._member.rank}.json"
         # A trace of some steps takes seconds to write, which no step shall wait for.
         self._exporting = threading.Thread(

@@ -167,7 +167,9 @@ class ReportSettings:
     disable_tb: bool = False
     """Write nothing for TensorBoard."""
     nvtx: bool = False
-    """Mark the phases of a step for Nsight Systems (CUDA)."""
+    """Mark the phases of a step and the branches of the attention for Nsight Systems (CUDA)."""
+    sdpa_audit: bool = False
+    """Say which kernels of SDPA the first step called, by branch."""
     memory_every: int = 0
     """Steps between files with the CUDA allocator's statistics; 0: none."""
     profile: str = ""

@@ -19,7 +19,7 @@ def asked(tmp_path_factory):
         train__steps=100_000, report__log_every=1, checkpoint__background="on",
         checkpoint__export=folder / "weights.safetensors", report__profile="2:4",
     )  # fmt: skip
-    run = Run(folder, changes)
+    run = Run(folder, changes, flags={"NSA_SDPA_AUDIT": "1", "NSA_SEL_RANGES_V2": "1"})
     run.until_step(5)
     (run.path / ".CHECKPOINT").touch()
     run.until(lambda: run.records(0, "checkpoint"))
@@ -43,6 +43,15 @@ def test_profiles_cover_the_steps_of_the_flag_and_of_the_request(asked):
         names = {event.get("name") for event in trace["traceEvents"]}
         assert "aten::scaled_dot_product_attention" in names
     assert len(asked.records(1, "profile")) == 2
+
+
+def test_the_audit_tells_the_kernels_that_the_first_step_called_in_each_branch(asked):
+    (audit,) = asked.records(0, "sdpa_audit")
+    assert audit["step"] == 1
+    assert audit["called"]["sel.ranges_v2"] == {"flash": 1}
+    assert audit["called"]["cmp.masked"] == {}
+    assert {branch.partition(".")[0] for branch in audit["called"]} == {"cmp", "sel", "win"}
+    assert not asked.records(1, "sdpa_audit")
 
 
 def test_scalars_are_there_for_tensorboard(asked):

@@ -71,6 +71,8 @@ TABLE: tuple[Flag, ...] = (
     Flag("NSA_MEM_DUMP_EVERY", "int", "", "report",
          "Steps between dumps of the CUDA allocator.", "report.memory_every", at_least=0),
     Flag("NSA_NVTX", "bool", "", "report", "Mark phases for Nsight Systems.", "report.nvtx"),
+    Flag("NSA_SDPA_AUDIT", "bool", "", "report",
+         "Say which kernels of SDPA the first step called, by branch.", "report.sdpa_audit"),
     Flag("NSA_PROFILE", "str", "", "report", "Steps A:B under torch.profiler.",
          "report.profile"),
     Flag("NSA_DISABLE_AUX_STATS", "bool", "0", "report",
