@@ -1,4 +1,7 @@
-"""Softmax attention of grouped heads through torch's SDPA: H query heads share G key heads."""
+"""Softmax attention of grouped heads through torch's SDPA: H query heads share G key heads.
+
+In the dtype of what is given: autocast, which would round wider inputs, is suspended.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.backends import Switches
+from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
 FOLDED_UP_TO, FOLDED_TOKENS = 1024, 64
@@ -36,7 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     broadcasts to `[N, H, S, T]`, → `[N, H, S, Dv]`.
     """
     k, v, native = share(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=native)
+    with no_autocast(q.device):
+        return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=native)
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -47,7 +52,8 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v, native = share(q, k, v)
     if native and q.shape[2] <= FOLDED_UP_TO and _keeps_threads_busy(k):
         return _attend_folded(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=native)
+    with no_autocast(q.device):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=native)
 
 
 def _keeps_threads_busy(k: Tensor) -> bool:

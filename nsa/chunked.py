@@ -22,7 +22,7 @@ from torch import Tensor
 from nsa.attend import attend_causal
 from nsa.config import LOCAL_BLOCKS, NSAConfig
 from nsa.partial import attend_part, attend_part_backward
-from nsa.precision import widen
+from nsa.precision import no_autocast, widen
 from nsa.tables import cached_table
 
 
@@ -39,7 +39,7 @@ class Tiling(NamedTuple):
 
 FORWARD = Tiling(chunk=512, rows=192, pairs=512)
 """Small: it holds the outputs of all the chunk's tiles until it knows their weights."""
-BACKWARD = Tiling(chunk=4096, rows=768, pairs=2048)
+BACKWARD = Tiling(chunk=8192, rows=768, pairs=2048)
 
 
 def attend_chunked(
@@ -52,7 +52,8 @@ def attend_chunked(
     first = attend_causal(q_first, k[:, :, :start], v[:, :, :start])
     if start == q.shape[2]:
         return first
-    rest, _ = _selected(q_rest, k, v, blocks[:, :, start:], config.select_block_size, flash)
+    with no_autocast(q.device):
+        rest, _ = _selected(q_rest, k, v, blocks[:, :, start:], config.select_block_size, flash)
     return torch.cat((first.transpose(1, 2), rest), dim=1).transpose(1, 2)
 
 

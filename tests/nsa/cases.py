@@ -11,7 +11,7 @@ from nsa.backends import Route, Switches
 from nsa.config import ModelConfig, NSAConfig
 from nsa.reference import Reference, nsa_layer
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
 def model_config(

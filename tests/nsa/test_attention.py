@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa import chunked
@@ -63,11 +64,14 @@ def test_outputs_and_gradients_equal_the_oracle_in_float32(route, config, seq_le
 @pytest.mark.parametrize("compress", ["mlp", "mean"])
 @pytest.mark.parametrize("seq_len", [5, 31])
 @pytest.mark.parametrize("route", ROUTES)
-def test_outputs_and_gradients_equal_the_oracle_in_bfloat16(route, seq_len, compress, gate):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_and_gradients_equal_the_oracle_in_low_precision(
+    dtype, route, seq_len, compress, gate
+):
     config = model_config(
         heads=(2, 3), d_k=16, d_v=16, dim=64, block_size=8, compress=compress, gate=gate
     )
-    layer, x, weight = layer_and_input(config, seq_len, 1, seq_len, torch.bfloat16, route)
+    layer, x, weight = layer_and_input(config, seq_len, 1, seq_len, dtype, route)
     blocks = layer.selected_blocks(x)
     expected, _ = reference_gradients(layer, x, weight, config, blocks)
     got = gradients(layer, x, weight)
@@ -76,7 +80,7 @@ def test_outputs_and_gradients_equal_the_oracle_in_bfloat16(route, seq_len, comp
         found["gate"] = torch.cat(
             (found.pop("gate.proj.weight").flatten(), found.pop("gate.proj.bias"))
         )
-    assert_close(got, expected, torch.bfloat16)
+    assert_close(got, expected, dtype)
 
 
 @settings(max_examples=15)
@@ -256,6 +260,22 @@ def test_autocast_leaves_the_selection_scores_in_float32():
         p_slc = layer.scores(q, layer.summaries(k_cmp, v_cmp)[0])
         out = layer(x)
     assert (out.dtype, q.dtype, p_slc.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("route", ["masked", "chunked", "ranges", "sequential"])
+def test_under_autocast_the_branches_still_compute_in_float32_on_the_cpu(route):
+    layer, x, _ = layer_and_input(model_config(), 0, 1, 40, torch.float32, route)
+    kinds = set()
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "attention" in str(func) or func is torch.ops.aten.bmm.default:
+                kinds.update(x.dtype for x in args[:3] if isinstance(x, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", torch.bfloat16), Watched():
+        layer(x)
+    assert kinds == {torch.float32}
 
 
 def test_dense_attention_is_softmax_over_all_earlier_keys():

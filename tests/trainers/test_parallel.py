@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.trainers.files import write
 from tests.trainers.runs import Run, small
 from trainers import manifest
 
@@ -83,11 +87,32 @@ RESUMED = small(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def parquet(folder: Path) -> dict[str, Any]:
+    """Writes files of documents, and returns the settings that read them."""
+    draw = random.Random(0)
+    for part in range(3):
+        texts = [draw.randbytes(draw.randrange(400)).hex() for _ in range(90)]
+        write(folder / f"{part}.parquet", texts)
+    return {"data.source": "parquet", "data.path": str(folder), "data.lanes": 2}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("ddp", "text"),
+        pytest.param(("fsdp", "text"), marks=pytest.mark.slow),
+        pytest.param(("ddp", "parquet"), marks=pytest.mark.slow),
+        pytest.param(("fsdp", "parquet"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
 def killed(request, tmp_path_factory):
     """A whole run of two ranks, and one that is killed after its first checkpoint."""
-    folder = tmp_path_factory.mktemp(request.param)
-    changes = RESUMED | {"train.strategy": request.param}
+    strategy, source = request.param
+    folder = tmp_path_factory.mktemp(strategy)
+    changes = RESUMED | {"train.strategy": strategy}
+    if source == "parquet":
+        changes |= parquet(folder / "data")
     whole = Run(folder, changes, name="whole").done()
     # The pause lets the kill come between the checkpoint of step 20 and the end.
     run = Run(folder, changes, name="killed", broken="slow_after_20")
@@ -120,16 +145,34 @@ def test_a_killed_run_goes_on_bitwise_from_its_checkpoint(killed):
 def test_another_number_of_ranks_goes_on_in_the_same_stream(killed, ranks):
     folder, changes, whole, run = killed
     batch = {1: 8, 3: 4}[ranks]
-    more = {
-        "checkpoint.resume": str(run.path), "checkpoint.from_step": 20,
-        "train.batch_size": batch, "train.steps": 24,
-    }  # fmt: skip
-    other = Run(folder, changes | more, nproc=ranks, name=f"on{ranks}").done()
-    found = manifest.verify(manifest.newest_first(other.path)[0])
-    assert found.data["position"] == 20 * 8 + 4 * batch * ranks
+    other = resumed_on(ranks, batch, folder, changes, run.path, 20)
+    assert position(other) == 20 * 8 + 20 * batch * ranks
     first = other.records(0, "progress")[0]
     assert first["step"] == 21
     if ranks == 1:
-        expected = next(r for r in whole.records(0, "progress") if r["step"] == 21)
-        assert first["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert first["tokens_total"] == expected["tokens_total"]
+        assert_step_equal(other, whole, 21)
+        back = resumed_on(2, 4, folder, changes, other.path, 24)
+        assert position(back) == 40 * 8
+        assert_step_equal(back, whole, 25, close=1e-4)
+
+
+def resumed_on(ranks: int, batch: int, folder: Path, changes: dict, path: Path, step: int) -> Run:
+    """Goes on from a step to the end on so many ranks."""
+    more = {
+        "checkpoint.resume": str(path), "checkpoint.from_step": step, "train.batch_size": batch,
+        "checkpoint.every": 4, "checkpoint.keep_every": 4,
+    }  # fmt: skip
+    return Run(folder, changes | more, nproc=ranks, name=f"step{step}on{ranks}").done()
+
+
+def position(run: Run) -> int:
+    return manifest.verify(manifest.newest_first(run.path)[0]).data["position"]
+
+
+def assert_step_equal(run: Run, whole: Run, step: int, close: float = 1e-5) -> None:
+    """The same sequences give the same loss: they were neither lost nor repeated."""
+    mine, theirs = (
+        next(r for r in each.records(0, "progress") if r["step"] == step) for each in (run, whole)
+    )
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=close)
+    assert mine["tokens_total"] == theirs["tokens_total"]
