@@ -13,7 +13,6 @@ of G groups; rows are (sequence, token, group).
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,21 +24,14 @@ from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast, widen
 from nsa.tables import cached_table
 
-
-class Tiling(NamedTuple):
-    """How the work is cut; each is the fastest that was measured on a CPU."""
-
-    chunk: int
-    """Tokens whose selected keys are worked on at a time."""
-    rows: int
-    """Rows of a tile at most: enough for an efficient product, few enough to be filled."""
-    pairs: int
-    """Selected blocks of tokens whose tiles are computed at a time: few, to stay in a cache."""
-
-
-FORWARD = Tiling(chunk=512, rows=192, pairs=512)
-"""Small: it holds the outputs of all the chunk's tiles until it knows their weights."""
-BACKWARD = Tiling(chunk=8192, rows=768, pairs=2048)
+CHUNK = 8192
+"""Tokens whose selected keys are worked on at a time."""
+TILE_ROWS = 768
+"""Rows of a tile at most: enough for an efficient product, few enough to be filled."""
+PART_PAIRS = 2048
+"""Selected blocks of tokens whose tiles are computed at a time, so that they stay in a cache."""
+FARTHEST_AHEAD = 40.0
+"""How far a log-sum-exp may be above its query's reference: float32 overflows at 88."""
 
 
 def attend_chunked(
@@ -68,23 +60,23 @@ def _selected(
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     outs, lses = [], []
-    for chunk in _chunks(q, k, blocks, size, FORWARD):
+    for chunk in _chunks(q, k, blocks, size):
         queries = chunk.rows(q)
         near, near_lse = attend_part(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
-        near, near_lse = chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1)).squeeze(-1)
+        near, near_lse = chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1))
         plan = chunk.plan(keys.count)
-        far = plan.empty(values.data)
-        far_lse = far.new_empty(far.shape[:2])
+        joined = _Joined(plan, near, near_lse)
         for part in plan.parts:
-            queries_t = plan.queries(queries, part)
-            far[part], far_lse[part] = attend_part(
-                queries_t, keys.far(plan, part), values.far(plan, part), None, flash
-            )
-        out, lse = _join(near, near_lse, far, far_lse, plan)
+            far, far_lse = attend_part(
+                plan.queries(queries, part), keys.far(plan, part), values.far(plan, part), None,
+                flash,
+            )  # fmt: skip
+            joined.add(part, far, far_lse)
+        out, lse = joined.whole()
         outs.append(out.flatten(2, 3).to(q.dtype))
-        lses.append(lse.flatten(2, 3))
+        lses.append(lse.flatten(2, 4))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
@@ -97,7 +89,7 @@ def _selected_backward(
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
     grad_q = []
-    for chunk in _chunks(q, k, blocks, size, BACKWARD):
+    for chunk in _chunks(q, k, blocks, size):
         heads_first = (grad.transpose(1, 2), q, out.transpose(1, 2), lse.mT.unsqueeze(-1))
         rows = [chunk.rows(x) for x in heads_first]
         near, near_k, near_v = _part_backward(
@@ -106,7 +98,7 @@ def _selected_backward(
         grad_keys.add_near(chunk, near_k)
         grad_values.add_near(chunk, near_v)
         plan = chunk.plan(keys.count)
-        total = chunk.unfold(near).contiguous()
+        total = plan.sums(chunk.unfold(near))
         for part in plan.parts:
             grad_t, q_t, out_t, lse_t = (plan.queries(x, part) for x in rows)
             lse_t = lse_t.masked_fill_(plan.spare(part).unsqueeze(-1), torch.inf)
@@ -117,10 +109,10 @@ def _selected_backward(
                 None,
                 flash,
             )
-            grad_keys.add_far(plan, part, far_k)
             plan.add(total, part, far_q)
+            grad_keys.add_far(plan, part, far_k)
             grad_values.add_far(plan, part, far_v)
-        grad_q.append(total.flatten(2, 3).to(q.dtype))
+        grad_q.append(total[:-1].view(*q.shape[:1], -1, *q.shape[1::2]).to(q.dtype))
     q_grad = torch.cat(grad_q, dim=1).transpose(1, 2).contiguous()
     return q_grad, grad_keys.joined(k), grad_values.joined(v)
 
@@ -159,20 +151,44 @@ def _part_backward(
     return attend_part_backward(grad, q, k, v, out, lse.squeeze(-1), bias, flash)
 
 
-def _join(
-    near: Tensor, near_lse: Tensor, far: Tensor, far_lse: Tensor, plan: "_Plan"
-) -> tuple[Tensor, Tensor]:
-    """Output `[B, C, G, R, Dv]` and log-sum-exp over all keys, from the parts of each query."""
-    heads = near.shape[-2]
-    pairs = plan.pairs(far_lse.unflatten(1, (-1, heads)))
-    lse = torch.logaddexp(near_lse.flatten(0, 2), pairs.logsumexp(1))
-    weights = (pairs - lse.unsqueeze(1)).exp_().transpose(1, 2).flatten(0, 1)
-    places = plan.slots.unsqueeze(1) * heads + torch.arange(heads, device=near.device)[:, None]
-    joined = F.embedding_bag(
-        places.flatten(0, 1), far.flatten(0, 1), mode="sum", per_sample_weights=weights
-    )
-    lse = lse.view_as(near_lse)
-    return near * (near_lse - lse).exp_().unsqueeze(-1) + joined.view_as(near), lse
+class _Joined:
+    """The parts' outputs, weighted and summed as they come.
+
+    Each query's weights are relative to a reference near its log-sum-exp, which at first is that
+    of the near keys; it is raised where a part is so far above it that a weight could overflow.
+    """
+
+    def __init__(self, plan: "_Plan", near: Tensor, near_lse: Tensor) -> None:
+        """`near` `[B, C, G, R, Dv]`, `near_lse` `[B, C, G, R, 1]`."""
+        self._plan, self._shape = plan, near.shape
+        self._out, self._reference = plan.sums(near), plan.sums(near_lse)
+        self._mass = torch.ones_like(self._reference)
+
+    def add(self, part: slice, out: Tensor, lse: Tensor) -> None:
+        """Output `[tiles, share · R, Dv]` and log-sum-exp `[tiles, share · R]` of a part."""
+        plan = self._plan
+        ahead = lse - plan.of_rows(self._reference, part)
+        if bool((ahead > FARTHEST_AHEAD).any()):
+            self._raise(part, lse)
+            ahead = lse - plan.of_rows(self._reference, part)
+        weight = ahead.exp_().unsqueeze(-1)
+        plan.add(self._mass, part, weight)
+        plan.add(self._out, part, out.mul_(weight))
+
+    def _raise(self, part: slice, lse: Tensor) -> None:
+        before = self._reference
+        row, heads = self._plan.row[part].flatten(), before.shape[1]
+        lse = lse.reshape(-1, heads)
+        self._reference = before.index_reduce(0, row, lse, "amax")
+        scale = (before - self._reference).exp_()
+        self._mass *= scale
+        self._out.unflatten(1, (heads, -1)).mul_(scale.unsqueeze(-1))
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Output `[B, C, G, R, Dv]` and log-sum-exp `[B, C, G, R, 1]` over all keys."""
+        mass = self._mass[:-1].view(*self._shape[:-1], 1)
+        reference = self._reference[:-1].view_as(mass)
+        return self._out[:-1].view(self._shape) / mass, reference + mass.log()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +203,6 @@ class _Chunk:
     """`[B, G, C, n - 2]`: the selected blocks but the two local ones."""
     bias: Tensor
     """`[l' · R, 2 · l']`: which keys of two neighbouring blocks a query of the latter sees."""
-    tiling: Tiling
 
     def rows(self, x: Tensor) -> Tensor:
         """`[B, H, S, X]` → `[B, C, G, R, X]`, contiguous and wide."""
@@ -212,8 +227,8 @@ class _Chunk:
         """Which queries share a tile, for `n_blocks` blocks in each sequence and group."""
         batch, groups, tokens, picks = self.blocks.shape
         device = self.blocks.device
-        rows = self.tiling.rows
-        share = max(8, min(rows * self.size // len(self.bias), tokens * picks // n_blocks))
+        heads = len(self.bias) // self.size
+        share = max(8, min(TILE_ROWS // heads, tokens * picks // n_blocks))
         owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
         block = (owner * n_blocks + self.blocks).transpose(1, 2).flatten()
         count = torch.bincount(block, minlength=batch * groups * n_blocks)
@@ -223,13 +238,10 @@ class _Chunk:
         place = torch.arange(len(block), device=device) - before[block[order]]
         slot = tiles_before[block[order]] * share + place
         tile_block = torch.arange(len(count), device=device).repeat_interleave(tiles)
-        row = order.new_full((len(tile_block) * share,), -1)
+        row = order.new_full((len(tile_block) * share,), batch * tokens * groups)
         row[slot] = order // picks
-        slots = torch.empty_like(order).scatter_(0, order, slot).view(-1, picks)
-        heads = len(self.bias) // self.size
-        return _Plan(
-            row.view(-1, share), slots, tile_block, share, heads, tokens, self.tiling.pairs
-        )
+        parts = -(-tokens * picks // PART_PAIRS)
+        return _Plan(row.view(-1, share), tile_block, batch * tokens * groups, heads, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,48 +249,43 @@ class _Plan:
     """Tiles of `share` slots, each a query or spare."""
 
     row: Tensor
-    """`[tiles, share]`: of each slot its row of the chunk, -1 where it is spare."""
-    slots: Tensor
-    """Of each row and pick: its slot."""
+    """`[tiles, share]`: of each slot its row of the chunk, one past the last where it is spare."""
     block: Tensor
     """Of each tile: its block."""
-    share: int
+    rows: int
     heads: int
-    tokens: int
-    pairs_of_part: int
+    n_parts: int
 
     @property
     def parts(self) -> list[slice]:
         """The tiles in equal parts that stay in a cache; how many does not depend on the data."""
-        tokens, picks = self.tokens, self.slots.shape[1]
-        count = min(-(-tokens * picks // self.pairs_of_part), len(self.block))
+        count = min(self.n_parts, len(self.block))
         ends = [len(self.block) * i // count for i in range(count + 1)]
         return [slice(*pair) for pair in pairwise(ends)]
 
-    def empty(self, like: Tensor) -> Tensor:
-        """`[tiles, share · R, X]`, as wide as the last dimension of `like`."""
-        return like.new_empty(len(self.block), self.share * self.heads, like.shape[-1])
-
     def spare(self, part: slice) -> Tensor:
         """`[tiles, share · R]`, true where a slot is no query."""
-        return (self.row[part] < 0).repeat_interleave(self.heads, 1)
+        return (self.row[part] == self.rows).repeat_interleave(self.heads, 1)
 
     def queries(self, x: Tensor, part: slice) -> Tensor:
         """`[B, C, G, R, X]` → `[tiles, share · R, X]`."""
-        row = self.row[part].clamp_min(0).flatten()
+        row = self.row[part].clamp_max(self.rows - 1).flatten()
         rows = x.flatten(3, 4).flatten(0, 2).index_select(0, row)
-        return rows.view(-1, self.share * self.heads, x.shape[-1])
+        return rows.view(len(self.row[part]), -1, x.shape[-1])
 
-    def pairs(self, x: Tensor) -> Tensor:
-        """`[tiles, share, R]` → `[rows, picks, R]`."""
-        found = x.flatten(0, 1).index_select(0, self.slots.flatten())
-        return found.view(*self.slots.shape, -1)
+    def sums(self, x: Tensor) -> Tensor:
+        """`[B, C, G, R, X]` → `[rows + 1, R · X]`: begins with `x` and takes what `add` brings,
+        that of spare slots into the row past the last."""
+        return F.pad(x.flatten(3, 4).flatten(0, 2), (0, 0, 0, 1))
 
-    def add(self, total: Tensor, part: slice, x: Tensor) -> None:
-        """Adds `[tiles, share · R, X]` to their rows of `total` `[B, C, G, R, X]`; what is in spare
-        slots must be 0."""
-        row = self.row[part].clamp_min(0).flatten()
-        total.view(-1, total[0, 0, 0].numel()).index_add_(0, row, x.reshape(len(row), -1))
+    def of_rows(self, sums: Tensor, part: slice) -> Tensor:
+        """`[rows + 1, R]` → `[tiles, share · R]`."""
+        return sums.index_select(0, self.row[part].flatten()).view(len(self.row[part]), -1)
+
+    def add(self, sums: Tensor, part: slice, x: Tensor) -> None:
+        """Adds `[tiles, share · R, X]` to their rows."""
+        row = self.row[part].flatten()
+        sums.index_add_(0, row, x.reshape(len(row), -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,16 +336,16 @@ class _Blocks:
         return whole.to(like.dtype).contiguous()
 
 
-def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int, tiling: Tiling) -> list[_Chunk]:
+def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
     """The chunks of the queries `[B, H, S, D]`, the first of which begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
     bias = two_blocks(size, heads, q.device, torch.promote_types(q.dtype, torch.float32))
-    step = max(tiling.chunk // size, 1) * size
+    step = max(CHUNK // size, 1) * size
     return [
         _Chunk(
             begin, min(begin + step, seq_len), first + begin // size, size,
-            blocks[:, :, begin : begin + step, :-LOCAL_BLOCKS], bias, tiling,
+            blocks[:, :, begin : begin + step, :-LOCAL_BLOCKS], bias,
         )
         for begin in range(0, seq_len, step)
     ]  # fmt: skip

@@ -8,7 +8,6 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa import chunked
 from nsa.attention import DenseAttention, NSAttention
 from nsa.reference import nsa_layer
 from tests.nsa.cases import (
@@ -212,8 +211,7 @@ def test_operator_count_does_not_depend_on_batch_heads_groups_or_length(lengths,
 
 
 def test_operator_count_grows_by_chunks_of_the_selected_branch(monkeypatch):
-    for way in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(f"nsa.chunked.{way}", chunked.FORWARD._replace(chunk=16))
+    monkeypatch.setattr("nsa.chunked.CHUNK", 16)
     config = model_config(window=6, block_size=1, block_stride=1)
     # The first 16 tokens select everything; the rest are 4, 5 and 6 chunks of 16.
     counts = [operators(config, 2, seq_len, "chunked") for seq_len in (80, 96, 112)]

@@ -140,6 +140,30 @@ def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(a
     torch.testing.assert_close(attend(q, k, v, blocks, config, *more), weights @ v_each)
 
 
+@pytest.mark.parametrize("flash", [True, False])
+def test_scores_of_any_size_are_joined_over_the_parts(flash):
+    """Far blocks that outweigh the near ones by e^1000, and the reverse; outputs and gradients."""
+    torch.manual_seed(0)
+    config = sparse(select_block_size=16, n_select=5)
+    q, k, v, grad = torch.randn(4, 1, 1, 1100, 8)
+    q = 300 * q
+    blocks = top_blocks(torch.rand(1, 1, 1100, 69), config)
+    token = torch.arange(1100)
+    seen = block_mask(blocks, 69)[..., token // 16] & (token <= token[:, None])
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    scores = exact[0] @ exact[1].mT / 8**0.5
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ exact[2]
+    expected.backward(grad.double())
+    out = attend_chunked(*inputs, blocks, config, flash)
+    out.backward(grad)
+    assert scores.abs().max() > 1000
+    for mine, theirs in zip(
+        (out, *(x.grad for x in inputs)), (expected, *(x.grad for x in exact)), strict=True
+    ):
+        assert (mine - theirs).abs().max() / theirs.abs().max() < 1e-3
+
+
 @given(st.integers(0, 40), st.integers(1, 20), st.integers(1, 9), st.integers(3, 6))
 def test_merged_ranges_hold_the_selected_tokens_and_do_not_touch(first, count, size, n_select):
     config = sparse(select_block_size=size, n_select=n_select)
