@@ -1,0 +1,66 @@
+"""How fast the forms of recall are learned: `python -m benchmarks.recall`.
+
+The shipped tiny configuration, one process a curve, as many curves at a time as there are cores.
+Beside the whole layer stand the layer of which only the window is open, and the harder forms: a
+distance that is drawn for each sequence, and pairs of key and value in another order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.common import ROOT, publish, table
+from trainers.contract import environ, rundir
+
+MARKS = (50, 100, 150, 200, 300, 400, 600, 800)
+CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
+    "a span, 64 bytes back": ({}, {}),
+    "the same, window branch alone": ({}, {"NSA_FORCE_BRANCH": "win"}),
+    "a span, 64 to 80 bytes back, drawn": ({"data.recall_distance_max": 80}, {}),
+    "pairs of key and value": ({"data.recall_form": "pairs", "data.recall_span": 8}, {}),
+}
+SHARED = {
+    "data.source": "recall", "train.batch_size": 16, "train.steps": MARKS[-1],
+    "report.log_every": 10, "report.disable_tb": True, "report.disable_csv": True,
+    "checkpoint.at_end": False,
+}  # fmt: skip
+
+
+def curve(name: str) -> tuple[str, ...]:
+    """Trains one case; returns its row: bytes right at each mark, and CPU seconds a step."""
+    sets, flags = CASES[name]
+    words = [part for key, value in (SHARED | sets).items() for part in ("--set", f"{key}={value}")]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "-m", "trainers.ddp", "--config", "configs/tiny_cpu.yaml"]
+        variables = environ.snapshot() | flags | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [*command, "--run-dir", str(run), *words], cwd=ROOT, check=True, env=variables,
+            capture_output=True,
+        )  # fmt: skip
+        lines = rundir.heartbeat(run, 0).read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["msg"] == "progress"]
+    right = {record["step"]: record["bytes_right"] for record in records}
+    seconds = sum(sum(record["steps_dt_s"]) for record in records)
+    return name, *(f"{right[mark]:.3f}" for mark in MARKS), f"{seconds:.0f}"
+
+
+def main() -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        rows = list(pool.map(curve, CASES))
+    publish(
+        "recall",
+        "How fast the forms of recall are learned",
+        table(("share of copied bytes right at step", *map(str, MARKS), "s in all"), rows),
+        "`configs/tiny_cpu.yaml`, batch 16, one process and thread each. Chance is 0.004.",
+    )
+
+
+if __name__ == "__main__":
+    main()
