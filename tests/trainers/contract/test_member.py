@@ -89,7 +89,8 @@ def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live):
         )
         assert "in <module>" in text.partition("===")[0]
         assert "Thread prefetch" in text
-        assert wait_for(lambda: dumps.END_MARK in rundir.stackdump(tmp_path, 0).read_text())
+        kept = rundir.stackdump(tmp_path, 0)  # copied a moment later
+        assert wait_for(lambda: kept.exists() and dumps.END_MARK in kept.read_text())
         assert process.poll() is None
     finally:
         process.kill()
