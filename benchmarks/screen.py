@@ -31,6 +31,7 @@ import pyte
 
 from benchmarks.common import publish, table
 from benchmarks.trace import Trace
+from trainers.contract import environ
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAME, DATA = "q leave", "RUNNING"
@@ -61,11 +62,12 @@ class Terminal:
         self.started = time.perf_counter()
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-            os.environ.update(TERM="xterm-256color", COLORTERM="truecolor", LC_ALL="C.UTF-8")
+            variables = environ.snapshot()
+            variables.pop("PYTHONDONTWRITEBYTECODE", None)
+            variables |= {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
             os.chdir(ROOT)
-            os.execv(argv[0], list(argv))
+            os.execve(argv[0], list(argv), variables)
         self.process = psutil.Process(self.pid)
 
     def pump(self, wait_s: float) -> bool:

@@ -26,7 +26,7 @@ from nsa.stats import gate_stats, selection_stats
 from nsa.window import attend_window
 
 GATED_TOKENS = 512
-"""Tokens whose gates get their gradient at a time."""
+"""Tokens whose gates get their gradient at a time on the CPU."""
 _WINDOW = {"causal": attend_window, "banded": attend_window, "flash-attn": attend_flash_attn}
 _SELECTED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, NSAConfig], Tensor]] = {
     "masked": attend_selected,
@@ -253,10 +253,11 @@ class _GatedSum(torch.autograd.Function):
         (grad,) = grads
         gates, *branches = ctx.saved_tensors
         weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
-        chunks = grad.split(GATED_TOKENS, dim=2)
+        tokens = GATED_TOKENS if grad.device.type == "cpu" else grad.shape[2]
+        chunks = grad.split(tokens, dim=2)
         shares = [
             torch.cat([(g * b).sum(-1) for g, b in zip(chunks, cut, strict=True)], dim=2)
-            for cut in (branch.split(GATED_TOKENS, dim=2) for branch in branches)
+            for cut in (branch.split(tokens, dim=2) for branch in branches)
         ]
         grad_gates = torch.stack(shares, dim=-1).transpose(1, 2).to(gates.dtype)
         return grad_gates, *((grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True))

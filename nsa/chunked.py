@@ -156,6 +156,7 @@ class _Joined:
 
     Each query's weights are relative to a reference near its log-sum-exp, which at first is that
     of the near keys; it is raised where a part is so far above it that a weight could overflow.
+    To see that waits for the device once a part.
     """
 
     def __init__(self, plan: "_Plan", near: Tensor, near_lse: Tensor) -> None:

@@ -91,7 +91,8 @@ def attend_compressed(
     pieces = [q.new_zeros(q.shape[0], blind, q.shape[1], v.shape[-1])]
     seeing = list(_seeing(q, k, size, stride, first, CHUNK))
     # One cut: the gradient of a slice is as large as the whole, that of a cut is joined once.
-    cut = q.split([q.shape[2] - _tokens(seeing), *(_tokens([s]) for s in seeing)], dim=2)
+    lengths = [rows.stop - rows.start for rows, _, _ in seeing]
+    cut = q.split([q.shape[2] - sum(lengths), *lengths], dim=2)
     with no_autocast(q.device):
         for queries, (_, n, mask) in zip(cut[1:], seeing, strict=True):
             queries, keys, values = widen(queries), widen(k[:, :, :n]), widen(v[:, :, :n])
@@ -107,10 +108,6 @@ def attend_compressed(
         pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)
     # Joined as [B, S, H, D], the layout in which the heads are merged.
     return torch.cat(pieces, dim=1).transpose(1, 2)
-
-
-def _tokens(seeing: list[tuple[slice, int, Tensor]]) -> int:
-    return sum(rows.stop - rows.start for rows, _, _ in seeing)
 
 
 @torch.no_grad()

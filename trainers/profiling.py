@@ -25,9 +25,11 @@ class Profiler:
         self._member, self._report, self._on_cuda = member, report, on_cuda
         self._window = step_range(settings.profile) or range(0)
         self._memory_every = settings.memory_every if on_cuda else 0
-        self._audited = 0 if settings.sdpa_audit and member.rank == 0 else None
-        """The step whose kernels are told; 0: the first there is."""
+        self._audit = settings.sdpa_audit and member.rank == 0
+        """Whether the kernels of the first step are still to be told."""
         self._open: Any = None
+        self._steps = range(0)
+        """The steps of the window that is open."""
         self._exporting: threading.Thread | None = None
         if settings.memory_every and not on_cuda:
             report.say("note", 0, "report.memory_every dumps the CUDA allocator; there is none")
@@ -39,9 +41,9 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         """Opens the window whose first step this is, or that of the audit."""
-        if self._audited == 0:
-            self._audited = step
-        if self._open is None and (step == self._audited or step in self._window[:1]):
+        asked = step in self._window[:1]
+        if self._open is None and (asked or self._audit):
+            self._steps = self._window if asked else range(step, step + 1)
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if self._on_cuda:
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -50,7 +52,7 @@ class Profiler:
 
     def end(self, step: int) -> None:
         """Closes the window whose last step this was, and writes what is due."""
-        if self._open is not None and (step == self._window.stop - 1 or step not in self._window):
+        if self._open is not None and step == self._steps.stop - 1:
             self._close(step)
         if self._memory_every and step % self._memory_every == 0:
             name = f"memory_step{step:08d}_rank{self._member.rank}.json"
@@ -67,15 +69,14 @@ class Profiler:
     def _close(self, step: int) -> None:
         profile, self._open = self._open, None
         profile.stop()
-        if self._audited is not None:
+        if self._audit:
             called = kernels_called(profile.events())
-            steps = f"{self._audited}-{step}" if step > self._audited else f"{step}"
-            text = f"kernels of SDPA in step {steps}: {in_words(called)}"
+            text = f"kernels of SDPA in steps {self._steps.start}-{step}: {in_words(called)}"
             self._report.say("sdpa_audit", step, text, called=called)
-            self._audited = None
-        if step not in self._window:
+            self._audit = False
+        if self._steps != self._window:
             return
-        name = f"steps{self._window.start}-{step}_rank{self._member.rank}.json"
+        name = f"steps{self._steps.start}-{step}_rank{self._member.rank}.json"
         # A trace of some steps takes seconds to write, which no step shall wait for.
         self._exporting = threading.Thread(
             target=self._export, args=(profile, step, name), daemon=True

@@ -296,7 +296,7 @@ class Launch:
             elif name == rundir.HALT:
                 self._answer(request, self._do_end(request))
             else:
-                text = f"{name} is written; the ranks take it up at the end of their step"
+                text = f"{name} is written; a trainer of this project obeys at the end of its step"
                 self._answer(request, (True, text, []))
 
     def _do_end(self, request: Request) -> Outcome:

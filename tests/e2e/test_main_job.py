@@ -179,6 +179,7 @@ def test_a_stopped_rank_is_named_and_clears_when_it_goes_on(launch, root):
             assert state.verdict is not None
             assert state.verdict.rank == 1
             assert state.verdict.phase in terminal.text
+            assert state.eta_s is None
         finally:
             os.kill(pid, signal.SIGCONT)
         terminal.wait(lambda text: "stopped" not in text, 40)

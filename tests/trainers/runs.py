@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,13 +72,15 @@ class Run(Recorded):
                 self.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT,
                 env=environment(tmp_path, **(flags or {})), start_new_session=True,
             )  # fmt: skip
+        # A test that fails leaves no training behind: torchrun takes its ranks with it.
+        weakref.finalize(self, end, self.process)
 
     def wait(self, timeout_s: float = 120) -> int:
         """Returns the exit code; ends the run with an error when it takes too long."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            end(self.process)
             raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.text()}") from None
 
     def done(self, timeout_s: float = 120) -> Run:
@@ -104,6 +108,17 @@ class Run(Recorded):
 
     def pids(self) -> list[int]:
         return [self.records(rank)[0]["pid"] for rank in range(self.nproc)]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a training that still runs; torchrun gives its ranks 30 s before it kills them."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def heartbeats(run: Path, rank: int, *messages: str) -> list[dict[str, Any]]:
