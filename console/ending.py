@@ -161,6 +161,7 @@ Rule = tuple[State, Callable[[Facts], bool], Callable[[Facts], str]]
 
 ENDED: tuple[Rule, ...] = (
     ("crashed", lambda f: f.broken, lambda f: f.failure),
+    ("crashed", lambda f: f.asked == "restart", lambda f: f"stalled, and ended by {f.by}"),
     ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
     ("stopped", lambda f: f.asked == "stop" and (not f.clean or bool(f.halt_steps)),
      lambda f: f"stopped, asked by {f.by}"),
@@ -174,7 +175,8 @@ ENDED: tuple[Rule, ...] = (
 """Definitions of the ends; the first that holds is the state."""
 
 LIVE: tuple[Rule, ...] = (
-    ("stopping", lambda f: f.asked in ("stop", "kill"), lambda f: f"{f.asked}, asked by {f.by}"),
+    ("stopping", lambda f: f.asked in ("restart", "stop", "kill"),
+     lambda f: f"{f.asked}, asked by {f.by}"),
     ("stopping", lambda f: bool(f.agent_signal),
      lambda f: f"torchrun got {f.agent_signal} and ends the ranks"),
     ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
@@ -205,3 +207,11 @@ def error_of(record: Mapping[str, Any]) -> str:
         if text:
             return text[:400]
     return "an error without words"
+
+
+def signature(facts: Facts) -> str:
+    return ""
+
+
+def deterministic(facts: Facts) -> bool:
+    return False

@@ -125,6 +125,8 @@ class Story:
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
         self.reason = ""
+        self.checkpoint = 0
+        """The step of the newest checkpoint that was written, 0 before there is one."""
         self.errors: dict[int, str] = {}
         self.codes: dict[int, int] = {}
         """Exit codes that ranks announced in their last record; an exit without one is orderly."""
@@ -137,6 +139,8 @@ class Story:
         self.summary.take(record)
         rank, step = record["rank"], record["step"]
         self.steps[rank] = max(step, self.steps.get(rank, 0))
+        if record["msg"] == "checkpoint":
+            self.checkpoint = max(step, self.checkpoint)
         if record["msg"] == "halt":
             self.halts[rank] = step
         if record["msg"] in ("halt", "exit"):
