@@ -51,11 +51,11 @@ _HOPELESS = re.compile(
 )
 """Exceptions that come again however often the same program is started."""
 
+_NUMBER = r"[-+]?\d+(?:[.,:]\d+)*(?:[eE][-+]?\d+)?"
+_HEX = r"0x[0-9a-fA-F]+|\b(?=[a-fA-F-]*\d)[0-9a-fA-F]{8}[0-9a-fA-F-]*\b"
 _VARYING = (
-    (re.compile(r"0x[0-9a-fA-F]+"), "#"),
-    (re.compile(r"\b(?=[0-9a-fA-F-]*\d)[0-9a-fA-F]{8}[0-9a-fA-F-]*\b"), "#"),
-    (re.compile(r"/tmp\S*"), "/tmp#"),
-    (re.compile(r"[-+]?\d+(?:[.,:]\d+)*(?:[eE][-+]?\d+)?"), "#"),
+    (re.compile(r"/tmp\S*"), "/tmp"),
+    (re.compile(rf"{_NUMBER}(?!\w)|{_HEX}|{_NUMBER}"), "#"),
     (re.compile(r"# ?(?:[KMGT]?i?B|bytes)\b"), "#B"),
     (re.compile(r"\s+"), " "),
 )

@@ -62,7 +62,10 @@ def _own(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: Iterable[str]) -> tuple[str, str]:
-    """Returns the last exception and where it was raised; one that was ignored only alone."""
+    """Returns the last exception and where it was raised; one that was ignored only alone.
+
+    What C++ threw and nobody caught ends the process: nothing after it counts.
+    """
     last = aside = ("", "")
     frames: list[tuple[str, int]] | None = None
     ignored, thrown = False, ""
@@ -84,7 +87,7 @@ def _last_exception(lines: Iterable[str]) -> tuple[str, str]:
         elif thread := _THROWN.match(line):
             thrown = thread[1]
         elif thrown and (what := _WHAT.match(line)):
-            last, thrown = (f"{thrown}: {what[1]}", ""), ""
+            return f"{thrown}: {what[1]}", ""
         elif frames is None and _ALONE.match(line):
             last = line, ""
     return last if last[0] else aside

@@ -169,17 +169,18 @@ class Story:
         return self._p99[rank]
 
 
-def end_of(worker: Worker, story: Story, words: LastWords | None = None) -> End:
+def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: int = 0) -> End:
     """Returns how a rank ended: what the kernel says, its records, and its log once it was read.
 
-    Where nobody saw its exit code, the one it announced in its last record counts.
+    Where nobody saw its exit code, the one it announced in its last record counts. `step` is that
+    of its pulse: a crash takes the records with it that were not yet written.
     """
     rank, code = worker.rank, worker.code
     if code is None and worker.signal is None:
         code = story.codes.get(rank)
     last = words or LastWords()
     return End(
-        rank, code, worker.signal, story.steps.get(rank, 0), story.errors.get(rank, ""),
+        rank, code, worker.signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
         last.error, worker.culled, at=last.at, fatal=last.fatal, fatal_at=last.fatal_at,
         said=story.said.get(rank, ""), ts=worker.over_ts,
     )  # fmt: skip
