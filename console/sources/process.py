@@ -149,7 +149,7 @@ class Handle:
         /proc, later from its pidfd. Call it when `is_over`.
         """
         status = _zombie_status(self.pid, self.start_ticks)
-        if status is None:
+        if status is None and self.fd >= 0:
             status = _reaped_status(self.fd)
         return None if status is None else os.waitstatus_to_exitcode(status)
 

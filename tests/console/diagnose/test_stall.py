@@ -148,7 +148,6 @@ def test_what_is_said_fits_a_line(still):
 
 
 def test_a_rank_that_is_dead_and_not_reaped_is_not_called_gone():
-    dead = seen(1, 40, "forward", 4.0, state="Z")
-    verdict = diagnose([seen(0, 40, "backward", 4.0), dead], WATCH, NOW)
+    verdict = judge(seen(0, "backward", 4.0), seen(1, "forward", 4.0, state="Z"))
     assert verdict.cause == "gone"
     assert verdict.sentence.startswith("rank 1 is dead (unreaped: its parent does not run), last")

@@ -51,7 +51,8 @@ class Trial:
             "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", environ.RUN_DIR: str(self.run),
             environ.RUN_ID: mode, environ.ATTEMPT: "1", environ.TOKEN: token,
         }  # fmt: skip
-        self.tree, self.story = Tree(token, 2, select.poll()), Story()
+        self.poller = select.poll()
+        self.tree, self.story = Tree(token, 2, self.poller), Story()
         self.files = Files(self.run, 1, 2)
         self.before = kernel.snapshot()
         log = rundir.open_append(logs / rundir.TORCHRUN_LOG)
@@ -68,7 +69,7 @@ class Trial:
         while not reached():
             assert time.monotonic() < deadline, self.tree.workers
             self.look()
-            time.sleep(0.02)
+            self.poller.poll(20)
 
     def wait_steps(self) -> None:
         self.wait(lambda: len(self.tree.workers) == 2 and set(self.story.steps) == {0, 1}
