@@ -1,7 +1,8 @@
 """The processes of one attempt: torchrun, its ranks and whatever they started.
 
 The supervisor is the subreaper, so a rank that outlives torchrun becomes its child and leaves a
-real exit status. Everything is found by the attempt's token in its environment.
+real exit status; of those that torchrun reaps the kernel tells it. Everything is found by the
+attempt's token in its environment.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Worker:
     signal: str | None = None
     culled: bool = False
     """Killed here because it outlived another rank's failure."""
+    unreaped: bool = False
+    """Dead, and its parent has not asked how it ended: a stopped torchrun does not."""
 
     def ended(self, code: int) -> None:
         """Takes the exit code; a negative one is the signal that killed it."""
@@ -50,6 +53,7 @@ class Worker:
         over = None
         if self.over_ts is not None:
             over = {"code": self.code, "signal": self.signal, "ts": self.over_ts}
+            over |= {"unreaped": True} if self.unreaped else {}
         return {
             "rank": self.rank, "local_rank": self.local_rank, "host": rundir.host_name(),
             "pid": self.handle.pid, "start_ticks": self.handle.start_ticks, "exit": over,
@@ -156,8 +160,14 @@ class Tree:
             changed = True
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():
+                code = worker.handle.exit_code()
+                if code is not None:
+                    worker.ended(code)
                 self._take_end(worker)
                 changed = True
+            elif worker.unreaped:
+                worker.unreaped = worker.handle.is_unreaped()
+                changed = changed or not worker.unreaped
         return changed
 
     def alive(self) -> list[Worker]:
@@ -178,6 +188,8 @@ class Tree:
         helpers_only = not self.alive()
         if self._left and helpers_only and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
             self.kill()
+        if not self._left:
+            self.look()
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
@@ -301,6 +313,7 @@ class Tree:
 
     def _take_end(self, worker: Worker) -> None:
         worker.over_ts = worker.over_ts or time.time()
+        worker.unreaped = worker.handle.is_unreaped()
         self._forget(worker.handle)
         if worker.rank not in self.order:
             self.order.append(worker.rank)
