@@ -360,11 +360,3 @@ def error_of(record: Mapping[str, Any]) -> str:
         if text:
             return text[:400]
     return "an error without words"
-
-
-def signature(facts: Facts) -> str:
-    return ""
-
-
-def deterministic(facts: Facts) -> bool:
-    return False

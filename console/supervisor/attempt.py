@@ -15,13 +15,15 @@ from console.diagnose.stall import diagnose
 from console.ending import End, Facts, decide
 from console.model import RANK_GONE, Gate, State, Verdict
 from console.plans import gates
+from console.sources import kernel
+from console.sources.lastwords import LastWords
 from console.sources.nvml import Nvml
 from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory, Job
-from console.supervisor.follow import Files, News, Rest, Story
+from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
-from trainers.contract import VERSION, jsonl, rundir
+from trainers.contract import VERSION, jsonl, pulse, rundir
 from trainers.contract.errors import ContractError
 from trainers.contract.plan import Phase, Watch
 
@@ -81,7 +83,11 @@ class Attempt:
         self._sampler = Sampler(services.nvml, born.live or born.run)
         self._begun = time.monotonic()
         self.asked = self._by = self._failure = self._agent_signal = self._ending = ""
-        self._words: Mapping[int, str] = {}
+        self._words: Mapping[int, LastWords] = {}
+        self._died_at: dict[int, int] = {}
+        """The step of each ended rank's last pulse: its last records may be lost."""
+        self._oom_before = kernel.snapshot()
+        self._oom: kernel.OomEvidence | None = None
         self._broken = False
         self._sampled = 0.0
         self._decided: tuple[State, str] = ("starting", "")
@@ -247,7 +253,7 @@ class Attempt:
         self._take(rest.news)
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
-        self._words = rest.words
+        self._words, self._oom = rest.last, kernel.since(self._oom_before)
         self.gates = gates.evaluate(self.story.summary, self.born.phase.gates)
         self.verdict, self.stage = None, "over"
         self.alerts.clear_all("the attempt has ended")
@@ -310,6 +316,7 @@ class Attempt:
             broken=self._broken,
             world=self.born.phase.nproc,
             failure=self._failure,
+            oom=self._oom,
         )
 
     @property
@@ -320,14 +327,12 @@ class Attempt:
 
     def end_of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""
-        rank, code = worker.rank, worker.code
-        if code is None and worker.signal is None:
-            code = self.story.codes.get(rank)
-        story, words = self.story, self._words.get(rank, "")
-        return End(
-            rank, code, worker.signal, story.steps.get(rank, 0), story.errors.get(rank, ""), words,
-            worker.culled,
-        )  # fmt: skip
+        rank, live = worker.rank, self.born.live
+        if rank not in self._died_at and live is not None:
+            found = pulse.read(rundir.pulse(live, rank))
+            mine = found is not None and found.pid == worker.handle.pid
+            self._died_at[rank] = found.step if found is not None and mine else 0
+        return end_of(worker, self.story, self._words.get(rank), self._died_at.get(rank, 0))
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""

@@ -50,11 +50,6 @@ class Rest:
     metrics: Mapping[str, Any] | None = None
     last: Mapping[int, LastWords] = field(default_factory=dict)
 
-    @property
-    def words(self) -> dict[int, str]:
-        """The last exceptions by rank."""
-        return {rank: words.error for rank, words in self.last.items()}
-
 
 class Files:
     """Follows the files of one attempt; `look` and `rest` run on the directory's thread."""

@@ -23,7 +23,6 @@ class Ended:
 
     state: State
     why: str
-    step: int = 0
     checkpoint: int = 0
     signature: str = ""
     hopeless: bool = False
@@ -48,7 +47,7 @@ def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
     """Returns when to start again, or why not ("" where no policy wants it).
 
     The budget is counted in attempts that brought no new checkpoint, and so is the back-off, which
-    doubles each time. The same error twice, and the second time no later, is not tried again.
+    doubles each time. The same error twice without a new checkpoint between is not tried again.
     """
     last = ended[-1]
     if policy.on == "never" or last.state not in AGAIN or (last.stalled and policy.on != "stall"):
@@ -56,7 +55,7 @@ def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
     if last.hopeless:
         return "not restarted: it would fail in the same way"
     if _same_again(ended):
-        return f"not restarted: the same error twice, the second time at step {last.step}"
+        return "not restarted: the same error twice without a new checkpoint between"
     fruitless = _fruitless(ended)
     if fruitless >= policy.attempts:
         plural = "s" if fruitless > 1 else ""
@@ -67,10 +66,11 @@ def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
 
 
 def _same_again(ended: Sequence[Ended]) -> bool:
-    """Says whether the last attempt failed as the one before, and came no further."""
+    """Says whether the last attempt failed as the one before, and brought no new checkpoint."""
     if len(ended) < 2 or not ended[-1].signature:
         return False
-    return ended[-1].signature == ended[-2].signature and ended[-1].step <= ended[-2].step
+    last, former = ended[-1], ended[-2]
+    return last.signature == former.signature and last.checkpoint <= former.checkpoint
 
 
 def _fruitless(ended: Sequence[Ended]) -> int:

@@ -156,7 +156,7 @@ class Run:
     def _ended_as(self, state: State, why: str) -> restart.Ended:
         facts, former = self.attempt.facts(), self._ended[-1].checkpoint if self._ended else 0
         return restart.Ended(
-            state, why, facts.step, max(former, self.attempt.story.checkpoint),
+            state, why, max(former, self.attempt.story.checkpoint),
             signature(facts), deterministic(facts), self.attempt.asked == "restart",
         )  # fmt: skip
 

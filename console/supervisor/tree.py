@@ -156,7 +156,7 @@ class Tree:
             changed = self._discover() or changed
         adopted = self.agent if self._popen is None and not self.agent_over else None
         if adopted is not None and adopted.is_over():
-            self._agent_ended(None)
+            self._agent_ended(adopted.exit_code())
             changed = True
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():

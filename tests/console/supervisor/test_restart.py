@@ -23,8 +23,8 @@ from .conftest import phase
 CRASH = Restart("crash", attempts=3, backoff_s=10)
 
 
-def crashed(checkpoint=0, step=0, state: State = "crashed", **more):
-    return Ended(state, "why", step, checkpoint, **more)
+def crashed(checkpoint=0, state: State = "crashed", **more):
+    return Ended(state, "why", checkpoint, **more)
 
 
 @pytest.mark.parametrize("state", ["halted", "stopped", "killed", "completed"])
@@ -56,9 +56,9 @@ def test_three_attempts_without_a_new_checkpoint_are_enough():
 
 
 def test_the_same_error_twice_is_not_tried_again_unless_it_came_further():
-    first, same = crashed(step=5, signature="x"), crashed(step=5, signature="x")
+    first, same = crashed(signature="x"), crashed(signature="x")
     assert "the same error twice" in str(restart.after([first, same], CRASH))
-    for other in (crashed(step=6, signature="x"), crashed(step=5, signature="y"), crashed(step=5)):
+    for other in (crashed(5, signature="x"), crashed(signature="y"), crashed()):
         assert isinstance(restart.after([first, other], CRASH), Again)
 
 

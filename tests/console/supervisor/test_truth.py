@@ -95,7 +95,9 @@ def test_stopped_processes_are_named_and_a_gone_rank_shows_before_the_others_end
     ("number", "program"), [(signal.SIGHUP, "foreign_ddp.py"), (signal.SIGTERM, "member.py")]
 )
 def test_a_signal_to_torchrun_halts_members_and_is_named(begin, number, program):
-    started = begin(phase("one", program, 100_000), phase("two", "member.py", 5))
+    started = begin(
+        phase("one", program, 100_000), phase("two", "member.py", 5), watch={"grace_s": 30},
+    )  # fmt: skip
     started.wait_steps(2)
     os.kill(started.state()["torchrun"]["pid"], number)
     ended = started.wait_end()
