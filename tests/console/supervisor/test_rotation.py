@@ -102,6 +102,31 @@ def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
     assert not log.read_bytes().startswith(b"\0"), "the writer appends, so there is no hole"
 
 
+def test_what_is_written_during_the_copy_is_copied_too(run):
+    """The copy takes long enough for the writer; of five cuts at least one meets no line."""
+    log, limit = rundir.rank_log(run, 1, 0), 8 << 20
+    rotates = Rotation(rundir.logs(run, 1), limit, reserve_bytes=0)
+    slow = WRITER.replace("\n    os.write", "\n    time.sleep(1e-4); os.write").replace(
+        "sys", "sys, time", 1
+    )
+    writer = subprocess.Popen([sys.executable, "-c", slow, str(log), "1000000"])
+    lost = []
+    try:
+        for _ in range(5):
+            while not (log.exists() and lines_of(log)):
+                time.sleep(0.001)
+            append(log, b"\n" + b"x" * limit + b"\n")
+            assert rotates.look()
+            last = lines_of(rundir.kept_log(log))[-1]
+            while not (after := lines_of(log)):
+                time.sleep(0.001)
+            lost.append(after[0] - last - 1)
+    finally:
+        writer.kill()
+        writer.wait()
+    assert min(lost) == 0, lost
+
+
 def test_the_ranks_and_torchrun_append_so_that_a_cut_leaves_no_hole(run):
     program = (
         "import os, fcntl\nfrom trainers.contract.member import join\nrun = join()\n"
