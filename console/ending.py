@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from console import causes
 from console.model import State
+from console.sources.kernel import OomEvidence
 from trainers.contract import jsonl
 
 NAMED_CODES: Mapping[int, str] = {
@@ -20,10 +22,15 @@ NAMED_CODES: Mapping[int, str] = {
 COLLECTIVE = 14
 LAST_STEP = "done"
 """The reason that a rank gives which took all its steps."""
-PEER_SIGNS = (
-    "onnection closed by peer", "onnection reset by peer", "another rank is gone",
-)  # fmt: skip
 NATIVE = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+SIGNAL_WORDS: Mapping[str, str] = {
+    "SIGXCPU": "its limit of CPU time is used up, see ulimit -t",
+    "SIGXFSZ": "its limit of file size is reached, see ulimit -f",
+    "SIGTERM": "nobody here sent it",
+}
+"""What is known of a signal that ended a rank."""
+AT_ONCE_S = 0.5
+"""Ranks killed within this time were killed together: torchrun gives those that are left longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,24 @@ class End:
     """The last exception in its log, for a rank that named no error."""
     culled: bool = False
     """Killed by the supervisor because it outlived another rank's failure."""
+    at: str = ""
+    """Where the exception in its log was raised: "train.py:41"."""
+    fatal: str = ""
+    fatal_at: str = ""
+    """What faulthandler wrote when it crashed, and where it was: "forward (model.py:88)"."""
+    said: str = ""
+    """Its last record."""
+    ts: float | None = None
+
+    @property
+    def unknown(self) -> bool:
+        """Ended, and neither the kernel nor a record of its own tells how."""
+        return self.code is None and self.signal is None and not self.error
+
+    @property
+    def words(self) -> str:
+        """The error it named, else the last one in its log."""
+        return self.error or self.log
 
     @property
     def bad(self) -> bool:
@@ -47,21 +72,60 @@ class End:
     @property
     def secondary(self) -> bool:
         """Ended because another rank did: told to by torchrun, or its peer was gone."""
-        words = f"{self.error} {self.log}"
-        lost_peer = self.code == COLLECTIVE or any(sign in words for sign in PEER_SIGNS)
-        told = self.culled or self.signal == "SIGTERM"
-        return told or (lost_peer and self.signal is None)
+        return self.culled or self.signal == "SIGTERM" or self.lost_peer
+
+    @property
+    def lost_peer(self) -> bool:
+        """Failed in a collective; NCCL's watchdog ends the process by SIGABRT."""
+        found = self.code == COLLECTIVE or causes.lost_peer(f"{self.error} {self.log}")
+        return found and self.signal in (None, "SIGABRT")
+
+    @property
+    def place(self) -> str:
+        """Where the error came from that `words` names, "" where the log tells of another."""
+        same = self.error[:100] in self.log or (bool(self.log) and self.log[:100] in self.error)
+        return self.at if same else ""
 
     def sentence(self) -> str:
+        """Says how it ended; for the rank to blame."""
+        who = f"rank {self.rank}"
         at = f" at step {self.step}" if self.step else ""
         if self.signal in NATIVE:
-            return f"rank {self.rank} crashed in native code ({self.signal}){at}"
+            inside = f", in {self.fatal_at}" if self.fatal_at else ""
+            thrown = f": {self.log}" if self.signal == "SIGABRT" and self.log else ""
+            return f"{who} crashed in native code ({self.signal}){at}{inside}{thrown}"
         if self.signal:
-            return f"rank {self.rank} was killed by {self.signal}{at}"
+            known = SIGNAL_WORDS.get(self.signal, "")
+            return f"{who} was killed by {self.signal}{at}" + (f" ({known})" if known else "")
+        if self.unknown:
+            said = f"its last record says {self.said}" if self.said else "it left no record"
+            return f"{who} ended{at}, its exit code is not known; {said}"
+        both = f"{self.error} {self.log}"
+        text = both if self.code == causes.OUT_OF_MEMORY else self.words
+        memory = causes.out_of_memory(text, self.code)
         named = NAMED_CODES.get(self.code or 0, "")
-        reason = self.error or self.log or named or f"no reason given, see logs of rank {self.rank}"
+        reason = memory or self.words or named or self._no_reason()
+        place = f" ({self.place})" if self.place else ""
         code = f" (exit {self.code})" if self.code else ""
-        return f"rank {self.rank}: {reason}{at}{code}"
+        return f"{who}: {reason}{place}{at}{code}"
+
+    def _no_reason(self) -> str:
+        said = f" its last record says {self.said}," if self.said else ""
+        return f"no reason given,{said} see logs of rank {self.rank}"
+
+    def signature(self) -> str:
+        """Returns what stays the same when it ends in the same way again; "" if that tells nothing.
+
+        Who was killed from outside or lost its peer is not the cause of its end.
+        """
+        words = causes.same_words(self.words)
+        if self.signal in NATIVE:
+            return "" if self.lost_peer else f"signal:{self.signal}:{words}:{self.fatal_at}"
+        if self.signal == "SIGXCPU":
+            return f"signal:{self.signal}"
+        if self.signal or self.secondary or self.unknown:
+            return ""
+        return f"exit:{self.code}:{words}:{self.place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +158,8 @@ class Facts:
     """Why the run could not even be started, or what broke the supervisor."""
     broken: bool = False
     """The supervisor failed and stopped the ranks itself."""
+    oom: OomEvidence | None = None
+    """What the kernel killed for memory while the ranks ran, None where nobody looked."""
 
     @property
     def clean(self) -> bool:
@@ -110,13 +176,36 @@ class Facts:
         wanted = self.asked == "halt" or self.halt_file
         return self.clean and (bool(self.halt_steps) or (wanted and not self.told))
 
+    @property
+    def killed_at_once(self) -> bool:
+        """All ranks of a run got SIGKILL in the same moment, and not from here."""
+        times = [end.ts for end in self.ends if end.signal == "SIGKILL" and not end.culled]
+        known = [ts for ts in times if ts is not None]
+        all_of_them = len(known) == self.world > 1
+        return all_of_them and max(known) - min(known) <= AT_ONCE_S
+
+    def left_early(self) -> End | None:
+        """Returns the rank that ended well while the others needed it, None if there is none."""
+        bad = [end for end in self.ends if end.bad or end.unknown]
+        if not bad or not all(end.lost_peer for end in bad):
+            return None
+        first = min((self._place(end) for end in bad), default=0)
+        early = [end for end in self.ends if end.code == 0 and self._place(end) < first]
+        return min(early, key=self._place, default=None)
+
     def culprit(self) -> End | None:
-        """Returns the rank to blame: the first that ended badly and not because of another."""
-        places = {rank: place for place, rank in enumerate(self.order)}
-        bad = [end for end in self.ends if end.bad]
-        return min(
-            bad, key=lambda e: (e.secondary, places.get(e.rank, len(places)), e.rank), default=None
+        """Returns the rank to blame: the first that ended badly and not because of another.
+
+        One whose end nobody knows is blamed before one that was told to end or lost its peer.
+        """
+        bad = [end for end in self.ends if end.bad or (self.over and end.unknown)]
+        return self.left_early() or min(
+            bad, key=lambda e: (e.secondary, e.unknown, self._place(e), e.rank), default=None
         )
+
+    def _place(self, end: End) -> int:
+        """Returns its place in the order of the ends, those that are not in it last."""
+        return self.order.index(end.rank) if end.rank in self.order else len(self.order)
 
 
 def _halt_words(facts: Facts) -> str:
@@ -138,14 +227,47 @@ def _done_words(facts: Facts) -> str:
 
 def _error_words(facts: Facts) -> str:
     end = facts.culprit()
-    if end is None:
+    if end is None or (end.unknown and facts.failure):
         return facts.failure or "the ranks ended without a word; see torchrun.log"
+    if facts.killed_at_once:
+        return _at_once_words(facts)
+    if end == facts.left_early():
+        at = f" at step {end.step}" if end.step else ""
+        sentence = f"rank {end.rank} ended first, with exit 0{at}, while the others went on"
+    else:
+        sentence = _memory_words(facts, end)
     others = [e for e in facts.ends if e.rank != end.rank and e.bad and e.secondary]
     if not others:
-        return end.sentence()
+        return sentence
     ranks = ", ".join(str(e.rank) for e in others[:8])
     plural = "ranks" if len(others) > 1 else "rank"
-    return f"{end.sentence()}; {plural} {ranks} ended because of it"
+    return f"{sentence}; {plural} {ranks} ended because of it"
+
+
+def _at_once_words(facts: Facts) -> str:
+    step = f" at step {facts.step}" if facts.step else ""
+    who = f"all {facts.world} ranks were killed"
+    if facts.oom is not None and facts.oom.here:
+        return f"{who} by the kernel at once{step}: out of host memory ({facts.oom.words()})"
+    return f"{who} by SIGKILL at once{step}: from outside, by a scheduler or who ends the container"
+
+
+def _memory_words(facts: Facts, end: End) -> str:
+    """The sentence on the rank to blame, with what the kernel counted while it ran."""
+    oom, sentence = facts.oom, end.sentence()
+    if oom is None:
+        return sentence
+    killed = end.signal == "SIGKILL"
+    if oom.here and killed:
+        at = f" at step {end.step}" if end.step else ""
+        return f"rank {end.rank} was killed by the kernel{at}: out of host memory ({oom.words()})"
+    if oom.here:
+        return f"{sentence}; the kernel killed a process for host memory ({oom.words()})"
+    if oom.perhaps and killed:
+        return f"{sentence}, probably by the kernel: the host ran out of memory ({oom.words()})"
+    if oom.elsewhere and killed:
+        return f"{sentence} (the kernel killed for memory, but not in this cgroup: {oom.words()})"
+    return sentence
 
 
 def _trainer_named_it(facts: Facts) -> bool:
@@ -157,10 +279,42 @@ def _starting_words(facts: Facts) -> str:
     return "torchrun starts the ranks" if facts.spawned else "preparing the run directory"
 
 
+def signature(facts: Facts) -> str:
+    """Returns why a run ended badly, the same text whenever it ends so again.
+
+    "" for an end from which nothing follows for the next attempt: a good one, one that was asked
+    for, a signal from outside, a lost peer, an end that nobody saw. Steps, pids, ranks, addresses
+    and sizes are not in it. Two attempts in a row with the same one, and no checkpoint between
+    them, ended of an error that a restart does not cure.
+    """
+    if not facts.over or decide(facts)[0] not in ("failed", "crashed"):
+        return ""
+    if facts.broken:
+        return f"supervisor:{causes.same_words(facts.failure)}"
+    end = facts.culprit()
+    if end is None:
+        return f"start:{causes.same_words(facts.failure)}" if facts.failure else ""
+    if end.signal == "SIGKILL" and facts.oom is not None and facts.oom.here and not end.culled:
+        return "signal:SIGKILL:out of host memory"
+    return "exit:0:left early" if end == facts.left_early() else end.signature()
+
+
+def deterministic(facts: Facts) -> bool:
+    """Says whether a run ended of an error that comes again at once: settings, usage, imports."""
+    if not signature(facts):
+        return False
+    end = facts.culprit()
+    if end is None or end.signal:
+        return False
+    usage = end.code == causes.USAGE_CODE and not end.step
+    return usage or end.code in causes.HOPELESS_CODES or causes.hopeless(end.words)
+
+
 Rule = tuple[State, Callable[[Facts], bool], Callable[[Facts], str]]
 
 ENDED: tuple[Rule, ...] = (
     ("crashed", lambda f: f.broken, lambda f: f.failure),
+    ("crashed", lambda f: f.asked == "restart", lambda f: f"stalled, and ended by {f.by}"),
     ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
     ("stopped", lambda f: f.asked == "stop" and (not f.clean or bool(f.halt_steps)),
      lambda f: f"stopped, asked by {f.by}"),
@@ -174,7 +328,8 @@ ENDED: tuple[Rule, ...] = (
 """Definitions of the ends; the first that holds is the state."""
 
 LIVE: tuple[Rule, ...] = (
-    ("stopping", lambda f: f.asked in ("stop", "kill"), lambda f: f"{f.asked}, asked by {f.by}"),
+    ("stopping", lambda f: f.asked in ("restart", "stop", "kill"),
+     lambda f: f"{f.asked}, asked by {f.by}"),
     ("stopping", lambda f: bool(f.agent_signal),
      lambda f: f"torchrun got {f.agent_signal} and ends the ranks"),
     ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
@@ -205,3 +360,11 @@ def error_of(record: Mapping[str, Any]) -> str:
         if text:
             return text[:400]
     return "an error without words"
+
+
+def signature(facts: Facts) -> str:
+    return ""
+
+
+def deterministic(facts: Facts) -> bool:
+    return False

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nsa.model import Transformer
-from trainers import checkpoint, facts, manifest, optim, precision
+from trainers import checkpoint, drills, facts, manifest, optim, precision
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint import Parts, Saver
 from trainers.contract import rundir
@@ -70,6 +70,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     guard = Guard(train.max_nonfinite_steps, chance_nats)
     parts = Parts(parallel, model, optimizer, loss_scale)
     resumed = resume(settings, member, report, parts)
+    drills.arm(settings, member, report, plain, source)
     name = facts.device_name(parallel.device)
     report.environment(
         facts.collect(parallel, plain, source, settings),

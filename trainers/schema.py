@@ -87,6 +87,8 @@ class TrainSettings:
     """So many skipped steps in a row end the run."""
     stop_at_bytes_right: float = 0.0
     """Stop when this share of copied bytes is right; 0: never."""
+    drill: str = ""
+    """Faults that ranks shall have, KIND@STEP:RANK:SECONDS by commas; docs/guide.md lists them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nsa.config import ModelConfig
 from trainers import aliases
-from trainers.contract import flags, yamlfile
+from trainers.contract import drill, flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.refusals import refuse
 from trainers.schema import LIMITS, Settings
 
 DEFAULT, COMMAND_LINE = "default", "--set"
 AUTO = "auto"
+DRILL = "train.drill"
 STRATEGY, STRATEGIES = "train.strategy", {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
 """What an entry point decides, unless a configuration says otherwise."""
 
@@ -85,6 +86,7 @@ def resolve(
         found[key] = origin
     settings = _build(values, str(config) if config else "settings")
     refuse(settings, found)
+    drill.parse(settings.train.drill, _source(found[DRILL], DRILL))
     return Resolved(settings, found)
 
 

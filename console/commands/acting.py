@@ -79,6 +79,13 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
     return 0 if event.get("ok") else 4
 
 
+def adopt(options: argparse.Namespace) -> int:
+    """Gives a run whose supervisor is gone a new one."""
+    text = actions.adopt(launches.find(options.run, options.root))
+    show(options.json, {"ok": True, "text": text}, (clean(text),))
+    return 0
+
+
 def dump(options: argparse.Namespace) -> int:
     """Takes the stacks of all ranks, or of one."""
     return ask(options, "dump", {} if options.rank is None else {"rank": options.rank})

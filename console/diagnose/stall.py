@@ -154,7 +154,8 @@ def _gone(case: _Case) -> Verdict | None:
         return None
     first = found[0]
     last = f"last seen in {first.where()} at {_changed(case, first)}"
-    return _verdict(case, first, "gone", "high", f"{_are(found)} gone, {last}{waiting}")
+    how = "dead (unreaped: its parent does not run)" if first.state == "Z" else "gone"
+    return _verdict(case, first, "gone", "high", f"{_are(found)} {how}, {last}{waiting}")
 
 
 def _uninterruptible(case: _Case) -> Verdict | None:

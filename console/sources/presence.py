@@ -170,4 +170,6 @@ def exit_words(worker: Record, beat: Record) -> str:
         words = f"killed by {clean(signal_name, 16)}"
     else:
         words = "gone" if code is None else f"exit {code}"
+    if ended.get("unreaped") is True:
+        words = f"dead (unreaped), {words}"
     return f"{words}, because of another" if ended.get("secondary") is True else words

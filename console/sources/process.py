@@ -8,9 +8,11 @@ through a pidfd that was opened first and checked afterwards, so a reused pid is
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +28,9 @@ LETTERS = {
 }  # fmt: skip
 """psutil's words for the kernel's letters."""
 GONE = "gone"
+_INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
+_GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
+"""PIDFD_GET_INFO of linux/pidfd.h; since 6.15 the kernel keeps there how a reaped process ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,21 @@ class Handle:
         poller.register(self.fd, select.POLLIN)
         return bool(poller.poll(0))
 
+    def exit_code(self) -> int | None:
+        """Returns how the process ended, a signal as a negative number; None if nobody can tell.
+
+        Needs no wait: a process that has another parent tells it too, until it is reaped from
+        /proc, later from its pidfd. Call it when `is_over`.
+        """
+        status = _zombie_status(self.pid, self.start_ticks)
+        if status is None and self.fd >= 0:
+            status = _reaped_status(self.fd)
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def is_unreaped(self) -> bool:
+        """Says whether the process is dead and its parent has not asked how it ended."""
+        return _zombie_status(self.pid, self.start_ticks) is not None
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
@@ -154,6 +174,34 @@ def hold(pid: int, token: str) -> Handle | None:
         os.close(fd)
         return None
     return Handle(pid, fd, ticks)
+
+
+def _zombie_status(pid: int, start_ticks: int) -> int | None:
+    """Returns the wait status of a dead process that is not reaped; the last field of its stat.
+
+    Where the kernel hides that field it shows 0; `hold` has read the environment, for which it
+    asks for the same right.
+    """
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = data.rpartition(b")")[2].split()
+    if len(fields) < 50 or fields[0] != b"Z" or int(fields[19]) != start_ticks:
+        return None
+    return int(fields[49])
+
+
+def _reaped_status(fd: int) -> int | None:
+    """Returns the wait status that the kernel keeps with a pidfd, None where it keeps none."""
+    info = bytearray(_INFO_SIZE)
+    struct.pack_into("<Q", info, 0, _INFO_EXIT)
+    try:
+        fcntl.ioctl(fd, _GET_INFO, info)
+    except OSError:
+        return None
+    known = struct.unpack_from("<Q", info)[0] & _INFO_EXIT
+    return struct.unpack_from("<i", info, _INFO_CODE)[0] if known else None
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""`python -m console.supervisor LAUNCH_DIR [--lock-fd N]`: owns one launch until it has ended."""
+"""`python -m console.supervisor LAUNCH [--lock-fd N] [--adopt]`: owns a launch until its end."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from types import FrameType
 
 from console.sources.nvml import Nvml
 from console.supervisor import orders
+from console.supervisor.attempt import Services
 from console.supervisor.directory import Directory
 from console.supervisor.launch import Launch
 from trainers.contract import rundir
@@ -57,9 +58,13 @@ def _wake(fd: int) -> None:
         os.write(fd, b"\0")
 
 
-def supervise(path: Path) -> None:
-    """Runs the phases of a launch. Raises ContractError when plan.json cannot be used."""
+def supervise(path: Path, adopt: bool) -> None:
+    """Runs the phases of a launch, or goes on with one whose supervisor is gone.
+
+    Raises ContractError when plan.json cannot be used.
+    """
     given = orders.load(path)
+    held = rundir.read_json(path / rundir.PLAN_STATE) if adopt else None
     asked: list[str] = []
     take_signals(asked.append)
     become_subreaper()
@@ -69,7 +74,7 @@ def supervise(path: Path) -> None:
     poller.register(wake_read, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write)), Nvml()
     nvml.start()
-    launch = Launch(path, given, directory, nvml, poller)
+    launch = Launch(path, given, Services(directory, nvml, poller), held)
     try:
         while not launch.over:
             ready = poller.poll(BUSY_TICK_MS if launch.busy else IDLE_TICK_MS)
@@ -95,13 +100,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m console.supervisor", description=__doc__)
     parser.add_argument("launch", type=Path)
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the launch's lock")
+    parser.add_argument("--adopt", action="store_true", help="go on with a launch left behind")
     options = parser.parse_args()
     if options.lock_fd is not None:
         os.set_inheritable(options.lock_fd, False)
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
     try:
-        supervise(options.launch)
+        supervise(options.launch, options.adopt)
     except ContractError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code

@@ -15,6 +15,16 @@ T = TypeVar("T")
 RETRY_S, RETRY_EVERY_S = 60.0, 0.5
 
 
+def event_record(
+    attempt: int, kind: str, text: str, level: str = "info", by: str = "supervisor", **more: Any
+) -> dict[str, Any]:
+    """Returns one record of `events.jsonl`."""
+    return {
+        "v": VERSION, "ts": time.time(), "mono": time.monotonic(), "attempt": attempt,
+        "kind": kind, "level": level, "text": text, "by": by,
+    } | more  # fmt: skip
+
+
 class Job(Generic[T]):
     """Work for the directory's thread whose result somebody waits for, without blocking.
 
@@ -69,10 +79,7 @@ class Directory(Recorder):
         by: str = "supervisor", **more: Any,
     ) -> dict[str, Any]:  # fmt: skip
         """Appends one event beside the folder's mailbox; never dropped. Returns it."""
-        record = {
-            "v": VERSION, "ts": time.time(), "mono": time.monotonic(), "attempt": attempt,
-            "kind": kind, "level": level, "text": text, "by": by,
-        } | more  # fmt: skip
+        record = event_record(attempt, kind, text, level, by, **more)
         self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
         return record
 

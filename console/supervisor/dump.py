@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from console.sources import process
+from console.supervisor.mailbox import Outcome
+from console.supervisor.requests import Request
 from trainers.contract import jsonl, rundir
 from trainers.contract.dumps import END_MARK
 
@@ -81,7 +83,7 @@ class Dump:
         if not whole:
             part.result += f" (only the main thread answered within {WAIT_S:g} s)"
 
-    def answer(self) -> tuple[bool, str, list[str]]:
+    def answer(self) -> Outcome:
         """Returns whether any stack came, a sentence, and each rank's result."""
         dumped = [part.rank for part in self.parts if part.result.startswith("dumped")]
         detail = [f"rank {part.rank} {part.result}" for part in self.parts]
@@ -92,6 +94,57 @@ class Dump:
                              if p.rank not in dumped)  # fmt: skip
             text = f"stacks of {_count(dumped)} dumped; {rest}" if dumped else f"no stack: {rest}"
         return bool(dumped), text, detail
+
+
+class Dumps:
+    """The one dump that may be under way, and who waits for it. `keep` stores a rank's stack."""
+
+    def __init__(self, keep: Callable[[Path, bytes], None]):
+        self._keep = keep
+        self._open: Dump | None = None
+        self._asked: list[Request] = []
+
+    @property
+    def busy(self) -> bool:
+        return self._open is not None
+
+    def ask(
+        self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
+    ) -> Outcome | None:
+        """Signals the ranks that a request names; None: the answer follows, see `poll`."""
+        rank = request.args.get("rank")
+        wanted = sorted(alive) if rank is None else [rank]
+        if not alive:
+            return False, "no rank is running, so there is no stack", []
+        if rank is not None and rank not in alive:
+            return False, f"rank {rank} is not running", []
+        if self._open is not None and not self._open.ranks() >= set(wanted):
+            return False, "another dump is under way; ask again in two seconds", []
+        self._asked.append(request)
+        if self._open is None:
+            self.begin(run, live, {each: alive[each] for each in wanted})
+        return None
+
+    def begin(self, run: Path, live: Path | None, alive: Mapping[int, process.Handle]) -> None:
+        """Signals these ranks, unless a dump is under way."""
+        if self._open is None and alive:
+            self._open = Dump(run, live, time.time_ns() // 1_000_000)
+            for rank, handle in sorted(alive.items()):
+                self._open.ask(rank, handle)
+
+    def poll(self, answer: Callable[[Request, Outcome], None]) -> None:
+        """Takes what the ranks wrote, and answers when all have."""
+        if self._open is not None and self._open.poll(self._keep):
+            self._end(self._open.answer(), answer)
+
+    def abandon(self, answer: Callable[[Request, Outcome], None]) -> None:
+        """Answers who still waits: the ranks are gone."""
+        self._end((False, "the ranks ended before they answered", []), answer)
+
+    def _end(self, outcome: Outcome, answer: Callable[[Request, Outcome], None]) -> None:
+        asked, self._asked, self._open = self._asked, [], None
+        for request in asked:
+            answer(request, outcome)
 
 
 def _count(ranks: Sequence[int]) -> str:

@@ -10,19 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from console.ending import error_of
+from console.ending import End, error_of
 from console.plans.gates import Summary
-from console.sources import process
+from console.sources import lastwords, process
+from console.sources.lastwords import LastWords
+from console.sources.sanitize import clean
+from console.supervisor.tree import Worker
 from trainers.contract import heartbeat, jsonl, rundir
 
 WARM_UP_STEPS = 2
 KEPT_STEPS = 256
 MAX_POLLS = 8
 LOG_TAIL_BYTES = 256 << 10
-EXCEPTION = re.compile(
-    rb"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception): .*)$", re.MULTILINE
-)
-TORCHRUN_WORDS = b"ChildFailedError"
 CLOSING = b"closing signal SIG"
 DEATH = re.compile(rb"Received (\d{1,2}) death signal")
 OVERLAP_BYTES = 64
@@ -44,12 +43,17 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is read when all processes have ended; `words` are last exceptions by rank."""
+    """What is read when all processes have ended; `last` are the last words of each rank."""
 
     news: News = field(default_factory=News)
     log: bytes = b""
     metrics: Mapping[str, Any] | None = None
-    words: Mapping[int, str] = field(default_factory=dict)
+    last: Mapping[int, LastWords] = field(default_factory=dict)
+
+    @property
+    def words(self) -> dict[int, str]:
+        """The last exceptions by rank."""
+        return {rank: words.error for rank, words in self.last.items()}
 
 
 class Files:
@@ -84,11 +88,12 @@ class Files:
         for tail in self._tails:
             news.records += self._read(tail, 1 << 20)
         log = self._end_of(self._log)
-        words = {}
+        last = {}
         for rank in range(len(self._tails)):
-            own = self._end_of(rundir.rank_log(self._run, self._attempt, rank))
-            words[rank] = last_exception(own) or last_exception(log)
-        return Rest(news, log, rundir.read_json(self._run / rundir.METRICS), words)
+            path = rundir.rank_log(self._run, self._attempt, rank)
+            own = lastwords.read(self._end_of(path))
+            last[rank] = own if own != LastWords() else lastwords.read(log, rank)
+        return Rest(news, log, rundir.read_json(self._run / rundir.METRICS), last)
 
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
@@ -123,12 +128,6 @@ class Files:
         return found
 
 
-def last_exception(log: bytes) -> str:
-    """Returns the last exception line in a log, for an end that no record explains."""
-    lines = [m.group(1) for m in EXCEPTION.finditer(log) if TORCHRUN_WORDS not in m.group(1)]
-    return lines[-1][:300].decode("utf-8", "replace").strip() if lines else ""
-
-
 class Story:
     """What the records told so far: for gates, stall limits and the end of the run."""
 
@@ -137,9 +136,13 @@ class Story:
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
         self.reason = ""
+        self.checkpoint = 0
+        """The step of the newest checkpoint that was written, 0 before there is one."""
         self.errors: dict[int, str] = {}
         self.codes: dict[int, int] = {}
         """Exit codes that ranks announced in their last record; an exit without one is orderly."""
+        self.said: dict[int, str] = {}
+        """What each rank wrote last."""
         self._durations: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
         self._p99: dict[int, float] = {}
@@ -149,11 +152,15 @@ class Story:
         self.summary.take(record)
         rank, step = record["rank"], record["step"]
         self.steps[rank] = max(step, self.steps.get(rank, 0))
+        if record["msg"] == "checkpoint":
+            self.checkpoint = max(step, self.checkpoint)
         if record["msg"] == "halt":
             self.halts[rank] = step
         if record["msg"] in ("halt", "exit"):
             self.reason = self.reason or jsonl.text(record, "reason")[:80]
-        error = error_of(record)
+        said = jsonl.text(record, "reason")
+        self.said[rank] = clean(f"{record['msg']}: {said}" if said else str(record["msg"]), 200)
+        error = clean(error_of(record), 400)
         if error:
             self.errors.setdefault(rank, error)
         code = jsonl.integer(record, "exit_code")
@@ -177,3 +184,20 @@ class Story:
             ordered = sorted(held)
             self._p99[rank] = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
         return self._p99[rank]
+
+
+def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: int = 0) -> End:
+    """Returns how a rank ended: what the kernel says, its records, and its log once it was read.
+
+    Where nobody saw its exit code, the one it announced in its last record counts. `step` is that
+    of its pulse: a crash takes the records with it that were not yet written.
+    """
+    rank, code = worker.rank, worker.code
+    if code is None and worker.signal is None:
+        code = story.codes.get(rank)
+    last = words or LastWords()
+    return End(
+        rank, code, worker.signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
+        last.error, worker.culled, at=last.at, fatal=last.fatal, fatal_at=last.fatal_at,
+        said=story.said.get(rank, ""), ts=worker.over_ts,
+    )  # fmt: skip

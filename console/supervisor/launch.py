@@ -1,100 +1,90 @@
-"""A launch: its phases one after the other, its mailbox, its sign of life."""
+"""A launch: its phases one after the other, and what is asked of it."""
 
 from __future__ import annotations
 
-import select
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from console.plans import gates
-from console.sources.nvml import Nvml
 from console.supervisor import live, requests
-from console.supervisor.attempt import REFRESH_S, Attempt
-from console.supervisor.directory import Directory, Job
-from console.supervisor.dump import Dump
+from console.supervisor.attempt import Services
+from console.supervisor.directory import Job
+from console.supervisor.dump import Dumps
+from console.supervisor.mailbox import Execute, Mailbox, Outcome
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.requests import Request
-from trainers.contract import VERSION, flags, rundir
+from console.supervisor.run import REFRESH_S, Run
+from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 LOOK_EVERY_S = 0.2
 HEARTBEATS_EVERY_S = 1.0
-REMEMBERED = 4096
 FILES = {
     "halt": rundir.HALT, "checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW,
 }  # fmt: skip
 """What is left in the run directory for the ranks to find."""
-Outcome = tuple[bool, str, list[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A request that was taken; its file may still be seen until it is removed."""
-
-    path: Path
-    done: bool = False
 
 
 class Launch:
-    """Owns plan_state.json and the sequence of phases; `tick` moves everything on."""
+    """Owns plan_state.json and the sequence of phases; `tick` moves everything on.
+
+    With `held`, the plan_state.json of a supervisor that is gone, it goes on where that one was.
+    """
 
     def __init__(
-        self, path: Path, given: Orders, directory: Directory, nvml: Nvml, poller: select.poll
+        self, path: Path, given: Orders, services: Services, held: Mapping[str, Any] | None = None
     ):
         self.path, self.orders = path, given
         self.state: Literal["running", "waiting", "ended"] = "running"
         self.why = ""
-        self.attempt: Attempt | None = None
+        self.run: Run | None = None
         self._index = -1
-        self._directory, self._nvml, self._poller = directory, nvml, poller
+        self._services, self._directory = services, services.directory
         self._phases: list[dict[str, Any]] = [
             {"name": phase.name, "state": "next" if i == 0 else "later", "why": "", "result": "",
              "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}
             for i, phase in enumerate(given.plan.phases)
         ]  # fmt: skip
         self._next_flags: dict[str, dict[str, Any]] = {}
-        self._requests: dict[str, _Known] = {}
-        self._dump: tuple[Dump, list[Request]] | None = None
+        self._mailbox = Mailbox(self._directory)
+        self._dumps = Dumps(self._keep)
         self._left: list[tuple[Job[None], Request]] = []
         self._look: Job[list[Request]] | None = None
         self._ended_by = ""
         self._last_look = self.over = False
         self._looked = self._beats = self._refreshed = 0.0
-        self._actions: Mapping[str, Callable[[Request], Outcome | None]] = {
+        self._actions: Mapping[str, Execute] = {
             "dump": self._do_dump, "halt": self._do_halt, "stop": self._do_end,
             "kill": self._do_end, "ack": self._do_ack, "note": self._do_note,
             "checkpoint": self._do_ask, "profile": self._do_ask,
             "set-flag": self._do_set_flag, "proceed": self._do_proceed,
         }  # fmt: skip
-        directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
-        live.sweep()
-        self._start(0)
+        self._directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
+        if held is None:
+            live.sweep()
+            self._start(0)
+        else:
+            self._adopt(held)
 
     @property
     def busy(self) -> bool:
         """Says whether something is under way that wants to be looked at often."""
-        attempt = self.attempt
-        if attempt is None:
-            return False
-        changing = attempt.stage != "run" or attempt.state == "stopping"
-        return self._dump is not None or changing or attempt.tree.incomplete
+        return self._dumps.busy or (self.run is not None and self.run.busy)
 
     def tick(self) -> None:
         """Does what is due; never waits."""
         now = time.monotonic()
         self._poll_left()
         self._look_around(now)
-        if self._dump is not None:
-            self._poll_dump(*self._dump)
-        if self.attempt is not None:
-            before = self.attempt.state
-            self.attempt.tick()
-            if self.attempt.stage == "over":
-                self._end_of_phase(self.attempt)
-            elif self.attempt.state != before:
+        self._dumps.poll(self._mailbox.answer)
+        if self.run is not None:
+            before = self.run.state
+            self.run.tick()
+            if self.run.over:
+                self._end_of_phase(self.run)
+            elif self.run.state != before:
                 self._publish()
         if now - self._refreshed >= REFRESH_S:
             self._publish()
@@ -105,21 +95,20 @@ class Launch:
 
     def give_up(self, why: str) -> None:
         """Ends everything because the supervisor itself is broken."""
-        attempt = self.attempt
-        if attempt is not None:
-            attempt.give_up(why)
+        if self.run is not None:
+            self.run.give_up(why)
             self._publish()
-            self.attempt = None
+            self.run = None
         self._end(why)
 
     def _end_by(self, action: str, by: str) -> str:
         """Ends the running phase, and the plan with it; returns the answer."""
-        if self.attempt is None:
+        if self.run is None:
             if self.state != "ended":
                 self._end(f"{action} asked by {by} before the next phase")
             return "the plan has ended; nothing was running"
         self._ended_by = self._ended_by or f"{action} asked by {by}"
-        return self.attempt.end(action, by)
+        return self.run.end(action, by)
 
     # --- phases --------------------------------------------------------------------------------
 
@@ -131,35 +120,55 @@ class Launch:
             for name, held in self._next_flags.items()
         }
         try:
-            self.attempt = Attempt(
-                self.orders, index, self.path / entry["dir"], pending, self._directory,
-                self._nvml, self._poller,
-            )  # fmt: skip
+            self.run = Run(self._services, self.orders, index, self.path / entry["dir"], pending)
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
         self._next_flags = {}
         self.state, self.why = "running", ""
-        entry |= {"state": self.attempt.state, "started_ts": time.time()}
+        entry |= {"state": self.run.state, "started_ts": time.time()}
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")
         return self._publish()
 
-    def _end_of_phase(self, attempt: Attempt) -> None:
+    def _adopt(self, held: Mapping[str, Any]) -> None:
+        """Takes over from a supervisor that is gone, at the phase that it was in."""
+        self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
+        entries = held.get("phases")
+        told = entries if isinstance(entries, list) else []
+        for mine, theirs in zip(self._phases, told, strict=False):
+            if isinstance(theirs, dict):
+                mine |= {key: theirs[key] for key in mine if key in theirs and key != "dir"}
+        wanted = jsonl.mapping(held, "next_flags")
+        self._next_flags = {k: dict(v) for k, v in wanted.items() if isinstance(v, dict)}
+        self._event("state", "a new supervisor takes over from one that is gone", "warn")
+        entry, waiting = self._phases[self._index], held.get("state") == "waiting"
+        run = self.path / entry["dir"]
+        record = rundir.read_json(run / rundir.SUPERVISOR, below=self.path)
+        if waiting:
+            self.state, self.why = "waiting", jsonl.text(held, "why")
+        elif record is None:
+            return self._start(self._index)
+        else:
+            self.run = Run(self._services, self.orders, self._index, run, {}, record)
+            self.run.event("note", "a new supervisor watches this run", "warn")
+        return self._publish()
+
+    def _end_of_phase(self, run: Run) -> None:
+        attempt = run.attempt
         result = gates.overall(attempt.gates)
-        for request in self._dump[1] if self._dump else ():
-            self._answer(request, (False, "the ranks ended before they answered", []))
-        entry, self.attempt, self._dump = self._phases[self._index], None, None
+        self._dumps.abandon(self._mailbox.answer)
+        entry, self.run = self._phases[self._index], None
         entry |= {
-            "state": attempt.state, "why": attempt.why,
-            "result": result if attempt.gates or attempt.state == "completed" else "unknown",
+            "state": run.state, "why": run.why,
+            "result": result if attempt.gates or run.state == "completed" else "unknown",
             "steps": attempt.story.summary.steps, "ended_ts": time.time(),
         }  # fmt: skip
         name = entry["name"]
         judged = f", gates {result}" if attempt.gates else ""
-        self._event("phase", f"{name} {attempt.state}{judged}: {attempt.why}")
-        refusal = self._why_not_on(attempt, result)
+        self._event("phase", f"{name} {run.state}{judged}: {run.why}")
+        refusal = self._why_not_on(run, result)
         if refusal:
             self._end(f"{name}: {refusal}")
         elif self._index + 1 == len(self._phases):
@@ -172,14 +181,14 @@ class Launch:
         else:
             self._start(self._index + 1)
 
-    def _why_not_on(self, attempt: Attempt, result: str) -> str:
+    def _why_not_on(self, run: Run, result: str) -> str:
         """Says why the plan ends here, "" when the next phase may start."""
-        if attempt.state != "completed":
-            return f"{attempt.state}: {attempt.why}"
+        if run.state != "completed":
+            return f"{run.state}: {run.why}"
         if result == "pass":
-            return self._ended_by or (f"{rundir.HALT} is there" if attempt.halt_file else "")
+            return self._ended_by or (f"{rundir.HALT} is there" if run.attempt.halt_file else "")
         missed = [f"{g.name} {g.result} ({_value(g.value)} {g.unit}, bound {g.bound})"
-                  for g in attempt.gates if g.result != "pass"]  # fmt: skip
+                  for g in run.attempt.gates if g.result != "pass"]  # fmt: skip
         return "gate " + "; gate ".join(missed)
 
     def _end(self, why: str) -> None:
@@ -202,15 +211,15 @@ class Launch:
                 return
             ended, self._look = self._look, None
             if not isinstance(ended.error, OSError):
-                self._answer_all(ended.value)
+                self._mailbox.take(ended.value, self._execute)
             self.over = self._last_look
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
         heartbeats = now - self._beats >= HEARTBEATS_EVERY_S
         self._beats = now if heartbeats else self._beats
-        attempt, path = self.attempt, self.path
-        if attempt is not None and attempt.stage != "run":
+        path, attempt = self.path, self.run.attempt if self.run is not None else None
+        if attempt is not None and attempt.stage not in ("run", "over"):
             attempt = None
         runs = [path / entry["dir"] for entry in self._phases[: self._index + 1]]
 
@@ -225,62 +234,30 @@ class Launch:
         self._last_look = self.state == "ended"
         self._look = self._directory.job(look)
 
-    def _answer_all(self, found: list[Request]) -> None:
-        for request in found:
-            known = self._requests.get(request.id)
-            if known is not None and (known.path == request.path or not known.done):
-                continue
-            if known is not None and not request.error:
-                self._answer(request, (False, "a request with this id was executed already", []))
-                continue
-            if len(self._requests) >= REMEMBERED:
-                self._requests.pop(next(iter(self._requests)))
-            self._requests[request.id] = _Known(request.path)
-            self._record_request(request)
-            outcome = (False, request.error, []) if request.error else self._execute(request)
-            if outcome is not None:
-                self._answer(request, outcome)
-
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
             return False, f"the plan has ended: {self.why}", []
         return self._actions[request.action](request)
 
-    def _addressed(self, request: Request) -> Attempt | None:
-        """Returns the running attempt, None when the request lies in a former run's mailbox."""
-        attempt = self.attempt
-        return attempt if attempt and request.path.parent.parent == attempt.run else None
-
-    def _record_request(self, request: Request) -> None:
-        folder = request.path.parent.parent
-        self._directory.event(
-            folder, 1, "request", f"{request.action or 'something'} asked", by=request.by,
-            request=request.id, action=request.action,
-        )  # fmt: skip
-
-    def _answer(self, request: Request, outcome: Outcome) -> None:
-        ok, text, detail = outcome
-        self._requests[request.id] = _Known(request.path, done=True)
-        self._directory.event(
-            request.path.parent.parent, 1, "answer", text, "info" if ok else "warn",
-            request=request.id, action=request.action, ok=ok, detail=detail, asked_by=request.by,
-        )  # fmt: skip
-        self._directory.call(lambda: requests.remove(request.path))
+    def _addressed(self, request: Request) -> Run | None:
+        """Returns the run of this phase, None when the request lies in a former one's mailbox."""
+        run = self.run
+        return run if run and request.path.parent.parent == run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
         """Writes `.HALT` first: what cannot be written was not asked of the ranks."""
-        return self._leave(request, self.attempt) if self.attempt else self._do_end(request)
+        return self._leave(request, self.run) if self.run else self._do_end(request)
 
     def _do_ask(self, request: Request) -> Outcome | None:
-        attempt = self._addressed(request)
-        if attempt is None or not attempt.tree.alive():
+        run = self._addressed(request)
+        if run is None or not run.attempt.tree.alive():
             return False, "no rank is running that could do it", []
-        return self._leave(request, attempt)
+        return self._leave(request, run)
 
-    def _leave(self, request: Request, attempt: Attempt) -> None:
+    def _leave(self, request: Request, run: Run) -> None:
         """Leaves the file that asks the ranks; the answer follows when it is written."""
-        run, name, by = attempt.run, FILES[request.action], request.by
-        self._left.append((self._directory.job(lambda: rundir.ask(run, name, by)), request))
+        path, name, by = run.path, FILES[request.action], request.by
+        self._left.append((self._directory.job(lambda: rundir.ask(path, name, by)), request))
 
     def _poll_left(self) -> None:
         asked, self._left = self._left, []
@@ -292,21 +269,21 @@ class Launch:
                 reason = getattr(job.error, "strerror", None) or job.error
                 more = ", stop sends them TERM" if name == rundir.HALT else ""
                 why = f"cannot write {name}: {reason}; the ranks go on{more}"
-                self._answer(request, (False, why, []))
+                self._mailbox.answer(request, (False, why, []))
             elif name == rundir.HALT:
-                self._answer(request, self._do_end(request))
+                self._mailbox.answer(request, self._do_end(request))
             else:
                 text = f"{name} is written; a trainer of this project obeys at the end of its step"
-                self._answer(request, (True, text, []))
+                self._mailbox.answer(request, (True, text, []))
 
     def _do_end(self, request: Request) -> Outcome:
         return True, self._end_by(request.action, request.by), []
 
     def _do_ack(self, request: Request) -> Outcome:
-        name, attempt = request.args["alert"], self._addressed(request)
-        if attempt is None or name not in attempt.alerts.open():
+        name, run = request.args["alert"], self._addressed(request)
+        if run is None or name not in run.attempt.alerts.open():
             return False, f"there is no open alert {name!r}", []
-        attempt.event("ack", f"{name} acknowledged", by=request.by, alert=name)
+        run.event("ack", f"{name} acknowledged", by=request.by, alert=name)
         return True, f"{name} acknowledged", []
 
     def _do_note(self, request: Request) -> Outcome:
@@ -347,33 +324,13 @@ class Launch:
         return True, f"{phase} starts", []
 
     def _do_dump(self, request: Request) -> Outcome | None:
-        attempt = self._addressed(request)
-        workers = {w.rank: w for w in attempt.tree.alive()} if attempt is not None else {}
-        rank = request.args.get("rank")
-        wanted = sorted(workers) if rank is None else [rank]
-        if attempt is None or not workers:
+        run = self._addressed(request)
+        if run is None:
             return False, "no rank is running, so there is no stack", []
-        if rank is not None and rank not in workers:
-            return False, f"rank {rank} is not running", []
-        if self._dump is not None:
-            if not self._dump[0].ranks() >= set(wanted):
-                return False, "another dump is under way; ask again in two seconds", []
-            self._dump[1].append(request)
-            return None
-        dump = Dump(attempt.run, attempt.live, time.time_ns() // 1_000_000)
-        for each in wanted:
-            dump.ask(each, workers[each].handle)
-        self._dump = (dump, [request])
-        return None
+        return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
-    def _poll_dump(self, dump: Dump, asked: list[Request]) -> None:
-        def keep(path: Path, data: bytes) -> None:
-            self._directory.call(lambda: rundir.write_atomic(path, data))
-
-        if dump.poll(keep):
-            self._dump = None
-            for request in asked:
-                self._answer(request, dump.answer())
+    def _keep(self, path: Path, data: bytes) -> None:
+        self._directory.call(lambda: rundir.write_atomic(path, data))
 
     # --- records -------------------------------------------------------------------------------
 
@@ -383,17 +340,17 @@ class Launch:
     def _publish(self) -> None:
         """Replaces plan_state.json."""
         self._refreshed = time.monotonic()
-        attempt = self.attempt
-        if attempt is not None and self._index >= 0:
+        run = self.run
+        if run is not None and self._index >= 0:
             entry = self._phases[self._index]
-            entry |= {"state": attempt.state, "why": attempt.why,
-                      "steps": attempt.story.summary.steps or None}  # fmt: skip
+            entry |= {"state": run.state, "why": run.why,
+                      "steps": run.attempt.story.summary.steps or None}  # fmt: skip
         self._directory.document(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.orders.plan.between, "next_flags": dict(self._next_flags),
             "supervisor": rundir.identity(),
-            "live_dir": str(attempt.live) if attempt is not None and attempt.live else "",
+            "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         })  # fmt: skip
 

@@ -21,20 +21,30 @@ def _prefix() -> str:
 class Live:
     """Owns the live directory of an attempt; `path` is None where there is no shared memory.
 
-    A lock that ends with this process says that the directory has an owner.
+    A lock that ends with this process says that the directory has an owner. `adopt` takes over the
+    directory of a supervisor that is gone; where there is none, the ranks have none either.
     """
 
-    def __init__(self, token: str):
+    def __init__(self, token: str, adopt: bool = False):
         self._lock = -1
         self.path: Path | None = rundir.SHARED_MEMORY / f"{_prefix()}{token}"
-        unready = self.path.with_name(f".{self.path.name}")
+        unready = self.path if adopt else self.path.with_name(f".{self.path.name}")
         try:
-            unready.mkdir(mode=0o700)
-            self._lock = os.open(unready, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if not adopt:
+                unready.mkdir(mode=0o700)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock = os.open(unready, flags)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unready.rename(self.path)
         except OSError:
             self.remove()
+
+    def clear(self) -> None:
+        """Removes what the ranks of an attempt left, before the next begins."""
+        with contextlib.suppress(OSError):
+            for path in self.path.iterdir() if self.path is not None else ():
+                if path.name != rundir.LIVE_STATUS:
+                    path.unlink()
 
     def remove(self) -> None:
         """Removes the directory; what is already gone is fine."""

@@ -90,10 +90,11 @@ class Orders:
             "plan": self.plan.name, "phase": phase.name, "index": index, "proves": phase.proves,
             "by": self.by, "created_ts": time.time(), "nnodes": 1, "nproc": phase.nproc,
             "world": phase.nproc, "steps_planned": planned,
-            "argv": argv(phase, watch.grace_s, rundir.logs(run, int(contract[environ.ATTEMPT]))),
+            "argv": argv(phase, watch.grace_s, rundir.logs(run, 1)),
             "cwd": str(Path.cwd()), "environment": environment(phase, flags, contract),
             "flags": {name: asdict(flag) for name, flag in flags.items()},
             "settings": settings, "gates": dict(phase.gates), "watch": asdict(watch),
+            "restart": asdict(self.plan.restart),
             "host": rundir.host_name(), "machine": dict(self.host), "git": dict(self.git),
         }  # fmt: skip
 
@@ -120,8 +121,12 @@ def is_ours(phase: Phase) -> bool:
     return not phase.script and phase.module.startswith("trainers.")
 
 
-def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
-    """Returns the command that starts a phase on one host; torchrun's own files go below `logs`."""
+def argv(phase: Phase, grace_s: float, logs: Path, resume: bool = False) -> list[str]:
+    """Returns the command that starts a phase on one host; torchrun's own files go below `logs`.
+
+    `resume` makes a trainer of ours go on from the newest good checkpoint of its run; another
+    program sees from its attempt's number that it is not the first.
+    """
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
@@ -133,6 +138,8 @@ def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
         words += ["--config", str(project_file(phase.config))]
     for key, value in phase.set.items():
         words += ["--set", f"{key}={value}"]
+    if resume and is_ours(phase):
+        words += ["--set", "checkpoint.resume=auto"]
     return words + list(phase.args)
 
 

@@ -51,7 +51,8 @@ class Sampler:
         self, worker: Worker, story: Story, now: float, begun: float
     ) -> tuple[dict[str, Any], Seen]:
         pid = worker.handle.pid
-        use = self._meter.look(pid) if worker.over_ts is None else process.Use()
+        ended = process.Use("Z" if worker.unreaped else process.GONE)
+        use = self._meter.look(pid) if worker.over_ts is None else ended
         state = use.state
         found = pulse.read(rundir.pulse(self._folder, worker.rank))
         if found is not None and found.pid != pid:

@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
 READY_S = 20.0
 POLL_S = 0.02
+DYING_S = 3.0
 
 
 def user_name() -> str:
@@ -42,11 +44,23 @@ def owner(directory: Path) -> str:
     return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since} UTC"
 
 
-class Claim:
-    """A launch directory that is ours alone as long as the lock's descriptor is open."""
+BEFORE_THE_START = frozenset(
+    (rundir.PLAN, rundir.LOCK, rundir.SUPERVISOR_LOG, rundir.EVENTS, rundir.REQUESTS)
+)
+"""What a launch writes before its supervisor says that it has taken over."""
 
-    def __init__(self, directory: Path):
+
+class Claim:
+    """A launch directory that is ours alone as long as the lock's descriptor is open.
+
+    A launch that was interrupted before its supervisor took over never happened: what it left is
+    removed. `adopt` claims the directory of a launch whose supervisor is gone.
+    """
+
+    def __init__(self, directory: Path, adopt: bool = False):
         self.directory = directory
+        self.cleared = ""
+        self._adopt = adopt
         self._made = not directory.exists()
         self.fd = -1
 
@@ -79,6 +93,25 @@ class Claim:
         except RefusedError:
             self.release()
             raise
+        if not self._adopt:
+            self._clear()
+
+    def _never_began(self, names: list[str]) -> bool:
+        """Says whether all that is there was left by a launch that no supervisor took over."""
+        there = {name for name in names if not name.startswith(f".{rundir.PLAN}.tmp-")}
+        held = rundir.read_json(self.directory / rundir.PLAN)
+        ours = rundir.PLAN not in there or bool(held and jsonl.text(held, "launch"))
+        # A lock of ours from this moment proves nothing: it has to have been there before.
+        had_lock = self.fd >= 0 or rundir.LOCK in there
+        return had_lock and ours and BEFORE_THE_START.issuperset(there)
+
+    def _clear(self) -> None:
+        """Removes what a launch left that never began; only under the lock."""
+        held = rundir.read_json(self.directory / rundir.PLAN)
+        if held is not None:
+            self.cleared = jsonl.text(held, "launch", "?")[:200]
+            for name in BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
+                (self.directory / name).unlink(missing_ok=True)
 
     def _check_lock(self, path: Path) -> None:
         """Raises RefusedError when the lock is another file too: its content is replaced."""
@@ -93,14 +126,16 @@ class Claim:
     def _check_content(self) -> None:
         """Raises RefusedError when the directory holds something that is not this launch."""
         try:
-            names = os.listdir(self.directory)
+            names = [n for n in os.listdir(self.directory) if not n.startswith(".probe-")]
         except OSError as error:
             raise RefusedError(f"cannot look into {self.directory}: {error.strerror}") from error
-        there = [name for name in names if name != rundir.LOCK and not name.startswith(".probe-")]
-        if not there:
+        there = [name for name in names if name != rundir.LOCK]
+        if not there and not self._adopt:
             return
-        if not self._is_free():
+        if not self.is_free():
             raise self._in_use()
+        if self._adopt or self._never_began(names):
+            return
         if rundir.PLAN not in there:
             raise RefusedError(
                 f"{self.directory} is not empty and holds no launch ({min(there)!r} is in it); "
@@ -118,7 +153,8 @@ class Claim:
             "watch that one, or give another directory with --run-dir"
         )
 
-    def _is_free(self) -> bool:
+    def is_free(self) -> bool:
+        """Says whether nobody else holds the lock."""
         if self.fd >= 0:
             return True
         fd = jsonl.open_regular(self.directory / rundir.LOCK)
@@ -148,8 +184,7 @@ class Claim:
 
     def undo(self) -> None:
         """Removes what this launch wrote, and the directory if it made it."""
-        for name in (rundir.PLAN, rundir.PLAN_STATE, rundir.SUPERVISOR_LOG, rundir.EVENTS,
-                     rundir.LOCK):  # fmt: skip
+        for name in (*BEFORE_THE_START - {rundir.REQUESTS}, rundir.PLAN_STATE):
             (self.directory / name).unlink(missing_ok=True)
         self.release()
         for folder in (self.directory / rundir.REQUESTS, self.directory if self._made else None):
@@ -168,6 +203,8 @@ def start(directory: Path, given: Orders) -> None:
     claim.take()
     try:
         rundir.write_json(directory / rundir.PLAN, given.as_dict(time.time()))
+        if claim.cleared:
+            _say_cleared(directory, claim.cleared)
         process = _spawn(directory, claim.fd)
     except OSError as error:
         claim.undo()
@@ -182,11 +219,55 @@ def start(directory: Path, given: Orders) -> None:
     threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
 
 
-def _spawn(directory: Path, lock_fd: int) -> subprocess.Popen[bytes]:
+def adopt(directory: Path) -> str:
+    """Gives a launch whose supervisor is gone a new one; returns its id.
+
+    Raises RefusedError when there is nothing to take over, ContractError when the supervisor does
+    not come up.
+    """
+    held = rundir.read_json(directory / rundir.PLAN)
+    state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
+    if held is None:
+        raise RefusedError(f"{directory} holds no launch to take over")
+    launch = jsonl.text(held, "launch", "?")[:200]
+    if jsonl.text(state, "state") == "ended":
+        raise RefusedError(f"{launch} has ended; there is nothing to take over")
+    rundir.check_ours(directory)
+    claim = Claim(directory, adopt=True)
+    deadline = time.monotonic() + DYING_S
+    while not rundir.is_alive(jsonl.mapping(state, "supervisor")) and not claim.is_free():
+        # Its lock goes a moment after the process that was killed.
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    claim.take()
+    try:
+        process = _spawn(directory, claim.fd, "--adopt")
+        claim.name_owner(process.pid, launch)
+        _wait_until_ready(process, directory)
+    except OSError as error:
+        raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
+    finally:
+        claim.release()
+    threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
+    return launch
+
+
+def _say_cleared(directory: Path, launch: str) -> None:
+    """Writes down that the remains of a launch were removed, before there is a supervisor."""
+    text = f"the remains of the launch {launch}, which never began, were cleared"
+    fd = rundir.open_append(directory / rundir.EVENTS)
+    try:
+        os.write(fd, jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
+    finally:
+        os.close(fd)
+
+
+def _spawn(directory: Path, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:
     log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
         sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
-        "--lock-fd", str(lock_fd),
+        "--lock-fd", str(lock_fd), *more,
     ]  # fmt: skip
     try:
         return subprocess.Popen(
@@ -200,7 +281,8 @@ def _spawn(directory: Path, lock_fd: int) -> subprocess.Popen[bytes]:
 def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
-        if (directory / rundir.PLAN_STATE).exists():
+        state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
+        if jsonl.mapping(state, "supervisor").get("pid") == process.pid:
             return
         if process.poll() is not None:
             raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")

@@ -1,7 +1,8 @@
 """The processes of one attempt: torchrun, its ranks and whatever they started.
 
 The supervisor is the subreaper, so a rank that outlives torchrun becomes its child and leaves a
-real exit status. Everything is found by the attempt's token in its environment.
+real exit status; of those that torchrun reaps the kernel tells it. Everything is found by the
+attempt's token in its environment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from console.sources import process
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
@@ -40,6 +41,8 @@ class Worker:
     signal: str | None = None
     culled: bool = False
     """Killed here because it outlived another rank's failure."""
+    unreaped: bool = False
+    """Dead, and its parent has not asked how it ended: a stopped torchrun does not."""
 
     def ended(self, code: int) -> None:
         """Takes the exit code; a negative one is the signal that killed it."""
@@ -50,6 +53,7 @@ class Worker:
         over = None
         if self.over_ts is not None:
             over = {"code": self.code, "signal": self.signal, "ts": self.over_ts}
+            over |= {"unreaped": True} if self.unreaped else {}
         return {
             "rank": self.rank, "local_rank": self.local_rank, "host": rundir.host_name(),
             "pid": self.handle.pid, "start_ticks": self.handle.start_ticks, "exit": over,
@@ -63,8 +67,10 @@ class Tree:
         self.token, self.nproc = token, nproc
         self._poller = poller
         self.agent: process.Handle | None = None
-        """torchrun, None before it was started; `agent_status` is its exit code."""
+        """torchrun, None before it was started."""
         self.agent_status: int | None = None
+        """Its exit code; None while it lives, and for ever where nobody could see it."""
+        self.agent_over = False
         self.workers: dict[int, Worker] = {}
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
@@ -86,7 +92,7 @@ class Tree:
     @property
     def incomplete(self) -> bool:
         """Says whether torchrun lives and some of its ranks have not been found yet."""
-        return self.spawned and self.agent_status is None and len(self.workers) < self.nproc
+        return self.spawned and not self.agent_over and len(self.workers) < self.nproc
 
     def spawn(self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int) -> None:
         """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in it."""
@@ -103,23 +109,77 @@ class Tree:
         self.agent = process.Handle(self._popen.pid, fd, ticks)
         self._poller.register(fd, select.POLLIN)
 
+    def adopt(self, held: Mapping[str, Any]) -> None:
+        """Takes over what a former supervisor's document names and still lives.
+
+        Nobody tells the exit codes of processes that are not our children, nor of what ended while
+        nobody looked.
+        """
+        record = jsonl.mapping(held, "torchrun")
+        self.agent = self._held(record) or process.Handle(jsonl.integer(record, "pid") or 0, -1, 0)
+        if self.agent.fd < 0:
+            self._agent_ended(None)
+        entries = held.get("workers")
+        for entry in entries if isinstance(entries, list) else ():
+            rank = jsonl.integer(entry, "rank") if isinstance(entry, dict) else None
+            if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
+                self._adopt_rank(rank, entry)
+        for pid in process.with_token(self.token):
+            self._take_rank(pid)
+
+    def _adopt_rank(self, rank: int, entry: Mapping[str, Any]) -> None:
+        local, over = jsonl.integer(entry, "local_rank") or 0, jsonl.mapping(entry, "exit")
+        handle = None if over else self._held(entry)
+        gone = process.Handle(jsonl.integer(entry, "pid") or 0, -1, 0)
+        self.workers[rank] = worker = Worker(rank, local, handle or gone)
+        if handle is None:
+            worker.over_ts = jsonl.number(over, "ts") or time.time()
+            worker.code, worker.signal = jsonl.integer(over, "code"), jsonl.text(over, "signal")
+            worker.signal = worker.signal or None
+            self.order.append(rank)
+
+    def _held(self, record: Mapping[str, Any]) -> process.Handle | None:
+        """Opens the process that a document names; None when it is gone or another one."""
+        pid = jsonl.integer(record, "pid") or 0
+        handle = process.hold(pid, self.token) if pid > 0 else None
+        if handle is not None and handle.start_ticks != record.get("start_ticks"):
+            handle.close()
+            return None
+        if handle is not None:
+            self._poller.register(handle.fd, select.POLLIN)
+        return handle
+
     def look(self) -> bool:
         """Finds new ranks, reaps what ended; True when something changed."""
         changed = self._reap()
         if self.incomplete:
             changed = self._discover() or changed
+        adopted = self.agent if self._popen is None and not self.agent_over else None
+        if adopted is not None and adopted.is_over():
+            self._agent_ended(None)
+            changed = True
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():
+                code = worker.handle.exit_code()
+                if code is not None:
+                    worker.ended(code)
                 self._take_end(worker)
                 changed = True
+            elif worker.unreaped:
+                worker.unreaped = worker.handle.is_unreaped()
+                changed = changed or not worker.unreaped
         return changed
 
     def alive(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.over_ts is None]
 
+    def handles(self) -> dict[int, process.Handle]:
+        """Returns the ranks that live, to signal them."""
+        return {worker.rank: worker.handle for worker in self.alive()}
+
     def is_over(self) -> bool:
         """Says whether no process of this attempt is left; ends leftover helpers."""
-        if not self.spawned or self.agent_status is None:
+        if not self.spawned or not self.agent_over:
             return False
         now = time.monotonic()
         if now - self._scanned < SCAN_EVERY_S and self._left:
@@ -128,6 +188,8 @@ class Tree:
         helpers_only = not self.alive()
         if self._left and helpers_only and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
             self.kill()
+        if not self._left:
+            self.look()
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
@@ -136,7 +198,7 @@ class Tree:
             return
         if self._kill_at is None:
             self._kill_at = time.monotonic() + grace_s
-        if self.agent is not None and self.agent_status is None:
+        if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
             return
         for worker in self.alive():
@@ -152,7 +214,7 @@ class Tree:
         if not self.spawned:
             return
         self._kill_at, self._killed = 0.0, time.monotonic()
-        if self.agent is not None and self.agent_status is None:
+        if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
         self._kill_ranks()
 
@@ -207,18 +269,20 @@ class Tree:
             self._forget(self.agent)
 
     def _discover(self) -> bool:
-        found = False
-        for pid in process.children(self.agent_pid):
-            variables = process.environment(pid)
-            rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
-            if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
-                continue
-            handle = process.hold(pid, self.token)
-            if handle is not None:
-                self.workers[int(rank)] = Worker(int(rank), int(local), handle)
-                self._poller.register(handle.fd, select.POLLIN)
-                found = True
-        return found
+        return bool(sum(self._take_rank(pid) for pid in process.children(self.agent_pid)))
+
+    def _take_rank(self, pid: int) -> bool:
+        """Takes a process as the rank that its environment names, unless that rank is known."""
+        variables = process.environment(pid)
+        rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
+        if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
+            return False
+        handle = process.hold(pid, self.token)
+        if handle is None:
+            return False
+        self.workers[int(rank)] = Worker(int(rank), int(local), handle)
+        self._poller.register(handle.fd, select.POLLIN)
+        return True
 
     def _reap(self) -> bool:
         """Collects every child that ended: torchrun, and ranks that it left behind."""
@@ -233,18 +297,23 @@ class Tree:
             changed = True
             code = os.waitstatus_to_exitcode(status)
             if self.agent is not None and pid == self.agent.pid:
-                self.agent_status = code
-                self._agent_over_at = time.monotonic()
-                if self._popen is not None:
-                    self._popen.returncode = self.agent_status
-                self._forget(self.agent)
+                self._agent_ended(code)
             for worker in self.workers.values():
                 if worker.handle.pid == pid:
                     worker.ended(code)
                     self._take_end(worker)
 
+    def _agent_ended(self, code: int | None) -> None:
+        self.agent_status, self.agent_over = code, True
+        self._agent_over_at = time.monotonic()
+        if self._popen is not None:
+            self._popen.returncode = code
+        if self.agent is not None:
+            self._forget(self.agent)
+
     def _take_end(self, worker: Worker) -> None:
         worker.over_ts = worker.over_ts or time.time()
+        worker.unreaped = worker.handle.is_unreaped()
         self._forget(worker.handle)
         if worker.rank not in self.order:
             self.order.append(worker.rank)

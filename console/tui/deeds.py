@@ -87,15 +87,17 @@ class Deeds:
 
 
 def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
-    """Asks by `nsa-console do`, in a process of its own: a thread that writes into a frozen
-    directory could not be ended, and would keep the console from leaving.
+    """Asks by `nsa-console do` (or `adopt`), in a process of its own: a thread that writes into a
+    frozen directory could not be ended, and would keep the console from leaving.
 
     Returns who did what. Raises ContractError with the refusal.
     """
     words = [f"{name}={'' if value is None else value}" for name, value in args.items()]
+    named = ["do", str(path.absolute()), action, *words, "--timeout", str(ANSWER_S)]
+    if action == "adopt":
+        named = ["adopt", str(path.absolute())]
     done = subprocess.run(
-        [sys.executable, "-m", "console", "do", str(path.absolute()), action, *words,
-         "--json", "--timeout", str(ANSWER_S)],
+        [sys.executable, "-m", "console", *named, "--json"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         start_new_session=True,
     )  # fmt: skip

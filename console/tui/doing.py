@@ -72,6 +72,7 @@ class Doing:
     do_dump = partialmethod(_ask_about, questions.dump)
     do_halt = partialmethod(_ask_about, questions.halt)
     do_checkpoint = partialmethod(_ask_about, questions.checkpoint)
+    do_adopt = partialmethod(_ask_about, questions.adopt)
     do_kill = partialmethod(_ask_about, questions.kill)
 
     def do_acknowledge(self) -> None:

@@ -48,6 +48,8 @@ TABLE: tuple[Key, ...] = (
         asks="the run ends with a checkpoint"),
     Key("checkpoint", ("C",), "Checkpoint now: all ranks save and go on", asks="nothing is lost"),
     Key("kill", ("K",), "Stop or kill the run; asks for its name", asks="type the run's name"),
+    Key("adopt", ("R",), "Resume watching: a new supervisor where the old one is gone",
+        asks="nothing is lost"),
     Key("launch", ("L",), "Launch the plan, or go on to the next phase", "launch", 5,
         asks="processes are started"),
     Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3),

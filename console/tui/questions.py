@@ -114,6 +114,17 @@ def checkpoint(state: RunState | None) -> Question:
     return Question("Save a checkpoint now?", facts, target, (Choice("Save", "checkpoint"),))
 
 
+def adopt(state: RunState | None) -> Question:
+    state = _shown(state)
+    launch = state.launch
+    if launch is None or "unsupervised" not in (launch.state, state.state):
+        raise CannotAsk(f"{state.id} is {state.state}; only a lost supervisor is replaced")
+    target = _launch(launch, state)
+    facts = _facts(target, "nothing: ranks that live go on and are watched again")
+    choices = (Choice("Take over", "adopt"),)
+    return Question("Give this launch a new supervisor?", facts, target, choices)
+
+
 def kill(state: RunState | None) -> Question:
     """Returns the question before a stop or kill; typed is the run's name without the launch's.
 

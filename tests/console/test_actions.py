@@ -181,8 +181,21 @@ def test_a_directory_of_a_finished_launch_is_refused_by_name(tmp_path):
     done.mkdir()
     (done / rundir.PLAN).write_text('{"launch": "tested-1"}')
     (done / rundir.LOCK).touch()
+    (done / rundir.PLAN_STATE).write_text('{"state": "ended"}')
     with pytest.raises(RefusedError, match="holds the launch tested-1, which is over"):
         actions.launch(options(tmp_path, run_dir=done), "tester")
+
+
+def test_a_plan_file_of_somebody_is_no_launch_that_never_began(tmp_path):
+    for content, lock in (('{"launch": "tested-1"}', False), ('{"mine": 1}', True)):
+        folder = tmp_path / str(lock)
+        folder.mkdir()
+        (folder / rundir.PLAN).write_text(content)
+        if lock:
+            (folder / rundir.LOCK).touch()
+        with pytest.raises(RefusedError, match="which is over"):
+            actions.launch(options(tmp_path, run_dir=folder), "tester")
+        assert (folder / rundir.PLAN).read_text() == content
 
 
 def test_a_link_and_a_file_are_refused(tmp_path):

@@ -7,7 +7,8 @@ import select
 import pytest
 
 from console.ending import End, Facts, decide, error_of
-from console.supervisor.follow import Story, last_exception
+from console.sources import lastwords
+from console.supervisor.follow import Story
 from console.supervisor.tree import Tree
 
 PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
@@ -147,9 +148,9 @@ def test_errors_and_exceptions_are_found_in_records_and_logs():
 ValueError: broken batch
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: x
 """
-    assert last_exception(log) == "ValueError: broken batch"
-    assert last_exception(b"[rank1]: RuntimeError: boom\n") == "RuntimeError: boom"
-    assert last_exception(b"\xff\0nothing") == ""
+    assert lastwords.read(log).error == "ValueError: broken batch"
+    assert lastwords.read(b"[rank1]: RuntimeError: boom\n").error == "RuntimeError: boom"
+    assert lastwords.read(b"\xff\0nothing").error == ""
 
 
 def test_the_99th_percentile_leaves_the_first_steps_out():

@@ -1,10 +1,11 @@
 """A member without torch: ranks step in lockstep through a shared file, as in a collective.
 
 `member.py STEPS [MODE]`: `raise` makes rank 1 raise at step 5, `hang` makes it sleep at step 30,
-`deaf` makes all ranks ignore TERM.
+`deaf` makes all ranks ignore TERM, `leave` makes rank 1 leave with code 7 at step 5.
 """
 
 import mmap
+import os
 import signal
 import struct
 import sys
@@ -27,6 +28,8 @@ for step in range(1, steps + 1):
         break
     if mode == "raise" and run.rank == 1 and step == 5:
         raise ValueError("the batch of step 5 is broken")
+    if mode == "leave" and run.rank == 1 and step == 5:
+        os._exit(7)
     if mode == "hang" and run.rank == 1 and step == 30:
         time.sleep(3600)
     time.sleep(0.02)

@@ -41,7 +41,8 @@ def test_every_value_is_told_with_its_origin_as_plain_data():
 
 def test_every_flag_with_a_setting_sets_a_key_that_exists():
     known = settings.types()
-    examples = {"bool": "1", "int": "2", "float": "1.0", "choice": None, "str": "0:1"}
+    examples = {"bool": "1", "int": "2", "float": "1.0", "choice": None, "str": "0:1",
+                "drill": "raise@2"}  # fmt: skip
     named = [flag for flag in flags.TABLE if flag.setting]
     assert named
     for flag in named:

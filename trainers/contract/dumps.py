@@ -24,6 +24,7 @@ from trainers.contract import rundir
 END_MARK = "=== end of dump"
 MAX_FRAMES = 100
 LAST_DUMP_S = 2.0
+STDERR = 2
 
 
 def ignore() -> None:
@@ -67,7 +68,10 @@ class StackDumper:
         self._thread = threading.Thread(target=self._serve, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Takes over SIGUSR1 and the wake-up descriptor."""
+        """Takes over SIGUSR1 and its wake-up; a native crash leaves its stack on stderr."""
+        if not faulthandler.is_enabled():
+            # The crashing thread alone: the frames of the others may change meanwhile.
+            faulthandler.enable(STDERR, all_threads=False)
         self._thread.start()
         signal.signal(signal.SIGUSR1, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from trainers.contract import drill
 from trainers.contract.environ import ALERT_NAMES, CONTRACT_NAMES
 from trainers.contract.errors import UsageError, did_you_mean
 
-Kind = Literal["bool", "int", "float", "str", "choice"]
+Kind = Literal["bool", "int", "float", "str", "choice", "drill"]
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 OWN_PREFIX = "NSA_"
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -98,6 +99,9 @@ TABLE: tuple[Flag, ...] = (
          at_least=0),
     Flag("NSA_PG_TIMEOUT_MIN", "float", "", "ddp", "Time limit of a collective in minutes.",
          "ddp.timeout_min", at_least=0.01),
+    Flag("NSA_DRILL", "drill", "", "drills",
+         "Faults that ranks shall have, to practise a rescue; docs/guide.md lists them.",
+         "train.drill"),
     Flag("OMP_NUM_THREADS", "int", "", "library", "CPU threads per rank.", at_least=1),
     Flag("CUDA_VISIBLE_DEVICES", "str", "", "library", "GPUs that the ranks may use."),
     Flag("PYTORCH_CUDA_ALLOC_CONF", "str", "", "library", "Options of the CUDA allocator."),
@@ -162,12 +166,18 @@ def _text(_flag: Flag, text: str) -> str:
     return text
 
 
+def _drills(flag: Flag, text: str) -> str:
+    drill.parse(_text(flag, text), f"the flag {flag.name}")
+    return text
+
+
 _CONVERT: dict[Kind, Callable[[Flag, str], Value]] = {
     "bool": _bool,
     "int": lambda _flag, text: int(text),
     "float": _float,
     "str": _text,
     "choice": _choice,
+    "drill": _drills,
 }
 
 
@@ -176,6 +186,7 @@ def expected(flag: Flag) -> str:
     if flag.kind == "choice":
         return "one of " + ", ".join(flag.choices)
     words = {"bool": "0 or 1", "int": "a whole number", "float": "a number", "str": "a text"}
+    words["drill"] = drill.GRAMMAR
     bound = f" of at least {flag.at_least:g}" if flag.at_least is not None else ""
     return words[flag.kind] + bound
 

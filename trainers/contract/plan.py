@@ -16,6 +16,8 @@ UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters but tab and line feed, and halves of characters."""
 Between = Literal["go", "ask"]
 BETWEEN: tuple[Between, ...] = ("go", "ask")
+RestartOn = Literal["never", "crash", "stall"]
+RESTART_ON: tuple[RestartOn, ...] = ("never", "crash", "stall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,19 @@ class Watch:
     stall_floor_s: float = 60.0
     startup_s: float = 300.0
     grace_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """When the supervisor starts a run again from its newest good checkpoint.
+
+    `stall` includes `crash`. It gives up after `attempts` without a new checkpoint; `backoff_s` is
+    what it waits before the first of them, and it doubles.
+    """
+
+    on: RestartOn = "never"
+    attempts: int = 3
+    backoff_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,7 @@ class Plan:
     gpus: int = 0
     between: Between = "go"
     watch: Watch = Watch()
+    restart: Restart = Restart()
     env: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,6 +113,7 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
         gpus=gpus,
         between=between,
         watch=_watch(document.get("watch", {}), f"{where}: watch"),
+        restart=_restart(document.get("restart", {}), f"{where}: restart"),
         env=_flag_values(document.get("env", {}), f"{where}: env"),
     )
 
@@ -144,6 +161,24 @@ def _watch(raw: Any, where: str) -> Watch:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e7:
             raise UsageError(f"{where}: {key!r} cannot be {value!r}; it is a number of seconds")
     return Watch(**{key: float(value) for key, value in raw.items()})
+
+
+def _restart(raw: Any, where: str) -> Restart:
+    raw = _mapping({"on": raw} if isinstance(raw, str) else raw, where)
+    _known(raw, [f.name for f in fields(Restart)], where)
+    held = asdict(Restart()) | raw
+    if held["on"] not in RESTART_ON:
+        raise UsageError(f"{where}: 'on' cannot be {held['on']!r}; it is {', '.join(RESTART_ON)}")
+    attempts, backoff_s = held["attempts"], held["backoff_s"]
+    if isinstance(attempts, bool) or not isinstance(attempts, int) or not 1 <= attempts <= 1000:
+        raise UsageError(f"{where}: 'attempts' cannot be {attempts!r}; it is 1 to 1000")
+    if (
+        isinstance(backoff_s, bool)
+        or not isinstance(backoff_s, int | float)
+        or not (0 <= backoff_s <= 3600)
+    ):
+        raise UsageError(f"{where}: 'backoff_s' cannot be {backoff_s!r}; it is 0 to 3600 seconds")
+    return Restart(held["on"], attempts, float(backoff_s))
 
 
 def _flag_values(raw: Any, where: str) -> dict[str, str]:

@@ -70,7 +70,8 @@ def _of_state(state: RunState, has_more: bool) -> list[Notice]:
     if state.state in BAD_STATES:
         return [Notice("crit", f"{state.state}: {state.why or 'no reason was left'}", "4 logs")]
     if state.state == "unsupervised":
-        return [Notice("warn", state.why or "the supervisor is gone; the ranks still run")]
+        why = state.why or "the supervisor is gone; the ranks still run"
+        return [Notice("warn", why, "R new supervisor")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
     told = state.state in ("halting", "halted", "stopping", "stopped", "restarting")
     if (told or early) and state.why:

@@ -145,3 +145,9 @@ def test_ranks_that_moved_within_three_seconds_never_get_a_verdict(ranks):
 @pytest.mark.parametrize("still", [10.5, 1000.0])
 def test_what_is_said_fits_a_line(still):
     assert len(judge(seen(0, "backward", still), seen(1, still=still)).sentence) < 160
+
+
+def test_a_rank_that_is_dead_and_not_reaped_is_not_called_gone():
+    verdict = judge(seen(0, "backward", 4.0), seen(1, "forward", 4.0, state="Z"))
+    assert verdict.cause == "gone"
+    assert verdict.sentence.startswith("rank 1 is dead (unreaped: its parent does not run), last")

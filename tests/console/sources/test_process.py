@@ -68,3 +68,29 @@ def test_only_a_handler_of_its_own_catches(busy):
     assert process.catches(busy.pid, signal.SIGUSR1)
     assert not process.catches(busy.pid, signal.SIGUSR2)
     assert not process.catches(2**22 - 3, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -SEGV $$", -11), ("exit 0", 0)])
+def test_how_a_process_ended_is_known_before_and_after_it_was_reaped(end, code):
+    child = subprocess.Popen(
+        ["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE,
+        env={**os.environ, environ.TOKEN: "test-token"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 5
+    handle = None
+    while handle is None and time.monotonic() < deadline:
+        handle = process.hold(child.pid, "test-token")
+    assert handle.exit_code() is None
+    assert not handle.is_unreaped()
+    child.stdin.close()
+    while not handle.is_over():
+        time.sleep(0.01)
+    assert (handle.is_unreaped(), handle.exit_code()) == (True, code)
+    assert child.wait() == code
+    assert not handle.is_unreaped()
+    told = handle.exit_code()
+    handle.close()
+    assert handle.exit_code() is None
+    if told is None:
+        pytest.skip("this kernel does not keep how a reaped process ended (Linux 6.15 does)")
+    assert told == code

@@ -100,7 +100,9 @@ def test_a_flag_in_the_environment_that_no_table_knows_is_an_error():
 
 @pytest.mark.parametrize("flag", flags.TABLE, ids=lambda flag: flag.name)
 def test_every_flag_says_what_it_takes_and_keeps_its_value(flag):
-    good = {"bool": "1", "int": "3", "float": "1.5", "str": "text"}.get(flag.kind)
+    good = {"bool": "1", "int": "3", "float": "1.5", "str": "text", "drill": "raise@2"}.get(
+        flag.kind
+    )
     good = good or flag.choices[0]
     value = flags.parse(flag.name, good)
     assert flags.parse(flag.name, flags.format_value(value)) == value

@@ -1,0 +1,63 @@
+"""The requests of a launch: each is taken once, executed once and answered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.supervisor import requests
+from console.supervisor.directory import Directory
+from console.supervisor.requests import Request
+
+REMEMBERED = 4096
+Outcome = tuple[bool, str, list[str]]
+"""Whether it was done, a sentence, and more lines."""
+Execute = Callable[[Request], Outcome | None]
+"""Does what is asked; None: the answer follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A request that was taken; its file may still be seen until it is removed."""
+
+    path: Path
+    done: bool = False
+
+
+class Mailbox:
+    """Owns which requests were seen; a second file with the same id is answered, not executed."""
+
+    def __init__(self, directory: Directory):
+        self._directory = directory
+        self._known: dict[str, _Known] = {}
+
+    def take(self, found: Sequence[Request], execute: Execute) -> None:
+        """Executes what is new and answers it, unless the answer is to follow."""
+        for request in found:
+            known = self._known.get(request.id)
+            if known is not None and (known.path == request.path or not known.done):
+                continue
+            if known is not None and not request.error:
+                self.answer(request, (False, "a request with this id was executed already", []))
+                continue
+            if len(self._known) >= REMEMBERED:
+                self._known.pop(next(iter(self._known)))
+            self._known[request.id] = _Known(request.path)
+            self._directory.event(
+                request.path.parent.parent, 1, "request", f"{request.action or 'something'} asked",
+                by=request.by, request=request.id, action=request.action,
+            )  # fmt: skip
+            outcome = (False, request.error, []) if request.error else execute(request)
+            if outcome is not None:
+                self.answer(request, outcome)
+
+    def answer(self, request: Request, outcome: Outcome) -> None:
+        """Writes the answer into the events beside the mailbox and empties the mailbox of it."""
+        ok, text, detail = outcome
+        self._known[request.id] = _Known(request.path, done=True)
+        self._directory.event(
+            request.path.parent.parent, 1, "answer", text, "info" if ok else "warn",
+            request=request.id, action=request.action, ok=ok, detail=detail, asked_by=request.by,
+        )  # fmt: skip
+        self._directory.call(lambda: requests.remove(request.path))

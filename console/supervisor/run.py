@@ -1,0 +1,239 @@
+"""A run: its directory, its state, its sign of life, and its attempts one after the other."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from console.ending import deterministic, signature
+from console.model import State
+from console.plans import gates
+from console.supervisor import orders, restart
+from console.supervisor.attempt import Attempt, Born, Services
+from console.supervisor.live import Live
+from console.supervisor.orders import FlagValue, Orders
+from trainers.contract import VERSION, environ, jsonl, rundir
+
+REFRESH_S = 5.0
+SIGN_OF_LIFE_S = 1.0
+ENDED_AS: Mapping[str, State] = {"halt": "halted", "stop": "stopped", "kill": "killed"}
+"""What a run becomes that is ended while it waits for its next attempt."""
+
+
+class Run:
+    """Owns supervisor.json, the events and the attempts of one phase; `tick` moves it on.
+
+    With `held`, the supervisor.json of a supervisor that is gone, it goes on with what is there.
+    Raises UsageError when the phase's settings and flags do not fit together.
+    """
+
+    def __init__(
+        self, services: Services, given: Orders, index: int, path: Path,
+        pending: Mapping[str, FlagValue], held: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        self.orders, self.path = given, path
+        self.phase, self.watch = given.plan.phases[index], given.plan.watch
+        self.id = f"{given.launch}/{path.name}"
+        self.state: State = "starting"
+        self.why = ""
+        self.since_ts = time.time()
+        self.over = False
+        self._services, self._directory = services, services.directory
+        self._number = 1
+        self._ended: list[restart.Ended] = []
+        self._again_at: float | None = None
+        self._refreshed = self._said = 0.0
+        if held is None:
+            token = secrets.token_hex(8)
+            self._live = Live(token)
+            flags = given.flags(index, pending)
+            self.flags: Mapping[str, FlagValue] = flags
+            self._record = given.run_record(index, path, flags, self._contract(token))
+        else:
+            self._record = rundir.read_json(path / rundir.RUN, below=path) or {}
+            token = jsonl.text(jsonl.mapping(self._record, "environment"), environ.TOKEN)
+            self._live = Live(token, adopt=True)
+            self._number = max(1, jsonl.integer(held, "attempt") or 1)
+            self.state = "running"
+        self.attempt = self._attempt(token, held)
+        self._decide()
+        self._publish()
+
+    # --- what the launch calls -----------------------------------------------------------------
+
+    @property
+    def live(self) -> Path | None:
+        """The memory-backed directory of the ranks' pulses, None without shared memory."""
+        return self._live.path
+
+    @property
+    def busy(self) -> bool:
+        """Says whether something changes fast and wants to be looked at often."""
+        attempt = self.attempt
+        return attempt.stage != "run" or self.state == "stopping" or attempt.tree.incomplete
+
+    def tick(self) -> None:
+        """Does what is due; never waits."""
+        if self._again_at is not None:
+            self._wait()
+        elif not self.over:
+            self.attempt.tick()
+            self._decide()
+        now = time.monotonic()
+        if now - self._said >= SIGN_OF_LIFE_S:
+            self.attempt.alerts.watch_writes()
+            self._say_alive()
+        if now - self._refreshed >= REFRESH_S:
+            self._publish()
+
+    def end(self, action: str, by: str) -> str:
+        """Halts, stops or kills the run, unless as much was asked before; returns the answer."""
+        if self._again_at is not None:
+            why = f"{action} asked by {by} before the next attempt; before: {self._ended[-1].why}"
+            self._conclude(ENDED_AS[action], why)
+            return "no rank was running; no further attempt starts"
+        answer = self.attempt.end(action, by)
+        self._decide()
+        return answer
+
+    def give_up(self, why: str) -> None:
+        """Stops the ranks and ends the run here and now: the supervisor itself is broken."""
+        self.attempt.give_up(why)
+        self._conclude(*self.attempt.decided())
+
+    def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
+        """Appends to the run's events, under the attempt's number."""
+        return self._directory.event(self.path, self._number, kind, text, level, **more)
+
+    # --- attempts ------------------------------------------------------------------------------
+
+    def _contract(self, token: str) -> dict[str, str]:
+        """Returns what the ranks are told about the run that they belong to."""
+        told = {
+            environ.RUN_DIR: str(self.path.absolute()), environ.RUN_ID: self.id,
+            environ.ATTEMPT: "1", environ.TOKEN: token,
+        }  # fmt: skip
+        return told | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})
+
+    def _attempt(self, token: str, held: Mapping[str, Any] | None = None) -> Attempt:
+        number = self._number
+        grace_s, logs = self.watch.grace_s, rundir.logs(self.path, number)
+        environment = jsonl.mapping(self._record, "environment") | {environ.ATTEMPT: str(number)}
+        born = Born(
+            self.path, number, self.phase, self.watch, token, self.live,
+            tuple(orders.argv(self.phase, grace_s, logs, resume=number > 1)), environment,
+        )  # fmt: skip
+        prepare = self._prepare if number == 1 else lambda: None
+        return Attempt(born, self._services, prepare, self.event, self._publish, held)
+
+    def _prepare(self) -> None:
+        """Makes the run directory; runs on the directory's thread."""
+        rundir.make_directory(self.path)
+        for folder in (self.path / rundir.REQUESTS, self.path / rundir.VERDICTS):
+            rundir.make_directory(folder)
+        aside = rundir.set_aside_stale_halt(self.path)
+        if aside is not None:
+            self.event("note", f"a .HALT from before the start was set aside as {aside.name}",
+                       "warn")  # fmt: skip
+        rundir.write_json(self.path / rundir.RUN, self._record)
+
+    def _wait(self) -> None:
+        """Starts the next attempt when its time has come; a `.HALT` ends the waiting."""
+        self.attempt.tick()
+        if self.attempt.halt_file:
+            self._conclude("halted", f"{rundir.HALT} is there; before: {self._ended[-1].why}")
+        elif self._again_at is not None and time.monotonic() >= self._again_at:
+            self._again_at = None
+            self._live.clear()
+            self._number += 1
+            self.attempt = self._attempt(self.attempt.born.token)
+            self._decide()
+
+    def _ended_as(self, state: State, why: str) -> restart.Ended:
+        facts, former = self.attempt.facts(), self._ended[-1].checkpoint if self._ended else 0
+        return restart.Ended(
+            state, why, facts.step, max(former, self.attempt.story.checkpoint),
+            signature(facts), deterministic(facts), self.attempt.asked == "restart",
+        )  # fmt: skip
+
+    # --- the state -----------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        state, why = self.attempt.decided()
+        if self.attempt.stage != "over":
+            return self._become(state, why)
+        self._ended.append(self._ended_as(state, why))
+        ending = self.attempt.halt_file or self.attempt.asked == "halt"
+        again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
+        if isinstance(again, str):
+            return self._conclude(state, f"{why}; {again}" if again else why)
+        self._again_at = time.monotonic() + again.wait_s
+        return self._become("restarting", f"{why}; {again.text}")
+
+    def _become(self, state: State, why: str) -> None:
+        self.why = why
+        if state == self.state:
+            return
+        level = "crit" if state in ("stalled", "failed", "crashed", "restarting") else "info"
+        self.event("state", f"{self.state} → {state}" + (f": {why}" if why else ""), level,
+                   state=state, why=why)  # fmt: skip
+        self.state, self.since_ts = state, time.time()
+        self._publish()
+
+    def _conclude(self, state: State, why: str) -> None:
+        """Writes the last word; while the disk does not take it, it stands in shared memory."""
+        self._again_at, self.over = None, True
+        held = self.attempt.gates
+        self._directory.document(
+            self.path / rundir.GATES,
+            {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(held),
+             "gates": [asdict(gate) for gate in held]},
+        )  # fmt: skip
+        self._become(state, why)
+        self._say_alive()
+        self._publish()
+        self._directory.call(self._leave_memory)
+
+    def _leave_memory(self) -> None:
+        if not self._directory.unwritten:
+            self._live.remove()
+
+    def _publish(self) -> None:
+        """Replaces supervisor.json."""
+        self._refreshed = time.monotonic()
+        tree, verdict = self.attempt.tree, self.attempt.verdict
+        agent = tree.agent
+        torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
+        record = rundir.identity() | {
+            "v": VERSION, "run": self.id, "state": self.state, "why": self.why,
+            "since_ts": self.since_ts, "attempt": self._number,
+            "launch": self.orders.launch, "torchrun": torchrun,
+            "workers": self.attempt.workers(),
+            "live_dir": "" if self.over else str(self.live or ""),
+            "watch": asdict(self.watch), "armed": self._armed(),
+            "verdict": asdict(verdict) if verdict else None, "updated_ts": time.time(),
+        }  # fmt: skip
+        self._directory.document(self.path / rundir.SUPERVISOR, record)
+
+    def _armed(self) -> str:
+        """Says what happens by itself when the run stalls or crashes."""
+        policy = self.orders.plan.restart
+        text = f"if it stalls for {self.watch.stall_floor_s:g} s: alert only"
+        if policy.on == "never":
+            return text
+        return f"{text}; if it crashes: restart, {restart.left(self._ended, policy)} left"
+
+    def _say_alive(self) -> None:
+        """Replaces the sign of life: all of it also where the run directory takes no writes."""
+        self._said = time.monotonic()
+        self._live.write_status({
+            "v": VERSION, "ts": time.time(), "mono": self._said, "state": self.state,
+            "why": self.why, "since_ts": self.since_ts, "run": self.id,
+            "blocked_s": round(self._directory.blocked_s(), 2),
+            "waiting": self._directory.waiting, "dropped": self._directory.dropped,
+            "alerts": list(self.attempt.alerts.open().values()),
+        })  # fmt: skip

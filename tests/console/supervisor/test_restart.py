@@ -1,0 +1,152 @@
+"""Runs that are started again: by their policy, and by a new supervisor. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from console import actions
+from console.model import State
+from console.sources import process
+from console.sources.run import RunSource
+from console.supervisor import restart
+from console.supervisor.restart import Again, Ended
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
+from trainers.contract.plan import Restart
+
+from .conftest import phase
+
+CRASH = Restart("crash", attempts=3, backoff_s=10)
+
+
+def crashed(checkpoint=0, step=0, state: State = "crashed", **more):
+    return Ended(state, "why", step, checkpoint, **more)
+
+
+@pytest.mark.parametrize("state", ["halted", "stopped", "killed", "completed"])
+def test_what_somebody_ended_is_not_started_again(state):
+    assert restart.after([crashed(state=state)], CRASH) == ""
+
+
+def test_nothing_is_started_again_without_a_policy():
+    assert restart.after([crashed()], Restart()) == ""
+
+
+def test_the_back_off_doubles_without_progress_and_begins_anew_with_it():
+    ended = [crashed()]
+    waits = []
+    for checkpoint in (0, 20, 20, 40):
+        again = restart.after(ended, CRASH)
+        assert isinstance(again, Again)
+        waits.append(again.wait_s)
+        ended.append(crashed(checkpoint))
+    assert waits == [10, 20, 10, 10]
+    assert restart.left(ended, CRASH) == 3
+
+
+def test_three_attempts_without_a_new_checkpoint_are_enough():
+    ended = [crashed(20), crashed(20), crashed(20), crashed(20)]
+    assert isinstance(restart.after(ended[:3], CRASH), Again)
+    assert restart.after(ended, CRASH) == "not restarted: 3 attempts without a new checkpoint"
+    assert restart.left(ended, CRASH) == 0
+
+
+def test_the_same_error_twice_is_not_tried_again_unless_it_came_further():
+    first, same = crashed(step=5, signature="x"), crashed(step=5, signature="x")
+    assert "the same error twice" in str(restart.after([first, same], CRASH))
+    for other in (crashed(step=6, signature="x"), crashed(step=5, signature="y"), crashed(step=5)):
+        assert isinstance(restart.after([first, other], CRASH), Again)
+
+
+def test_what_can_never_work_is_not_tried_twice():
+    assert "same way" in str(restart.after([crashed(hopeless=True)], CRASH))
+
+
+def test_a_stall_is_restarted_only_where_the_plan_says_so():
+    stalled = [crashed(stalled=True)]
+    assert restart.after(stalled, CRASH) == ""
+    assert isinstance(restart.after(stalled, Restart("stall")), Again)
+
+
+def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin):
+    started = begin(
+        phase("one", "member.py", 150), restart={"on": "crash", "backoff_s": 0.5},
+    )  # fmt: skip
+    started.wait_steps(3)
+    first = started.pids()
+    os.kill(first[1], signal.SIGKILL)
+    waiting = started.wait(
+        lambda: [e for e in started.events(0) if e.get("state") == "restarting"]
+    )  # fmt: skip
+    assert "rank 1 was killed by SIGKILL" in waiting[0]["text"]
+    assert "attempt 2 begins in 0.5 s from step 1" in waiting[0]["text"]
+    again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
+    assert "restart, 2 left" in again["armed"]
+    ended = started.wait_end()
+    assert ended["phases"][0]["state"] == "completed"
+    assert set(started.pids().values()).isdisjoint(first.values())
+    for attempt in (1, 2):
+        assert (rundir.logs(started.run(), attempt) / rundir.TORCHRUN_LOG).exists()
+    records = rundir.heartbeat(started.run(), 0).read_text()
+    assert '"attempt":1' in records.replace(" ", "")
+    assert '"attempt":2' in records.replace(" ", "")
+    assert (RunSource(started.path).poll().attempt) == 2
+
+
+def test_a_program_that_always_fails_is_given_up_and_halt_ends_the_waiting(begin):
+    looping = begin(
+        phase("one", "member.py", 100_000, "leave"),
+        restart={"on": "crash", "attempts": 2, "backoff_s": 0},
+    )  # fmt: skip
+    ended = looping.wait_end(90)
+    assert "not restarted" in ended["why"]
+    assert looping.state()["state"] == "crashed"
+    waits = begin(
+        phase("one", "member.py", 100_000, "leave"), restart={"on": "crash", "backoff_s": 3600},
+    )  # fmt: skip
+    waits.wait_state("restarting")
+    assert waits.ask("halt")["ok"]
+    assert waits.wait_end(10)["phases"][0]["state"] == "halted"
+    assert not process.with_token(waits.token())
+
+
+def test_a_new_supervisor_takes_over_what_lives_and_goes_on_with_the_plan(begin):
+    started = begin(phase("one", "member.py", 400), phase("two", "member.py", 5))
+    started.wait_steps(3)
+    with pytest.raises(RefusedError, match="in use"):
+        actions.adopt(started.path)
+    owner, pids = started.plan_state["supervisor"]["pid"], started.pids()
+    os.kill(owner, signal.SIGKILL)
+    started.wait(lambda: RunSource(started.path).poll().state == "unsupervised", 10)
+    assert "a new supervisor watches" in actions.adopt(started.run())
+    state = started.wait(lambda: (s := started.state())["pid"] != owner and s)
+    assert (state["state"], started.pids()) == ("running", pids)
+    step = RunSource(started.path).poll().step
+    started.wait(lambda: (RunSource(started.path).poll().step or 0) > step + 5)
+    assert started.ask("dump")["ok"]
+    ended = started.wait_end()
+    assert [p["state"] for p in ended["phases"]] == ["completed", "completed"]
+    with pytest.raises(RefusedError, match="has ended"):
+        actions.adopt(started.path)
+
+
+def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begin):
+    started = begin(phase("one", "member.py", 100_000))
+    started.wait_steps(3)
+    token = started.token()
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGKILL)
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    actions.adopt(started.path)
+    alert = started.wait(lambda: [e for e in started.events(0) if e.get("alert")], 10)
+    assert "rank 0, 1 still runs" in alert[0]["text"]
+    begun = time.monotonic()
+    assert started.ask("stop")["ok"]
+    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
+    assert time.monotonic() - begun < 15
+    assert not process.with_token(token)

@@ -1,0 +1,226 @@
+"""What is said of an end, and whether the next attempt would end so too: recorded evidence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console import causes
+from console.ending import End, Facts, decide, deterministic, signature
+from console.sources.kernel import OomCounts, OomEvidence
+
+OOM_2 = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total "
+    "capacity of 23.65 GiB of which 11.06 MiB is free. Including non-PyTorch memory, this process "
+    "has 23.60 GiB memory in use."
+)
+OOM_1 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 1024.00 KiB (GPU 1; 11.17 GiB total "
+    "capacity; 10.90 GiB already allocated; 576.00 KiB free; 30.96 MiB cached)"
+)
+OOM_CPU = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
+    "allocate memory: you tried to allocate 80000000000 bytes. Error code 12 (Cannot allocate)"
+)
+PEER_TEXTS = (
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
+    "[127.0.0.1]:38032",
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:589] Read error "
+    "[192.168.70.92]:25266: Connection reset by peer",
+    "RuntimeError: Application timeout caused pair closure",
+    "RuntimeError: [buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited or "
+    "there was a network error, NCCL version 2.26.2",
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+    "RuntimeError: NCCL communicator was aborted on rank 3.",
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=56693)",
+    "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely "
+    "closed. Did the remote server shutdown or crash?",
+    "NCCL WARN Net : Call to recv from 10.200.84.247<58355> failed : Broken pipe",
+    "socketProgress: Connection closed by remote peer host<55912>",
+)  # fmt: skip
+
+
+def ended(*ends, **facts):
+    given = {"agent_code": 1, "order": tuple(end.rank for end in ends)} | facts
+    return Facts(spawned=True, over=True, world=max(2, len(ends)), ends=ends, **given)
+
+
+def why(*ends, **facts):
+    return decide(ended(*ends, **facts))[1]
+
+
+@pytest.mark.parametrize("text", PEER_TEXTS)
+def test_the_words_of_a_lost_peer_are_never_the_cause(text):
+    lost, cause = End(0, 1, None, 8, log=text), End(1, 7, None, 8, log="ValueError: broken")
+    assert why(lost, cause).startswith(
+        "rank 1: ValueError: broken at step 8 (exit 7); rank 0 ended"
+    )
+    assert signature(ended(lost)) == ""
+
+
+def test_a_broken_pipe_of_its_own_output_is_a_cause():
+    assert not causes.lost_peer("BrokenPipeError: [Errno 32] Broken pipe")
+
+
+def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
+    watchdog = End(0, None, "SIGABRT", 8, log=f"c10::DistBackendError: {PEER_TEXTS[4]}")
+    crash = End(1, None, "SIGABRT", 8, log="std::out_of_range: map::at", fatal_at="f (m.py:3)")
+    sentence = why(watchdog, crash)
+    assert sentence == (
+        "rank 1 crashed in native code (SIGABRT) at step 8, in f (m.py:3): "
+        "std::out_of_range: map::at; rank 0 ended because of it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (OOM_2, "out of GPU memory: asked for 22.00 MiB, 11.06 MiB of 23.65 GiB free on GPU 0; "),
+        (OOM_1, "out of GPU memory: asked for 1024.00 KiB, 576.00 KiB of 11.17 GiB free on GPU 1"),
+        (OOM_2.replace("capacity", "capacty"), "out of GPU memory: asked for 22.00 MiB, 11.06"),
+        ("RuntimeError: CUDA error: out of memory", "out of GPU memory; lower train.batch_size"),
+        (OOM_CPU, "out of host memory: asked for 80000000000 bytes; lower train.batch_size"),
+        ("MemoryError", "out of host memory; lower"),
+        ("ValueError: out of range", ""),
+    ],
+)  # fmt: skip
+def test_running_out_of_memory_is_told_with_sizes_and_advice(text, words):
+    found = causes.out_of_memory(text)
+    assert found.startswith(words)
+    assert bool(found) == bool(words)
+
+
+def test_out_of_gpu_memory_of_our_trainer_and_of_a_foreign_program():
+    named = "out of GPU memory; lower train.batch_size or data.seq_len: " + OOM_2.partition(": ")[2]
+    state, sentence = decide(ended(End(1, 11, None, 3, named)))
+    assert state == "failed"
+    assert sentence.startswith("rank 1: out of GPU memory: asked for 22.00 MiB, 11.06 MiB of")
+    assert sentence.endswith("set train.recompute to all at step 3 (exit 11)")
+    foreign = why(End(1, 1, None, 3, log=OOM_2, at="train.py:41"))
+    assert "out of GPU memory: asked for 22.00 MiB" in foreign
+    assert "(train.py:41)" in foreign
+
+
+def counted(cgroup, host):
+    return OomEvidence(OomCounts(0 if cgroup is not None else None, 3), OomCounts(cgroup, host))
+
+
+@pytest.mark.parametrize(
+    ("oom", "sentence", "signed"),
+    [
+        (counted(1, 4), "rank 1 was killed by the kernel at step 5: out of host memory "
+         "(cgroup oom_kill 0 → 1)", "signal:SIGKILL:out of host memory"),
+        (counted(None, 4), "rank 1 was killed by SIGKILL at step 5, probably by the kernel: the "
+         "host ran out of memory (host-wide oom_kill 3 → 4)", ""),
+        (counted(0, 4), "rank 1 was killed by SIGKILL at step 5 (the kernel killed for memory, but "
+         "not in this cgroup: host-wide oom_kill 3 → 4)", ""),
+        (counted(0, 3), "rank 1 was killed by SIGKILL at step 5", ""),
+        (None, "rank 1 was killed by SIGKILL at step 5", ""),
+    ],
+)  # fmt: skip
+def test_a_kill_is_the_kernels_only_as_far_as_a_counter_says_so(oom, sentence, signed):
+    facts = ended(End(1, None, "SIGKILL", 5), oom=oom)
+    assert (decide(facts)[1], signature(facts)) == (sentence, signed)
+
+
+def test_a_loader_that_the_kernel_killed_is_told_beside_the_error_of_its_rank():
+    lost = "RuntimeError: DataLoader worker (pid(s) 812) exited unexpectedly"
+    sentence = why(End(0, 1, None, 5, log=lost), oom=counted(1, 4))
+    assert sentence.startswith(
+        f"rank 0: {lost} at step 5 (exit 1); the kernel killed a process for"
+    )
+
+
+def test_ranks_killed_at_once_blame_nobody_and_ranks_killed_one_after_the_other_do():
+    ends = [End(rank, None, "SIGKILL", 5, ts=100.0 + rank / 10) for rank in (0, 1)]
+    assert why(*ends).startswith("all 2 ranks were killed by SIGKILL at once: from outside")
+    assert "by the kernel at once" in why(*ends, oom=counted(2, 5))
+    assert why(ends[0], replace(ends[1], ts=103.0)).startswith("rank 0 was killed by SIGKILL")
+    assert why(ends[0], replace(ends[1], culled=True)).startswith("rank 0 was killed by SIGKILL")
+
+
+def test_a_limit_and_a_term_from_outside_are_named():
+    assert "SIGXCPU at step 5 (its limit of CPU time" in why(End(0, None, "SIGXCPU", 5))
+    assert "SIGTERM at step 5 (nobody here sent it)" in why(End(0, None, "SIGTERM", 5))
+
+
+def test_who_left_first_with_exit_0_is_to_blame_only_when_the_others_lost_it():
+    left, lost = End(0, 0, None, 5), End(1, 14, None, 6, PEER_TEXTS[0])
+    assert why(left, lost).startswith("rank 0 ended first, with exit 0 at step 5, while the others")
+    assert decide(ended(left, lost))[0] == "crashed"
+    assert why(lost, left).startswith("rank 1: ")
+    assert why(left, End(1, None, "SIGTERM", 6)).startswith("rank 1 was killed by SIGTERM")
+
+
+def test_an_end_that_nobody_saw_is_not_invented():
+    unknown = End(1, None, None, 12, said="progress")
+    assert why(unknown, agent_code=None) == (
+        "rank 1 ended at step 12, its exit code is not known; its last record says progress"
+    )
+    assert "it left no record" in why(replace(unknown, said=""), agent_code=None)
+    assert why(End(0, 14, None, 12, PEER_TEXTS[0]), unknown).startswith("rank 1 ended at step 12")
+    assert signature(ended(unknown)) == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "hopeless"),
+    [
+        (End(0, 13, None, 0, "train.steps must be at least 1"), True),
+        (End(0, 2, None, 0), True),
+        (End(0, 2, None, 40), False),
+        (End(0, 1, None, 0, log="ModuleNotFoundError: No module named 'nsa'"), True),
+        (End(0, 1, None, 0, log="trainers.contract.errors.UsageError: no run directory"), True),
+        (End(0, 10, None, 9, "loss stayed non-finite for 5 steps"), False),
+        (End(0, 1, None, 9, log="ValueError: ImportError: x"), False),
+        (End(0, None, "SIGSEGV", 9), False),
+    ],
+)
+def test_only_what_comes_again_at_once_is_hopeless(end, hopeless):
+    assert deterministic(ended(end)) is hopeless
+
+
+def test_good_and_asked_ends_have_no_signature():
+    good = (End(0, 0, None, 9), End(1, 0, None, 9))
+    assert signature(Facts(spawned=True, over=True, world=2, agent_code=0, ends=good)) == ""
+    assert signature(ended(End(0, 7, None, 9), asked="stop")) == ""
+    assert signature(ended(broken=True, failure="ArithmeticError at 0x7f12")) == (
+        "supervisor:ArithmeticError at #"
+    )
+    assert signature(Facts(failure="torchrun cannot be started: x")) == ""
+
+
+WORD = st.from_regex(r"[g-zG-Z]{3,8}", fullmatch=True)
+VARYING = st.one_of(
+    st.integers(-(10**12), 10**12).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(str),
+    st.integers(0, 2**64).map(hex),
+    st.tuples(st.integers(0, 255), st.integers(1, 65535)).map(lambda p: f"10.0.0.{p[0]}:{p[1]}"),
+)  # fmt: skip
+
+
+@given(st.lists(WORD, min_size=1, max_size=6), st.data())
+def test_a_signature_is_free_of_numbers_and_tells_words_apart(words, data):
+    def facts(rank):
+        text = " ".join(f"{word} {data.draw(VARYING)}" for word in words)
+        return ended(End(rank, 7, None, data.draw(st.integers(1, 99)), f"ValueError: {text}"))
+
+    first, second = signature(facts(0)), signature(facts(1))
+    assert first == second
+    other = signature(
+        ended(End(0, 7, None, 1, "ValueError: " + " ".join(f"{w}q 1" for w in words)))
+    )
+    assert other != first
+    assert not re.search(r"\d", first.removeprefix("exit:7"))
+
+
+@given(st.text(), st.text())
+def test_any_text_gives_a_sentence_and_a_bounded_signature(error, log):
+    facts = ended(End(0, 1, None, 3, error[:400], log[:300]))
+    assert decide(facts)[1]
+    assert len(signature(facts)) < 400
+    deterministic(facts)

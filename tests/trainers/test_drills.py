@@ -1,0 +1,289 @@
+"""Faults inside real trainers: the grammar that asks for them, and what each of them leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainers.runs import ROOT, Run, small
+from trainers import settings
+from trainers.contract import drill, dumps, environ, flags, heartbeat, plan, pulse, rundir
+from trainers.contract.drill import KINDS, Drill
+from trainers.contract.errors import UsageError
+from trainers.drills import DRILLS
+
+THOUSANDTHS = st.integers(1, 99_999_999).map(lambda n: n / 1000)
+
+
+@st.composite
+def drills(draw):
+    kind = draw(st.sampled_from(sorted(KINDS)))
+    amount = draw(THOUSANDTHS) if KINDS[kind].amount is not None else None
+    step, rank = draw(st.integers(1, 10**12 - 1)), draw(st.none() | st.integers(0, 99_999))
+    return Drill(kind, step, rank, amount, draw(st.booleans()))
+
+
+@given(st.lists(drills(), min_size=1, max_size=5))
+def test_what_a_drill_is_written_as_asks_for_that_drill(several):
+    assert drill.parse(",".join(map(str, several)), "x") == tuple(several)
+
+
+WORDS = st.lists(st.sampled_from([*KINDS, "@", ":", "!", ",", "20", "all", ".5", "-1", " "]))
+
+
+@given(st.text(max_size=40) | WORDS.map("".join))
+def test_any_text_is_drills_or_one_sentence(text):
+    with contextlib.suppress(UsageError):
+        found = drill.parse(text, "here")
+        assert drill.parse(",".join(map(str, found)), "here") == found
+
+
+def test_a_drill_is_of_rank_0_and_the_first_attempt_unless_it_says_more():
+    found = drill.parse("raise@20, sleep@3:1,slow@5:all:0.25,gil@7:2!", "x")
+    assert found == (
+        Drill("raise", 20), Drill("sleep", 3, 1, drill.FOREVER_S), Drill("slow", 5, None, 0.25),
+        Drill("gil", 7, 2, drill.FOREVER_S, every_attempt=True),
+    )  # fmt: skip
+
+
+WRONG = {
+    "slep@20:1": "did you mean 'sleep'",
+    "sleep": "KIND@STEP",
+    "sleep@0": "KIND@STEP",
+    "sleep@20:-1": "KIND@STEP",
+    "sleep@20:1:2:3": "KIND@STEP",
+    "sleep@20!:1": "KIND@STEP",
+    "sleep@٢": "KIND@STEP",
+    "sleep@20:1:1e3": "KIND@STEP",
+    "sleep@20:1:0": "SECONDS above 0",
+    "raise@20:1:5": "takes no SECONDS",
+    "raise@20,": "there is no drill ''",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_drill_is_refused_wherever_it_is_asked_for(text):
+    """As a flag of a launch, in a plan, in the environment of a trainer and as a setting."""
+    document = {"name": "p", "phases": [{"name": "a", "flags": {"NSA_DRILL": text}}]}
+    for ask in (
+        lambda: flags.parse("NSA_DRILL", text),
+        lambda: plan.parse(document, "p.yaml"),
+        lambda: settings.resolve(None, {"NSA_DRILL": text}),
+        lambda: settings.resolve(None, {}, {"train.drill": text}),
+    ):
+        with pytest.raises(UsageError) as caught:
+            ask()
+        assert WRONG[text] in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert "NSA_DRILL" in str(caught.value) or "train.drill" in str(caught.value)
+
+
+def test_every_kind_has_a_deed_and_a_line_in_the_guide():
+    assert list(DRILLS) == list(KINDS)
+    guide = (ROOT / "docs/guide.md").read_text()
+    for name, kind in KINDS.items():
+        assert f"| `{name}` | {kind.about} |" in guide
+
+
+def drilled(
+    tmp_path: Path, words: str, nproc: int = 1, variables: dict[str, str] | None = None, **more
+) -> Run:
+    """Starts a run of 40 small steps, each of them reported, with these drills."""
+    changes = {"train__steps": 40, "report__log_every": 1} | more
+    live = tmp_path / "live"
+    live.mkdir()
+    asked = {"NSA_DRILL": words, environ.LIVE_DIR: str(live)} | (variables or {})
+    return Run(tmp_path, small(**changes), nproc=nproc, flags=asked)
+
+
+def fired(run: Run, words: str, rank: int = 0) -> bool:
+    """Says whether the record of a drill that fires is there."""
+    (asked,) = drill.parse(words, "x")
+    records = run.records(rank, "drill")
+    return any(r["drill"] == str(asked) and r["state"] == "fires" for r in records)
+
+
+def kernel_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+FATAL = {
+    "raise": (1, "in _raise"),
+    "exit": (7, ""),
+    "oom": (11, "out of GPU memory"),
+    "kill": (-signal.SIGKILL, ""),
+    "segv": (-signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+    "abort": (-signal.SIGABRT, "Fatal Python error: Aborted"),
+    "half": (7, ""),
+}
+"""Kind: exit code (a signal's negated), and what stands in the rank's log."""
+QUICK = ("oom", "kill", "segv", "half")
+
+
+@pytest.fixture(scope="module")
+def dying(tmp_path_factory):
+    """The quick ones side by side: they mostly import torch."""
+    return {kind: drilled(tmp_path_factory.mktemp(kind), f"{kind}@3") for kind in QUICK}
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in FATAL]
+)
+def test_a_fatal_drill_ends_the_rank_at_its_step_as_the_real_fault_does(kind, dying, tmp_path):
+    run = dying.get(kind) or drilled(tmp_path, f"{kind}@3")
+    code, words = FATAL[kind]
+    assert run.wait() == code, run.text()
+    assert words in run.text()
+    reader = heartbeat.tail(run.path / "heartbeat_rank0.jsonl")
+    records = reader.poll()
+    assert reader.skipped == 0
+    assert max(r["step"] for r in records if r["msg"] == "progress") == 2
+    told = [(r["state"], r["step"]) for r in records if r["msg"] == "drill"]
+    assert told == [("armed", 0), ("fires", 3)]
+    if kind in ("raise", "oom"):
+        error = next(r for r in records if r["msg"] == "error")
+        assert (error["step"], error["exit_code"]) == (3, code)
+        assert error["error_class"] == {"raise": "ValueError", "oom": "OutOfMemoryError"}[kind]
+    else:
+        assert records[-1]["msg"] == "drill"
+    raw = (run.path / "heartbeat_rank0.jsonl").read_bytes()
+    assert raw.endswith(b"\n") == (kind != "half")
+    if kind in ("segv", "abort"):
+        frames = run.text().partition("Fatal Python error")[2]
+        assert f"in {DRILLS[kind].__name__}" in frames
+        assert "in forward_backward" in frames
+
+
+PASSING = (
+    "nan@3,inf_grad@5,sleep@7:0:0.4,spin@9:0:0.4,gil@11:0:0.4,backward@13:0:0.4,stop@15,"
+    "slow@18:all:0.05,leak@22:0:8,loader@36:0:1.5,kill@4:5,exit@41"
+)
+
+
+@pytest.fixture(scope="module")
+def survivor(tmp_path_factory):
+    """One run through all that a trainer survives; frozen by itself once, then continued."""
+    run = drilled(tmp_path_factory.mktemp("survivor"), PASSING, data__prefetch=1)
+    run.until(lambda: fired(run, "stop@15"))
+    run.until(lambda: kernel_state(run.process.pid) == "T")
+    assert run.records(0, "progress")[-1]["step"] == 14
+    run.process.send_signal(signal.SIGCONT)
+    return run.done()
+
+
+def test_drills_that_pass_happen_at_their_step_and_training_goes_on(survivor):
+    progress = {r["step"]: r for r in survivor.records(0, "progress")}
+    assert len(progress) == 40
+    for step in (7, 9, 11):
+        assert progress[step]["dt_forward_s"] >= 0.4
+    assert progress[13]["dt_backward_s"] >= 0.4
+    assert min(progress[step]["dt_forward_s"] for step in range(18, 41)) >= 0.05
+    assert max(r["dt_fetch_s"] for r in progress.values()) == progress[36]["dt_fetch_s"] > 0.3
+    assert progress[40]["rss_mib"] - progress[21]["rss_mib"] >= 19 * 8 * 0.9
+    env = (survivor.path / rundir.ENV).read_text()
+    assert PASSING in env
+    assert '"flag NSA_DRILL"' in env
+
+
+def test_a_loss_that_is_nan_and_a_gradient_that_is_inf_are_skipped_by_the_guards(survivor):
+    progress = survivor.records(0, "progress")
+    assert [r["step"] for r in progress if r["loss"] == "nan"] == [3]
+    assert [r["step"] for r in progress if r["grad_norm"] in ("nan", "inf")] == [3, 5]
+    assert [r["skipped_steps"] for r in progress[:6]] == [0, 0, 1, 1, 2, 2]
+
+
+def test_every_drill_says_that_it_is_armed_or_why_not_and_that_it_fires(survivor):
+    told = {}
+    for record in survivor.records(0, "drill"):
+        told.setdefault(record["drill"], []).append(record["state"])
+    never = {"kill@4:5", "exit@41:0"}
+    assert {name for name, states in told.items() if states == ["rests"]} == never
+    others = [states for name, states in told.items() if name not in never]
+    assert others == [["armed", "fires"]] * 10
+    text = survivor.text()
+    assert "drill stop@15:0 fires: SIGSTOP to itself" in text
+    assert "drill kill@4:5 rests: there are 1 ranks" in text
+    assert "drill exit@41:0 rests: the run ends with step 40" in text
+
+
+def dumped(run: Run) -> str:
+    return rundir.live_stack(run.path.parent / "live", 0).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "frame"), [
+    ("sleep", "in _sleep"), ("spin", "in _spin"), ("gil", "in _hold_gil"), ("deaf", "in _hold_gil"),
+    ("backward", "in <lambda>"),
+])  # fmt: skip
+def test_a_stall_lasts_until_the_rank_is_killed_and_a_dump_names_its_line(kind, frame, tmp_path):
+    run = drilled(tmp_path, f"{kind}@3")
+    run.until(lambda: fired(run, f"{kind}@3"))
+    pid, holds_gil = run.process.pid, kind in ("gil", "deaf")
+    if kind == "deaf":
+        run.until(lambda: ignores(pid, signal.SIGTERM))
+    run.until(lambda: pulse_phase(run) == ("backward" if kind == "backward" else "forward"))
+    run.process.send_signal(signal.SIGUSR1)
+    run.until(lambda: frame in dumped(run) and "in run_steps" in dumped(run))
+    if not holds_gil:
+        run.until(lambda: dumps.END_MARK in dumped(run))
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    assert (dumps.END_MARK in dumped(run)) == (not holds_gil)
+    assert run.records()[-1]["msg"] == "drill"
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL
+
+
+def ignores(pid: int, number: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def pulse_phase(run: Run, rank: int = 0) -> str:
+    found = pulse.read(rundir.pulse(run.path.parent / "live", rank))
+    return found.phase if found else ""
+
+
+@pytest.mark.slow
+def test_a_loader_that_stalls_for_ever_ends_the_run_as_data(tmp_path):
+    run = drilled(tmp_path, "loader@8", data__timeout_s=1.0)
+    assert run.wait() == 12
+    assert run.records(0, "progress")[-1]["step"] == 7
+    assert "came within 1 s" in run.metrics()["reason"]
+
+
+@pytest.mark.slow
+def test_a_drill_happens_once_in_a_run_unless_it_is_for_every_attempt(tmp_path):
+    run = drilled(tmp_path, "exit@3,raise@5!", variables={environ.ATTEMPT: "2"})
+    assert run.wait() == 1
+    assert run.records(0, "error")[-1]["step"] == 5
+    states = {r["drill"]: r["state"] for r in run.records(0, "drill")}
+    assert states == {"exit@3:0": "rests", "raise@5:0!": "fires"}
+    assert "drill exit@3:0 rests: this is attempt 2" in run.text()
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_has_the_fault_and_the_other_meets_what_follows(tmp_path):
+    """A loss that is NaN on rank 1 skips the step on both; its stall holds both in the backward."""
+    run = drilled(tmp_path, "nan@3:1,backward@6:1", nproc=2)
+    try:
+        run.until(lambda: fired(run, "backward@6:1", rank=1))
+        for rank in range(2):
+            run.until(lambda rank=rank: pulse_phase(run, rank) == "backward")
+            assert [r["skipped_steps"] for r in run.records(rank, "progress")] == [0, 0, 1, 1, 1]
+        assert not run.records(0, "drill")
+        assert run.process.poll() is None
+    finally:
+        for pid in run.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert run.wait() != 0

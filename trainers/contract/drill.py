@@ -1,0 +1,94 @@
+"""Drills: which faults a trainer can be asked to have, and the grammar that asks for them.
+
+`KIND@STEP[:RANK][:SECONDS][!]`, several by commas: rank 0 unless RANK is a number or `all`; in the
+first attempt only, unless `!` says in every one. Needs no torch: a launch refuses a wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from trainers.contract.errors import UsageError, did_you_mean
+
+Place = Literal["forward", "logits", "loader"]
+FOREVER_S = 3600.0
+ALL = "all"
+GRAMMAR = "KIND@STEP, KIND@STEP:RANK or KIND@STEP:RANK:SECONDS, several by commas"
+_WORD = re.compile(
+    r"(?P<kind>\w+)@(?P<step>[1-9]\d{0,11})"
+    r"(:(?P<rank>\d{1,5}|all)(:(?P<amount>\d{1,5}(\.\d{1,3})?))?)?(?P<every>!?)",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One fault. `amount` is what SECONDS is unless it is given; None: it takes none."""
+
+    about: str
+    amount: float | None = None
+    place: Place = "forward"
+    lasts: bool = False
+    """Strikes at every step from then on, not at one."""
+
+
+KINDS: dict[str, Kind] = {
+    "raise": Kind("a ValueError in the forward pass"),
+    "exit": Kind("the process leaves with 7, without a word"),
+    "oom": Kind("the exception of a CUDA device that is out of memory"),
+    "kill": Kind("SIGKILL to itself"),
+    "segv": Kind("a segmentation fault in native code"),
+    "abort": Kind("abort() in native code"),
+    "half": Kind("half a heartbeat line, then the process leaves with 7"),
+    "stop": Kind("SIGSTOP to itself; SIGCONT lets it go on"),
+    "sleep": Kind("sleeps in the forward pass", FOREVER_S),
+    "spin": Kind("a busy Python loop in the forward pass", FOREVER_S),
+    "gil": Kind("waits in native code and holds the GIL", FOREVER_S),
+    "deaf": Kind("ignores SIGTERM, then as gil: only SIGKILL ends it", FOREVER_S),
+    "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits"),
+    "loader": Kind("the loader's thread sleeps in the read for that step", FOREVER_S, "loader"),
+    "nan": Kind("the loss is NaN", place="logits"),
+    "inf_grad": Kind("one gradient is Inf, the loss is finite", place="logits"),
+    "slow": Kind("each step from then on takes SECONDS longer in the forward pass", 1.0,
+                 lasts=True),
+    "leak": Kind("the process grows by SECONDS MiB in each step from then on", 16.0, lasts=True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """One fault of one rank (None: of all) at an optimizer step; its text is what asks for it."""
+
+    kind: str
+    step: int
+    rank: int | None = 0
+    amount: float | None = None
+    """Seconds, or MiB a step; None where the kind takes none."""
+    every_attempt: bool = False
+
+    def __str__(self) -> str:
+        rank = ALL if self.rank is None else self.rank
+        amount = "" if self.amount is None else f":{self.amount:.3f}".rstrip("0").rstrip(".")
+        return f"{self.kind}@{self.step}:{rank}{amount}{'!' if self.every_attempt else ''}"
+
+
+def parse(text: str, named: str) -> tuple[Drill, ...]:
+    """Returns the drills in `text`, none in "". Raises UsageError that begins with `named`."""
+    return tuple(_one(word.strip(), named) for word in text.split(",")) if text else ()
+
+
+def _one(word: str, named: str) -> Drill:
+    name = word.partition("@")[0]
+    kind, found = KINDS.get(name), _WORD.fullmatch(word)
+    if kind is None:
+        raise UsageError(f"{named}: there is no drill {name!r}{did_you_mean(name, KINDS)}")
+    if found is None:
+        raise UsageError(f"{named}: the drill {word!r} is not {GRAMMAR}")
+    amount = float(found["amount"]) if found["amount"] else kind.amount
+    if found["amount"] and (kind.amount is None or not amount):
+        wrong = "takes no SECONDS" if kind.amount is None else "needs SECONDS above 0"
+        raise UsageError(f"{named}: the drill {word!r} is refused: {name} {wrong}")
+    rank = None if found["rank"] == ALL else int(found["rank"] or 0)
+    return Drill(name, int(found["step"]), rank, amount, bool(found["every"]))

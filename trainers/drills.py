@@ -1,0 +1,228 @@
+"""Faults inside a real trainer, asked for by `NSA_DRILL`, so that a rescue can be practised.
+
+They strike from hooks of the model and from the source's read, where real faults do: the training
+loop does not know of them, and a training without drills has no hook. What there is and how it is
+asked for is in `trainers.contract.drill`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from trainers.contract import rundir
+from trainers.contract.drill import KINDS, Drill, Place, parse
+from trainers.contract.member import Member
+from trainers.report import Report
+from trainers.schema import Settings
+from trainers.sequences import Share, Source
+
+EXIT_CODE = 7
+WRITTEN_S = 2.0
+"""Longest wait for the disk to take the record of a drill before it strikes."""
+MUTEX_BYTES = 64
+_leaked: list[bytes] = []
+
+
+def arm(
+    settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
+) -> None:
+    """Hangs the drills of this rank into the model and the source, and says what will happen."""
+    mine = []
+    for drill in parse(settings.train.drill, "train.drill"):
+        why = _rests(drill, member, settings.train.steps, report.steps_done)
+        concerns = drill.rank in (None, member.rank)
+        if concerns or (member.rank == 0 and (drill.rank or 0) >= member.world):
+            text = f"rests: {why}" if why else f"is armed: {KINDS[drill.kind].about}"
+            _say(report, member, drill, "rests" if why else "armed", text)
+        if concerns and not why:
+            mine.append(drill)
+    if not mine:
+        return
+    drills = _Drills(mine, member, report)
+    model.register_forward_pre_hook(drills.before_forward)
+    model.register_forward_hook(drills.after_forward)
+    train = settings.train
+    _stall_reads(source, drills, train.batch_size * train.accumulate * member.world)
+
+
+def _rests(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
+    """Returns why a drill does not happen in this attempt, "" when it does."""
+    if member.attempt > 1 and not drill.every_attempt:
+        return f"this is attempt {member.attempt}"
+    if drill.rank is not None and drill.rank >= member.world:
+        return f"there are {member.world} ranks, the first is 0"
+    if drill.step > steps:
+        return f"the run ends with step {steps}"
+    if drill.step <= steps_done and not KINDS[drill.kind].lasts:
+        return f"the run goes on after step {steps_done}"
+    return ""
+
+
+def _say(report: Report, member: Member, drill: Drill, state: str, text: str) -> None:
+    fields = {"drill": str(drill), "state": state}
+    report.say("drill", member.pulse.step, f"drill {drill} {text}", **fields)
+
+
+class _Drills:
+    """The drills of this rank, and at which step each of them last happened."""
+
+    def __init__(self, armed: Sequence[Drill], member: Member, report: Report):
+        self._armed, self._member, self._report = armed, member, report
+        self._last: dict[Drill, int] = {}
+
+    def due(self, place: Place, step: int) -> Iterator[Drill]:
+        """Yields the drills that happen here and now, after the record of it was written."""
+        for drill in self._armed:
+            kind = KINDS[drill.kind]
+            now = step == drill.step or (kind.lasts and step > drill.step)
+            if kind.place != place or not now or self._last.get(drill) == step:
+                continue
+            if drill not in self._last:
+                _say(self._report, self._member, drill, "fires", f"fires: {kind.about}")
+                written = threading.Event()
+                self._member.recorder.call(written.set)
+                written.wait(WRITTEN_S)
+            self._last[drill] = step
+            yield drill
+
+    def before_forward(self, _model: nn.Module, _inputs: Any) -> None:
+        for drill in self.due("forward", self._member.pulse.step):
+            DRILLS[drill.kind](drill.amount, self._member)
+
+    def after_forward(self, _model: nn.Module, _inputs: Any, logits: Tensor) -> Tensor:
+        for drill in self.due("logits", self._member.pulse.step):
+            logits = DRILLS[drill.kind](drill.amount, logits)
+        return logits
+
+
+def _stall_reads(source: Source, drills: _Drills, sequences_per_step: int) -> None:
+    """Lets drills of the loader happen in its thread, in the read of the step that they name."""
+    plain = source.read
+
+    def read(count: int, rank: int, world: int) -> Share:
+        for drill in drills.due("loader", source.position // sequences_per_step + 1):
+            DRILLS[drill.kind](drill.amount, source)
+        return plain(count, rank, world)
+
+    source.read = read
+
+
+def _raise(_amount: None, _member: Member) -> NoReturn:
+    raise ValueError("the drill raise: a fault in the forward pass")
+
+
+def _exit(_amount: None, _member: Member) -> NoReturn:
+    os._exit(EXIT_CODE)
+
+
+def _out_of_memory(_amount: None, _member: Member) -> NoReturn:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
+        "of which 1.31 GiB is free. (a drill)"
+    )
+
+
+def _kill(_amount: None, _member: Member) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _segmentation_fault(_amount: None, _member: Member) -> None:
+    ctypes.string_at(0)
+
+
+def _abort(_amount: None, _member: Member) -> NoReturn:
+    os.abort()
+
+
+def _half_a_record(_amount: None, member: Member) -> NoReturn:
+    half = f'{{"v":1,"rank":{member.rank},"step":{member.pulse.step},"msg":"progr'
+    os.write(rundir.open_append(rundir.heartbeat(member.run, member.rank)), half.encode())
+    os._exit(EXIT_CODE)
+
+
+def _stop(_amount: None, _member: Member) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _sleep(amount: float, _where: Member | Source) -> None:
+    time.sleep(amount)
+
+
+def _spin(amount: float, _member: Member) -> None:
+    end = time.monotonic() + amount
+    while time.monotonic() < end:
+        pass
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _hold_gil(amount: float, _member: Member) -> None:
+    """Waits for a mutex that this thread holds; unlike sleep() it goes on when a dump comes."""
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
+    part, whole = math.modf(time.time() + amount)
+    native.pthread_mutex_lock(mutex)
+    native.pthread_mutex_timedlock(mutex, ctypes.byref(_Timespec(int(whole), int(part * 1e9))))
+
+
+def _deafen(amount: float, member: Member) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _hold_gil(amount, member)
+
+
+def _leak(amount: float, _member: Member) -> None:
+    _leaked.append(b"\1" * int(amount * (1 << 20)))
+
+
+def _sleep_in_backward(amount: float, logits: Tensor) -> Tensor:
+    logits.register_hook(lambda _gradient: time.sleep(amount))
+    return logits
+
+
+def _not_a_number(_amount: None, logits: Tensor) -> Tensor:
+    return logits * math.nan
+
+
+def _infinite_gradient(_amount: None, logits: Tensor) -> Tensor:
+    def spoil(gradient: Tensor) -> Tensor:
+        spoiled = gradient.clone()
+        spoiled[0, 0, 0] = math.inf
+        return spoiled
+
+    logits.register_hook(spoil)
+    return logits
+
+
+DRILLS: dict[str, Callable[[Any, Any], Any]] = {
+    "raise": _raise,
+    "exit": _exit,
+    "oom": _out_of_memory,
+    "kill": _kill,
+    "segv": _segmentation_fault,
+    "abort": _abort,
+    "half": _half_a_record,
+    "stop": _stop,
+    "sleep": _sleep,
+    "spin": _spin,
+    "gil": _hold_gil,
+    "deaf": _deafen,
+    "backward": _sleep_in_backward,
+    "loader": _sleep,
+    "nan": _not_a_number,
+    "inf_grad": _infinite_gradient,
+    "slow": _sleep,
+    "leak": _leak,
+}
+"""What each of `KINDS` does, with its amount and the member, the logits (which it returns) or the
+source."""
