@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from console import settings
 from console.model import LIVE_STATES, State
 from console.plain import shell_line
 from console.plans import catalog, preflight
@@ -87,6 +88,8 @@ class Prepared:
     def as_dict(self) -> dict[str, Any]:
         return {
             "plan": self.plan.name, "ok": self.ok, "directory": str(self.directory),
+            "inherited": sorted(orders.inherited()), "may_inherit": list(environ.INHERITED),
+            "hook": self.orders.hook.as_dict(),
             "checks": [asdict(item) for item in self.checks],
             "phases": [asdict(phase) | {"shell": phase.shell()} for phase in self.phases],
         }  # fmt: skip
@@ -110,9 +113,9 @@ def prepare(options: LaunchOptions) -> Prepared:
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     given = Orders(
         name, plan, who(), flag_origins, set_origins, start.host_facts(),
-        start.git_facts(catalog.PROJECT),
+        start.git_facts(catalog.PROJECT), settings.load(),
     )  # fmt: skip
-    case = preflight.Case(plan, directory, options.devices)
+    case = preflight.Case(plan, directory, options.devices, given.hook)
     checks = preflight.run(case, lambda index: given.settings(index, given.flags(index, {})))
     phases = tuple(_prepared_phase(given, index, directory) for index in range(len(plan.phases)))
     return Prepared(plan, directory, phases, checks, given)
@@ -210,9 +213,9 @@ def _prepared_phase(given: Orders, index: int, directory: Path) -> PreparedPhase
         environ.ATTEMPT: "1",
     }  # fmt: skip
     argv = orders.argv(phase, given.plan.watch.grace_s, rundir.logs(run, 1))
-    settings = given.settings(index, chosen)
-    environment = orders.environment(chosen, contract)
-    return PreparedPhase(phase.name, tuple(argv), chosen, environment, settings)
+    resolved = given.settings(index, chosen)
+    environment = orders.environment(phase, chosen, contract)
+    return PreparedPhase(phase.name, tuple(argv), chosen, environment, resolved)
 
 
 def adopt(path: Path) -> str:

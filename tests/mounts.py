@@ -32,3 +32,17 @@ def ext4(folder: Path, mib: int) -> Iterator[Path]:
     finally:
         subprocess.run(["fsfreeze", "-u", str(mount)], capture_output=True)
         subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@contextmanager
+def tmpfs(folder: Path, mib: int) -> Iterator[Path]:
+    """A file system of that size in memory; skips by name where nobody may mount it."""
+    mount = folder / "tmpfs"
+    mount.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=0700", "tmpfs", str(mount)]
+    if os.geteuid() != 0 or subprocess.run(words, capture_output=True).returncode != 0:
+        pytest.skip("needs root and a small tmpfs")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)

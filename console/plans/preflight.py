@@ -6,15 +6,18 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from console.model import Result
 from console.plans import catalog
+from console.settings import Hook
 from console.sources import nvml
-from trainers.contract import environ, flags
+from trainers.contract import environ, flags, rundir
+from trainers.contract.errors import RefusedError
 from trainers.contract.plan import Plan
 
 LEAST_DISK_GIB = 1.0
@@ -39,6 +42,7 @@ class Case:
     plan: Plan
     directory: Path
     devices: str = ""
+    hook: Hook = field(default_factory=Hook)
 
     @property
     def nproc(self) -> int:
@@ -144,6 +148,10 @@ def _disk(case: Case) -> Found:
 
 
 def _directory(case: Case) -> Found:
+    try:
+        rundir.check_parents(case.directory)
+    except RefusedError as error:
+        return "fail", str(error)
     folder = nearest_folder(case.directory)
     read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     if read_only or not os.access(folder, os.W_OK | os.X_OK):
@@ -164,9 +172,27 @@ def _shell(_case: Case) -> Found:
     return "pass", "the shell sets no flag"
 
 
+def _environment(_case: Case) -> Found:
+    """Names the variables that a training inherits; the whole environment is in the dry run."""
+    names = ", ".join(environ.inherited()) or "nothing"
+    return "pass", f"inherited: {names}; with the flags, nothing else"
+
+
+def _hook(case: Case) -> Found:
+    argv = case.hook.argv
+    if not argv:
+        return "pass", "no program is run on alerts"
+    told = "/".join(case.hook.levels)
+    text = f"on {told} alerts, at most every {case.hook.every_s:g} s: {shlex.join(argv)}"
+    if shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
+        return "unknown", f"{argv[0]} is no program that can be run; {text}"
+    return "pass", text
+
+
 CHECKS: Mapping[str, Callable[[Case], Found]] = {
     "python": _python, "torch": _torch, "program": _programs, "gpus": _gpus, "cores": _cores,
     "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
+    "environment": _environment, "hook": _hook,
 }  # fmt: skip
 
 

@@ -17,10 +17,12 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class _File:
-    """Follows one text file from its last `BACKLOG_BYTES` on."""
+    """Follows one text file from its last `BACKLOG_BYTES` on, through rotations."""
 
     def __init__(self, run: Path, path: Path, source: str):
         self._run, self.path, self.source = run, path, source
+        self._kept = rundir.kept_log(path)
+        self._part = self._kept_part()
         self._offset = -1
         self._inode = 0
         self._carry = b""
@@ -33,8 +35,11 @@ class _File:
             status = os.fstat(fd)
             if self._offset < 0:
                 self._offset = max(0, status.st_size - BACKLOG_BYTES)
-            elif status.st_ino != self._inode or status.st_size < self._offset:
+            elif status.st_ino != self._inode:
                 self._offset, self._carry = 0, b""
+            elif self._is_cut(status.st_size):
+                self._carry = self._rest()
+                self._offset = 0
             self._inode = status.st_ino
             data = os.pread(fd, BACKLOG_BYTES, self._offset)
         except OSError:
@@ -47,6 +52,38 @@ class _File:
             lines.append(self._carry)
             self._carry = b""
         return lines
+
+    def _kept_part(self) -> tuple[int, int]:
+        """Returns what tells the newest part that was cut off from an older one."""
+        try:
+            status = os.stat(self._kept, follow_symlinks=False)
+        except OSError:
+            return 0, 0
+        return status.st_ino, status.st_mtime_ns
+
+    def _is_cut(self, size: int) -> bool:
+        """Says whether the file begins anew, also when it has grown past the offset again.
+
+        The cut follows after the part that was copied has its name: until then, the file is as
+        long as that part.
+        """
+        part = self._kept_part()
+        new = part != self._part and size < jsonl.size_bytes(self._kept, self._run)
+        if new:
+            self._part = part
+        return new or size < self._offset
+
+    def _rest(self) -> bytes:
+        """Returns what was not shown before the cut, its end at least.
+
+        There is no such rest of a file that was only made shorter.
+        """
+        size = jsonl.size_bytes(self._kept, self._run)
+        if size < self._offset:
+            return b""
+        if size - self._offset > BACKLOG_BYTES:
+            return jsonl.read_bytes(self._kept, BACKLOG_BYTES, below=self._run)
+        return self._carry + jsonl.read_bytes(self._kept, BACKLOG_BYTES, self._offset, self._run)
 
 
 class LogSource:

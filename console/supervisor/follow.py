@@ -82,24 +82,37 @@ class Files:
         news = self._news()
         for tail in self._tails:
             news.records += self._read(tail, 1 << 20)
-        log = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, below=self._run)
+        log = self._end_of(self._log)
         last = {}
         for rank in range(len(self._tails)):
             path = rundir.rank_log(self._run, self._attempt, rank)
-            own = lastwords.read(jsonl.read_bytes(path, LOG_TAIL_BYTES, below=self._run))
+            own = lastwords.read(self._end_of(path))
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
         return Rest(news, log, rundir.read_json(self._run / rundir.METRICS), last)
 
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
-        data = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, self._log_offset, self._run)
-        self._log_offset += max(0, len(data) - OVERLAP_BYTES)
+        data = b""
+        if jsonl.size_bytes(self._log, self._run) < self._log_offset:
+            kept = rundir.kept_log(self._log)
+            data = jsonl.read_bytes(kept, LOG_TAIL_BYTES, self._log_offset, self._run)
+            self._log_offset = 0
+        fresh = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, self._log_offset, self._run)
+        self._log_offset += max(0, len(fresh) - OVERLAP_BYTES)
+        data += fresh
         death = DEATH.search(data)
         return News(
             halt_file=os.path.lexists(self._run / rundir.HALT),
             ending=CLOSING in data,
             agent_signal=process.signal_name(int(death[1])) if death else "",
         )
+
+    def _end_of(self, log: Path) -> bytes:
+        """Returns the last bytes of a log, from before its rotation too where it is short."""
+        data = jsonl.read_bytes(log, LOG_TAIL_BYTES, below=self._run)
+        left = LOG_TAIL_BYTES - len(data)
+        before = jsonl.read_bytes(rundir.kept_log(log), left, below=self._run) if left else b""
+        return before + data
 
     def _read(self, tail: jsonl.Tail, polls: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from console import settings as own_settings
 from console.plans.catalog import PROJECT, project_file
+from console.settings import Hook
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
@@ -38,6 +40,8 @@ class Orders:
     set_origins: Origins = field(default_factory=dict)
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
+    hook: Hook = field(default_factory=Hook)
+    """Of the operator who launched; a plan cannot name one."""
 
     def as_dict(self, created_ts: float) -> dict[str, Any]:
         """Returns plan.json: the plan's own keys and, beside them, the launch's."""
@@ -45,7 +49,7 @@ class Orders:
             "v": VERSION, "launch": self.launch, "by": self.by, "created_ts": created_ts,
             "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
             "host": dict(self.host), "git": dict(self.git), "cwd": str(Path.cwd()),
-        }  # fmt: skip
+        } | self.hook.as_dict()  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
         """Returns the flags of a phase, the strongest source last to speak."""
@@ -87,7 +91,7 @@ class Orders:
             "by": self.by, "created_ts": time.time(), "nnodes": 1, "nproc": phase.nproc,
             "world": phase.nproc, "steps_planned": planned,
             "argv": argv(phase, watch.grace_s, rundir.logs(run, 1)),
-            "cwd": str(Path.cwd()), "environment": environment(flags, contract),
+            "cwd": str(Path.cwd()), "environment": environment(phase, flags, contract),
             "flags": {name: asdict(flag) for name, flag in flags.items()},
             "settings": settings, "gates": dict(phase.gates), "watch": asdict(watch),
             "restart": asdict(self.plan.restart),
@@ -104,9 +108,11 @@ def load(launch: Path) -> Orders:
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
 
     told = ("flag_origins", "set_origins", "host", "git")
+    hook = {key: record[key] for key in own_settings.KEYS if key in record}
     return Orders(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
         *(jsonl.mapping(record, key) for key in told),
+        hook=own_settings.parse(hook, rundir.PLAN),
     )  # fmt: skip
 
 
@@ -146,7 +152,13 @@ def inherited() -> dict[str, str]:
     return found | {"PYTHONPATH": ":".join(paths)}
 
 
-def environment(flags: Mapping[str, FlagValue], contract: Mapping[str, str]) -> dict[str, str]:
-    """Returns the whole environment of torchrun: allow-list, flags, contract, nothing else."""
+def environment(
+    phase: Phase, flags: Mapping[str, FlagValue], contract: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the whole environment of torchrun: allow-list, flags, contract, nothing else.
+
+    Our own trainers import nothing from the working directory, whoever filled it.
+    """
     chosen = {name: flag.value for name, flag in flags.items()}
-    return inherited() | {"PYTHONUNBUFFERED": "1"} | chosen | dict(contract)
+    ours = {"PYTHONSAFEPATH": "1"} if is_ours(phase) else {}
+    return inherited() | {"PYTHONUNBUFFERED": "1"} | ours | chosen | dict(contract)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import pwd
+import stat
 import subprocess
 import sys
 import threading
@@ -64,21 +65,30 @@ class Claim:
         self.fd = -1
 
     def take(self) -> None:
-        """Creates or checks the directory and locks it. Raises RefusedError."""
+        """Creates or checks the directory and locks it. Raises RefusedError.
+
+        What turns out not to be free for a launch keeps its mode.
+        """
+        rundir.check_parents(self.directory)
+        if self.directory.is_dir():
+            rundir.check_owner(self.directory)
+            self._check_content()
         rundir.make_directory(self.directory)
-        self._check_content()
         path = self.directory / rundir.LOCK
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             self.fd = os.open(path, flags, 0o600)
+            self._check_lock(path)
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except RefusedError:
+            self.release()
+            raise
         except OSError as error:
             self.release()
             if error.errno in (errno.EAGAIN, errno.EACCES) and path.exists():
                 raise self._in_use() from None
             raise RefusedError(f"cannot lock {path}: {error.strerror}") from error
         try:
-            self.directory.chmod(0o700)
             self._check_content()
         except RefusedError:
             self.release()
@@ -103,9 +113,22 @@ class Claim:
             for name in BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
                 (self.directory / name).unlink(missing_ok=True)
 
+    def _check_lock(self, path: Path) -> None:
+        """Raises RefusedError when the lock is another file too: its content is replaced."""
+        status = os.fstat(self.fd)
+        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not ours or status.st_nlink > 1:
+            raise RefusedError(
+                f"{path} is no file of this launch alone (a hard link, or somebody else's); "
+                "remove it"
+            )
+
     def _check_content(self) -> None:
         """Raises RefusedError when the directory holds something that is not this launch."""
-        names = [n for n in os.listdir(self.directory) if not n.startswith(".probe-")]
+        try:
+            names = [n for n in os.listdir(self.directory) if not n.startswith(".probe-")]
+        except OSError as error:
+            raise RefusedError(f"cannot look into {self.directory}: {error.strerror}") from error
         there = [name for name in names if name != rundir.LOCK]
         if not there and not self._adopt:
             return
@@ -243,7 +266,7 @@ def _say_cleared(directory: Path, launch: str) -> None:
 def _spawn(directory: Path, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:
     log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
-        sys.executable, "-m", "console.supervisor", str(directory.absolute()),
+        sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
         "--lock-fd", str(lock_fd), *more,
     ]  # fmt: skip
     try:

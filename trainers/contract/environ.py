@@ -18,6 +18,12 @@ CONFIG = "CONFIG"
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
 """Set by the supervisor in the environment of torchrun; the ranks find their run by them."""
 
+ALERT_PREFIX = "NSA_ALERT_"
+ALERT_NAMES = tuple(
+    f"{ALERT_PREFIX}{name}" for name in ("NAME", "LEVEL", "TEXT", "RUN", "STATE", "TS", "COUNT")
+)
+"""What the operator's hook is told about an alert."""
+
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_PATH",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainers.contract import drill
-from trainers.contract.environ import CONTRACT_NAMES
+from trainers.contract.environ import ALERT_NAMES, CONTRACT_NAMES
 from trainers.contract.errors import UsageError, did_you_mean
 
 Kind = Literal["bool", "int", "float", "str", "choice", "drill"]
@@ -198,8 +198,9 @@ def format_value(value: Value) -> str:
 
 def check_names(environment: Mapping[str, str]) -> None:
     """Raises UsageError for an `NSA_*` variable that is in no table: a typo would do nothing."""
+    told = (*CONTRACT_NAMES, *ALERT_NAMES)
     for name in environment:
-        if name.startswith(OWN_PREFIX) and name not in FLAGS and name not in CONTRACT_NAMES:
+        if name.startswith(OWN_PREFIX) and name not in FLAGS and name not in told:
             raise UsageError(
                 f"the environment sets {name}, which is no flag{did_you_mean(name, FLAGS)}"
             )

@@ -150,6 +150,17 @@ def read_bytes(
         os.close(fd)
 
 
+def size_bytes(path: Path, below: Path | None = None) -> int:
+    """Returns the size of a regular file, 0 when there is none; `below` as in `open_regular`."""
+    fd = open_regular(path, below)
+    if fd is None:
+        return 0
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
 class Tail:
     """Follows one growing file of JSON lines.
 

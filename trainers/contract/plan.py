@@ -132,6 +132,11 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
     nproc = merged.get("nproc", 1)
     if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= 1024:
         raise UsageError(f"{where}: 'nproc' cannot be {nproc!r}; it is 1 to 1024 processes")
+    for key in ("module", "script"):
+        if str(merged.get(key, "")).strip().startswith("-"):
+            raise UsageError(
+                f"{where}: {key!r} cannot start with '-': torchrun takes it as its own"
+            )
     args = merged.get("args", [])
     if not isinstance(args, list):
         raise UsageError(f"{where}: 'args' must be a list of words")

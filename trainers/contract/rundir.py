@@ -57,6 +57,11 @@ def rank_log(run: Path, attempt: int, rank: int) -> Path:
     return logs(run, attempt) / f"rank{rank}.log"
 
 
+def kept_log(log: Path, age: int = 1) -> Path:
+    """What a log held before its last rotation, or before the one of that age."""
+    return log.with_name(f"{log.name}.{age}")
+
+
 def pulse(live: Path, rank: int) -> Path:
     return live / f"pulse_rank{rank}"
 
@@ -162,20 +167,35 @@ def open_append(path: Path) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory of mode 0700, parents too. Raises RefusedError with the reason."""
+    """Creates a directory of mode 0700, parents too; one that is there gets this mode.
+
+    Raises RefusedError with the reason.
+    """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in reversed((path, *path.parents)):
+            if folder == path or not folder.is_dir():
+                folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise RefusedError(
             f"cannot create the directory {path}: {error.strerror}; give another with --run-dir"
         ) from error
-    check_ours(path)
+    check_owner(path)
     if _is_read_only(path):
         raise RefusedError(f"{path} is not writable; give another with --run-dir")
+    _close_to_others(path)
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError when `path` is a link, no directory, or somebody else's."""
+    """Raises RefusedError when `path` is a link, no directory, or open to somebody else."""
+    if check_owner(path).st_mode & stat.S_IWOTH:
+        raise RefusedError(
+            f"everybody may write into {path}, so what stands there may be anybody's; "
+            f"chmod go-w {path}"
+        )
+
+
+def check_owner(path: Path) -> os.stat_result:
+    """Returns the status of a directory. Raises RefusedError for a link or somebody else's."""
     try:
         status = path.lstat()
     except OSError as error:
@@ -186,6 +206,35 @@ def check_ours(path: Path) -> None:
         raise RefusedError(
             f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
         )
+    return status
+
+
+def check_parents(path: Path) -> None:
+    """Raises RefusedError when anybody could put another directory in the place of `path`."""
+    try:
+        resolved = path.absolute().parent.resolve()
+        for parent in (resolved, *resolved.parents):
+            mode = parent.stat().st_mode if parent.exists() else 0
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise RefusedError(
+                    f"everybody may rename what is in {parent}; chmod o-w {parent}, or give "
+                    "another directory with --run-dir"
+                )
+    except (OSError, RuntimeError) as error:
+        raise RefusedError(f"cannot look at the way to {path}: {error}") from error
+
+
+def _close_to_others(path: Path) -> None:
+    """Takes a directory of ours from group and others. Raises RefusedError where it cannot be."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_mode & 0o077:
+                os.fchmod(fd, 0o700)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise RefusedError(f"cannot close {path} to others: {error.strerror}") from error
 
 
 def _is_read_only(path: Path) -> bool:

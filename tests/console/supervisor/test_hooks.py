@@ -1,0 +1,249 @@
+"""The operator's program on alerts: told once, in bounded time, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from console.settings import Hook
+from console.sources import process
+from console.supervisor.hook_runner import LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES
+from console.supervisor.hooks import Hooks, told, variables
+from console.supervisor.tree import Tree
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "hook.py"
+HANG_GUARD_S = 30.0
+
+
+class Told:
+    """Hooks of one test, what its program was told, and the events that were written."""
+
+    def __init__(self, folder: Path, *words: str, program: str = "", **more):
+        self.launch, self.kept = folder / "launch", folder / "kept"
+        for each in (self.launch, self.kept):
+            each.mkdir(exist_ok=True)
+        argv = (program,) if program else (sys.executable, str(PROGRAM), str(self.kept), *words)
+        limit_s = more.pop("limit_s", 10.0)
+        hook = Hook(argv, **{"every_s": 0.05, **more})
+        self.events: list[tuple[str, str, str]] = []
+        self.hooks = Hooks(hook, self.launch, lambda *e: self.events.append(e), limit_s)
+
+    def records(self) -> list[dict]:
+        return [json.loads(path.read_text()) for path in sorted(self.kept.glob("*.json"))]
+
+    def until(self, reached, between=lambda: None):
+        deadline = time.monotonic() + HANG_GUARD_S
+        while not (found := reached()):
+            assert time.monotonic() < deadline, (self.events, self.records())
+            between()
+            self.hooks.poll()
+            time.sleep(0.01)
+        return found
+
+
+def alert(text: str = "rank 1 is gone", **more) -> dict:
+    return {"v": 1, "ts": 1.5, "kind": "alert", "level": "crit", "text": text,
+            "alert": "rank-gone", "run": "tested/0-one", "state": "running"} | more  # fmt: skip
+
+
+def is_gone(pid: int) -> bool:
+    return process.state(pid) in (process.GONE, "Z")
+
+
+def test_an_alert_is_told_in_the_environment_and_on_stdin(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "x")
+    monkeypatch.setenv("NSA_CONSOLE_TOKEN", "of-the-run")
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        t = Told(tmp_path, "ok", "; rm -rf $HOME", "$(id)", "a b\nc")
+        t.hooks.alert(alert())
+        (kept,) = t.until(t.records)
+        t.hooks.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert kept["argv"][1:] == ["ok", "; rm -rf $HOME", "$(id)", "a b\nc"], "there is no shell"
+    names = {k.removeprefix("NSA_ALERT_"): v for k, v in kept["env"].items() if "_ALERT_" in k}
+    assert names == {
+        "NAME": "rank-gone", "LEVEL": "crit", "TEXT": "rank 1 is gone", "RUN": "tested/0-one",
+        "STATE": "running", "TS": "1.5", "COUNT": "1",
+    }  # fmt: skip
+    assert not {"SECRET_KEY", "NSA_CONSOLE_TOKEN"} & set(kept["env"])
+    document = json.loads(kept["stdin"])
+    assert kept["stdin"].count("\n") == 1
+    assert (document["text"], document["count"], document["earlier"]) == ("rank 1 is gone", 1, [])
+    assert kept["cwd"] == str(t.launch)
+    assert kept["sid"] == kept["pid"], "the program has a session of its own"
+    assert kept["usr1"] == str(signal.SIG_DFL.value)
+    assert t.events == []
+    log = (t.launch / LOG).read_text()
+    assert f"UTC {sys.executable}: ok\nthe hook was here" in log
+    assert (t.launch / LOG).stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_run_says_cannot_break_out_of_its_variable():
+    nasty = alert("a\x1b]52;c;aGk=\x07b\nLD_PRELOAD=/evil.so\0" + "x" * 5000, run="r\nx", ts="soon")
+    for each in (variables(told([nasty], 1)), told([nasty], 1)):
+        for value in each.values():
+            assert len(str(value)) <= 1000
+            assert not any(ord(c) < 32 for c in str(value))
+
+
+def test_levels_that_were_not_asked_for_and_no_hook_start_nothing(tmp_path):
+    t = Told(tmp_path)
+    t.hooks.alert(alert(level="warn"))
+    nothing = Hooks(Hook(), tmp_path, lambda *e: t.events.append(e))
+    nothing.alert(alert())
+    for hooks in (t.hooks, nothing):
+        hooks.poll()
+        hooks.close()
+    assert (t.records(), t.events) == ([], [])
+
+
+def test_what_comes_meanwhile_is_told_at_once_with_its_count(tmp_path):
+    t = Told(tmp_path, every_s=3600.0)
+    t.hooks.alert(alert("first"))
+    t.until(t.records)
+    for n in range(40):
+        t.hooks.alert(alert(f"flood {n}"))
+        t.hooks.poll()
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        t.hooks.poll()
+    assert len(t.records()) == 1, "at least every_s lies between two starts"
+    t.hooks.close()
+    first, second = t.records()
+    assert first["env"]["NSA_ALERT_COUNT"] == "1"
+    assert second["env"]["NSA_ALERT_COUNT"] == "40"
+    assert second["env"]["NSA_ALERT_TEXT"] == "flood 39"
+    assert json.loads(second["stdin"])["earlier"] == [f"flood {n}" for n in range(23, 39)]
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory):
+    """A hook that ignores TERM and has a child, ended by its limit; how long each call took."""
+    t = Told(tmp_path_factory.mktemp("hung"), "hang", limit_s=0.5)
+    slowest = 0.0
+
+    def measured() -> None:
+        nonlocal slowest
+        begun = time.monotonic()
+        t.hooks.poll()
+        slowest = max(slowest, time.monotonic() - begun)
+
+    t.hooks.alert(alert())
+    t.until(lambda: t.events, measured)
+    return t, slowest
+
+
+def test_a_hook_that_hangs_is_ended_with_everything_it_started(hung):
+    t, _ = hung
+    (kept,) = t.records()
+    assert is_gone(kept["pid"])
+    assert is_gone(kept["child"])
+    ((kind, text, level),) = t.events
+    assert (kind, level) == ("hook", "warn")
+    assert "took longer than 0.5 s and was ended" in text
+
+
+def test_nothing_waits_for_a_hook(hung):
+    assert hung[1] < 1.0, "the program ignored TERM for two seconds"
+
+
+def test_what_a_hook_leaves_behind_is_ended(tmp_path):
+    t = Told(tmp_path, "leave")
+    t.hooks.alert(alert())
+    t.hooks.close()
+    (kept,) = t.records()
+    assert is_gone(kept["child"])
+    assert t.events == []
+
+
+def test_a_hook_lives_no_longer_when_the_supervisor_is_gone(tmp_path):
+    t = Told(tmp_path, "hang", limit_s=0.5)
+    child = os.fork()
+    if child == 0:
+        t.hooks.alert(alert())
+        t.hooks.poll()
+        os._exit(0)
+    os.waitpid(child, 0)
+    (kept,) = t.until(t.records)
+    t.until(lambda: is_gone(kept["pid"]) and is_gone(kept["child"]))
+
+
+def test_failures_are_told_three_times_and_then_only_that_it_works_again(tmp_path):
+    works = tmp_path / "works"
+    t = Told(tmp_path, "fail-until", str(works))
+
+    def again() -> None:
+        t.hooks.alert(alert())
+
+    t.until(lambda: len(t.records()) >= 5, again)
+    assert [level for _, _, level in t.events] == ["warn"] * 3
+    assert "returned 7" in t.events[0][1]
+    assert "3 times in a row" in t.events[2][1]
+    works.touch()
+    t.until(lambda: len(t.events) == 4, again)
+    t.hooks.close()
+    assert t.events[3][1:] == (f"the alert hook {sys.executable} works again", "info")
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("/no/such/program", "cannot be started: No such file or directory"),
+        (str(PROGRAM), "cannot be started: Permission denied"),
+    ],
+)
+def test_a_hook_that_cannot_be_started_says_why(tmp_path, program, says):
+    t = Told(tmp_path, program=program)
+    t.hooks.alert(alert())
+    t.hooks.close()
+    assert t.events == [("hook", f"the alert hook {program} {says}", "warn")]
+
+
+def test_the_log_of_hooks_stays_small(tmp_path):
+    t = Told(tmp_path, "flood")
+    t.hooks.alert(alert())
+    t.hooks.close()
+    log = t.launch / LOG
+    assert MAX_OUTPUT_BYTES < log.stat().st_size < MAX_OUTPUT_BYTES + 1000
+    os.truncate(log, MAX_LOG_BYTES + 1)
+    t.hooks.alert(alert())
+    t.hooks.close()
+    assert log.stat().st_size < MAX_OUTPUT_BYTES + 1000
+    assert t.events == []
+
+
+def test_the_log_is_not_written_through_a_link(tmp_path):
+    t = Told(tmp_path)
+    (tmp_path / "mine").write_text("precious")
+    (t.launch / LOG).symlink_to(tmp_path / "mine")
+    t.hooks.alert(alert())
+    t.hooks.close()
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_launch_directory_that_is_gone_is_only_a_failure(tmp_path):
+    t = Told(tmp_path)
+    shutil.rmtree(t.launch)
+    t.hooks.alert(alert())
+    t.hooks.close()
+    assert "cannot be started: No such file" in t.events[0][1]
+
+
+def test_whoever_reaps_the_runner_first_its_end_is_known(tmp_path):
+    """The tree of an attempt collects every child of the supervisor, hooks among them."""
+    t = Told(tmp_path, "fail")
+    tree = Tree("no-such-token", 1, select.poll())
+    t.hooks.alert(alert())
+    t.until(lambda: t.events, tree.look)
+    assert "returned 7" in t.events[0][1]
+    tree.close()

@@ -1,0 +1,242 @@
+"""Logs stay bounded while their writers go on, and no reader loses the newest lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from console.sources.logs import LogSource
+from console.supervisor.follow import Files
+from console.supervisor.rotation import Rotation
+from tests.mounts import tmpfs
+from trainers.contract import rundir
+
+LIMIT = 1 << 16
+WRITER = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+for n in range(int(sys.argv[2])):
+    os.write(fd, b"line %08d %s\\n" % (n, b"x" * 80))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    rundir.make_directory(rundir.logs(tmp_path, 1))
+    return tmp_path
+
+
+def rotation(run, **more) -> Rotation:
+    return Rotation(rundir.logs(run, 1), LIMIT, **{"reserve_bytes": 0, **more})
+
+
+def append(path, data: bytes) -> None:
+    with path.open("ab") as stream:
+        stream.write(data)
+
+
+def numbered(first: int, last: int) -> bytes:
+    return b"".join(b"line %08d %s\n" % (n, b"x" * 80) for n in range(first, last))
+
+
+def lines_of(path) -> list[int]:
+    return [int(n) for n in re.findall(rb"^line (\d{8}) ", path.read_bytes(), re.MULTILINE)]
+
+
+def test_a_short_log_is_left_alone_and_a_long_one_goes_on_in_a_new_file(run):
+    short, long = rundir.rank_log(run, 1, 0), rundir.rank_log(run, 1, 1)
+    append(short, b"hello\n")
+    append(long, numbered(0, 1000))
+    inode = long.stat().st_ino
+    (said,) = rotation(run).look()
+    assert said.startswith("rank1.log was cut; rank1.log.1 has what was in it: 0.1 MiB")
+    assert short.read_bytes() == b"hello\n"
+    assert (long.stat().st_ino, long.stat().st_size) == (inode, 0)
+    assert rundir.kept_log(long).read_bytes() == numbered(0, 1000)
+    assert rundir.kept_log(long).stat().st_mode & 0o777 == 0o600
+    assert rotation(run).look() == []
+
+
+def test_two_former_parts_are_kept_and_no_more(run):
+    log, rotates = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, rotation(run)
+    for part in range(4):
+        append(log, numbered(part * 1000, part * 1000 + 1000))
+        rotates.look()
+    assert lines_of(rundir.kept_log(log, 1))[0] == 3000
+    assert lines_of(rundir.kept_log(log, 2))[0] == 2000
+    assert sorted(os.listdir(log.parent)) == [
+        "torchrun.log", "torchrun.log.1", "torchrun.log.2",
+    ]  # fmt: skip
+
+
+def test_a_log_that_outgrew_its_rotation_keeps_its_end(run):
+    log = rundir.rank_log(run, 1, 0)
+    append(log, numbered(0, 5000))
+    (said,) = rotation(run).look()
+    assert "without the first 0.3 MiB" in said
+    assert rundir.kept_log(log).stat().st_size == 2 * LIMIT
+    assert lines_of(rundir.kept_log(log))[-1] == 4999
+
+
+def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
+    log, count = rundir.rank_log(run, 1, 0), 200_000
+    rotates = Rotation(rundir.logs(run, 1), 1 << 20, reserve_bytes=0)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(log), str(count)])
+    seen: set[int] = set()
+    said: list[str] = []
+    while writer.poll() is None:
+        if new := rotates.look():
+            said += new
+            seen |= set(lines_of(rundir.kept_log(log)))
+        time.sleep(0.001)
+    seen |= set(lines_of(log))
+    gaps = sum(n - 1 in seen and n not in seen for n in range(count))
+    assert len(said) > 3
+    assert gaps <= 2 * len(said), "lines are lost only where the log was cut or too long"
+    assert len(seen) > count // 2
+    assert not log.read_bytes().startswith(b"\0"), "the writer appends, so there is no hole"
+
+
+def test_what_is_written_during_the_copy_is_copied_too(run):
+    """The copy takes long enough for the writer; of five cuts at least one meets no line."""
+    log, limit = rundir.rank_log(run, 1, 0), 8 << 20
+    rotates = Rotation(rundir.logs(run, 1), limit, reserve_bytes=0)
+    slow = WRITER.replace("\n    os.write", "\n    time.sleep(1e-4); os.write").replace(
+        "sys", "sys, time", 1
+    )
+    writer = subprocess.Popen([sys.executable, "-c", slow, str(log), "1000000"])
+    lost = []
+    try:
+        for _ in range(5):
+            while not (log.exists() and lines_of(log)):
+                time.sleep(0.001)
+            append(log, b"\n" + b"x" * limit + b"\n")
+            assert rotates.look()
+            last = lines_of(rundir.kept_log(log))[-1]
+            while not (after := lines_of(log)):
+                time.sleep(0.001)
+            lost.append(after[0] - last - 1)
+    finally:
+        writer.kill()
+        writer.wait()
+    assert min(lost) == 0, lost
+
+
+def test_the_ranks_and_torchrun_append_so_that_a_cut_leaves_no_hole(run):
+    program = (
+        "import os, fcntl\nfrom trainers.contract.member import join\nrun = join()\n"
+        "print(*[bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND) for fd in (1, 2)])\n"
+    )
+    told = {"NSA_CONSOLE_RUN_DIR": str(run), "NSA_CONSOLE_ATTEMPT": "1", "RANK": "0",
+            "NSA_CONSOLE_TOKEN": "rotation", "NSA_CONSOLE_RUN_ID": "x"}  # fmt: skip
+    subprocess.run([sys.executable, "-c", program], env=os.environ | told, check=True, timeout=60)
+    assert "True True" in rundir.rank_log(run, 1, 0).read_text()
+    fd = rundir.open_append(rundir.logs(run, 1) / rundir.TORCHRUN_LOG)
+    os.write(fd, b"before")
+    os.ftruncate(fd, 0)
+    os.write(fd, b"after")
+    os.close(fd)
+    assert (rundir.logs(run, 1) / rundir.TORCHRUN_LOG).read_bytes() == b"after"
+
+
+def test_nothing_is_cut_or_written_through_a_link(run, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    for name in ("symbolic", "hard", "target"):
+        append(outside / name, numbered(0, 1000))
+    logs = rundir.logs(run, 1)
+    (logs / "rank0.log").symlink_to(outside / "symbolic")
+    (logs / "rank1.log").hardlink_to(outside / "hard")
+    append(logs / "rank2.log", numbered(0, 1000))
+    (logs / "rank2.log.1").symlink_to(outside / "target")
+    (logs / ".rank2.log.copy").symlink_to(outside / "target")
+    os.mkfifo(logs / "rank3.log")
+    rotates = rotation(run)
+    said = rotates.look()
+    assert [text.split()[0] for text in said] == ["rank1.log", "rank2.log"]
+    assert "hard link" in said[0]
+    assert rotates.look() == [], "what cannot be done is said once"
+    for name in ("symbolic", "hard", "target"):
+        assert (outside / name).read_bytes() == numbered(0, 1000)
+    moved = run / "elsewhere"
+    logs.rename(moved)
+    logs.symlink_to(moved)
+    append(moved / "rank2.log", numbered(0, 1000))
+    assert rotation(run).look() == []
+
+
+def test_a_disk_without_room_is_not_filled_further(tmp_path):
+    with tmpfs(tmp_path, 4) as mount:
+        folder = rundir.logs(mount, 1)
+        rundir.make_directory(folder)
+        log = folder / "rank0.log"
+        append(rundir.kept_log(log, 1), b"a" * (1 << 20))
+        append(rundir.kept_log(log, 2), b"b" * (1 << 20))
+        append(log, b"c" * (1 << 20))
+        rotates = Rotation(folder, 1 << 19, reserve_bytes=1 << 19)
+        append(mount / "checkpoint", b"d" * (1 << 19))
+        (said,) = rotates.look()
+        assert "the older rank0.log.2 was removed to make room" in said
+        assert (rundir.kept_log(log, 2).read_bytes()[:1], log.stat().st_size) == (b"a", 0)
+        append(log, b"e" * (1 << 20))
+        append(mount / "checkpoint", b"d" * (1 << 18))
+        (said,) = rotates.look()
+        assert "cannot be rotated (No space left on device" in said
+        assert "rank0.log.2 was removed" in said
+        left = sorted(os.listdir(folder))
+        assert rotates.look() == []
+        assert sorted(os.listdir(folder)) == left == ["rank0.log", "rank0.log.1"]
+        assert log.read_bytes().startswith(b"eee")
+        (mount / "checkpoint").unlink()
+        (said,) = rotates.look()
+        assert "was cut" in said
+
+
+def test_the_log_screen_shows_every_line_once_across_a_rotation(run):
+    log, rotates, source = rundir.rank_log(run, 1, 0), rotation(run), LogSource(run)
+    append(log, b"begin\n" + numbered(0, 690))
+    shown = [line.text.split()[1] for line in source.poll() if line.text.startswith("line")]
+    append(log, numbered(690, 800) + b"half ")
+    assert rotates.look()
+    append(log, b"a line\n" + numbered(800, 805))
+    fresh = [line.text for line in source.poll()]
+    shown += [text.split()[1] for text in fresh if text.startswith("line")]
+    assert shown == [f"{n:08d}" for n in range(805)]
+    assert "half a line" in fresh
+    assert source.poll() == []
+
+
+def test_a_reader_that_lags_behind_still_gets_the_newest_lines(run):
+    log, source = rundir.rank_log(run, 1, 0), LogSource(run)
+    append(log, b"begin\n")
+    source.poll()
+    append(log, numbered(0, 8000))
+    rotates = Rotation(rundir.logs(run, 1), 1 << 19, reserve_bytes=0)
+    assert rotates.look()
+    append(log, b"line newest\n")
+    texts = [line.text for line in source.poll()]
+    assert texts[-1] == "line newest"
+    assert any(text.startswith("line 00007999") for text in texts)
+
+
+def test_the_supervisor_finds_torchruns_words_after_a_rotation(run):
+    log, files = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, Files(run, 1, 1)
+    append(log, numbered(0, 800))
+    assert not files.look(False).ending
+    append(log, b"Sending process 5 closing signal SIGTERM\n")
+    assert rotation(run).look()
+    append(log, b"W1121 Received 15 death signal\n")
+    news = files.look(False)
+    assert (news.ending, news.agent_signal) == (True, "SIGTERM")
+    assert not files.look(False).ending
+
+
+def test_an_exception_that_was_just_rotated_still_explains_the_end(run):
+    log = rundir.rank_log(run, 1, 0)
+    append(log, numbered(0, 800) + b"ValueError: the batch of step 5 is broken\n")
+    assert rotation(run).look()
+    assert Files(run, 1, 1).rest().last[0].error == "ValueError: the batch of step 5 is broken"

@@ -1,0 +1,141 @@
+"""The operator's settings file: strict, private, and the only place that names a hook."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console import actions, settings
+from console.settings import Hook
+from console.supervisor import orders
+from tests.console.test_actions import options, plan
+from trainers.contract import rundir
+from trainers.contract.errors import UsageError
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    """The path of the settings file of a test; it is not there yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    path = settings.path()
+    path.parent.mkdir(parents=True, mode=0o700)
+    return path
+
+
+def write(file: Path, text: str, mode: int = 0o600) -> None:
+    file.write_text(text)
+    file.chmod(mode)
+
+
+def test_without_a_file_there_is_no_hook(file):
+    assert file.parent.name == "nsa-console"
+    assert settings.load() == Hook((), 30.0, ("crit",))
+
+
+def test_the_file_is_below_the_home_where_xdg_says_nothing_usable(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for said in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", said)
+        assert settings.path() == tmp_path / ".config" / "nsa-console" / "settings.yaml"
+
+
+def test_a_hook_is_words_with_their_rate_and_levels(file):
+    write(file, 'hook: [notify, "a; b", "$(c)"]\nhook_every_s: 5\nhook_levels: [warn, crit]\n')
+    assert settings.load() == Hook(("notify", "a; b", "$(c)"), 5.0, ("warn", "crit"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hok: [x]", "did you mean 'hook'"),
+        ("hook: notify-send alarm", "list of words"),
+        ("hook: [1]", "list of words"),
+        ('hook: ["a\\0b"]', "control character"),
+        ("hook: [./here]", "path from / on"),
+        ("hook: [~/bin/x]", "path from / on"),
+        ("hook: ['']", "path from / on"),
+        ("hook_every_s: 0", "1 to 86400 seconds"),
+        ("hook_every_s: .nan", "1 to 86400 seconds"),
+        ("hook_every_s: true", "1 to 86400 seconds"),
+        ("hook_levels: [loud]", "info, warn, crit"),
+        ("hook_levels: []", "info, warn, crit"),
+        ("hook_levels: [[crit]]", "info, warn, crit"),
+        ("[1]", "must be key: value"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_file_and_what_would_be_right(file, text, says):
+    write(file, text)
+    with pytest.raises(UsageError, match=says) as refused:
+        settings.load()
+    assert str(file) in str(refused.value)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*settings.KEYS, "other"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+            lambda x: st.lists(x, max_size=4),
+        ),
+    )
+)
+def test_any_document_is_a_hook_or_refused(document):
+    try:
+        hook = settings.parse(document, "x")
+    except UsageError:
+        return
+    assert settings.parse(json.loads(json.dumps(hook.as_dict())), "x") == hook
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_may_write_names_no_program(file, mode):
+    write(file, "hook: [x]", mode)
+    with pytest.raises(UsageError, match="others may write"):
+        settings.load()
+
+
+def test_a_folder_that_others_may_write_names_no_program(file):
+    write(file, "hook: [x]")
+    file.parent.chmod(0o777)
+    with pytest.raises(UsageError, match="others may write"):
+        settings.load()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to somebody else")
+def test_a_file_of_somebody_else_names_no_program(file):
+    write(file, "hook: [x]")
+    os.chown(file, 12345, 12345)
+    with pytest.raises(UsageError, match="belongs to user id 12345"):
+        settings.load()
+
+
+def test_a_launch_takes_the_hook_along_and_shows_it_before(file, tmp_path):
+    write(file, 'hook: [sh, "; x"]\nhook_every_s: 60')
+    prepared = actions.prepare(options(tmp_path))
+    (row,) = [check for check in prepared.checks if check.name == "hook"]
+    assert (row.result, row.text) == ("pass", "on crit alerts, at most every 60 s: sh '; x'")
+    assert row.text in "\n".join(prepared.lines())
+    assert prepared.as_dict()["hook"]["hook"] == ["sh", "; x"]
+    rundir.write_json(tmp_path / rundir.PLAN, prepared.orders.as_dict(1.0))
+    assert orders.load(tmp_path).hook == prepared.orders.hook == Hook(("sh", "; x"), 60.0)
+
+
+def test_a_hook_that_is_no_program_is_said_and_does_not_refuse_the_launch(file, tmp_path):
+    write(file, "hook: [no-such-program-at-all]")
+    prepared = actions.prepare(options(tmp_path))
+    (row,) = [check for check in prepared.checks if check.name == "hook"]
+    assert row.result == "unknown"
+    assert "no program that can be run" in row.text
+    assert prepared.ok
+
+
+@pytest.mark.parametrize("key", settings.KEYS)
+def test_a_plan_cannot_name_a_hook(file, tmp_path, key):
+    chosen = actions.LaunchOptions(plan=plan(tmp_path, **{key: ["sh"]}), root=tmp_path)
+    with pytest.raises(UsageError, match=f"there is no key '{key}'"):
+        actions.prepare(chosen)
