@@ -1,9 +1,10 @@
-"""What the text of an error tells: a lost peer, memory, or what no restart can cure."""
+"""What texts and counters tell of an end: a lost peer, memory, or what no restart can cure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 PEER_SIGNS: Mapping[str, str] = {
     "onnection closed by peer": "gloo/transport/tcp/pair.cc; NCCL misc/socket.cc",
@@ -95,3 +96,50 @@ def same_words(text: str) -> str:
     for pattern, instead in _VARYING:
         text = pattern.sub(instead, text)
     return text.strip()[:200]
+
+
+@dataclass(frozen=True, slots=True)
+class OomCounts:
+    """Out-of-memory kills since boot: of one cgroup and of the whole host, None for not known.
+
+    Version 2 counts in a cgroup what was killed in it and below it, version 1 only in it.
+    """
+
+    cgroup: int | None = None
+    host: int | None = None
+    path: str = ""
+    """The file that `cgroup` was read from."""
+
+
+@dataclass(frozen=True, slots=True)
+class OomEvidence:
+    """What was counted before a run and after it."""
+
+    before: OomCounts
+    after: OomCounts
+
+    @property
+    def here(self) -> bool:
+        """Says whether the kernel killed in the cgroup of the run."""
+        return _rose(self.before.cgroup, self.after.cgroup)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Says whether it killed on this host, but none that the cgroup of the run counts."""
+        known = self.after.cgroup is not None
+        return known and not self.here and _rose(self.before.host, self.after.host)
+
+    @property
+    def perhaps(self) -> bool:
+        """Says whether it killed on this host and no cgroup tells whom."""
+        return self.after.cgroup is None and _rose(self.before.host, self.after.host)
+
+    def words(self) -> str:
+        """Returns the counter that rose: "cgroup oom_kill 0 → 1"."""
+        if self.here:
+            return f"cgroup oom_kill {self.before.cgroup} → {self.after.cgroup}"
+        return f"host-wide oom_kill {self.before.host} → {self.after.host}"
+
+
+def _rose(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from console import causes
+from console.causes import OomEvidence
 from console.model import State
-from console.sources.kernel import OomEvidence
 from trainers.contract import jsonl
 
 NAMED_CODES: Mapping[int, str] = {

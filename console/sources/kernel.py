@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from console.causes import OomCounts, OomEvidence
 
 VMSTAT = Path("/proc/vmstat")
 FILES = {"cgroup2": "memory.events", "cgroup": "memory.oom_control"}
 """The file with the count, by type of cgroup file system; both call it `oom_kill`."""
-
-
-@dataclass(frozen=True, slots=True)
-class OomCounts:
-    """Out-of-memory kills since boot: of one cgroup and of the whole host, None for not known.
-
-    Version 2 counts in a cgroup what was killed in it and below it, version 1 only in it.
-    """
-
-    cgroup: int | None = None
-    host: int | None = None
-    path: str = ""
-    """The file that `cgroup` was read from."""
-
-
-@dataclass(frozen=True, slots=True)
-class OomEvidence:
-    """What was counted before a run and after it."""
-
-    before: OomCounts
-    after: OomCounts
-
-    @property
-    def here(self) -> bool:
-        """Says whether the kernel killed in the cgroup of the run."""
-        return _rose(self.before.cgroup, self.after.cgroup)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Says whether it killed on this host, but none that the cgroup of the run counts."""
-        known = self.after.cgroup is not None
-        return known and not self.here and _rose(self.before.host, self.after.host)
-
-    @property
-    def perhaps(self) -> bool:
-        """Says whether it killed on this host and no cgroup tells whom."""
-        return self.after.cgroup is None and _rose(self.before.host, self.after.host)
-
-    def words(self) -> str:
-        """Returns the counter that rose: "cgroup oom_kill 0 → 1"."""
-        if self.here:
-            return f"cgroup oom_kill {self.before.cgroup} → {self.after.cgroup}"
-        return f"host-wide oom_kill {self.before.host} → {self.after.host}"
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
@@ -64,10 +22,6 @@ def since(before: OomCounts) -> OomEvidence:
     path = Path(before.path) if before.path else None
     return OomEvidence(before, OomCounts(_count(path) if path else None, _count(VMSTAT),
                                          before.path))  # fmt: skip
-
-
-def _rose(before: int | None, after: int | None) -> bool:
-    return before is not None and after is not None and after > before
 
 
 def _count(path: Path) -> int | None:

@@ -19,6 +19,7 @@ from console.sources.nvml import Nvml
 from console.supervisor import orders
 from console.supervisor.attempt import Services
 from console.supervisor.directory import Directory
+from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError
@@ -74,7 +75,8 @@ def supervise(path: Path, adopt: bool) -> None:
     poller.register(wake_read, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write)), Nvml()
     nvml.start()
-    launch = Launch(path, given, Services(directory, nvml, poller), held)
+    hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
+    launch = Launch(path, given, Services(directory, nvml, poller, hooks), held)
     try:
         while not launch.over:
             ready = poller.poll(BUSY_TICK_MS if launch.busy else IDLE_TICK_MS)
@@ -92,6 +94,7 @@ def supervise(path: Path, adopt: bool) -> None:
         )
     finally:
         nvml.stop()
+        hooks.close()
         directory.close(FLUSH_S)
 
 

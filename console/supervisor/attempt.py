@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from console.causes import OomEvidence
 from console.diagnose.stall import diagnose
 from console.ending import End, Facts, decide
 from console.model import RANK_GONE, Gate, State, Verdict
@@ -21,6 +22,8 @@ from console.sources.nvml import Nvml
 from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory, Job
 from console.supervisor.follow import Files, News, Rest, Story, end_of
+from console.supervisor.hooks import Hooks
+from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
 from trainers.contract import VERSION, jsonl, pulse, rundir
@@ -31,15 +34,18 @@ Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
 """What can be asked, each stronger than the one before."""
 AGENT_LOST = "torchrun-gone"
+ROTATE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What everything in a launch shares: the run directory's thread, NVML, the main loop."""
+    """What everything in a launch shares: the run directory's thread, NVML, the main loop, and who
+    is told of alerts."""
 
     directory: Directory
     nvml: Nvml
     poller: select.poll
+    hooks: Hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,8 @@ class Attempt:
         self.halt_file = False
         self.verdict: Verdict | None = None
         self._files = Files(born.run, born.number, born.phase.nproc)
+        self._rotation = Rotation(rundir.logs(born.run, born.number))
+        self._rotated: Job[list[str]] | None = None
         self._news: deque[News] = deque()
         self._sampler = Sampler(services.nvml, born.live or born.run)
         self._begun = time.monotonic()
@@ -87,9 +95,9 @@ class Attempt:
         self._died_at: dict[int, int] = {}
         """The step of each ended rank's last pulse: its last records may be lost."""
         self._oom_before = kernel.snapshot()
-        self._oom: kernel.OomEvidence | None = None
+        self._oom: OomEvidence | None = None
         self._broken = False
-        self._sampled = 0.0
+        self._sampled = self._rotated_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
         self._prepared: Job[int] | None = None
@@ -197,10 +205,23 @@ class Attempt:
         if now - self._sampled >= 1.0:
             self._sampled = now
             self._sample()
+            self._rotate(now)
         if self.tree.is_over():
             self._begin_collecting()
         elif changed:
             self._changed()
+
+    def _rotate(self, now: float) -> None:
+        """Bounds the logs; those of an end are left whole."""
+        if self._rotated is not None:
+            if not self._rotated.done:
+                return
+            job, self._rotated = self._rotated, None
+            for sentence in job.value if job.error is None else ():
+                self.event("note", sentence, "warn")
+        if now - self._rotated_at >= ROTATE_EVERY_S and not self.tree.agent_over:
+            self._rotated_at = now
+            self._rotated = self._directory.job(self._rotation.look)
 
     def _watch_agent(self) -> None:
         if self.tree.agent_over and self.tree.alive():

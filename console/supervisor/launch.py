@@ -79,6 +79,7 @@ class Launch:
         self._poll_left()
         self._look_around(now)
         self._dumps.poll(self._mailbox.answer)
+        self._services.hooks.poll()
         if self.run is not None:
             before = self.run.state
             self.run.tick()

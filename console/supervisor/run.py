@@ -106,8 +106,11 @@ class Run:
         self._conclude(*self.attempt.decided())
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends to the run's events, under the attempt's number."""
-        return self._directory.event(self.path, self._number, kind, text, level, **more)
+        """Appends to the run's events, under the attempt's number; alerts also reach the hook."""
+        record = self._directory.event(self.path, self._number, kind, text, level, **more)
+        if kind == "alert" or (kind == "state" and level == "crit"):
+            self._services.hooks.alert({"state": self.state} | record | {"run": self.id})
+        return record
 
     # --- attempts ------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console import causes
+from console.causes import OomCounts, OomEvidence
 from console.ending import End, Facts, decide, deterministic, signature
-from console.sources.kernel import OomCounts, OomEvidence
 
 OOM_2 = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total "

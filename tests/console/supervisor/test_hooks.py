@@ -18,6 +18,9 @@ from console.sources import process
 from console.supervisor.hook_runner import LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES
 from console.supervisor.hooks import Hooks, told, variables
 from console.supervisor.tree import Tree
+from trainers.contract import rundir
+
+from .conftest import phase
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "hook.py"
 HANG_GUARD_S = 30.0
@@ -247,3 +250,24 @@ def test_whoever_reaps_the_runner_first_its_end_is_known(tmp_path):
     t.until(lambda: t.events, tree.look)
     assert "returned 7" in t.events[0][1]
     tree.close()
+
+
+def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, monkeypatch):
+    settings = tmp_path / "nsa-console" / "settings.yaml"
+    settings.parent.mkdir(mode=0o700)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    argv = [sys.executable, str(PROGRAM), str(kept)]
+    settings.write_text(json.dumps({"hook": argv, "hook_every_s": 1}))
+    settings.chmod(0o600)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    started = begin(phase("one", "member.py", 100_000))
+    started.wait_steps(2)
+    os.kill(started.pids()[1], signal.SIGKILL)
+    started.wait_end()
+    started.wait(lambda: not rundir.is_alive(started.plan_state["supervisor"]), 40)
+    found = [json.loads(path.read_text()) for path in sorted(kept.iterdir())]
+    said = " ".join(run["stdin"] for run in found)
+    assert "rank 1 is gone" in said
+    assert "crashed: rank 1 was killed by SIGKILL" in said
+    assert all("NSA_CONSOLE_TOKEN" not in run["env"] for run in found)
