@@ -24,6 +24,8 @@ STRONG = frozenset(ACTIONS[2:])
 """What ends or interrupts a run."""
 STRONG_TIMES = 3.0
 """For a strong action a condition must stand this many times as long as for the alert, in all."""
+HELD = frozenset(("T", "t", "Z", "X", "gone"))
+"""Process states that a verdict names at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,11 @@ def _stall(now: Readings, _past: Past, watch: Watch) -> Found | None:
     first = min(behind, key=lambda seen: seen.still_s)
     limit = limit_s(first, watch)
     ratio = first.still_s / limit
-    verdict = diagnose(now.seen, watch, now.ts)
+    held = [s.still_s for s in now.seen if s.state in HELD]
+    verdict = diagnose(now.seen, watch, now.ts) if held or ratio > 1 else None
     if verdict is None:
         return Found(min(ratio, 0.999), "the ranks move again")
-    at_once = [s.still_s for s in now.seen if s.state in ("T", "t", "Z", "X", "gone")]
-    stood = max(at_once, default=first.still_s)
+    stood = max(held, default=first.still_s)
     text = verdict.sentence
     if now.records_only:
         last = time.strftime("%H:%M:%S", time.localtime(now.ts - first.still_s))

@@ -217,6 +217,7 @@ def diagnose(ranks: Sequence[Seen], watch: Watch, ts: float) -> Verdict | None:
     if not behind:
         return None
     running = tuple(seen for seen in ranks if seen.phase != "exit")
-    others = tuple(seen for seen in running if seen not in behind)
+    lowest = behind[0].position
+    others = tuple(seen for seen in running if seen.position != lowest)
     case = _Case(running, behind, others, watch, ts)
     return next((verdict for rule in RULES if (verdict := rule(case))), None)
