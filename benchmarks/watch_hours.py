@@ -28,6 +28,7 @@ from console.supervisor.follow import Story
 from trainers.contract.plan import Watch
 
 HOUR_S, RUN_HOURS = 3600, 10.0
+SICK_AT_S, SICK_HOURS = 3600.0, 3.0
 COLLECTIVE_TIMEOUT_S = 1795.0
 PHASES = ("fetch", "forward", "backward", "optimizer", "log")
 SHARES = (0.02, 0.33, 0.55, 0.06, 0.04)
@@ -100,6 +101,7 @@ class Run:
             [(0.0, 0, "boot"), (rng.uniform(5, 120), 0, "load")] for _ in range(case.world)
         ]
         self.ends = rng.uniform(130, 280)
+        self.sick_at = SICK_AT_S
         self.spoil: Callable[[dict[str, Any]], None] = lambda record: None
 
     def advance(self) -> None:
@@ -190,11 +192,11 @@ class Run:
         return tuple(found)
 
 
-def moments(run: Run, hours: float) -> Iterator[Readings]:
-    """Yields what the supervisor would read, once a second."""
+def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
+    """Yields what a supervisor would read, once in `every_s`."""
     rng, world = run.rng, run.case.world
     peak = rng.uniform(2000, 16_000)
-    for second in range(int(hours * HOUR_S)):
+    for second in range(0, int(hours * HOUR_S), every_s):
         now = second + 0.5
         while run.ends <= now:
             run.advance()
@@ -213,18 +215,18 @@ def moments(run: Run, hours: float) -> Iterator[Readings]:
         )  # fmt: skip
 
 
-def armed(watch: Watch | None = None) -> Watchdog:
+def armed(every_s: int = 1) -> Watchdog:
     """Returns a watchdog with default limits and --halt."""
-    return Watchdog(watch or Watch(), dict.fromkeys(HALTING, "halt"))
+    return Watchdog(Watch(), dict.fromkeys(HALTING, "halt"), every_s)
 
 
-def replay(case: Case, hours: float, seed: int) -> Counts:
-    """Returns what the watchdog says of healthy runs of one kind."""
+def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
+    """Returns what the watchdog says of healthy runs of one kind, at one look in `every_s`."""
     counts, rng = Counts(), random.Random(f"{case.name} {seed}")
     while counts.hours < hours:
         length = min(RUN_HOURS, hours - counts.hours)
-        dog, run, stood = armed(), Run(case, rng), 0.0
-        for now in moments(run, length):
+        dog, run, stood = armed(every_s), Run(case, rng), 0.0
+        for now in moments(run, length, every_s):
             begun = time.perf_counter()
             changes = dog.look(now)
             counts.looking_s += time.perf_counter() - begun
@@ -248,7 +250,6 @@ def replay(case: Case, hours: float, seed: int) -> Counts:
 # --- sick runs -------------------------------------------------------------------------------
 
 CALM = Case("even", lambda rng: rng.lognormvariate(0.0, 0.1), 1.0, 20)
-SICK_AT_S, SICK_HOURS = 3600.0, 3.0
 Spoil = Callable[[Run, Readings], Readings]
 
 
@@ -268,8 +269,8 @@ def _slower(times: float) -> Spoil:
     return spoil
 
 
-def _frozen(_run: Run, now: Readings) -> Readings:
-    still = now.mono - SICK_AT_S
+def _frozen(run: Run, now: Readings) -> Readings:
+    still = now.mono - run.sick_at
     return replace(now, fresh=(), seen=tuple(replace(s, still_s=still, step=3000, phase="backward")
                                              for s in now.seen))  # fmt: skip
 
@@ -296,10 +297,7 @@ SICK: dict[str, Spoil] = {
     "zero_gradient": _in_records(grad_norm=0.0),
     "gate_collapse": _in_records(gate_entropy_mean=0.05, gate_collapse_frac=0.9),
     "gate_never_learned": _in_records(gate_entropy_mean=1.098),
-    "memory_growth": _with(
-        rss_mib=lambda now: dict.fromkeys(now.rss_mib, 9000 + 60 * (now.mono - SICK_AT_S)),
-        host_free_mib=lambda now: 200_000.0,
-    ),
+    "memory_growth": _with(rss_mib=lambda now: dict.fromkeys(now.rss_mib, 9000 + 60 * now.mono)),
     "memory_ceiling": _with(host_free_mib=lambda now: 9000.0),
     "gpu_memory_ceiling": _gpu(mem_used_mib=81_500.0),
     "loader_slow": _slower(3.0),
@@ -314,19 +312,22 @@ SICK: dict[str, Spoil] = {
 """By rule: what falls ill, `SICK_AT_S` after the start of an even run."""
 
 
-def seen_after_s(name: str, seed: int = 1) -> tuple[float | None, float | None]:
+def seen_after_s(
+    name: str, sick_at_s: float = SICK_AT_S, seed: int = 1
+) -> tuple[float | None, float | None]:
     """Returns how long after the beginning a rule was raised, and how long until it would halt."""
-    run = Run(replace(CALM), random.Random(seed))
-    run.learns_at, run.slow_until = 0, math.inf
+    run = Run(CALM, random.Random(seed))
+    run.learns_at, run.slow_until, run.sick_at = 0, math.inf, sick_at_s
     dog, raised, acted = armed(), None, None
     for now in moments(run, SICK_HOURS):
-        if now.mono >= SICK_AT_S:
-            now = SICK[name](run, now)
-        for change in dog.look(now):
-            after = now.mono - SICK_AT_S
-            if change.rule.name == name and after >= 0:
+        sick = now.mono >= sick_at_s
+        for change in dog.look(SICK[name](run, now) if sick else now):
+            if change.rule.name == name and sick:
+                after = now.mono - sick_at_s
                 raised = after if raised is None and change.kind == "raise" else raised
-                acted = after if acted is None and change.kind == "act" else acted
+                acted = after if change.kind == "act" else acted
+        if raised is not None and (acted is not None or name not in HALTING):
+            break
     return raised, acted
 
 

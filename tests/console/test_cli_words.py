@@ -19,8 +19,9 @@ GARBAGE = (
 RUN = "<run>"
 GOOD = {
     "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "watchdog": [RUN, "--halt"],
-    "check": [RUN], "logs": [RUN], "flags": [], "plans": [], "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"],
-    "dump": [RUN], "halt": [RUN], "stop": [RUN], "do": [RUN, "note", "text=hello"],
+    "check": [RUN], "logs": [RUN], "flags": [], "plans": [],
+    "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"], "dump": [RUN], "halt": [RUN],
+    "stop": [RUN], "do": [RUN, "note", "text=hello"],
 }  # fmt: skip
 """Words with which a command does what it should; a run that is over takes no request."""
 
