@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from console.diagnose.stall import STARTING_PHASES, Seen
+from console.diagnose.stall import SAFETY, STARTING_PHASES, Seen
 from trainers.contract import jsonl
 
 KEPT = 256
@@ -21,9 +21,10 @@ UNKNOWN_STEPS = 50
 
 
 class Cadence:
-    """The rhythm of one rank's records in one attempt."""
+    """The rhythm of one rank's records in one attempt, whose first step may take `startup_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, startup_s: float):
+        self._startup_s = startup_s
         self.record: Mapping[str, Any] = {}
         self._at, self._age_s = 0.0, 0.0
         self._gaps: deque[int] = deque(maxlen=KEPT)
@@ -33,14 +34,15 @@ class Cadence:
     def take(self, record: Mapping[str, Any], mono: float, ts: float) -> None:
         """Takes in one record, which was read at `mono`, unix time `ts`."""
         before, self.record = self.record, record
-        written = jsonl.number(record, "ts") or ts
-        self._at, self._age_s = mono, _span(ts - written)
-        if not before or record["step"] == before["step"]:
+        written = jsonl.number(record, "ts")
+        self._at, self._age_s = mono, _span(ts - (ts if written is None else written))
+        if not before:
             return
-        took_s = _span(written - (jsonl.number(before, "ts") or written))
-        gap = max(1, record["step"] - before["step"])
-        if before["step"] == 0:
-            self._first_s = took_s / gap
+        since = jsonl.number(before, "ts")
+        took_s = 0.0 if written is None or since is None else _span(written - since)
+        gap = record["step"] - before["step"]
+        if gap <= 0 or before["step"] == 0:
+            self._first_s = max(self._first_s, took_s / max(1, gap))
             return
         self._gaps.append(gap)
         self._times_s.append(took_s)
@@ -56,7 +58,9 @@ class Cadence:
             ordered = sorted(self._times_s)
             return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
         each = [took / gap for took, gap in zip(self._times_s, self._gaps, strict=True)]
-        return UNKNOWN_STEPS * max(each, default=self._first_s)
+        if not each:
+            return max(UNKNOWN_STEPS * self._first_s, self._startup_s / SAFETY)
+        return UNKNOWN_STEPS * max(each)
 
     def _knows_rhythm(self) -> bool:
         gaps = list(self._gaps)

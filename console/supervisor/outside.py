@@ -60,16 +60,15 @@ def source(path: Path) -> Source:
 class _Records:
     """The heartbeats of one attempt: their story, and the rhythm of each rank."""
 
-    def __init__(self) -> None:
-        self.story = Story()
+    def __init__(self, watch: Watch):
+        self.story, self._startup_s = Story(), watch.startup_s
         self.cadences: dict[int, Cadence] = {}
         self.newest_ts = 0.0
 
     def take(self, record: dict[str, Any]) -> None:
         self.story.take(record)
-        self.cadences.setdefault(record["rank"], Cadence()).take(
-            record, time.monotonic(), time.time()
-        )
+        held = self.cadences.setdefault(record["rank"], Cadence(self._startup_s))
+        held.take(record, time.monotonic(), time.time())
         self.newest_ts = jsonl.number(record, "ts") or 0.0
 
     def seen(self) -> tuple[Seen, ...]:
@@ -103,9 +102,9 @@ class Contract:
         self._begin(path)
 
     def _begin(self, run: Path) -> None:
-        self._records, self._disk = _Records(), Disk(run)
-        self._tails: dict[int, jsonl.Tail] = {}
         self._watch = _watch_of(run)
+        self._records, self._disk = _Records(self._watch), Disk(run)
+        self._tails: dict[int, jsonl.Tail] = {}
 
     def poll(self) -> Moment | None:
         """Returns what is there now, None before the launch has a run."""
@@ -171,7 +170,7 @@ class Ancestor:
     def __init__(self, run: Path):
         self._run, self._disk = run, Disk(run)
         self._heartbeats: dict[int, ancestor.Heartbeats] = {}
-        self._records, self._attempt = _Records(), 0
+        self._records, self._attempt = _Records(ancestor.WATCH), 0
 
     def poll(self) -> Moment | None:
         """Returns what is there now, None before there is a record."""
@@ -197,6 +196,6 @@ class Ancestor:
 
     def _take(self, record: dict[str, Any]) -> None:
         if record["attempt"] > self._attempt:
-            self._records, self._attempt = _Records(), record["attempt"]
+            self._records, self._attempt = _Records(ancestor.WATCH), record["attempt"]
         if record["attempt"] == self._attempt:
             self._records.take(record)
