@@ -227,9 +227,9 @@ def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
         length = min(RUN_HOURS, hours - counts.hours)
         dog, run, stood = armed(every_s), Run(case, rng), 0.0
         for now in moments(run, length, every_s):
-            begun = time.perf_counter()
+            begun = time.thread_time()
             changes = dog.look(now)
-            counts.looking_s += time.perf_counter() - begun
+            counts.looking_s += time.thread_time() - begun
             counts.looks += 1
             if "stall" in dog.open():
                 found = RULES["stall"].measure(now, Past(), dog.watch)
@@ -360,7 +360,7 @@ def main() -> None:
         "watch_hours",
         "Does the watchdog ever stop a healthy run?",
         f"**{total.hours:,.0f} run-hours, {total.acted.total()} runs stopped.**\n\n{body}",
-        f"{total.looks:,} looks, one a second, {per_look:.0f} µs each; default limits, armed with "
+        f"{total.looks:,} looks, one a second, {per_look:.0f} µs of CPU time each; default limits, armed with "
         f"--halt. Steps are bounded by {COLLECTIVE_TIMEOUT_S:g} s, what a collective of 30 minutes "
         "allows, and by nothing else; the excess of a long step lies in one phase of one rank. "
         "Runs last up to 10 hours. Alerts of slow loaders, long saves, and of gates that have not "

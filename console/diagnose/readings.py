@@ -40,12 +40,10 @@ class Progress:
     loss: float | None = None
     grad_norm: float | None = None
     toks_per_s: float | None = None
-    skipped_steps: int | None = None
     gate_entropy_mean: float | None = None
     gate_entropy_max: float = UNIFORM_NATS
     gate_max_gate: float | None = None
     gate_collapse_frac: float | None = None
-    fetch_p95_ms: float | None = None
     dt_fetch_s: float | None = None
     dt_forward_s: float | None = None
     step_s: float | None = None
@@ -56,13 +54,12 @@ def progress_of(record: Mapping[str, object]) -> Progress:
     steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < math.inf]
     found = {name: jsonl.number(record, name) for name in (
         "loss", "grad_norm", "toks_per_s", "gate_entropy_mean", "gate_max_gate",
-        "gate_collapse_frac", "fetch_p95_ms", "dt_fetch_s", "dt_forward_s",
+        "gate_collapse_frac", "dt_fetch_s", "dt_forward_s",
     )}  # fmt: skip
     highest = jsonl.number(record, "gate_entropy_max")
     return Progress(
         jsonl.integer(record, "rank") or 0, jsonl.integer(record, "step") or 0, **found,
         gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
-        skipped_steps=jsonl.integer(record, "skipped_steps"),
         step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,
     )  # fmt: skip
 

@@ -226,7 +226,6 @@ JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_siz
 FIELDS = (
     "rank", "step", "loss", "grad_norm", "toks_per_s", "gate_entropy_mean", "gate_entropy_max",
     "gate_max_gate", "gate_collapse_frac", "dt_fetch_s", "dt_forward_s", "steps_dt_s",
-    "skipped_steps", "fetch_p95_ms",
 )  # fmt: skip
 
 
