@@ -89,11 +89,15 @@ def run(tmp_path):
 def test_a_run_that_has_gone_silent_is_halted_once(run):
     with watchdog(run, "--halt", "--interval", "0.1") as process:
         until((run / rundir.HALT).exists, process)
+        assert "watchdog" in (run / rundir.HALT).read_text()
+        (run / rundir.HALT).unlink()
+        directory.beat(run, 0, 100, loss="nan")
         time.sleep(0.5)
         code, lines = said(process, signal.SIGTERM)
     assert code == 0
     assert (run / rundir.ANOMALY).read_text() == "heartbeat_stall\n"
-    assert "watchdog" in (run / rundir.HALT).read_text()
+    assert not (run / rundir.HALT).exists()
+    assert "non_finite" in [c["rule"] for c in lines]
     assert [(c["kind"], c["rule"]) for c in lines if c["rule"] == "stall"] == [
         ("raise", "stall"), ("act", "stall"),
     ]  # fmt: skip
@@ -167,6 +171,7 @@ def test_nothing_is_written_through_a_link(run, tmp_path):
     with watchdog(tmp_path / "link", "--halt") as process:
         assert process.wait(HANG_GUARD_S) == 4
         assert "is a link" in process.stderr.read()
+        assert "stall" not in process.stdout.read()
 
 
 def ancestor(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:
