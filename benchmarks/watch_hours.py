@@ -362,7 +362,8 @@ def main() -> None:
         f"**{total.hours:,.0f} run-hours, {total.acted.total()} runs stopped.**\n\n{body}",
         f"{total.looks:,} looks, one a second, {per_look:.0f} µs of CPU time each; default limits, "
         f"armed with --halt. Steps are bounded by {COLLECTIVE_TIMEOUT_S:g} s, what a collective of "
-        "30 minutes allows, and by nothing else; the excess of a long step is in one phase of a rank. "
+        "30 minutes allows, and by nothing else; the excess of a long step lies in one phase of "
+        "one rank. "
         "Runs last up to 10 hours. Alerts of slow loaders, long saves, and of gates that have not "
         "learned yet are true; a step that is far beyond what its run has shown is a stall to "
         "everybody while it lasts. The second table says what would have been stopped had a stall "
