@@ -192,6 +192,24 @@ def _actions() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _rules() -> str:
+    """Returns the table of watch rules as help."""
+    from console.diagnose.rules import HALTING, TABLE
+
+    lines = ["rules (* halts with --halt, when it has stood three times as long):"]
+    for rule in TABLE:
+        mark = "*" if rule.name in HALTING else " "
+        sign = "≥" if rule.threshold > rule.clear else "≤"
+        bound = f"{sign} {rule.threshold:g} {rule.unit}" + (
+            f", {rule.for_s:g} s" * bool(rule.for_s)
+        )
+        call = f" {mark}{rule.name:<19} "
+        text = textwrap.fill(f"{call}{rule.says}: {bound}", 79, subsequent_indent=" " * len(call))
+        lines.append(text)
+    lines.append("A directory of the ancestor system does as well: what it lacks is not judged.")
+    return "\n".join(lines) + "\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One subcommand: the function of its name in `console.commands.<module>`, or `act`."""
@@ -235,6 +253,15 @@ LOOKING: tuple[Command, ...] = (
                help="time between two looks (default: %(default)s)"),
     ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
        act=watch),
+    Command("watchdog", "Hold the watch rules against a run until it ends.", (
+        "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
+    ), (
+        _run("DIR"),
+        option("--halt", action="store_true",
+               help="write .anomaly_type and .HALT, once, for what the runbooks halt for"),
+        option("--interval", type=seconds, default=1.0, metavar="SECONDS",
+               help="time between two looks (default: %(default)s)"),
+    ), _rules, "watchdog"),
     Command("check", "Say go or no go: for a plan, or for a run so far.",
             ("check cpu_smoke", "check latest"),
             (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),),

@@ -74,6 +74,12 @@ class Gpu:
     temp_c: float | None = None
     sm_mhz: float | None = None
     why: str = ""
+    throttle: str = ""
+    """Why the driver holds the clocks down to protect the GPU, "" while it does not."""
+    xid: int | None = None
+    """The last critical error number of the driver."""
+    ecc_uncorrected: int | None = None
+    """Memory errors since the driver was loaded that could not be corrected."""
 
 
 @dataclass(frozen=True, slots=True)

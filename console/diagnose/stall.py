@@ -1,7 +1,7 @@
 """Who holds a run up: pulses and process states in, a verdict or None out. Nothing is read here.
 
 A run stalls when the rank that is furthest behind has not changed its pulse for longer than its
-limit: max(floor, 5 × p99 of its step times), with a budget of its own for start-up, evaluation and
+limit: max(floor, 5 × p99 of that phase), with budgets of their own for start-up, evaluation and
 saving. A rank that the kernel shows as stopped or gone is named after `NAMED_AT_ONCE_S`.
 """
 
@@ -18,7 +18,7 @@ from trainers.contract.pulse import CODES
 SAFETY = 5.0
 NAMED_AT_ONCE_S = 3.0
 STARTING_PHASES = frozenset(("boot", "load"))
-LONG_PHASES = frozenset(("eval", "save", "halt"))
+SAVING_PHASES = frozenset(("save", "halt"))
 FIRST_STEP = 1
 """Up to this step a rank may compile and allocate: the start-up budget holds."""
 
@@ -28,7 +28,8 @@ class Seen:
     """Evidence about one rank at one moment. `phase` is "" for a rank without a pulse.
 
     `still_s` is for how long its pulse has not changed (without one: since the attempt began),
-    `state` the kernel's letter or "gone", `p99_s` of its own step times.
+    `state` the kernel's letter or "gone", `p99_s` of the times of its phase, or of its steps where
+    that phase has none.
     """
 
     rank: int
@@ -56,7 +57,11 @@ def limit_s(seen: Seen, watch: Watch) -> float:
     if not seen.phase or seen.phase in STARTING_PHASES or seen.step <= FIRST_STEP:
         return watch.startup_s
     usual = max(watch.stall_floor_s, SAFETY * (seen.p99_s or 0.0))
-    return max(usual, watch.startup_s) if seen.phase in LONG_PHASES else usual
+    if seen.phase == "eval":
+        return max(usual, watch.eval_s or watch.startup_s)
+    if seen.phase in SAVING_PHASES:
+        return max(usual, watch.save_s or watch.startup_s)
+    return usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +203,22 @@ RULES: tuple[Callable[[_Case], Verdict | None], ...] = (
 """The first rule that finds something gives the verdict."""
 
 
+def furthest_behind(ranks: Sequence[Seen]) -> tuple[Seen, ...]:
+    """Returns the ranks at the lowest position of those that have not left."""
+    running = [(seen.position, seen) for seen in ranks if seen.phase != "exit"]
+    if not running:
+        return ()
+    lowest = min(position for position, _ in running)
+    return tuple(seen for position, seen in running if position == lowest)
+
+
 def diagnose(ranks: Sequence[Seen], watch: Watch, ts: float) -> Verdict | None:
     """Returns who holds the run up, None while it moves. `ts` is the unix time of the evidence."""
-    running = tuple(seen for seen in ranks if seen.phase != "exit")
-    if not running:
+    behind = furthest_behind(ranks)
+    if not behind:
         return None
-    lowest = min(seen.position for seen in running)
-    behind = tuple(seen for seen in running if seen.position == lowest)
+    running = tuple(seen for seen in ranks if seen.phase != "exit")
+    lowest = behind[0].position
     others = tuple(seen for seen in running if seen.position != lowest)
     case = _Case(running, behind, others, watch, ts)
     return next((verdict for rule in RULES if (verdict := rule(case))), None)

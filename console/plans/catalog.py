@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from console.diagnose import rules
 from console.plans import gates
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import UsageError, did_you_mean
@@ -57,9 +58,10 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> Plan:
-    """Returns a plan with its gates checked. Raises UsageError."""
+    """Returns a plan with its gates and watch rules checked. Raises UsageError."""
     path = find(name)
     plan = plans_module.load(path)
+    rules.check(plan.watch, f"{path}: watch")
     for phase in plan.phases:
         gates.check(phase.gates, f"{path}: phase {phase.name!r}")
     return plan

@@ -19,8 +19,11 @@ SILENT_S = 5.0
 MIB = 1 << 20
 LOST_CODE = 15
 """NVML_ERROR_GPU_IS_LOST."""
-UNSUPPORTED_CODE = 3
-"""NVML_ERROR_NOT_SUPPORTED: this GPU has no such sensor."""
+UNSUPPORTED_CODES = (3, 13)
+"""NVML_ERROR_NOT_SUPPORTED and _FUNCTION_NOT_FOUND: this GPU or driver has no such sensor."""
+THROTTLES = {0x08: "hardware slowdown", 0x20: "software, heat", 0x40: "hardware, heat",
+             0x80: "power brake"}  # fmt: skip
+"""Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,7 @@ class _Device:
             return Gpu(
                 self._index, self._name, "lost" if lost else "error",
                 power_limit_w=self._limit_w, mem_total_mib=self._total_mib, why=why,
+                xid=self._xid or None,
             )  # fmt: skip
 
     def _open(self) -> None:
@@ -164,6 +168,7 @@ class _Device:
         self._total_mib = memory.total / MIB
         use = self._optional(nvml.nvmlDeviceGetUtilizationRates, handle)
         power = self._optional(nvml.nvmlDeviceGetPowerUsage, handle)
+        held = self._optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         return Gpu(
             self._index,
             self._name,
@@ -176,13 +181,19 @@ class _Device:
             temp_c=self._optional(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
             sm_mhz=self._optional(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
             why=f"Xid {self._xid}" if self._xid else "",
-        )
+            throttle=", ".join(word for bit, word in THROTTLES.items() if held & bit),
+            xid=self._xid or None,
+            ecc_uncorrected=self._optional(
+                nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                nvml.NVML_VOLATILE_ECC,
+            ),
+        )  # fmt: skip
 
     def _optional(self, ask: Callable[..., Any], *args: Any) -> Any:
         """Returns a figure, None where this GPU has no such sensor."""
         try:
             return ask(*args)
         except self._nvml.NVMLError as error:
-            if getattr(error, "value", None) == UNSUPPORTED_CODE:
+            if getattr(error, "value", None) in UNSUPPORTED_CODES:
                 return None
             raise

@@ -210,3 +210,15 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def host_memory_mib() -> tuple[float | None, float | None]:
+    """Returns this host's memory and what of it is available, None where nobody tells."""
+    found: dict[bytes, float] = {}
+    try:
+        for line in Path("/proc/meminfo").read_bytes().splitlines()[:8]:
+            name, _, rest = line.partition(b":")
+            found[name] = int(rest.split()[0]) / 1024
+    except (OSError, ValueError, IndexError):
+        return None, None
+    return found.get(b"MemTotal"), found.get(b"MemAvailable")

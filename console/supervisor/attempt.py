@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from console.causes import OomEvidence
 from console.diagnose.stall import diagnose
+from console.diagnose.watch import Change
 from console.ending import End, Facts, decide
 from console.model import RANK_GONE, Gate, State, Verdict
 from console.plans import gates
@@ -26,6 +27,7 @@ from console.supervisor.hooks import Hooks
 from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
+from console.supervisor.watching import Watching
 from trainers.contract import VERSION, jsonl, pulse, rundir
 from trainers.contract.errors import ContractError
 from trainers.contract.plan import Phase, Watch
@@ -35,6 +37,7 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 """What can be asked, each stronger than the one before."""
 AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
+MOST_NEWS, HAND_OVER_S = 4, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Attempt:
     def __init__(
         self, born: Born, services: Services, prepare: Callable[[], None],
         event: Callable[..., dict[str, Any]], changed: Callable[[], None],
-        held: Mapping[str, Any] | None = None,
+        held: Mapping[str, Any] | None = None, restarts_on_stall: bool = False,
     ):  # fmt: skip
         self.born, self.event, self._changed = born, event, changed
         self.stage: Stage = "prepare"
@@ -82,13 +85,16 @@ class Attempt:
         self._directory = services.directory
         self.alerts = Alerts(event, self.story.summary, services.directory)
         self.tree = Tree(born.token, born.phase.nproc, services.poller)
-        self.halt_file = False
+        self.halt_file = self.behind = False
         self.verdict: Verdict | None = None
         self._files = Files(born.run, born.number, born.phase.nproc)
         self._rotation = Rotation(rundir.logs(born.run, born.number))
         self._rotated: Job[list[str]] | None = None
         self._news: deque[News] = deque()
         self._sampler = Sampler(services.nvml, born.live or born.run)
+        actions = {"stall": "restart"} if restarts_on_stall else {}
+        self.watching = Watching(born.watch, actions)
+        self._acts: list[Change] = []
         self._begun = time.monotonic()
         self.asked = self._by = self._failure = self._agent_signal = self._ending = ""
         self._words: Mapping[int, LastWords] = {}
@@ -238,8 +244,29 @@ class Attempt:
         self._directory.put(path, jsonl.encode(sample))
         ending = bool(self._ending) or self.asked in ("restart", "stop", "kill")
         ending = ending or self.tree.agent_over
-        verdict = None if ending else diagnose(self._sampler.seen, born.watch, time.time())
-        self._take_verdict(verdict)
+        seen = () if ending else self._sampler.seen
+        self._take_verdict(diagnose(seen, born.watch, time.time()))
+        for change in self.watching.look(sample, seen, self.story):
+            self._take_change(change)
+
+    def _take_change(self, change: Change) -> None:
+        """Takes what the watchdog says; a stall has its alert from the verdict."""
+        rule = change.rule
+        if change.kind == "act":
+            text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
+            self.event("watch", text, "crit", rule=rule.name, action=change.action)
+            self._acts.append(change)
+        elif rule.name == "stall":
+            return
+        elif change.kind == "raise":
+            self.alerts.raise_(rule.name, change.text, change.level)
+        else:
+            self.alerts.clear(rule.name, change.text)
+
+    def take_acts(self) -> list[Change]:
+        """Returns what the watchdog wants done since the last call."""
+        acts, self._acts = self._acts, []
+        return acts
 
     def _take_verdict(self, verdict: Verdict | None) -> None:
         before, self.verdict = self.verdict, verdict
@@ -260,7 +287,7 @@ class Attempt:
     def _begin_collecting(self) -> None:
         self.decided()
         self.stage = "collect"
-        self._collected = self._directory.job(self._files.rest)
+        self._collected = self._directory.job(lambda: self._files.rest(self._hand_over))
 
     def _conclude(self) -> None:
         if self._collected is None or not self._collected.done:
@@ -271,7 +298,6 @@ class Attempt:
             rest = Rest()
             self._failure = self._failure or f"the run directory cannot be read: {error}"
         self._take_news()
-        self._take(rest.news)
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
         self._words, self._oom = rest.last, kernel.since(self._oom_before)
@@ -286,7 +312,14 @@ class Attempt:
         while self._news:
             self._take(self._news.popleft())
 
+    def _hand_over(self, news: News) -> None:
+        """Leaves news for the next tick; waits, on the directory's thread, while there are many."""
+        while len(self._news) >= MOST_NEWS and self.stage == "collect":
+            time.sleep(HAND_OVER_S)
+        self._news.append(news)
+
     def _take(self, news: News) -> None:
+        self.behind = news.behind
         for record in news.records:
             self.story.take(record)
         self.halt_file = self.halt_file or news.halt_file

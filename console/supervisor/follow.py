@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from console.diagnose.readings import Progress, progress_of
+from console.diagnose.stall import SAFETY
 from console.ending import End, error_of
 from console.plans.gates import Summary
-from console.sources import lastwords, process
+from console.sources import documents, lastwords, process
 from console.sources.lastwords import LastWords
 from console.sources.sanitize import clean
 from console.supervisor.tree import Worker
@@ -20,7 +23,11 @@ from trainers.contract import heartbeat, jsonl, rundir
 
 WARM_UP_STEPS = 2
 KEPT_STEPS = 256
-MAX_POLLS = 8
+KEPT_RECORDS = 4096
+LONGEST_STEP_S = 1e6
+TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
+LOOK_BYTES = 1 << 20
+"""Of records in one look: a backlog is read in parts, and memory stays flat."""
 LOG_TAIL_BYTES = 256 << 10
 CLOSING = b"closing signal SIG"
 DEATH = re.compile(rb"Received (\d{1,2}) death signal")
@@ -39,16 +46,41 @@ class News:
     agent_signal: str = ""
     """The signal that torchrun says it got."""
     disk: Mapping[str, float] = field(default_factory=dict)
+    behind: bool = False
+    """There are more records than one look reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
     """What is read when all processes have ended; `last` are the last words of each rank."""
 
-    news: News = field(default_factory=News)
     log: bytes = b""
     metrics: Mapping[str, Any] | None = None
     last: Mapping[int, LastWords] = field(default_factory=dict)
+
+
+class Disk:
+    """The space below a run, and what of it its newest checkpoint takes."""
+
+    def __init__(self, run: Path):
+        self._run = run
+        self._latest, self._latest_gib = "", 0.0
+
+    def look(self) -> dict[str, float]:
+        """Returns `free_gib`, `total_gib` and, with a checkpoint, `checkpoint_gib`; or OSError."""
+        space = os.statvfs(self._run)
+        gib = space.f_frsize / (1 << 30)
+        found = {
+            "free_gib": round(space.f_bavail * gib, 2), "total_gib": round(space.f_blocks * gib, 2),
+        }  # fmt: skip
+        name = documents.latest_checkpoint(self._run)
+        if name and name != self._latest:
+            self._latest, self._latest_gib = name, 0.0
+            folder = self._run / rundir.CHECKPOINTS / name
+            with contextlib.suppress(OSError):
+                sizes = [os.lstat(folder / each).st_size for each in os.listdir(folder)]
+                self._latest_gib = round(sum(sizes) / (1 << 30), 3)
+        return found | ({"checkpoint_gib": self._latest_gib} if name else {})
 
 
 class Files:
@@ -58,7 +90,9 @@ class Files:
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self._log_offset = 0
-        self._tails = [heartbeat.tail(rundir.heartbeat(run, rank)) for rank in range(world)]
+        self._disk = Disk(run)
+        self._tails = deque(heartbeat.tail(rundir.heartbeat(run, rank)) for rank in range(world))
+        self._world = world
 
     def look(self, heartbeats: bool) -> News:
         """Returns what is new; `heartbeats` False looks only for `.HALT` and at torchrun's log.
@@ -67,28 +101,27 @@ class Files:
         """
         news = self._news()
         if heartbeats:
-            space = os.statvfs(self._run)
-            gib = space.f_frsize / (1 << 30)
-            news.disk = {
-                "free_gib": round(space.f_bavail * gib, 2),
-                "total_gib": round(space.f_blocks * gib, 2),
-            }
-            for tail in self._tails:
-                news.records += self._read(tail, MAX_POLLS)
+            news.disk = self._disk.look()
+            self._take_records(news)
         return news
 
-    def rest(self) -> Rest:
-        """Returns everything that is left to read after the ranks have ended."""
+    def rest(self, take: Callable[[News], None]) -> Rest:
+        """Hands over everything that is left to read after the ranks have ended, and returns what
+        is read once."""
         news = self._news()
-        for tail in self._tails:
-            news.records += self._read(tail, 1 << 20)
+        self._take_records(news)
+        while news.behind:
+            take(news)
+            news = News()
+            self._take_records(news)
+        take(news)
         log = self._end_of(self._log)
         last = {}
-        for rank in range(len(self._tails)):
+        for rank in range(self._world):
             path = rundir.rank_log(self._run, self._attempt, rank)
             own = lastwords.read(self._end_of(path))
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
-        return Rest(news, log, rundir.read_json(self._run / rundir.METRICS), last)
+        return Rest(log, rundir.read_json(self._run / rundir.METRICS), last)
 
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
@@ -114,13 +147,18 @@ class Files:
         before = jsonl.read_bytes(rundir.kept_log(log), left, below=self._run) if left else b""
         return before + data
 
-    def _read(self, tail: jsonl.Tail, polls: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for _ in range(polls):
-            found += [r for r in tail.poll() if r["attempt"] == self._attempt]
-            if tail.offset >= tail.size_bytes:
-                break
-        return found
+    def _take_records(self, news: News) -> None:
+        """Adds the next `LOOK_BYTES` of records, from the rank on where the last look ended."""
+        left = LOOK_BYTES
+        for _ in range(len(self._tails)):
+            tail = self._tails[0]
+            before = tail.offset
+            news.records += [r for r in tail.poll(left) if r["attempt"] == self._attempt]
+            left -= max(0, tail.offset - before)
+            if left <= 0:
+                news.behind = True
+                return
+            self._tails.rotate(-1)
 
 
 class Story:
@@ -138,9 +176,13 @@ class Story:
         """Exit codes that ranks announced in their last record; an exit without one is orderly."""
         self.said: dict[int, str] = {}
         """What each rank wrote last."""
-        self._durations: dict[int, deque[float]] = {}
+        self.progress: dict[int, Progress] = {}
+        """The newest progress record of each rank."""
+        self.newest_ts: float | None = None
+        self._fresh: deque[Progress] = deque(maxlen=KEPT_RECORDS)
+        self._durations: dict[tuple[int, str], deque[float]] = {}
         self._seen: dict[int, int] = {}
-        self._p99: dict[int, float] = {}
+        self._p99: dict[tuple[int, str], float] = {}
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
@@ -149,6 +191,10 @@ class Story:
         self.steps[rank] = max(step, self.steps.get(rank, 0))
         if record["msg"] == "checkpoint":
             self.checkpoint = max(step, self.checkpoint)
+        self.newest_ts = jsonl.number(record, "ts")
+        if record["msg"] == "progress":
+            self.progress[rank] = progress_of(record)
+            self._fresh.append(self.progress[rank])
         if record["msg"] == "halt":
             self.halts[rank] = step
         if record["msg"] in ("halt", "exit"):
@@ -161,24 +207,54 @@ class Story:
         code = jsonl.integer(record, "exit_code")
         if code is not None or record["msg"] == "exit":
             self.codes[rank] = code or 0
-        held = self._durations.setdefault(rank, deque(maxlen=KEPT_STEPS))
-        for duration in jsonl.numbers(record, "steps_dt_s"):
-            if not 0 <= duration < 1e6:
-                continue
-            self._seen[rank] = self._seen.get(rank, 0) + 1
-            if self._seen[rank] > WARM_UP_STEPS:
-                held.append(duration)
-            self._p99.pop(rank, None)
+        steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < LONGEST_STEP_S]
+        if steps_s:
+            self._take_durations(record, rank, steps_s)
 
-    def p99_s(self, rank: int) -> float | None:
-        """Returns the 99th percentile of a rank's last step times, None before there are any."""
-        held = self._durations.get(rank)
+    def take_fresh(self) -> tuple[Progress, ...]:
+        """Returns the progress records since the last call; whoever watches asks for them."""
+        fresh = tuple(self._fresh)
+        self._fresh.clear()
+        return fresh
+
+    def _take_durations(self, record: Mapping[str, Any], rank: int, steps_s: list[float]) -> None:
+        """Takes step times, and the longest that each phase can have lasted in these steps.
+
+        A record tells a phase's mean: in one of n steps it lasted at most n means, and no longer
+        than the longest step. Phases that a GPU was timed in say nothing about the host's.
+        """
+        warm = steps_s[max(0, WARM_UP_STEPS - self._seen.get(rank, 0)) :]
+        self._seen[rank] = self._seen.get(rank, 0) + len(steps_s)
+        if not warm:
+            return
+        self._keep(rank, "", warm)
+        phases = ("fetch",) if "gpu_mem_reserved" in record else TIMED_PHASES
+        for phase in phases:
+            mean_s = jsonl.number(record, f"dt_{phase}_s")
+            if mean_s is not None and 0 <= mean_s < LONGEST_STEP_S:
+                self._keep(rank, phase, [min(mean_s * len(steps_s), max(steps_s))])
+
+    def _keep(self, rank: int, phase: str, durations_s: list[float]) -> None:
+        """Keeps durations; one that was a stall counts as the limit that it broke, no more."""
+        usual_s = self.p99_s(rank, phase) if (rank, phase) in self._durations else None
+        most_s = SAFETY * usual_s if usual_s else LONGEST_STEP_S
+        held = self._durations.setdefault((rank, phase), deque(maxlen=KEPT_STEPS))
+        held.extend(min(duration_s, most_s) for duration_s in durations_s)
+        self._p99.pop((rank, phase), None)
+
+    def p99_s(self, rank: int, phase: str = "") -> float | None:
+        """Returns the 99th percentile of a rank's last times in a phase, None before there are any.
+
+        Where the phase has none, and for "": that of its steps.
+        """
+        key = (rank, phase) if (rank, phase) in self._durations else (rank, "")
+        held = self._durations.get(key)
         if not held:
             return None
-        if rank not in self._p99:
+        if key not in self._p99:
             ordered = sorted(held)
-            self._p99[rank] = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return self._p99[rank]
+            self._p99[key] = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        return self._p99[key]
 
 
 def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: int = 0) -> End:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from console.diagnose.watch import Change
 from console.plans import gates
 from console.supervisor import live, requests
 from console.supervisor.attempt import Services
@@ -83,6 +84,8 @@ class Launch:
         if self.run is not None:
             before = self.run.state
             self.run.tick()
+            for change in self.run.attempt.take_acts():
+                self._act(self.run, change)
             if self.run.over:
                 self._end_of_phase(self.run)
             elif self.run.state != before:
@@ -110,6 +113,22 @@ class Launch:
             return "the plan has ended; nothing was running"
         self._ended_by = self._ended_by or f"{action} asked by {by}"
         return self.run.end(action, by)
+
+    def _act(self, run: Run, change: Change) -> None:
+        """Does what a watch rule is set to do."""
+        rule, action, path = change.rule, change.action, run.path
+        by = f"the watch rule {rule.name}"
+        if action == "dump":
+            return self._dumps.begin(path, run.live, run.attempt.tree.handles())
+        if action == "restart":
+            run.end(action, by)
+        elif action in ("halt", "stop"):
+            word = f"{rule.anomaly or rule.name}\n"
+            self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
+            if action == "halt":
+                self._directory.call(lambda: rundir.ask(path, rundir.HALT, by))
+            self._end_by(action, by)
+        return None
 
     # --- phases --------------------------------------------------------------------------------
 
@@ -217,7 +236,8 @@ class Launch:
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
-        heartbeats = now - self._beats >= HEARTBEATS_EVERY_S
+        late = self.run is not None and self.run.attempt.behind
+        heartbeats = late or now - self._beats >= HEARTBEATS_EVERY_S
         self._beats = now if heartbeats else self._beats
         path, attempt = self.path, self.run.attempt if self.run is not None else None
         if attempt is not None and attempt.stage not in ("run", "over"):

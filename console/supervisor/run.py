@@ -131,7 +131,10 @@ class Run:
             tuple(orders.argv(self.phase, grace_s, logs, resume=number > 1)), environment,
         )  # fmt: skip
         prepare = self._prepare if number == 1 else lambda: None
-        return Attempt(born, self._services, prepare, self.event, self._publish, held)
+        return Attempt(
+            born, self._services, prepare, self.event, self._publish, held,
+            self.orders.plan.restart.on == "stall",
+        )  # fmt: skip
 
     def _prepare(self) -> None:
         """Makes the run directory; runs on the directory's thread."""
@@ -225,7 +228,9 @@ class Run:
     def _armed(self) -> str:
         """Says what happens by itself when the run stalls or crashes."""
         policy = self.orders.plan.restart
-        text = f"if it stalls for {self.watch.stall_floor_s:g} s: alert only"
+        rules = {rule.name: rule.action for rule in self.attempt.watching.dog.rules}
+        text = f"if it stalls for {self.watch.stall_floor_s:g} s: alert"
+        text += " only" if rules["stall"] == "warn" else f", then {rules['stall']}"
         if policy.on == "never":
             return text
         return f"{text}; if it crashes: restart, {restart.left(self._ended, policy)} left"

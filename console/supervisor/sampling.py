@@ -61,8 +61,8 @@ class Sampler:
             "rank": worker.rank, "pid": pid, "state": state,
             "cpu_pct": use.cpu_pct, "rss_mib": use.rss_mib, "pulse": None,
         }  # fmt: skip
-        p99_s = story.p99_s(worker.rank)
         if found is None:
+            p99_s = story.p99_s(worker.rank)
             return row, Seen(worker.rank, pid, state, 0, "", now - begun, 0, p99_s)
         since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
         row["pulse"] = {
@@ -72,6 +72,6 @@ class Sampler:
         }  # fmt: skip
         seen = Seen(
             worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
-            found.collectives, p99_s,
+            found.collectives, story.p99_s(worker.rank, found.phase),
         )  # fmt: skip
         return row, seen

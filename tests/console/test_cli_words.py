@@ -18,9 +18,10 @@ GARBAGE = (
 )  # fmt: skip
 RUN = "<run>"
 GOOD = {
-    "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "check": [RUN], "logs": [RUN],
-    "flags": [], "plans": [], "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"],
-    "adopt": [RUN], "dump": [RUN], "halt": [RUN], "stop": [RUN], "do": [RUN, "note", "text=hello"],
+    "runs": [], "status": [RUN], "watch": [RUN, "--plain"], "watchdog": [RUN, "--halt"],
+    "adopt": [RUN], "check": [RUN], "logs": [RUN], "flags": [], "plans": [],
+    "launch": ["cpu_smoke", "--dry-run", "--phase=sanity"], "dump": [RUN], "halt": [RUN],
+    "stop": [RUN], "do": [RUN, "note", "text=hello"],
 }  # fmt: skip
 """Words with which a command does what it should; a run that is over takes no request."""
 

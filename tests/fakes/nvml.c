@@ -1,7 +1,7 @@
 /* NVML's C interface over a text file: gpus.txt beside this library, read again at each call.
  *
  * One line a GPU: index util_pct power_mw mem_used_mib mem_total_mib temp_c sm_mhz state xid
- * delay_ms, where state is ok, lost or error. Only what the console asks for is here.
+ * delay_ms throttle ecc, where state is ok, lost or error. Only what the console asks for is here.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
 
 enum { SUCCESS = 0, NOT_SUPPORTED = 3, TIMEOUT = 10, GPU_IS_LOST = 15, UNKNOWN = 999 };
 
-struct gpu { unsigned index, util, power, used, total, temp, mhz, xid, delay; char state[16]; };
+struct gpu { unsigned index, util, power, used, total, temp, mhz, xid, delay, throttle, ecc; char state[16]; };
 
 static int sets[64], made; /* which device each event set watches, plus one */
 
@@ -29,8 +29,8 @@ static int look(unsigned index, struct gpu *gpu) {
     int found = 0;
     while (stream && fgets(line, sizeof line, stream)) {
         struct gpu g;
-        if (sscanf(line, "%u %u %u %u %u %u %u %15s %u %u", &g.index, &g.util, &g.power, &g.used,
-                   &g.total, &g.temp, &g.mhz, g.state, &g.xid, &g.delay) == 10) {
+        if (sscanf(line, "%u %u %u %u %u %u %u %15s %u %u %u %u", &g.index, &g.util, &g.power, &g.used,
+                   &g.total, &g.temp, &g.mhz, g.state, &g.xid, &g.delay, &g.throttle, &g.ecc) == 12) {
             if (g.index == index) *gpu = g;
             found++;
         }
@@ -109,6 +109,18 @@ int nvmlDeviceGetTemperature(void *d, int sensor, unsigned *value) {
 int nvmlDeviceGetClockInfo(void *d, int kind, unsigned *value) {
     (void)d; (void)kind; (void)value;
     return NOT_SUPPORTED;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *d, unsigned long long *reasons) {
+    struct gpu g;
+    int code = ask(d, &g);
+    *reasons = g.throttle;
+    return code;
+}
+int nvmlDeviceGetTotalEccErrors(void *d, int type, int counter, unsigned long long *count) {
+    struct gpu g;
+    int code = ask(d, &g);
+    *count = type == 1 && counter == 0 ? g.ecc : 0;
+    return code;
 }
 int nvmlEventSetCreate(void **set) {
     *set = &sets[made++];

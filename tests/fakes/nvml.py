@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).with_name("nvml.c")
 GPU = {
     "util": 97, "power_mw": 321_500, "used": 61_000, "total": 81_920, "temp": 64, "mhz": 1410,
-    "state": "ok", "xid": 0, "delay_ms": 0,
+    "state": "ok", "xid": 0, "delay_ms": 0, "throttle": 4, "ecc": 0,
 }  # fmt: skip
 
 

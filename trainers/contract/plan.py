@@ -14,19 +14,39 @@ from trainers.contract.errors import UsageError, did_you_mean
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters but tab and line feed, and halves of characters."""
+LARGEST_NUMBER, JUST_BELOW_0 = 1e7, -5e-324
 Between = Literal["go", "ask"]
 BETWEEN: tuple[Between, ...] = ("go", "ask")
 RestartOn = Literal["never", "crash", "stall"]
 RESTART_ON: tuple[RestartOn, ...] = ("never", "crash", "stall")
+WATCH_ACTIONS = ("warn", "dump", "halt", "stop", "restart")
+"""What a watch rule may do, each stronger than the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRule:
+    """What a plan changes of one watch rule; None leaves the table's own value."""
+
+    threshold: float | None = None
+    for_s: float | None = None
+    action: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """When the supervisor calls a run stalled, and how long things may take (seconds)."""
+    """When the supervisor calls a run stalled, and how long things may take (seconds).
+
+    `eval_s` and `save_s` None: as `startup_s`. A stall is answered with more than a dump only when
+    it has lasted `stall_act_s` in all; the default is longer than a collective may take.
+    """
 
     stall_floor_s: float = 60.0
     startup_s: float = 300.0
     grace_s: float = 30.0
+    eval_s: float | None = None
+    save_s: float | None = None
+    stall_act_s: float = 1800.0
+    rules: Mapping[str, WatchRule] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +132,7 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
         about=_text(document.get("about", ""), f"{where}: about"),
         gpus=gpus,
         between=between,
-        watch=_watch(document.get("watch", {}), f"{where}: watch"),
+        watch=watch(document.get("watch", {}), f"{where}: watch"),
         restart=_restart(document.get("restart", {}), f"{where}: restart"),
         env=_flag_values(document.get("env", {}), f"{where}: env"),
     )
@@ -154,13 +174,42 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
     )
 
 
-def _watch(raw: Any, where: str) -> Watch:
+def watch(raw: Any, where: str) -> Watch:
+    """Returns the `watch` section of a plan. Raises UsageError; rules are known by shape alone."""
+    raw = _given(raw, [f.name for f in fields(Watch)], where)
+    rules = _mapping(raw.pop("rules", {}), f"{where}: rules")
+    spans = {key: _number(value, key, where, "seconds", 0.0) for key, value in raw.items()}
+    return Watch(**spans, rules={
+        name: _watch_rule(given, f"{where}: rule {name!r}") for name, given in rules.items()
+    })  # fmt: skip
+
+
+def _watch_rule(raw: Any, where: str) -> WatchRule:
+    raw = _given(raw, [f.name for f in fields(WatchRule)], where)
+    action = raw.pop("action", None)
+    if action not in (None, *WATCH_ACTIONS):
+        known = ", ".join(WATCH_ACTIONS)
+        raise UsageError(f"{where}: 'action' cannot be {action!r}; it is one of {known}")
+    return WatchRule(action=action, **{
+        key: _number(value, key, where, "seconds", JUST_BELOW_0) if key == "for_s"
+        else _number(value, key, where, "its unit", 0.0)
+        for key, value in raw.items()
+    })  # fmt: skip
+
+
+def _given(raw: Any, known: list[str], where: str) -> dict[str, Any]:
+    """Returns what a section gives; null, as plan.json has it, is not given."""
     raw = _mapping(raw, where)
-    _known(raw, [f.name for f in fields(Watch)], where)
-    for key, value in raw.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e7:
-            raise UsageError(f"{where}: {key!r} cannot be {value!r}; it is a number of seconds")
-    return Watch(**{key: float(value) for key, value in raw.items()})
+    _known(raw, known, where)
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _number(value: Any, key: str, where: str, unit: str, above: float) -> float:
+    """Returns a finite number above a bound. Raises UsageError."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not above < value < LARGEST_NUMBER:
+        raise UsageError(f"{where}: {key!r} cannot be {value!r}; it is a number of {unit}")
+    return float(value)
 
 
 def _restart(raw: Any, where: str) -> Restart:
@@ -169,16 +218,11 @@ def _restart(raw: Any, where: str) -> Restart:
     held = asdict(Restart()) | raw
     if held["on"] not in RESTART_ON:
         raise UsageError(f"{where}: 'on' cannot be {held['on']!r}; it is {', '.join(RESTART_ON)}")
-    attempts, backoff_s = held["attempts"], held["backoff_s"]
+    attempts = held["attempts"]
     if isinstance(attempts, bool) or not isinstance(attempts, int) or not 1 <= attempts <= 1000:
         raise UsageError(f"{where}: 'attempts' cannot be {attempts!r}; it is 1 to 1000")
-    if (
-        isinstance(backoff_s, bool)
-        or not isinstance(backoff_s, int | float)
-        or not (0 <= backoff_s <= 3600)
-    ):
-        raise UsageError(f"{where}: 'backoff_s' cannot be {backoff_s!r}; it is 0 to 3600 seconds")
-    return Restart(held["on"], attempts, float(backoff_s))
+    backoff_s = _number(held["backoff_s"], "backoff_s", where, "seconds", JUST_BELOW_0)
+    return Restart(held["on"], attempts, backoff_s)
 
 
 def _flag_values(raw: Any, where: str) -> dict[str, str]:

@@ -25,8 +25,8 @@ PLAN, PLAN_STATE, LOCK, SUPERVISOR_LOG = (
 RUN, ENV, SUPERVISOR, EVENTS, GATES, METRICS = (
     "run.json", "env.json", "supervisor.json", "events.jsonl", "gates.json", "metrics.json",
 )  # fmt: skip
-REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT = (
-    "requests", "verdicts", "checkpoints", "latest", ".HALT",
+REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT, ANOMALY = (
+    "requests", "verdicts", "checkpoints", "latest", ".HALT", ".anomaly_type",
 )  # fmt: skip
 ASKS = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
 """Files whose appearance, or new time, asks a training for something once."""

@@ -91,6 +91,15 @@ def test_a_lost_gpu_is_lost_with_its_xid_and_the_others_are_not(gpus):
     assert ok(rows[:3] + rows[4:])
 
 
+def test_what_slows_a_gpu_down_and_what_it_cannot_correct_is_told(gpus):
+    folder, reader = gpus
+    fake.write(folder, gpu2={"throttle": 0x44}, gpu4={"ecc": 3})
+    rows = reader.wait(lambda rows: rows[2]["throttle"] and rows[4]["ecc_uncorrected"])
+    assert [row["throttle"] for row in rows] == ["", "", "hardware, heat", *[""] * 5]
+    assert [row["ecc_uncorrected"] for row in rows] == [0, 0, 0, 0, 3, 0, 0, 0]
+    fake.write(folder)
+
+
 def test_another_error_is_shown_as_it_is(gpus):
     folder, reader = gpus
     fake.write(folder, gpu1={"state": "error"})

@@ -81,9 +81,7 @@ class Trial:
     def ended(self) -> Facts:
         """Waits for the end and returns what is known of it."""
         self.wait(self.tree.is_over)
-        rest = self.files.rest()
-        for record in rest.news.records:
-            self.story.take(record)
+        rest = self.files.rest(lambda news: [self.story.take(each) for each in news.records])
         self.tree.take_log(rest.log)
         ends = [end_of(w, self.story, rest.last[r]) for r, w in self.tree.workers.items()]
         return Facts(

@@ -1,0 +1,102 @@
+"""`nsa-console watchdog`: the watch rules alone, over any run directory, without a supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from console import actions
+from console.commands.output import emit, say
+from console.diagnose.rules import HALTING, STRONG
+from console.diagnose.watch import Change, Watchdog
+from console.sources import launches
+from console.sources.sanitize import clean
+from console.supervisor import outside
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
+from trainers.contract.plan import Watch
+
+
+def watchdog(options: argparse.Namespace) -> int:
+    """Holds the watch rules against a run until it ends; returns the exit code of its end."""
+    path = launches.find(options.run, options.root)
+    if options.halt:
+        rundir.check_ours(path)
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        return _follow(path, options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _follow(path: Path, options: argparse.Namespace) -> int:
+    """Looks once an interval until the run has ended."""
+    source = outside.source(path)
+    dog: Watchdog | None = None
+    watched: tuple[Path, int] | None = None
+    halted: set[Path] = set()
+    while True:
+        moment = source.poll()
+        if moment is not None:
+            if dog is None or watched != (moment.run, moment.attempt):
+                watched = (moment.run, moment.attempt)
+                dog = _watchdog(moment.watch, options.halt, options.interval)
+            for change in dog.look(moment.readings):
+                _take(change, moment.run, halted, options)
+        if source.over:
+            _tell(options.json, {"kind": "end", "text": clean(source.over)})
+            return source.exit_code
+        time.sleep(options.interval)
+
+
+def _leave(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _watchdog(watch: Watch, halt: bool, interval_s: float) -> Watchdog:
+    """Returns the rules with no action but a halt, and that only where it was asked for."""
+    strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
+    rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
+    wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}
+    return Watchdog(replace(watch, rules=rules), wanted, interval_s)
+
+
+def _take(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
+    rule = change.rule
+    told = {
+        "kind": change.kind, "rule": rule.name, "level": change.level, "action": change.action,
+        "value": change.value, "unit": rule.unit, "text": clean(change.text),
+    }  # fmt: skip
+    if change.kind == "act":
+        if run in halted:
+            return
+        halted.add(run)
+        told["text"] = f"{_halt(run, rule.anomaly or rule.name)}: {told['text']}"
+    _tell(options.json, told)
+
+
+def _halt(run: Path, anomaly: str) -> str:
+    """Writes `.anomaly_type` and `.HALT`, unless somebody halts already; returns what was done."""
+    rundir.check_ours(run)
+    if (run / rundir.HALT).exists():
+        return f"{rundir.HALT} is there already"
+    try:
+        rundir.write_atomic(run / rundir.ANOMALY, f"{anomaly}\n")
+        rundir.ask(run, rundir.HALT, f"watchdog {actions.who()}")
+    except OSError as error:
+        raise RefusedError(
+            f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks go on"
+        ) from error
+    return f"{rundir.HALT} is written"
+
+
+def _tell(as_json: bool, told: dict[str, Any]) -> None:
+    if as_json:
+        return emit({"ts": time.time()} | told)
+    names = [told.get("level", ""), told["kind"], told.get("rule", "")]
+    words = " ".join(name for name in names if name)
+    return say(f"{time.strftime('%H:%M:%S')} {words}: {told['text']}")

@@ -1,0 +1,219 @@
+"""What the watch rules look at: one moment as `Readings`, and what a run did before as `Past`.
+
+Nothing is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
+"not measured".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from console.diagnose.stall import Seen
+from console.model import Gpu
+from trainers.contract import jsonl
+
+UNIFORM_NATS = math.log(3)
+"""Entropy of a gate that gives each of the three branches the same weight."""
+NEAR_UNIFORM = 0.99
+COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
+WINDOWS = (8, 32, 128)
+"""Numbers of newest progress records whose rate is held against that of all before them."""
+KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
+SURE_Z = 6.0
+"""How many standard errors of a median a rate must have fallen by."""
+LEAST_SPREAD = 0.02
+RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
+OWN_RECORDS, OWN_LEAST = 16, 8
+JUMP_KEPT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The figures of one progress record."""
+
+    rank: int
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    toks_per_s: float | None = None
+    gate_entropy_mean: float | None = None
+    gate_entropy_max: float = UNIFORM_NATS
+    gate_max_gate: float | None = None
+    gate_collapse_frac: float | None = None
+    dt_fetch_s: float | None = None
+    dt_forward_s: float | None = None
+    step_s: float | None = None
+
+
+def progress_of(record: Mapping[str, object]) -> Progress:
+    """Returns the figures of a progress record, whatever its fields hold."""
+    steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < math.inf]
+    found = {name: jsonl.number(record, name) for name in (
+        "loss", "grad_norm", "toks_per_s", "gate_entropy_mean", "gate_max_gate",
+        "gate_collapse_frac", "dt_fetch_s", "dt_forward_s",
+    )}  # fmt: skip
+    highest = jsonl.number(record, "gate_entropy_max")
+    return Progress(
+        jsonl.integer(record, "rank") or 0, jsonl.integer(record, "step") or 0, **found,
+        gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
+        step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """One moment of one attempt. `fresh` are the progress records since the last moment, in order.
+
+    `progress` holds the newest of each rank. `records_only` says that `seen` comes from
+    the ages of records and not from pulses.
+    `newest_ts` is the time that the newest record claims for itself (unix s).
+    """
+
+    mono: float
+    ts: float
+    seen: tuple[Seen, ...] = ()
+    records_only: bool = False
+    fresh: Sequence[Progress] = ()
+    progress: Mapping[int, Progress] = field(default_factory=dict)
+    rss_mib: Mapping[int, float] = field(default_factory=dict)
+    host_total_mib: float | None = None
+    host_free_mib: float | None = None
+    gpus: tuple[Gpu, ...] = ()
+    disk_free_gib: float | None = None
+    checkpoint_gib: float | None = None
+    newest_ts: float | None = None
+
+
+class Past:
+    """What an attempt did before, in constant memory; `take` once a look, before the rules."""
+
+    def __init__(self) -> None:
+        self.nonfinite = self.zero_grads = self.collapsed = 0
+        """Progress records in a row."""
+        self.uniform_steps: int | None = None
+        self.rate_ratio: float | None = None
+        """By what the rate has fallen for sure: an upper bound of new ÷ old."""
+        self.growth_mib_s: dict[int, float] = {}
+        self.own_s: dict[int, float] = {}
+        """Median time of a rank in the phases in which it waits for nobody."""
+        self.ecc: dict[int, int] = {}
+        self.jump_s = 0.0
+        self._uniform_since: int | None = None
+        self._rates: deque[float] = deque(maxlen=KEPT_RATES)
+        self._own: dict[int, deque[float]] = {}
+        self._rss: dict[int, deque[tuple[float, float]]] = {}
+        self._rss_at = -math.inf
+        self._rated_at, self._unrated = -math.inf, False
+        self._offset: float | None = None
+        self._jumped_at = 0.0
+
+    def take(self, now: Readings) -> None:
+        """Takes in one moment; what was there at the last look costs next to nothing."""
+        self._take_clock(now.ts - now.mono, now.mono)
+        for progress in now.fresh:
+            self._take_own(progress)
+            if progress.rank == 0:
+                self._take_progress(progress)
+        if self._unrated and now.mono - self._rated_at >= RATED_EVERY_S:
+            self._rated_at, self._unrated = now.mono, False
+            self.rate_ratio = rate_ratio(list(self._rates))
+        if now.rss_mib and now.mono - self._rss_at >= RSS_EVERY_S:
+            self._rss_at = now.mono
+            self._take_rss(now)
+        for gpu in now.gpus:
+            if gpu.ecc_uncorrected is not None:
+                self.ecc.setdefault(gpu.index, gpu.ecc_uncorrected)
+
+    def _take_clock(self, offset: float, mono: float) -> None:
+        """Remembers a jump of the wall clock for a while, then takes its time for granted."""
+        if self._offset is None:
+            self._offset = offset
+        jump = abs(offset - self._offset)
+        if jump > max(self.jump_s, 1.0):
+            self.jump_s, self._jumped_at = jump, mono
+        if mono - self._jumped_at >= JUMP_KEPT_S:
+            self.jump_s, self._offset = 0.0, offset
+
+    def _take_progress(self, progress: Progress) -> None:
+        loss, norm = progress.loss, progress.grad_norm
+        if loss is not None:
+            self.nonfinite = 0 if math.isfinite(loss) else self.nonfinite + 1
+        if norm is not None:
+            self.zero_grads = self.zero_grads + 1 if norm == 0 else 0
+        self._take_gate(progress)
+        if progress.toks_per_s is not None and 0 <= progress.toks_per_s < math.inf:
+            self._rates.append(math.log(max(progress.toks_per_s, 1e-9)))
+            self._unrated = True
+
+    def _take_gate(self, progress: Progress) -> None:
+        entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
+        part = progress.gate_collapse_frac
+        if entropy is not None or largest is not None or part is not None:
+            bad = entropy is not None and entropy < COLLAPSED_NATS
+            bad = bad or (largest is not None and largest > COLLAPSED_SHARE)
+            bad = bad or (part is not None and part > COLLAPSED_PART)
+            self.collapsed = self.collapsed + 1 if bad else 0
+        if entropy is None:
+            return
+        if not entropy >= NEAR_UNIFORM * progress.gate_entropy_max:
+            self._uniform_since, self.uniform_steps = None, 0
+            return
+        if self._uniform_since is None or progress.step < self._uniform_since:
+            self._uniform_since = progress.step
+        self.uniform_steps = progress.step - self._uniform_since
+
+    def _take_own(self, progress: Progress) -> None:
+        parts = (progress.dt_fetch_s, progress.dt_forward_s)
+        own_s = sum(part for part in parts if part is not None and 0 <= part < math.inf)
+        if own_s <= 0:
+            return
+        held = self._own.setdefault(progress.rank, deque(maxlen=OWN_RECORDS))
+        held.append(own_s)
+        if len(held) >= OWN_LEAST:
+            self.own_s[progress.rank] = median(held)
+
+    def _take_rss(self, now: Readings) -> None:
+        for rank, rss_mib in now.rss_mib.items():
+            held = self._rss.setdefault(rank, deque(maxlen=RSS_POINTS))
+            held.append((now.mono, rss_mib))
+            if len(held) >= RSS_LEAST:
+                self.growth_mib_s[rank] = steady_growth(list(held))
+
+
+def rate_ratio(logs: list[float]) -> float | None:
+    """Returns an upper bound of new ÷ old rate, from the logarithms of rates in their order.
+
+    A window's median is held against the median before it. The bound is `SURE_Z` standard errors
+    above what was measured, by the run's own spread: a run of uneven steps needs more records to
+    tell. None before there are enough.
+    """
+    bounds = []
+    for count in WINDOWS:
+        before, recent = logs[:-count], logs[-count:]
+        if len(before) < max(LEAST_BEFORE, count):
+            break
+        middle = median(before)
+        spread = 1.4826 * median([abs(log - middle) for log in before])
+        error = 1.2533 * max(spread, LEAST_SPREAD) * math.sqrt(1 / count + 1 / len(before))
+        bounds.append(math.exp(min(50.0, median(recent) - middle + SURE_Z * error)))
+    return min(bounds, default=None)
+
+
+def steady_growth(points: list[tuple[float, float]]) -> float:
+    """Returns by how much per second a figure grows at least, 0 where it stands or only jumped.
+
+    Medians of thirds: the line through the first and the last, and that through the last two; a
+    plateau behind a rise has a flat second line.
+    """
+    third = len(points) // 3
+    parts = (points[:third], points[third:-third], points[-third:])
+    (t0, y0), (t1, y1), (t2, y2) = (
+        (median([t for t, _ in part]), median([y for _, y in part])) for part in parts
+    )
+    if not t0 < t1 < t2:
+        return 0.0
+    return max(0.0, min((y2 - y0) / (t2 - t0), (y2 - y1) / (t2 - t1), (y1 - y0) / (t1 - t0)))

@@ -1,0 +1,125 @@
+"""The watchdog: holds every rule against every moment, and says what was raised, cleared, done.
+
+An alert needs its condition for the rule's `for_s`. An action that ends or interrupts a run needs
+it three times as long in all, and only time counts that the watchdog looked at: one that was
+frozen, or comes late, looks first. An action is said once a raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from console.diagnose.readings import Past, Readings
+from console.diagnose.rules import STRONG, STRONG_TIMES, Found, Rule, chosen
+from console.model import Level
+from trainers.contract.plan import Watch
+
+LONGEST_GAP_S = 5.0
+"""Of the time between two looks so much counts as looked at, more where looks are rarer."""
+Kind = Literal["raise", "clear", "act"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that a rule did: `act` names the action that is due."""
+
+    kind: Kind
+    rule: Rule
+    text: str
+    value: float
+    level: Level = "info"
+    action: str = ""
+
+
+@dataclass(slots=True)
+class _State:
+    begun: bool = False
+    raised: bool = False
+    acted: bool = False
+    held_s: float = 0.0
+    """For how long the condition was looked at, before it was raised."""
+    grave_s: float = 0.0
+    """For how long it has been breached, or bad enough for a strong action where that is more."""
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Watches one attempt. `actions` are asked for beside the plan's, as by --halt.
+
+    `interval_s` is the time between two looks that is meant.
+    """
+
+    watch: Watch
+    actions: Mapping[str, str] = field(default_factory=dict)
+    interval_s: float = 1.0
+    rules: tuple[Rule, ...] = ()
+    _past: Past = field(default_factory=Past)
+    _states: dict[str, _State] = field(default_factory=dict)
+    _mono: float | None = None
+
+    def __post_init__(self) -> None:
+        self.rules = chosen(self.watch, self.actions)
+        self._states = {rule.name: _State() for rule in self.rules}
+
+    def look(self, now: Readings) -> Sequence[Change]:
+        """Returns what changed since the last look, in the order of the table."""
+        gap_s = 0.0 if self._mono is None else now.mono - self._mono
+        gap_s = min(max(0.0, gap_s), max(LONGEST_GAP_S, 2 * self.interval_s))
+        self._mono = now.mono
+        self._past.take(now)
+        changes: list[Change] = []
+        for rule in self.rules:
+            found = rule.measure(now, self._past, self.watch)
+            if found is None:
+                continue
+            state = self._states[rule.name]
+            if state.raised:
+                self._hold(rule, state, found, gap_s, changes)
+            elif not rule.breached(found.value):
+                state.begun, state.held_s = False, 0.0
+            else:
+                self._begin(rule, state, found, gap_s, changes)
+        return changes
+
+    def open(self) -> tuple[str, ...]:
+        """Returns the names of the rules that are raised."""
+        return tuple(name for name, state in self._states.items() if state.raised)
+
+    def _begin(
+        self, rule: Rule, state: _State, found: Found, gap_s: float, changes: list[Change]
+    ) -> None:
+        state.held_s += gap_s if state.begun else 0.0
+        state.begun = True
+        if state.held_s < rule.for_s:
+            return
+        state.raised, state.acted, state.grave_s = True, False, 0.0
+        changes.append(Change("raise", rule, found.text, found.value, rule.level))
+        self._act(rule, state, found, changes)
+
+    def _hold(
+        self, rule: Rule, state: _State, found: Found, gap_s: float, changes: list[Change]
+    ) -> None:
+        if rule.over(found.value):
+            self._states[rule.name] = _State()
+            changes.append(Change("clear", rule, f"{rule.name} is over", found.value))
+            return
+        if not rule.breached(found.value):
+            return
+        state.grave_s = state.grave_s + gap_s if rule.grave(found.value) else 0.0
+        self._act(rule, state, found, changes)
+
+    def _act(self, rule: Rule, state: _State, found: Found, changes: list[Change]) -> None:
+        if state.acted or rule.action == "warn":
+            return
+        if rule.action in STRONG and not self._long_enough(rule, state, found):
+            return
+        state.acted = True
+        changes.append(Change("act", rule, found.text, found.value, rule.level, rule.action))
+
+    def _long_enough(self, rule: Rule, state: _State, found: Found) -> bool:
+        """Says whether a strong action is due: bad enough, long enough, and looked at so long."""
+        looked_s = (STRONG_TIMES - 1) * max(rule.for_s, found.limit_s)
+        act_s = max(STRONG_TIMES * found.limit_s, self.watch.stall_act_s) if found.limit_s else 0.0
+        return rule.grave(found.value) and state.grave_s >= looked_s and found.stood_s >= act_s

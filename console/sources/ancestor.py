@@ -1,0 +1,65 @@
+"""Run directories of the ancestor system: the only module that knows them.
+
+Its heartbeats become records of the contract; what it lacks, or measured wrongly, is missing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from trainers.contract import VERSION, jsonl, rundir
+from trainers.contract.plan import Watch
+
+WATCH = Watch(stall_floor_s=180.0, startup_s=900.0, stall_act_s=900.0)
+"""Its own limit for silence, and the 15 minutes after which its collectives give up."""
+METRICS = ("metrics.json", "metrics_fsdp.json")
+MESSAGES = {"beat": "step_start"}
+UNTRUE = ("grad_norm",)
+"""Taken after the gradients were cleared: always zero."""
+OWN_DUMP = "watchdog_dump"
+"""A record of its internal watchdog, at step 0: no sign of life of the training."""
+HEAD_BYTES = 1 << 16
+
+
+def is_one(run: Path) -> bool:
+    """Says whether a directory was written by the ancestor: heartbeats without a version."""
+    if (run / rundir.RUN).exists():
+        return False
+    head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)
+    record = jsonl.decode(head.partition(b"\n")[0]) or {}
+    return "v" not in record and "iso" in record and isinstance(record.get("msg"), str)
+
+
+class Heartbeats:
+    """Follows one rank's heartbeat file; a restart appends to the same one."""
+
+    def __init__(self, run: Path, rank: int):
+        self._rank, self._attempt, self._pid = rank, 0, -1
+        self.tail = jsonl.Tail(rundir.heartbeat(run, rank), self._record)
+
+    def _record(self, record: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the record as the contract has it, None for what is no heartbeat."""
+        step, pid = jsonl.integer(record, "step"), jsonl.integer(record, "pid")
+        msg, ts = jsonl.text(record, "msg"), jsonl.number(record, "ts")
+        if step is None or step < 0 or pid is None or ts is None or msg in ("", OWN_DUMP):
+            return None
+        if pid != self._pid:
+            self._attempt, self._pid = self._attempt + 1, pid
+        kept = {key: value for key, value in record.items() if key not in UNTRUE}
+        return kept | {
+            "v": VERSION, "attempt": self._attempt, "rank": self._rank,
+            "msg": MESSAGES.get(msg, msg),
+        }  # fmt: skip
+
+
+def has_ended(run: Path, newest_ts: float) -> bool:
+    """Says whether metrics.json, its last word, is younger than the newest record."""
+    for name in METRICS:
+        try:
+            if os.lstat(run / name).st_mtime >= newest_ts:
+                return True
+        except OSError:
+            continue
+    return False

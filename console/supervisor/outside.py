@@ -1,0 +1,201 @@
+"""A run directory watched from outside: with a supervisor or without, of either system.
+
+What a rank does comes from its pulse, from the supervisor's last sample while that is young, or
+else from the age of its records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from console import plain
+from console.diagnose.cadence import Cadence
+from console.diagnose.readings import Readings
+from console.diagnose.stall import Seen
+from console.model import Rank, RunState
+from console.sources import ancestor, presence, process
+from console.sources.run import RunSource
+from console.supervisor.follow import Disk, Story
+from trainers.contract import heartbeat, jsonl, plan, rundir
+from trainers.contract.errors import UsageError
+from trainers.contract.plan import Watch
+
+ENDING = frozenset(("halting", "stopping", "restarting"))
+"""In these, ranks may stand still: they are being ended."""
+MAX_RANKS = 1024
+READS_A_POLL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one look at a directory found."""
+
+    run: Path
+    attempt: int
+    watch: Watch
+    readings: Readings
+
+
+class Source(Protocol):
+    """A run directory; `over` says how the run ended, "" while it has not."""
+
+    over: str
+    exit_code: int
+
+    def poll(self) -> Moment | None:
+        """Returns what is there now, None before there is a run."""
+        ...
+
+
+def source(path: Path) -> Source:
+    """Returns the reader of a launch or run, whichever system wrote it."""
+    return Ancestor(path) if ancestor.is_one(path) else Contract(path)
+
+
+class _Records:
+    """The heartbeats of one attempt: their story, and the rhythm of each rank."""
+
+    def __init__(self, watch: Watch):
+        self.story, self._startup_s = Story(), watch.startup_s
+        self.cadences: dict[int, Cadence] = {}
+        self.newest_ts = 0.0
+
+    def take(self, record: dict[str, Any]) -> None:
+        self.story.take(record)
+        held = self.cadences.setdefault(record["rank"], Cadence(self._startup_s))
+        held.take(record, time.monotonic(), time.time())
+        self.newest_ts = jsonl.number(record, "ts") or 0.0
+
+    def seen(self) -> tuple[Seen, ...]:
+        """Returns the ranks that record steps as evidence; before any does, all of them."""
+        now = time.monotonic()
+        stepping = {r: c for r, c in self.cadences.items() if c.steps_seen} or self.cadences
+        return tuple(cadence.seen(rank, now) for rank, cadence in stepping.items())
+
+
+def _drain(tail: jsonl.Tail) -> Iterable[dict[str, Any]]:
+    for _ in range(READS_A_POLL):
+        yield from tail.poll()
+        if tail.offset >= tail.size_bytes:
+            return
+
+
+def _disk(disk: Disk) -> dict[str, float]:
+    with contextlib.suppress(OSError):
+        return disk.look()
+    return {}
+
+
+class Contract:
+    """A run of the contract, or a launch's current one."""
+
+    over, exit_code = "", 0
+
+    def __init__(self, path: Path):
+        self._source = RunSource(path)
+        self._of: tuple[Path, int] | None = None
+        self._begin(path)
+
+    def _begin(self, run: Path) -> None:
+        self._watch = _watch_of(run)
+        self._records, self._disk = _Records(self._watch), Disk(run)
+        self._tails: dict[int, jsonl.Tail] = {}
+
+    def poll(self) -> Moment | None:
+        """Returns what is there now, None before the launch has a run."""
+        state, run = self._source.poll(), self._source.run_path
+        if plain.is_over(state):
+            self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
+            self.exit_code = plain.exit_code(state)
+        if run is None:
+            return None
+        if self._of != (run, state.attempt):
+            self._of = (run, state.attempt)
+            self._begin(run)
+        for rank in state.ranks[:MAX_RANKS]:
+            path = rundir.heartbeat(run, rank.rank)
+            for record in _drain(self._tails.setdefault(rank.rank, heartbeat.tail(path))):
+                if record["attempt"] == state.attempt and record["rank"] == rank.rank:
+                    self._records.take(record)
+        return Moment(run, state.attempt, self._watch, self._readings(state))
+
+    def _readings(self, state: RunState) -> Readings:
+        story, disk = self._records.story, _disk(self._disk)
+        pulsed = tuple(seen for rank in state.ranks if (seen := self._pulsed(rank, state)))
+        idle = state.state in ENDING or self.over
+        here = state.host in ("", rundir.host_name())
+        total_mib, free_mib = process.host_memory_mib() if here else (None, None)
+        return Readings(
+            mono=time.monotonic(), ts=time.time(),
+            seen=() if idle else pulsed or self._records.seen(), records_only=not pulsed,
+            fresh=story.take_fresh(), progress=story.progress,
+            rss_mib={r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None},
+            host_total_mib=total_mib, host_free_mib=free_mib, gpus=state.gpus,
+            disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
+            newest_ts=story.newest_ts,
+        )  # fmt: skip
+
+    def _pulsed(self, rank: Rank, state: RunState) -> Seen | None:
+        """Returns a rank by its pulse; None where the last that is known of it is old."""
+        held = rank.pulse
+        if held is None or not (held.live or held.age_s < presence.SILENT_S):
+            return None
+        here = held.live and rank.host in ("", rundir.host_name())
+        letter = process.state(rank.pid) if here else rank.state or "?"
+        return Seen(
+            rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, held.collectives,
+            self._records.story.p99_s(rank.rank, held.phase),
+        )  # fmt: skip
+
+
+def _watch_of(run: Path) -> Watch:
+    """Returns the limits that a run was born with, the usual ones where it says none."""
+    born = rundir.read_json(run / rundir.RUN) or {}
+    try:
+        return plan.watch(jsonl.mapping(born, "watch"), rundir.RUN)
+    except UsageError:
+        return Watch()
+
+
+class Ancestor:
+    """A run of the ancestor system: heartbeats are all that it tells."""
+
+    over, exit_code = "", 0
+
+    def __init__(self, run: Path):
+        self._run, self._disk = run, Disk(run)
+        self._heartbeats: dict[int, ancestor.Heartbeats] = {}
+        self._records, self._attempt = _Records(ancestor.WATCH), 0
+
+    def poll(self) -> Moment | None:
+        """Returns what is there now, None before there is a record."""
+        for rank in range(MAX_RANKS):
+            held = self._heartbeats.get(rank)
+            if held is None:
+                if not rundir.heartbeat(self._run, rank).is_file():
+                    break
+                held = self._heartbeats[rank] = ancestor.Heartbeats(self._run, rank)
+            for record in _drain(held.tail):
+                self._take(record)
+        if not self._attempt:
+            return None
+        if ancestor.has_ended(self._run, self._records.newest_ts):
+            self.over = "the run has ended: metrics.json is its last word"
+        story, disk = self._records.story, _disk(self._disk)
+        now = Readings(
+            mono=time.monotonic(), ts=time.time(), seen=() if self.over else self._records.seen(),
+            records_only=True, fresh=story.take_fresh(), progress=story.progress,
+            disk_free_gib=disk.get("free_gib"), newest_ts=story.newest_ts,
+        )  # fmt: skip
+        return Moment(self._run, self._attempt, ancestor.WATCH, now)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if record["attempt"] > self._attempt:
+            self._records, self._attempt = _Records(ancestor.WATCH), record["attempt"]
+        if record["attempt"] == self._attempt:
+            self._records.take(record)

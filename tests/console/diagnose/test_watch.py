@@ -1,0 +1,282 @@
+"""The watch rules: when each is raised, holds and is over, and that nothing acts too early."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from console.diagnose.readings import Readings, progress_of, rate_ratio, steady_growth
+from console.diagnose.rules import ACTIONS, HALTING, RULES, STRONG, STRONG_TIMES, TABLE, check
+from console.diagnose.stall import Seen
+from console.diagnose.watch import Watchdog
+from console.model import Gpu
+from trainers.contract import plan
+from trainers.contract.errors import UsageError
+from trainers.contract.plan import Watch, WatchRule
+
+GPU = Gpu(0, "A100", "ok", mem_used_mib=100.0, mem_total_mib=1000.0, ecc_uncorrected=3)
+WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
+
+
+def seen(still_s: float) -> tuple[Seen, ...]:
+    return (Seen(0, 100, "S", 50, "forward", still_s),)
+
+
+def records(**fields):
+    """Returns what makes one moment with a new progress record of those fields."""
+    return lambda now, tick: {"fresh": (p := progress_of({"rank": 0, "step": tick} | fields),),
+                              "progress": {0: p}}  # fmt: skip
+
+
+def fixed(**fields):
+    return lambda now, tick: fields
+
+
+WELL = {"loss": 2.0, "grad_norm": 1.0, "gate_entropy_mean": 0.8}
+CASES = {
+    "stall": (fixed(seen=seen(11)), None, fixed(seen=seen(1))),
+    "non_finite": (records(loss="nan"), None, records(**WELL)),
+    "zero_gradient": (records(grad_norm=0), None, records(**WELL)),
+    "gate_collapse": (records(gate_max_gate=0.95), None, records(gate_max_gate=0.5)),
+    "gate_never_learned": (
+        lambda now, tick: records(gate_entropy_mean=1.0986)(now, 100 * tick), None, records(**WELL),
+    ),
+    "memory_ceiling": (
+        fixed(host_total_mib=1000, host_free_mib=40), fixed(host_total_mib=1000, host_free_mib=70),
+        fixed(host_total_mib=1000, host_free_mib=90),
+    ),
+    "gpu_memory_ceiling": (
+        fixed(gpus=(replace(GPU, mem_used_mib=990),)),
+        fixed(gpus=(replace(GPU, mem_used_mib=975),)), fixed(gpus=(GPU,)),
+    ),
+    "loader_slow": (
+        records(dt_fetch_s=0.6, steps_dt_s=[1.0]), records(dt_fetch_s=0.45, steps_dt_s=[1.0]),
+        records(dt_fetch_s=0.1, steps_dt_s=[1.0]),
+    ),
+    "gpu_lost": (fixed(gpus=(replace(GPU, state="lost"),)), None, fixed(gpus=(GPU,))),
+    "xid": (fixed(gpus=(replace(GPU, xid=79),)), None, fixed(gpus=(GPU,))),
+    "throttle": (fixed(gpus=(replace(GPU, throttle="heat"),)), None, fixed(gpus=(GPU,))),
+    "disk": (fixed(disk_free_gib=2.5, checkpoint_gib=1.3), fixed(disk_free_gib=1.1),
+             fixed(disk_free_gib=9.0)),
+    "memory_growth": (
+        lambda now, tick: {"rss_mib": {0: 100 + 10 * now}, "host_free_mib": 20_000.0}, None,
+        lambda now, tick: {"rss_mib": {0: 5000.0}, "host_free_mib": 20_000.0},
+    ),
+    "ecc": (fixed(gpus=(replace(GPU, ecc_uncorrected=4),)), None, fixed(gpus=(GPU,))),
+    "clock": (fixed(newest_ts=5e9), None, fixed(newest_ts=1.0)),
+}  # fmt: skip
+"""By rule: moments that raise it, that hold it (between both thresholds), that end it."""
+
+
+class Clock:
+    """Looks once a second."""
+
+    def __init__(self, dog: Watchdog):
+        self.dog, self.now, self.tick = dog, 0.0, 0
+
+    def run(self, make, seconds: int) -> list[tuple[float, str, str, str]]:
+        """Returns (time, kind, rule, action) of what changed meanwhile."""
+        found = []
+        for _ in range(seconds):
+            self.now, self.tick = self.now + 1, self.tick + 1
+            given = make(self.now, self.tick) if make else {}
+            changes = self.dog.look(Readings(mono=self.now, ts=1e9 + self.now, **given))
+            found += [(self.now, c.kind, c.rule.name, c.action) for c in changes]
+        return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_is_raised_once_holds_and_is_over(name):
+    sick, between, well = CASES[name]
+    clock = Clock(Watchdog(WATCH))
+    clock.run(well, 5)
+    raised = clock.run(sick, 1200)
+    assert [(kind, rule) for _, kind, rule, _ in raised] == [("raise", name)]
+    assert raised[0][0] - 6 >= RULES[name].for_s
+    if between is not None:
+        assert clock.run(between, 30) == []
+    assert [(kind, rule) for _, kind, rule, _ in clock.run(well, 1200)] == [("clear", name)]
+    assert clock.run(well, 5) == []
+
+
+def test_what_is_not_measured_raises_nothing_and_ends_nothing():
+    clock = Clock(Watchdog(WATCH))
+    assert clock.run(None, 400) == []
+    clock.run(CASES["gpu_lost"][0], 3)
+    assert clock.run(None, 400) == []
+    assert clock.dog.open() == ("gpu_lost",)
+
+
+def test_a_slower_run_is_known_by_its_own_rates():
+    logs = [math.log(1000 * (1 + 0.02 * (i % 3))) for i in range(100)]
+    assert rate_ratio(logs) > 0.9
+    assert rate_ratio([*logs, *[math.log(400)] * 8]) < 0.5
+    assert rate_ratio([*logs, *[math.log(400)] * 3]) > 0.9
+    assert rate_ratio(logs[:10]) is None
+    uneven = [math.log(1000) + 0.8 * math.sin(i * i) for i in range(200)]
+    assert rate_ratio([*uneven, *[log - 0.4 for log in uneven[:8]]]) > 0.7
+
+
+def test_a_plateau_and_a_jump_are_no_growth():
+    rising = [(t, 5.0 * t) for t in range(90)]
+    assert steady_growth(rising) == pytest.approx(5.0)
+    assert steady_growth([(t, 5.0 * min(t, 40)) for t in range(90)]) == 0
+    assert steady_growth([(t, 500.0 * (t > 45)) for t in range(90)]) == 0
+
+
+def test_a_rank_whose_own_part_is_slow_is_named():
+    dog = Watchdog(Watch(rules={"imbalance": WatchRule(for_s=5)}))
+    found = []
+    for tick in range(1, 40):
+        fresh = tuple(
+            progress_of({"rank": r, "step": tick, "dt_forward_s": 2.0 if r == 2 else 1.0})
+            for r in range(4)
+        )
+        now = Readings(mono=tick, ts=1e9 + tick, fresh=fresh, progress={p.rank: p for p in fresh})
+        found += dog.look(now)
+    assert [(c.rule.name, c.text[:6]) for c in found] == [("imbalance", "rank 2")]
+
+
+def test_a_jump_of_the_wall_clock_is_said_and_then_taken_for_granted():
+    dog, kinds = Watchdog(WATCH), []
+    for second in range(200):
+        ts = 1e9 + second + (30 if second > 50 else 0)
+        kinds += [(c.kind, c.rule.name) for c in dog.look(Readings(mono=second, ts=ts))]
+    assert kinds == [("raise", "clock"), ("clear", "clock")]
+
+
+def test_a_stall_is_dumped_at_its_limit_and_acted_on_at_three():
+    actions = []
+    for action in ("dump", "stop"):
+        dog = Watchdog(WATCH, {"stall": action})
+        for second in range(100):
+            now = Readings(mono=second, ts=1e9 + second, seen=seen(float(second)))
+            actions += [(second, c.action) for c in dog.look(now) if c.kind == "act"]
+    assert actions == [(11, "dump"), (31, "stop")]
+
+
+def test_no_stall_is_acted_on_before_a_collective_would_have_given_up():
+    dog, acted = Watchdog(replace(WATCH, stall_act_s=300), {"stall": "restart"}), []
+    for second in range(400):
+        now = Readings(mono=second, ts=1e9 + second, seen=seen(float(second)))
+        acted += [second for c in dog.look(now) if c.kind == "act"]
+    assert acted == [300]
+
+
+def test_a_watchdog_that_was_frozen_or_comes_late_looks_first():
+    dog = Watchdog(WATCH, dict.fromkeys(RULES, "stop"))
+    first = dog.look(Readings(mono=0, ts=1e9, seen=seen(5000), disk_free_gib=0.1))
+    assert [(c.kind, c.rule.name) for c in first] == [("raise", "stall")]
+    after = dog.look(Readings(mono=4000, ts=1e9 + 4000, seen=seen(9000), disk_free_gib=0.1))
+    assert [(c.kind, c.rule.name) for c in after] == [("raise", "disk")]
+
+
+MOMENTS = st.lists(
+    st.tuples(
+        st.floats(0.1, 60),
+        st.fixed_dictionaries({}, optional={
+            "disk_free_gib": st.floats(0, 3), "seen": st.floats(0, 100).map(seen),
+            "gpus": st.sampled_from([(GPU,), (replace(GPU, throttle="heat", mem_used_mib=999),)]),
+            "host_free_mib": st.floats(0, 1000), "host_total_mib": st.just(1000.0),
+            "progress": st.sampled_from([{}, {0: progress_of({"rank": 0, "step": 3})}]),
+        }),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@given(MOMENTS, st.sampled_from(ACTIONS))
+def test_nothing_is_raised_or_done_before_its_condition_stood_long_enough(moments, action):
+    dog = Watchdog(WATCH, dict.fromkeys(RULES, action))
+    began: dict[str, float] = {}
+    mono, raises, acts = 0.0, dict.fromkeys(RULES, 0), dict.fromkeys(RULES, 0)
+    for gap, given_fields in moments:
+        mono += gap
+        changes = dog.look(now := Readings(mono=mono, ts=1e9 + mono, **given_fields))
+        for rule in TABLE:
+            found = rule.measure(now, dog._past, WATCH)
+            if found is not None and not rule.breached(found.value) and rule.name not in dog.open():
+                began.pop(rule.name, None)
+            elif found is not None and rule.breached(found.value):
+                began.setdefault(rule.name, mono)
+        for change in changes:
+            name, for_s = change.rule.name, change.rule.for_s
+            stood = mono - began.get(name, mono)
+            if change.kind == "raise":
+                raises[name] += 1
+                assert stood >= for_s
+            if change.kind == "act":
+                acts[name] += 1
+                assert acts[name] <= raises[name]
+                if action in STRONG:
+                    assert stood >= (STRONG_TIMES - 1) * for_s
+            if change.kind == "clear":
+                began.pop(name, None)
+
+
+JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(
+    st.floats() | st.text(max_size=3) | st.integers(), max_size=4
+)  # fmt: skip
+FIELDS = (
+    "rank", "step", "loss", "grad_norm", "toks_per_s", "gate_entropy_mean", "gate_entropy_max",
+    "gate_max_gate", "gate_collapse_frac", "dt_fetch_s", "dt_forward_s", "steps_dt_s",
+)  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(st.lists(st.dictionaries(st.sampled_from(FIELDS), JUNK), max_size=30), st.floats(),
+       st.lists(st.floats(), min_size=3, max_size=3))  # fmt: skip
+def test_garbage_never_raises(found, figure, more):
+    dog = Watchdog(Watch(), dict.fromkeys(HALTING, "halt"))
+    gpu = Gpu(0, "x", "?", mem_used_mib=figure, mem_total_mib=more[0], ecc_uncorrected=1)
+    for tick, record in enumerate(found * 2):
+        fresh = progress_of(record)
+        dog.look(
+            Readings(
+                mono=tick * 20.0, ts=1e9, fresh=(fresh,) * 3, progress={0: fresh, 1: fresh},
+                rss_mib={0: figure, 1: more[1]}, host_total_mib=more[0], host_free_mib=more[1],
+                gpus=(gpu,), disk_free_gib=figure, checkpoint_gib=more[2], newest_ts=figure,
+            )
+        )  # fmt: skip
+
+
+# --- what a plan may change ------------------------------------------------------------------
+
+
+def test_a_plan_changes_threshold_duration_and_action_of_a_rule():
+    watch = plan.watch({"rules": {"disk": {"threshold": 4, "for_s": 0, "action": "halt"}}}, "x")
+    rule = next(rule for rule in Watchdog(watch).rules if rule.name == "disk")
+    assert (rule.threshold, rule.for_s, rule.action) == (4, 0, "halt")
+    assert rule.clear == pytest.approx(4.8)
+
+
+def test_a_plan_with_rules_comes_back_from_plan_json_as_it_was():
+    phase = {"name": "a", "script": "x.py"}
+    given = {"name": "p", "phases": [phase], "watch": {"eval_s": 9, "rules": {"xid": {"for_s": 1}}}}
+    first = plan.parse(given, "x")
+    assert plan.parse(json.loads(json.dumps(first.as_dict())), "plan.json").watch == first.watch
+    assert first.watch.eval_s == 9
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"disk": {"treshold": 1}}, "did you mean 'threshold'"),
+        ({"disk": {"action": "explode"}}, "warn, dump, halt, stop, restart"),
+        ({"disk": {"for_s": -1}}, "'for_s' cannot be -1"),
+        ({"disk": {"threshold": 0}}, "'threshold' cannot be 0"),
+        ({"disk": {"threshold": math.inf}}, "'threshold' cannot be inf"),
+        ({"disk": {"threshold": True}}, "'threshold' cannot be True"),
+        ({"disk": 3}, "must be key: value lines"),
+        ({"disc": {}}, "no watch rule 'disc'; did you mean 'disk'"),
+    ],
+)
+def test_wrong_rules_are_refused_with_a_sentence(rules, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check(plan.watch({"rules": rules}, "watch"), "watch")

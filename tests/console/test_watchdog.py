@@ -1,0 +1,232 @@
+"""`nsa-console watchdog` on real directories of both systems, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.console.sources import directory
+from trainers.contract import rundir
+from trainers.contract.pulse import PulseWriter
+
+ROOT = Path(__file__).parents[2]
+QUICK = {"stall_floor_s": 0.5, "startup_s": 0.5, "stall_act_s": 1.0}
+HANG_GUARD_S = 60
+BOOT = (
+    '{"ts": %f, "iso": "%s", "pid": 22412, "rank": %d, "step": 0, "msg": "boot", "phase": "start"}'
+)
+PROGRESS = (
+    '{"ts": %f, "iso": "2026-11-20T15:17:04.151594Z", "pid": 22412, "rank": 0, "step": %d, "msg": '
+    '"progress", "loss": %s, "toks_per_s": 297.40469675232174, "grad_norm": 0.0, '
+    '"gate_entropy_mean": 1.0985525846481323, "gate_entropy_min": 1.0982354879379272, '
+    '"gate_max_gate": 0.34433916211128235, "gate_collapse_frac": 0.0, "gate_branch_shares": '
+    '[0.33628594875335693, 0.33264023065567017, 0.3310738503932953], "fb_total_fallbacks": 0, '
+    '"sel_k_mean": 49.0, "sel_k_max": 128, "sel_rows": 1024, "sel_pct_at_max": 0.0078125}'
+)
+STEP_END = (
+    '{"ts": %f, "iso": "2026-11-20T15:17:04.151711Z", "pid": 22412, "rank": 0, "step": %d, '
+    '"msg": "step_end", "phase": "end"}'
+)
+DUMP = (
+    '{"ts": %f, "iso": "2026-11-20T15:17:04.151711Z", "pid": 22412, "rank": 0, "step": 0, '
+    '"msg": "watchdog_dump", "path": "x"}'
+)
+"""Lines as the ancestor wrote them."""
+
+
+@contextmanager
+def watchdog(path: Path, *words: str):
+    """A running `nsa-console watchdog`; it is gone afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "console", "watchdog", str(path), "--json", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(seen, process) -> None:
+    end = time.monotonic() + HANG_GUARD_S
+    while not seen():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def said(process, number: signal.Signals) -> tuple[int, list[dict]]:
+    """Ends a watchdog by a signal; returns its exit code and what it printed."""
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=HANG_GUARD_S)
+    return process.returncode, [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose supervisor lives, without pulses; every 20th step is recorded."""
+    path = directory.run(tmp_path / "0-first")
+    born = json.loads((path / rundir.RUN).read_text())
+    directory.document(path / rundir.RUN, born | {"watch": QUICK})
+    for step in range(0, 100, 20):
+        for rank in (0, 1):
+            directory.beat(path, rank, step)
+    return path
+
+
+def test_a_run_that_has_gone_silent_is_halted_once(run):
+    with watchdog(run, "--halt", "--interval", "0.1") as process:
+        until((run / rundir.HALT).exists, process)
+        assert "watchdog" in (run / rundir.HALT).read_text()
+        (run / rundir.HALT).unlink()
+        directory.beat(run, 0, 100, loss="nan")
+        time.sleep(0.5)
+        code, lines = said(process, signal.SIGTERM)
+    assert code == 0
+    assert (run / rundir.ANOMALY).read_text() == "heartbeat_stall\n"
+    assert not (run / rundir.HALT).exists()
+    assert "non_finite" in [c["rule"] for c in lines]
+    assert [(c["kind"], c["rule"]) for c in lines if c["rule"] == "stall"] == [
+        ("raise", "stall"), ("act", "stall"),
+    ]  # fmt: skip
+    assert "no record since" in lines[0]["text"]
+
+
+def test_without_halt_it_only_says_so(run):
+    with watchdog(run, "--interval", "0.1") as process:
+        assert "stall" in process.stdout.readline()
+        time.sleep(2)
+        code, _ = said(process, signal.SIGINT)
+    assert code == 130
+    assert not (run / rundir.HALT).exists()
+
+
+def test_a_healthy_run_is_left_alone_to_its_end(run):
+    done = threading.Event()
+
+    def train() -> None:
+        for step in range(100, 10_000, 20):
+            for rank in (0, 1):
+                directory.beat(run, rank, step, loss=2.0, grad_norm=1.0, steps_dt_s=[0.005] * 20)
+            if done.wait(0.1):
+                return
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        with watchdog(run, "--halt", "--interval", "0.1") as process:
+            time.sleep(4)
+            assert process.poll() is None
+            held = json.loads((run / rundir.SUPERVISOR).read_text())
+            directory.document(run / rundir.SUPERVISOR, held | {"state": "completed"})
+            out, err = process.communicate(timeout=HANG_GUARD_S)
+    finally:
+        done.set()
+        trainer.join()
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out.splitlines()[-1])["text"] == "toy/0-first is completed"
+    assert not (run / rundir.HALT).exists()
+    assert not (run / rundir.ANOMALY).exists()
+
+
+def test_pulses_tell_which_rank_stands_still(run):
+    live = rundir.SHARED_MEMORY / f"{rundir.LIVE_PREFIX}test-{secrets.token_hex(4)}"
+    live.mkdir(mode=0o700)
+    try:
+        for rank, phase in ((0, "backward"), (1, "forward")):
+            PulseWriter(rundir.pulse(live, rank), rank).set(41, phase)
+        held = json.loads((run / rundir.SUPERVISOR).read_text())
+        directory.document(run / rundir.SUPERVISOR, held | {"live_dir": str(live)})
+        with watchdog(run, "--interval", "0.1") as process:
+            line = json.loads(process.stdout.readline())
+    finally:
+        shutil.rmtree(live)
+    assert line["text"].startswith("rank 1 is behind: in forward of step 41 since")
+
+
+def test_a_halt_that_is_there_already_stays_as_it_is(run):
+    (run / rundir.HALT).write_text("by hand")
+    directory.beat(run, 0, 100, loss="nan")
+    with watchdog(run, "--halt", "--interval", "0.1") as process:
+        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
+    assert ".HALT is there already" in next(c["text"] for c in lines if c["kind"] == "act")
+    assert (run / rundir.HALT).read_text() == "by hand"
+    assert not (run / rundir.ANOMALY).exists()
+
+
+def test_nothing_is_written_through_a_link(run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    with watchdog(tmp_path / "link", "--halt") as process:
+        assert process.wait(HANG_GUARD_S) == 4
+        assert "is a link" in process.stderr.read()
+        assert "stall" not in process.stdout.read()
+
+
+def ancestor(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:
+    """A directory of the ancestor: records at steps 0, 1, 20, 40, 60, the last `age_s` old."""
+    path.mkdir()
+    last = time.time() - age_s
+    steps = (1, 20, 40, 60)
+    lines = [BOOT % (last - gap_s * 3.1, "2026-11-20T15:16:54Z", 0)]
+    for back, step in zip((3, 2, 1, 0), steps, strict=True):
+        at = last - back * gap_s
+        lines += [PROGRESS % (at, step, loss), STEP_END % (at + 1e-4, step), DUMP % (at + 190)]
+    rundir.heartbeat(path, 0).write_text("\n".join(lines[:-1]) + "\n")
+    rank1 = BOOT % (last - gap_s * 3.1, "2026-11-20T15:16:54Z", 1)
+    rundir.heartbeat(path, 1).write_text(rank1 + "\n")
+    return path
+
+
+def test_a_slow_run_of_the_ancestor_is_no_stall_and_its_zero_gradient_none(tmp_path):
+    """35 minutes between two records, a rank that writes none, a gradient norm that is always 0."""
+    path = ancestor(tmp_path / "slow", 35 * 60, 34 * 60)
+    with watchdog(path, "--halt", "--interval", "0.1") as process:
+        time.sleep(3)
+        code, lines = said(process, signal.SIGTERM)
+    assert (code, lines) == (0, [])
+    assert not (path / rundir.HALT).exists()
+
+
+def test_a_silent_run_of_the_ancestor_is_seen_by_its_own_rhythm(tmp_path):
+    path = ancestor(tmp_path / "silent", 60, 3600)
+    with watchdog(path, "--halt", "--interval", "0.1") as process:
+        line = json.loads(process.stdout.readline())
+        assert (line["kind"], line["rule"]) == ("raise", "stall")
+        assert "step 60: longer than the 300 s" in line["text"]
+        time.sleep(0.5)
+        assert not (path / rundir.HALT).exists()
+        (path / "metrics.json").write_text("{}")
+        process.communicate(timeout=HANG_GUARD_S)
+    assert process.returncode == 0
+
+
+def test_a_loss_that_is_not_finite_halts_a_run_of_the_ancestor(tmp_path):
+    path = ancestor(tmp_path / "nan", 60, 1, loss="NaN")
+    with watchdog(path, "--halt", "--interval", "0.1") as process:
+        until((path / rundir.HALT).exists, process)
+    assert (path / rundir.ANOMALY).read_text() == "nan_loss\n"
+
+
+def test_in_words_a_change_is_a_line_with_the_time_of_day(tmp_path):
+    path = ancestor(tmp_path / "nan", 60, 1, loss="NaN")
+    (path / "metrics.json").write_text("{}")
+    os.utime(path / "metrics.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "console", "watchdog", str(path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_GUARD_S,
+    )  # fmt: skip
+    first, last = done.stdout.splitlines()
+    assert first[8:] == " crit raise non_finite: the loss of step 60 is not finite"
+    assert "the run has ended" in last
