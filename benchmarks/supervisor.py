@@ -24,7 +24,8 @@ from trainers.contract.member import join
 steps, pause, size = int(sys.argv[1]), float(sys.argv[2]), 12
 run = join()
 figures = dict(loss=2.5, lr=3e-4, grad_norm=0.7, toks_per_s=12345.6, toks_per_s_rank=1543.2,
-    mfu=0.31, tokens_total=10**9, dt_fetch_s=0.001, dt_forward_s=0.3, dt_backward_s=0.6, dt_optimizer_s=0.05,
+    mfu=0.31, tokens_total=10**9, dt_fetch_s=0.001,
+    dt_forward_s=0.3, dt_backward_s=0.6, dt_optimizer_s=0.05,
     fetch_p50_ms=0.8, fetch_p95_ms=1.9, rss_mib=1234.5, skipped_steps=0, gate_entropy_mean=0.93,
     gate_entropy_min=0.71, gate_entropy_layers=[0.9] * size, gate_max_gate=0.8,
     gate_collapse_frac=0.0, gate_branch_shares=[0.3, 0.3, 0.4])
