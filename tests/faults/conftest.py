@@ -1,0 +1,46 @@
+"""The stage of the faults: a home of its own, launches that end, one scene a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.scene import Scene
+from tests.launches import Begin
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Iterator[Path]:
+    """What every process of these tests takes for its home and its temporary directory."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.setenv("TMPDIR", str(folder))
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def begin(home, tmp_path_factory) -> Iterator[Begin]:
+    launches = Begin(tmp_path_factory)
+    yield launches
+    launches.clean()
+
+
+@pytest.fixture
+def scene(request, home) -> Iterator[Scene]:
+    """The injection of the row that the test is marked with: `fault(number, case="")`."""
+    mark = request.node.get_closest_marker("fault")
+    case = mark.args[1] if len(mark.args) > 1 else ""
+    properties = request.node.user_properties
+    stage = Scene(mark.args[0], case, home, lambda found: properties.append(("fault", found)))
+    yield stage
+    stage.close()
+
+
+@pytest.fixture
+def orders(tmp_path_factory) -> Path:
+    """Where the ranks of `obedient.py` look for what to do."""
+    return tmp_path_factory.mktemp("orders")
