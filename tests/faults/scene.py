@@ -98,7 +98,7 @@ class Scene:
     def __init__(self, row: str, case: str, home: Path, record: Callable[[dict[str, Any]], None]):
         self.row, self.case, self._record = row, case, record
         self._home, self._before = home, world(home)
-        self._seen_s: float | None = None
+        self.seen_s: float | None = None
         self._words = ""
         self._left = "0 files"
 
@@ -116,7 +116,7 @@ class Scene:
 
     def note(self, words: str, seconds: float | None = None) -> None:
         """Writes down by which words the fault was seen, and when."""
-        self._words, self._seen_s = words, seconds
+        self._words, self.seen_s = words, seconds
 
     def goes_on(self, started: Started, pids: Mapping[int, int]) -> None:
         """Nothing was killed that should live: the same ranks step on, and a console says so."""
@@ -162,6 +162,6 @@ class Scene:
         changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
         assert not changed | (set(self._before) - set(after))
         self._record({
-            "row": self.row, "case": self.case, "seen_s": self._seen_s, "words": self._words,
+            "row": self.row, "case": self.case, "seen_s": self.seen_s, "words": self._words,
             "left": self._left,
         })  # fmt: skip
