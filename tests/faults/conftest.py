@@ -44,3 +44,9 @@ def scene(request, home) -> Iterator[Scene]:
 def orders(tmp_path_factory) -> Path:
     """Where the ranks of `obedient.py` look for what to do."""
     return tmp_path_factory.mktemp("orders")
+
+
+@pytest.fixture
+def full(request) -> bool:
+    """Says whether everything is injected, as `make faults` does."""
+    return bool(request.config.option.markexpr)

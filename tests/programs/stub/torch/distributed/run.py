@@ -27,6 +27,7 @@ def end(number: int = 0, _frame: object = None) -> None:
     """Passes TERM on and, after the time that was given, KILL."""
     if number:
         print(f"Received {number} death signal, shutting down workers", flush=True)
+    failed = [index for index, rank in enumerate(ranks) if rank.poll()]
     for rank in ranks:
         if rank.poll() is None:
             print(f"Sending process {rank.pid} closing signal SIGTERM", flush=True)
@@ -38,6 +39,11 @@ def end(number: int = 0, _frame: object = None) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
+    for index in failed[:1]:
+        rank = ranks[index]
+        print("Root Cause (first observed failure):")
+        print(f"[0]:\n  rank      : {index} (local_rank: {index})")
+        print(f"  exitcode  : {rank.returncode} (pid: {rank.pid})", flush=True)
     sys.exit(1)
 
 
