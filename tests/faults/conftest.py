@@ -30,12 +30,16 @@ def begin(home, tmp_path_factory) -> Iterator[Begin]:
 
 
 @pytest.fixture
-def scene(request, home) -> Iterator[Scene]:
-    """The injection of the row that the test is marked with: `fault(number, case="")`."""
-    mark = request.node.get_closest_marker("fault")
-    case = mark.args[1] if len(mark.args) > 1 else ""
+def injection(request) -> int:
+    """Which of several injections this is; `make faults` repeats those that are timed."""
+    return getattr(request, "param", 0)
+
+
+@pytest.fixture
+def scene(request, home, injection) -> Iterator[Scene]:
+    """One injection of the row that the test is marked with: `fault(number, case="")`."""
     properties = request.node.user_properties
-    stage = Scene(mark.args[0], case, home, lambda found: properties.append(("fault", found)))
+    stage = Scene(home, lambda found: properties.append(("fault", found)))
     yield stage
     stage.close()
 

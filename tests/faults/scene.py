@@ -93,11 +93,10 @@ def state_of(state: str, words: str = "") -> Seen:
 
 
 class Scene:
-    """What a test of a fault writes down; `record` takes the row of the report."""
+    """What a test of a fault writes down; `record` takes it for the report."""
 
-    def __init__(self, row: str, case: str, home: Path, record: Callable[[dict[str, Any]], None]):
-        self.row, self.case, self._record = row, case, record
-        self._home, self._before = home, world(home)
+    def __init__(self, home: Path, record: Callable[[dict[str, Any]], None]):
+        self._home, self._before, self._record = home, world(home), record
         self.seen_s: float | None = None
         self._words = ""
         self._left = "0 files"
@@ -162,6 +161,6 @@ class Scene:
         changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
         assert not changed | (set(self._before) - set(after))
         self._record({
-            "row": self.row, "case": self.case, "seen_s": self.seen_s, "words": self._words,
+            "seen_s": self.seen_s, "words": self._words,
             "left": self._left,
         })  # fmt: skip

@@ -50,32 +50,41 @@ def test_a_killed_rank_is_named_and_its_peer_is_secondary(scene, run):
     scene.note(why, scene.seen_s)
 
 
-ENDS = {
-    "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
+RAISED = {
     "exit 7": "(exit 7)",
+    "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
     "raise OutOfMemoryError CUDA out of memory": "rank 1: OutOfMemoryError: CUDA out of memory",
-    "segv": "rank 1 crashed in native code (SIGSEGV) at step ",
-    "abort": "rank 1 crashed in native code (SIGABRT) at step ",
 }
+CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(words, marks=[
-            pytest.mark.fault("3" if words in ("segv", "abort") else "2", words),
-            *([] if words in ("exit 7", "segv") else [pytest.mark.slow]),
-        ])
-        for words in ENDS
-    ],
-)  # fmt: skip
-def test_a_rank_that_ends_by_itself_is_named_with_how(scene, run, orders, words):
+def first_then_slow(cases: dict[str, str]) -> list[object]:
+    """`make test` has the first case of a row."""
+    slow = [pytest.param(words, marks=pytest.mark.slow) for words in list(cases)[1:]]
+    return [next(iter(cases)), *slow]
+
+
+@pytest.mark.fault("2")
+@pytest.mark.parametrize("words", first_then_slow(RAISED))
+def test_a_rank_that_raises_or_exits_is_named_with_the_reason(scene, run, orders, words):
+    why = ends_by_itself(scene, run, orders, words)
+    assert RAISED[words] in why
+
+
+@pytest.mark.fault("3")
+@pytest.mark.parametrize("words", first_then_slow(CRASHED))
+def test_a_native_crash_is_named_with_its_signal(scene, run, orders, words):
+    why = ends_by_itself(scene, run, orders, words)
+    assert why.startswith(f"rank 1 crashed in native code ({CRASHED[words]}) at step ")
+
+
+def ends_by_itself(scene, run, orders, words) -> str:
     scene.inject(run, lambda: order(orders, 1, words), names_rank_1)
     run.wait_end()
     why = scene.ended(run, "crashed", 5)
-    assert ENDS[words] in why
     assert why.startswith("rank 1")
     scene.note(why, scene.seen_s)
+    return why
 
 
 @pytest.mark.fault("24")

@@ -1,4 +1,4 @@
-"""Faults of the surroundings: reused pids, run directories that want to run code, a GPU that lies."""
+"""Faults around a run: reused pids, directories that want to run code, a GPU that lies."""
 
 from __future__ import annotations
 
@@ -80,15 +80,22 @@ class Canary:
         return Path.touch, (self.path,)
 
 
+EVIL = (
+    "flight_rank0_1.json", "flight_rank0_1.pickle", "mem_boot_rank0.json", "env.json", "gates.json",
+    "metrics.json", "stackdump_rank0_1.txt", "events.jsonl",
+)  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.fault("32", "opened by every command")
 def test_looking_at_a_hostile_directory_runs_nothing_and_writes_nothing(scene, tmp_path):
     canary, launch = tmp_path / "canary", directory.launch(tmp_path / "root")
-    run = directory.run(launch / "0-first", **directory.DEAD)
+    run = directory.run(launch / "0-first", workers=[], **directory.DEAD)
+    state = rundir.read_json(launch / rundir.PLAN_STATE)
+    directory.document(launch / rundir.PLAN_STATE, state | {"supervisor": directory.DEAD})
     directory.beat(run, 0, 5, loss=1.0)
     evil = pickle.dumps(Canary(canary))
-    for name in ("flight_rank0_1.json", "flight_rank0_1.pickle", "mem_boot_rank0.json", "env.json",
-                 "gates.json", "metrics.json", "stackdump_rank0_1.txt", "events.jsonl"):  # fmt: skip
+    for name in EVIL:
         (run / name).write_bytes(evil)
     step = run / rundir.CHECKPOINTS / "step_00000005"
     step.mkdir(parents=True)

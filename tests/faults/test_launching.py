@@ -134,7 +134,7 @@ def race(options: actions.LaunchOptions, gate, results) -> None:
 
 
 @pytest.mark.fault("14")
-def test_of_two_launches_into_one_directory_exactly_one_wins(request, scene, begin, plan, tmp_path):
+def test_of_two_launches_into_one_directory_exactly_one_wins(full, scene, begin, plan, tmp_path):
     context = multiprocessing.get_context("fork")
     races = ALL_RACES if full else RACES
     for number in range(races):

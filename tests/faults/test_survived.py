@@ -209,7 +209,6 @@ def test_a_stopped_supervisor_is_said_and_answers_when_it_goes_on(scene, run):
 @pytest.mark.parametrize("seconds", [-3600, 86_400])
 def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(scene, run, orders, seconds):
     pids, events = run.pids(), len(run.events(0))
-    scene.case = f"{seconds:+d} s"
     order(orders, 0, f"clock {seconds}")
     try:
         source, end = RunSource(run.path), time.monotonic() + STILL_S
