@@ -26,7 +26,11 @@ TOKEN = "0123456789abcdef"
 
 
 def sleeper(**variables: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "60"], env={**os.environ, **variables})
+    """Returns a process whose environment can be read."""
+    found = subprocess.Popen(["sleep", "60"], env={**os.environ, **variables})
+    while not process.environment(found.pid):
+        assert found.poll() is None
+    return found
 
 
 def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
