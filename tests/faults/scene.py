@@ -119,18 +119,17 @@ class Scene:
 
     def goes_on(self, started: Started, pids: Mapping[int, int]) -> None:
         """Nothing was killed that should live: the same ranks step on, and a console says so."""
-        steps = [rank["pulse"]["step"] for rank in started.samples()[-1]["ranks"]]
-
-        def moved() -> bool:
-            ranks = started.samples()[-1]["ranks"]
-            return len(ranks) == len(steps) and all(
-                rank["pulse"] and rank["pulse"]["step"] > step + 5
-                for rank, step in zip(ranks, steps, strict=True)
-            )
-
-        started.wait(moved, 20)
-        assert started.pids() == dict(pids)
         source = RunSource(started.path)
+
+        def steps() -> dict[int, int]:
+            ranks = source.poll().ranks
+            return {r.rank: r.pulse.step for r in ranks if r.pulse is not None and r.pulse.live}
+
+        before = started.wait(lambda: len(found := steps()) == len(pids) and found, 20)
+        started.wait(
+            lambda: all(steps().get(rank, 0) > step + 5 for rank, step in before.items()), 20
+        )
+        assert started.pids() == dict(pids)
         started.wait(lambda: source.poll().state == "running", 20)
         code, said = status(started.path)
         assert (code, said["state"]) == (0, "running"), said["why"]
