@@ -7,6 +7,7 @@ Faults whose time is bounded are injected several times and judged by the median
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ HEADER = (
     "result",
 )  # fmt: skip
 MAX_WORDS = 160
+FOLDER = re.compile(r"/tmp/(?:[^\s/]+/)+")
+"""The temporary directory of a test says nothing."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Case:
         bound = f"≤ {self.row.limit_s:g}" if self.seen_s and self.row.limit_s else ""
         counts = {result: self.results.count(result) for result in dict.fromkeys(self.results)}
         result = ", ".join(f"{count} {name}" for name, count in counts.items())
-        words = self.words.replace("|", "\\|").replace("\n", " ")
+        words = FOLDER.sub("…/", self.words).replace("|", "\\|").replace("\n", " ")
         words = words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS]}…"
         return (
             self.row.number, self.row.grade, fault, *seen, bound, words, self.left,
