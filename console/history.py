@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 
 MAX_POINTS = 4096
@@ -23,8 +24,9 @@ class History:
         self._ends: deque[tuple[float, int]] = deque(maxlen=64)
 
     def add(self, name: str, at: float, value: float | None) -> None:
-        """Appends one point; what is not a finite number, or at no time, is left out.
+        """Takes one point; what is not a finite number, or at no time, is left out.
 
+        A clock that was set back brings points out of order; they stand in order all the same.
         A series that is full halves the resolution of its older half.
         """
         if value is None or not math.isfinite(value) or not 0 <= at < LATEST_S:
@@ -34,7 +36,10 @@ class History:
         points = self._series.setdefault(name, [])
         if len(points) >= MAX_POINTS:
             del points[1 : MAX_POINTS // 2 : 2]
-        points.append((at, value))
+        if points and at < points[-1][0]:
+            insort(points, (at, value))
+        else:
+            points.append((at, value))
 
     def add_steps(self, at: float, step: int, durations: list[float]) -> None:
         """Takes the durations of the steps that ended with `step`."""

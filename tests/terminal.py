@@ -25,6 +25,7 @@ QUERIES = re.compile(
 UNFINISHED = re.compile(rb"\x1b(\[[0-9;:<=>?!$ ]*|P[^\x1b]*|\][^\x07\x1b]*)?$")
 UNLIKE_A_TERMINAL = ("TMUX", "SSH", "COLUMNS", "LINES")
 """What a program in a terminal of its own does not inherit; a test runner sets a fixed size."""
+KEPT_BYTES = 1 << 20
 LEFT_ON = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1003": b"h", b"1006": b"h", b"2004": b"h"}
 
 
@@ -43,6 +44,7 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self._carry = b""
         self.received = 0
+        self.raw = b""
         self.modes: dict[bytes, bytes] = {}
         self.closed = False
         self.pid, self.fd = pty.fork()
@@ -78,6 +80,7 @@ class Terminal:
             self.closed = True
             return
         self.received += len(data)
+        self.raw = (self.raw + data)[-KEPT_BYTES:]
         for found in re.finditer(rb"\x1b\[\?([0-9;]+)([hl])", data):
             for mode in found[1].split(b";"):
                 self.modes[mode] = found[2]

@@ -1,0 +1,165 @@
+"""One injection of a fault: when it was seen, by which words, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from console.model import RunState
+from console.sources import process
+from console.sources.run import RunSource
+from console.supervisor import live
+from tests.launches import Started
+from trainers import manifest
+from trainers.contract import rundir
+
+ROOT = Path(__file__).parents[2]
+CACHES = ("__pycache__", "node_modules")
+LOOK_EVERY_S = 0.02
+Seen = Callable[[RunState], str]
+"""Returns the sentence by which a console shows the fault, "" while it does not."""
+
+
+def console(*words: object, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Runs `nsa-console` in a process of its own; returns exit code, output, errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "console", *map(str, words)], cwd=ROOT, text=True,
+        capture_output=True, timeout=60, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def status(path: Path) -> tuple[int, dict[str, Any]]:
+    """Returns what `nsa-console status --json` says."""
+    code, out, err = console("status", path, "--json")
+    assert out, err
+    return code, json.loads(out)
+
+
+def world(*folders: Path) -> dict[str, tuple[int, int]]:
+    """Returns size and time of every file of the checkout and of these folders."""
+    return {
+        path: (stat.st_size, stat.st_mtime_ns)
+        for folder in (ROOT, *folders) for path, stat in _files(folder)
+    }  # fmt: skip
+
+
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for entry in os.scandir(folder):
+        if entry.name in CACHES or (folder == ROOT and entry.name.startswith(".")):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(Path(entry.path))
+        else:
+            yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def order(folder: Path, rank: int, words: str) -> None:
+    """Tells a rank of `obedient.py` what to do; returns when it begins."""
+    rundir.write_atomic(folder / f"rank{rank}", words)
+    until = time.monotonic() + 20
+    while (folder / f"rank{rank}").exists():
+        assert time.monotonic() < until, f"rank {rank} does not take the order {words!r}"
+        time.sleep(0.002)
+
+
+def sentence_of(alert: str) -> Seen:
+    """Looks for an alert by its name."""
+    return lambda state: next((a.text for a in state.alerts if a.id == alert), "")
+
+
+def verdict_of(cause: str, rank: int = 1) -> Seen:
+    """Looks for a verdict on a rank."""
+
+    def seen(state: RunState) -> str:
+        found = state.verdict
+        fits = found is not None and (found.cause, found.rank) == (cause, rank)
+        return found.sentence if found and fits and state.state == "stalled" else ""
+
+    return seen
+
+
+def state_of(state: str, words: str = "") -> Seen:
+    """Looks for a state, and words in its reason."""
+    return lambda seen: (
+        (seen.why or seen.state) if seen.state == state and words in seen.why else ""
+    )
+
+
+class Scene:
+    """What a test of a fault writes down; `record` takes it for the report."""
+
+    def __init__(self, home: Path, record: Callable[[dict[str, Any]], None]):
+        self._home, self._before, self._record = home, world(home), record
+        self.seen_s: float | None = None
+        self._words = ""
+        self._left = "0 files"
+
+    def inject(
+        self, started: Started, act: Callable[[], object], seen: Seen, guard_s: float = 30.0
+    ) -> str:
+        """Injects and waits until a console that was there before shows it; returns its words."""
+        source = RunSource(started.path)
+        source.poll()
+        act()
+        begun = time.monotonic()
+        words = started.wait(lambda: seen(source.poll()), guard_s, LOOK_EVERY_S)
+        self.note(words, time.monotonic() - begun)
+        return words
+
+    def note(self, words: str, seconds: float | None = None) -> None:
+        """Writes down by which words the fault was seen, and when."""
+        self._words, self.seen_s = words, seconds
+
+    def goes_on(self, started: Started, pids: Mapping[int, int]) -> None:
+        """Nothing was killed that should live: the same ranks step on, and a console says so."""
+        source = RunSource(started.path)
+
+        def steps() -> dict[int, int]:
+            ranks = source.poll().ranks
+            return {r.rank: r.pulse.step for r in ranks if r.pulse is not None and r.pulse.live}
+
+        before = started.wait(lambda: len(found := steps()) == len(pids) and found, 20)
+        started.wait(
+            lambda: all(steps().get(rank, 0) > step + 5 for rank, step in before.items()), 20
+        )
+        assert started.pids() == dict(pids)
+        started.wait(lambda: source.poll().state == "running", 20)
+        code, said = status(started.path)
+        assert (code, said["state"]) == (0, "running"), said["why"]
+        self._left = "0 killed, 0 files"
+
+    def ended(self, started: Started, state: str, code: int) -> str:
+        """The run is over as it should be, nothing is lost or left; returns the reason."""
+        tokens = [started.token(int(run.name.partition("-")[0])) for run in started.runs()]
+        owner = started.plan_state.get("supervisor", {})
+        started.wait(
+            lambda: not rundir.is_alive(owner) and not any(map(process.with_token, tokens)), 30
+        )
+        live.sweep()
+        assert not [t for t in tokens for _ in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
+        for run in started.runs():
+            if (run / rundir.CHECKPOINTS).exists():
+                newest = manifest.latest(run)
+                assert newest is not None
+                manifest.verify(newest)
+        found, said = status(started.path)
+        assert (found, said["state"]) == (code, state), said["why"]
+        self._left = "0 processes, 0 files"
+        return said["why"]
+
+    def close(self) -> None:
+        """No file outside the run directory changed. Writes the row down."""
+        after = world(self._home)
+        changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
+        assert not changed | (set(self._before) - set(after))
+        self._record({
+            "seen_s": self.seen_s, "words": self._words,
+            "left": self._left,
+        })  # fmt: skip

@@ -1,0 +1,110 @@
+"""The list of faults that the supervision has to survive: one table for tests, report and target.
+
+Numbers 1 to 38 are those of the project's graded list; those with a letter are of this project's
+own. A row is proven by the tests of this folder that carry its number, by the tests that it names
+elsewhere, or by both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAINERS, CONSOLE = "tests/trainers", "tests/console"
+RUN, CHECKPOINT = f"{TRAINERS}/test_run.py", f"{TRAINERS}/test_checkpoint.py"
+ACTIONS, TRUTH = f"{CONSOLE}/test_actions.py", f"{CONSOLE}/supervisor/test_truth.py"
+PARSING, TAILING = (
+    f"{TRAINERS}/contract/test_flags_and_plan.py",
+    f"{TRAINERS}/contract/test_jsonl.py",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault. `limit_s` bounds the median of the time until it is seen, None for no bound."""
+
+    number: str
+    grade: str
+    fault: str
+    limit_s: float | None = None
+    elsewhere: tuple[str, ...] = ()
+    """Node ids of tests outside this folder that prove the row, or a part of it."""
+    missing: str = ""
+    """What the row still lacks, and on what it waits."""
+
+
+DRILLS = "waits for the faults inside a trainer (trainers/drills.py)"
+
+ROWS: tuple[Row, ...] = (
+    Row("1", "A", "rank SIGKILL", 2.0),
+    Row("2", "A", "rank raises, exits 7, runs out of CUDA memory", 2.0,
+        missing="no restart loop: waits for the restart policy"),
+    Row("3", "A", "SIGSEGV, abort", 2.0),
+    Row("4", "A", "one rank sleeps in forward, stall limit 2 s", 4.0),
+    Row("5", "A", "stall in C with the GIL held, stall limit 2 s", 4.0),
+    Row("6", "A", "stall in a backward hook", missing=DRILLS),
+    Row("7", "A", "loader stall, loader child killed",
+        elsewhere=(f"{TRAINERS}/test_data.py::"
+                   "test_every_fetch_has_a_time_limit_and_says_what_did_not_come",),
+        missing=f"the verdict {DRILLS}"),
+    Row("8", "A", "SIGSTOP of a rank, then CONT; named after 3 s", 5.0),
+    Row("9", "A", "torchrun SIGKILL", 2.0),
+    Row("10", "A", "SIGUSR1 sprayed at torchrun, its group and its ranks"),
+    Row("11", "A", "console or launcher kill -9, mid-run and at each step of a launch"),
+    Row("12", "A", "terminal vanishes"),
+    Row("13", "A", "two consoles, both halt"),
+    Row("14", "A", "two launches into one directory"),
+    Row("15", "A", "stale .HALT"),
+    Row("16", "A", "disk full", elsewhere=(
+        f"{RUN}::test_a_full_disk_costs_records_and_nothing_else",
+        f"{RUN}::test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named",
+        f"{TRUTH}::test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept",
+    )),
+    Row("17", "A", "run directory read-only, not allowed, missing", elsewhere=(
+        f"{RUN}::test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays_good",
+    )),
+    Row("18", "A", "kill during a checkpoint, at ten moments", elsewhere=(
+        f"{CHECKPOINT}::test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies",
+        f"{CHECKPOINT}::test_what_a_killed_save_left_is_cleared_or_put_back_by_the_next",
+    )),
+    Row("19", "A", "truncated, zeroed, bit-flipped checkpoint", elsewhere=(
+        f"{CHECKPOINT}::test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken",
+    )),
+    Row("20", "A", "NaN on one rank", elsewhere=(
+        f"{RUN}::test_a_rank_with_nan_makes_all_skip_and_the_run_ends_with_10",
+    )),
+    Row("21", "A", "garbage in heartbeats"),
+    Row("22", "A", "terminal escapes in logs, figures and names"),
+    Row("23", "A", "port in use"),
+    Row("24", "A", "rank deaf to TERM: from the stop to zero processes, grace 2 s", 3.0),
+    Row("25", "B", "wall clock jumps"),
+    Row("26", "B", "pid reuse"),
+    Row("27", "B", "zombie rank"),
+    Row("28", "B", "rank in uninterruptible sleep"),
+    Row("29", "B", "restart loop", missing="waits for the restart policy"),
+    Row("30", "B", "rank dies in the middle of a record"),
+    Row("31", "B", "links, other owners, open modes", elsewhere=(
+        f"{ACTIONS}::test_a_link_and_a_file_are_refused",
+        f"{ACTIONS}::test_a_halt_is_not_written_through_a_link_in_somebodys_launch",
+        f"{ACTIONS}::test_a_request_is_not_written_through_a_link",
+        f"{CONSOLE}/sources/test_text.py::test_no_log_is_read_through_a_link",
+        f"{TAILING}::test_what_is_not_a_regular_file_is_not_opened",
+    )),
+    Row("32", "B", "hostile run directory", elsewhere=(
+        f"{CHECKPOINT}::test_an_index_that_wants_to_run_code_is_refused",
+        f"{PARSING}::test_yaml_tricks_are_refused_by_name",
+    )),
+    Row("33", "B", "injection by environment and arguments", elsewhere=(
+        f"{ACTIONS}::test_only_the_allow_list_reaches_a_training",
+    )),
+    Row("34", "B", "one rank is 30 % slower", missing="waits for the diagnosis of stragglers"),
+    Row("35", "B", "alert hook hangs, fails, floods", missing="waits for the hooks"),
+    Row("a", "A", "supervisor SIGKILL", 3.0),
+    Row("b", "A", "SIGSTOP of the supervisor", 3.0),
+    Row("c", "A", "frozen file system under the run", elsewhere=(
+        f"{CONSOLE}/supervisor/test_frozen_directory.py::"
+        "test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing",
+    )),
+    Row("d", "B", "lying NVML: 100 % at 70 W"),
+)  # fmt: skip
+
+BY_NUMBER = {row.number: row for row in ROWS}

@@ -1,0 +1,173 @@
+"""Faults that end a run: it is said which rank, of what, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from console.sources import process
+from tests.faults.scene import console, order, sentence_of, state_of, verdict_of
+from tests.launches import STUB, phase
+from tests.mounts import ext4
+from trainers.contract import rundir
+
+GRACE_S = 2
+WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": GRACE_S}
+
+
+@pytest.fixture
+def run(begin, orders):
+    """A launch of two ranks under torchrun."""
+    started = begin(phase("one", "obedient.py", 100_000, orders), watch=WATCH)
+    started.wait_steps(3)
+    return started
+
+
+@pytest.fixture
+def small_run(begin, orders):
+    """A launch of two ranks under the small torchrun."""
+    started = begin(phase("one", "obedient.py", 100_000, orders), watch=WATCH, shell=STUB)
+    started.wait_steps(3)
+    return started
+
+
+def names_rank_1(state) -> str:
+    return state.why if "rank 1" in state.why else ""
+
+
+@pytest.mark.fault("1")
+def test_a_killed_rank_is_named_and_its_peer_is_secondary(scene, run):
+    victim = run.pids()[1]
+    scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), names_rank_1)
+    run.wait_end()
+    why = scene.ended(run, "crashed", 5)
+    assert why.startswith("rank 1 was killed by SIGKILL at step ")
+    assert why.endswith("rank 0 ended because of it")
+    scene.note(why, scene.seen_s)
+
+
+RAISED = {
+    "exit 7": "(exit 7)",
+    "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
+    "raise OutOfMemoryError CUDA out of memory": "rank 1: OutOfMemoryError: CUDA out of memory",
+}
+CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
+
+
+def first_then_slow(cases: dict[str, str]) -> list[object]:
+    """`make test` has the first case of a row."""
+    slow = [pytest.param(words, marks=pytest.mark.slow) for words in list(cases)[1:]]
+    return [next(iter(cases)), *slow]
+
+
+@pytest.mark.fault("2")
+@pytest.mark.parametrize("words", first_then_slow(RAISED))
+def test_a_rank_that_raises_or_exits_is_named_with_the_reason(scene, run, orders, words):
+    why = ends_by_itself(scene, run, orders, words)
+    assert RAISED[words] in why
+
+
+@pytest.mark.fault("3")
+@pytest.mark.parametrize("words", first_then_slow(CRASHED))
+def test_a_native_crash_is_named_with_its_signal(scene, run, orders, words):
+    why = ends_by_itself(scene, run, orders, words)
+    assert why.startswith(f"rank 1 crashed in native code ({CRASHED[words]}) at step ")
+
+
+def ends_by_itself(scene, run, orders, words) -> str:
+    scene.inject(run, lambda: order(orders, 1, words), names_rank_1)
+    run.wait_end()
+    why = scene.ended(run, "crashed", 5)
+    assert why.startswith("rank 1")
+    scene.note(why, scene.seen_s)
+    return why
+
+
+@pytest.mark.fault("24")
+def test_stop_ends_ranks_that_are_deaf_hold_the_gil_or_are_stopped(scene, run, orders):
+    order(orders, 0, "deaf")
+    order(orders, 1, "gil 60")
+    os.kill(run.pids()[0], signal.SIGSTOP)
+    token, pids = run.token(), run.pids()
+    assert console("stop", run.path)[0] == 0
+    sent = next(event["mono"] for event in run.events() if event["kind"] == "answer")
+    run.wait(lambda: not process.with_token(token), 20, 0.02)
+    seconds = time.monotonic() - sent
+    assert not [pid for pid in pids.values() if process.environment(pid)]
+    run.wait_end()
+    scene.note(scene.ended(run, "stopped", 4), seconds)
+
+
+@pytest.mark.fault("a")
+def test_a_killed_supervisor_is_said_and_the_ranks_can_still_be_halted(scene, run):
+    pid = run.plan_state["supervisor"]["pid"]
+    words = scene.inject(run, lambda: os.kill(pid, signal.SIGKILL), state_of("unsupervised"))
+    assert "rank 0, 1 still runs" in words
+    assert console("halt", run.path)[0] == 0
+    run.wait(lambda: not process.with_token(run.token()), 20)
+    assert "halted at step" in scene.ended(run, "halted", 4)
+    scene.note(words, scene.seen_s)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("27")
+def test_a_rank_that_is_dead_and_not_reaped_is_not_alive(scene, run):
+    agent, victim = run.state()["torchrun"]["pid"], run.pids()[1]
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        words = scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), verdict_of("gone"))
+        assert process.state(victim) == "Z"
+        assert "rank 1 is gone" in words
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    run.wait_end()
+    assert "rank 1 was killed by SIGKILL" in scene.ended(run, "crashed", 5)
+    scene.note(words, scene.seen_s)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("28")
+def test_a_rank_that_sleeps_uninterruptibly_is_said_and_not_killed(
+    scene, small_run, orders, tmp_path
+):
+    pids = small_run.pids()
+    with ext4(tmp_path, 64) as mount:
+        subprocess.run(["fsfreeze", "-f", str(mount)], check=True)
+        try:
+            words = scene.inject(
+                small_run, lambda: order(orders, 1, f"write {mount / 'file'}"),
+                verdict_of("uninterruptible"),
+            )  # fmt: skip
+            assert process.state(pids[1]) == "D"
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(mount)], check=True)
+        scene.goes_on(small_run, pids)
+    assert "uninterruptible sleep" in words
+
+
+@pytest.mark.slow
+@pytest.mark.fault("30")
+def test_half_a_record_is_ignored_and_the_one_before_it_counts(scene, small_run, orders):
+    scene.inject(small_run, lambda: order(orders, 1, "half"), names_rank_1)
+    small_run.wait_end()
+    why = scene.ended(small_run, "crashed", 5)
+    assert why.startswith("rank 1")
+    assert not rundir.heartbeat(small_run.run(), 1).read_bytes().endswith(b"\n")
+    step = int(why.partition("at step ")[2].split()[0].rstrip(";,"))
+    assert step >= 3
+    scene.note(why, scene.seen_s)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("8", "torchrun")
+def test_a_stopped_torchrun_is_said(scene, run):
+    pids, agent = run.pids(), run.state()["torchrun"]["pid"]
+    try:
+        scene.inject(run, lambda: os.kill(agent, signal.SIGSTOP), sentence_of("torchrun-stopped"))
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    scene.goes_on(run, pids)

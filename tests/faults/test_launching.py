@@ -1,0 +1,281 @@
+"""Faults around a launch: killed half-way, two at once, a bad place, words that want more."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from console import actions
+from tests.faults.scene import ROOT, console
+from tests.launches import STUB, Started, phase
+from trainers.contract import rundir
+from trainers.contract.errors import ContractError, RefusedError
+
+MOMENTS, RACES, ALL_RACES = 6, 4, 50
+"""Steps at which a launch is killed and races in `make test`; `make faults` has all of them."""
+
+LAUNCHER = """
+import os, signal, sys
+from pathlib import Path
+from console import actions
+folder, last, seen = sys.argv[1], int(sys.argv[2]), 0
+def count(event, args):
+    global seen
+    about = event in ("subprocess.Popen", "fcntl.flock") or (
+        event.startswith(("open", "os.")) and folder in str(args[0]))
+    if about and seen >= 0:
+        seen += 1
+        if seen == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+options = actions.LaunchOptions(plan=sys.argv[3], run_dir=Path(folder))
+sys.addaudithook(count)
+actions.launch(options, "launcher")
+count, total, seen = None, seen, -1
+print(total, flush=True)
+"""
+"""Kills itself before its `last`-th step that touches the launch directory or starts a process."""
+
+
+def launch_and_die(folder: Path, last: int, plan: str) -> int:
+    """Launches in a process that kills itself at a step; returns how many steps there were."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, str(folder), str(last), plan], cwd=ROOT, text=True,
+        capture_output=True, timeout=60, env={**os.environ, **STUB},
+    )  # fmt: skip
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def supervisors(folder: Path) -> int:
+    """Returns how many supervisors ever took this directory."""
+    log = folder / rundir.SUPERVISOR_LOG
+    return len(re.findall(r"supervisor pid \d+", log.read_text())) if log.exists() else 0
+
+
+def is_locked(folder: Path) -> bool:
+    try:
+        with (folder / rundir.LOCK).open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def took_place(folder: Path) -> bool:
+    """Says whether a supervisor has taken over, as soon as that is decided."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if (folder / rundir.PLAN_STATE).exists():
+            return True
+        if not is_locked(folder):
+            return (folder / rundir.PLAN_STATE).exists()
+        time.sleep(0.02)
+    raise AssertionError(f"{folder} is locked and has no supervisor: {os.listdir(folder)}")
+
+
+@pytest.fixture
+def plan(begin, orders):
+    """A plan of one rank and a few steps under the small torchrun."""
+    return begin.options(phase("one", "obedient.py", 3, orders), nproc=1).plan
+
+
+def again(folder: Path, plan: str, monkeypatch) -> Started:
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+    options = actions.LaunchOptions(plan=plan, run_dir=folder)
+    return Started(actions.launch(options, "again"))
+
+
+@pytest.mark.fault("11", "launcher, at each step")
+def test_a_launch_that_is_killed_at_any_step_is_complete_or_never_was(
+    full, scene, begin, plan, tmp_path, monkeypatch
+):
+    total = launch_and_die(tmp_path / "whole", 0, plan)
+    begin.adopt(tmp_path / "whole").wait_end()
+    assert total >= 10
+    every = 1 if full else max(1, total // MOMENTS)
+    outcomes, refused = {True: 0, False: 0}, {}
+    for last in range(1, total + 1, every):
+        folder = tmp_path / f"killed-{last}"
+        launch_and_die(folder, last, plan)
+        started = begin.adopt(folder)
+        complete = took_place(folder)
+        outcomes[complete] += 1
+        if complete:
+            with pytest.raises(RefusedError, match=r"is in use by|which is over"):
+                again(folder, plan, monkeypatch)
+        else:
+            try:
+                again(folder, plan, monkeypatch)
+            except RefusedError as error:
+                refused[last] = str(error)
+                continue
+        assert started.wait_end()["phases"][0]["state"] == "completed", last
+        assert supervisors(folder) == 1, last
+        scene.ended(started, "completed", 0)
+    assert not refused, "\n".join(f"step {n} of {total}: {why}" for n, why in refused.items())
+    assert all(outcomes.values()), outcomes
+    scene.note(f"{outcomes[True]} complete, {outcomes[False]} never begun, {total} steps")
+
+
+def race(options: actions.LaunchOptions, gate, results) -> None:
+    os.environ.update(STUB)
+    gate.wait()
+    try:
+        results.put(("won", str(actions.launch(options, "racer"))))
+    except ContractError as error:
+        results.put(("refused", str(error)))
+
+
+@pytest.mark.fault("14")
+def test_of_two_launches_into_one_directory_exactly_one_wins(full, scene, begin, plan, tmp_path):
+    context = multiprocessing.get_context("fork")
+    races = ALL_RACES if full else RACES
+    for number in range(races):
+        folder = tmp_path / f"race-{number}"
+        options = actions.LaunchOptions(plan=plan, run_dir=folder)
+        gate, results = context.Barrier(2), context.SimpleQueue()
+        racers = [context.Process(target=race, args=(options, gate, results)) for _ in range(2)]
+        for racer in racers:
+            racer.start()
+        for racer in racers:
+            racer.join(60)
+            assert racer.exitcode == 0
+        outcomes = dict(results.get() for _ in racers)
+        started = begin.adopt(folder)
+        assert outcomes["won"] == str(folder)
+        assert re.search(r"is in use by|which is over", outcomes["refused"]), outcomes
+        started.wait_end()
+        assert supervisors(folder) == 1
+    scene.note(f"exactly one of two won, {races} times; the other: {outcomes['refused'][-60:]}")
+    scene.ended(started, "completed", 0)
+
+
+@pytest.mark.fault("15")
+def test_a_halt_that_is_older_than_its_run_is_set_aside_and_said(scene, begin, orders):
+    started = begin(
+        phase("one", "obedient.py", 2, orders), phase("two", "obedient.py", 30, orders),
+        between="ask", nproc=1, shell=STUB,
+    )  # fmt: skip
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    run = started.path / "1-two"
+    run.mkdir(mode=0o700)
+    (run / rundir.HALT).write_text("of an earlier run\n")
+    assert started.ask("proceed")["ok"]
+    started.wait_end()
+    said = [e["text"] for e in started.events(1) if e["kind"] == "note"]
+    assert "a .HALT from before the start was set aside as .HALT.stale-" in said[0]
+    scene.note(said[0])
+    scene.ended(started, "completed", 0)
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder on a read-only file system."""
+    folder = tmp_path / "ro"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs root, and a machine that mounts a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.fault("17", "read-only")
+def test_a_launch_onto_a_read_only_file_system_is_refused_with_the_reason(scene, plan, read_only):
+    code, _, said = console("launch", plan, "--run-dir", read_only / "a" / "b")
+    assert code == 4
+    assert f"{read_only} is on a read-only file system" in said
+    scene.note(said.strip())
+
+
+@pytest.mark.fault("17", "not allowed")
+def test_a_launch_where_the_user_may_not_write_is_refused_with_the_reason(scene, plan, tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o555)
+    words = [sys.executable, "-m", "console", "launch", plan, "--run-dir", str(folder / "x")]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("needs setpriv, to take root's power over modes away")
+        words = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *words]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert f"{folder} is not writable" in done.stderr
+    assert os.listdir(folder) == []
+    scene.note(done.stderr.strip())
+
+
+@pytest.mark.slow
+@pytest.mark.fault("31", "somebody else's")
+def test_a_directory_of_somebody_else_is_refused_and_left_alone(scene, plan, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a directory away")
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    code, _, said = console("launch", plan, "--run-dir", folder)
+    assert (code, os.listdir(folder)) == (4, [])
+    assert "belongs to user id 65534" in said
+    scene.note(said.strip())
+
+
+@pytest.mark.slow
+@pytest.mark.fault("31", "open to all")
+def test_a_directory_that_was_open_to_all_is_closed(scene, begin, plan, tmp_path, monkeypatch):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    started = begin.adopt(again(folder, plan, monkeypatch).path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    started.wait_end()
+    opened = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
+    scene.note("mode 0700")
+    scene.ended(started, "completed", 0)
+    assert not opened
+
+
+@pytest.mark.slow
+@pytest.mark.fault("33", "arguments")
+def test_words_for_a_shell_reach_the_program_as_words(scene, begin, tmp_path):
+    hostile = ["; touch canary", "$(touch canary)", "`touch canary`", "a b", "--set"]
+    script, told = tmp_path / "words.py", tmp_path / "told"
+    script.write_text(f"import sys\nopen({str(told)!r}, 'w').write(repr(sys.argv[1:]))\n")
+    before = set(os.listdir())
+    started = begin({"name": "one", "script": str(script), "args": hostile, "nproc": 1},
+                    shell=STUB)  # fmt: skip
+    started.wait_end()
+    assert told.read_text() == repr(hostile)
+    assert set(os.listdir()) == before
+    scene.note("five words, none obeyed")
+    scene.ended(started, "completed", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("33", "plan")
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"env": {"LD_PRELOAD": "/tmp/x.so"}}, "no flag 'LD_PRELOAD'"),
+        ({"env": {"PYTHONPATH": "/tmp"}}, "no flag 'PYTHONPATH'"),
+        ({"env": {"NCCL_DEBUG": "INFO\nLD_PRELOAD=/tmp/x.so"}}, "cannot be"),
+        ({"about": "x\x1b]52;c;eA==\x07"}, "control character"),
+    ],
+)
+def test_a_plan_that_brings_more_than_flags_is_refused(scene, begin, orders, more, says):
+    options = begin.options(phase("one", "obedient.py", 2, orders), **more)
+    code, _, said = console("launch", options.plan, "--run-dir", options.root / "x")
+    assert code == 2
+    assert says in said
+    assert not options.root.exists()
+    scene.note(said.strip())

@@ -1,0 +1,342 @@
+"""Faults that a run must survive, one after the other on one launch: nothing is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from console import actions
+from console.sources import process
+from console.sources.run import RunSource
+from console.supervisor.follow import KEPT_STEPS
+from tests.faults.scene import ROOT, console, order, sentence_of, verdict_of
+from tests.launches import phase
+from tests.terminal import Terminal
+from trainers.contract import rundir
+
+DEFAULT_PORTS = (29400, 29500)
+WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": 2}
+STILL_S = 4.5
+"""Longer than the stall limit and the supervisor's next look."""
+
+
+def spray(started, until: threading.Event) -> None:
+    """Sends SIGUSR1 to every process of the run and its groups until told otherwise."""
+    while not until.wait(0.02):
+        agent = (started.state().get("torchrun") or {}).get("pid")
+        if not agent:
+            continue
+        for pid in {agent, *process.with_token(started.token())}:
+            for send in (os.kill, os.killpg):
+                try:
+                    send(pid, signal.SIGUSR1)
+                except ProcessLookupError:
+                    continue
+
+
+@pytest.fixture(scope="module")
+def taken_ports() -> Iterator[None]:
+    """Somebody listens where torchrun and its store would by default."""
+    held = [socket.socket() for _ in DEFAULT_PORTS]
+    for listener, port in zip(held, DEFAULT_PORTS, strict=True):
+        try:
+            listener.bind(("", port))
+            listener.listen()
+        except OSError:
+            continue  # then somebody else holds it, which is as good
+    yield
+    for listener in held:
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory):
+    return tmp_path_factory.mktemp("orders")
+
+
+@pytest.fixture(scope="module")
+def terminal(begin, taken_ports, orders):
+    """The terminal from which the run was launched, waiting for its end."""
+    options = begin.options(
+        phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000}), watch=WATCH
+    )
+    words = [sys.executable, "-m", "console", "--root", str(options.root)]
+    with Terminal([*words, "launch", options.plan, "--wait"], ROOT) as shown:
+        yield options.root, shown
+
+
+@pytest.fixture(scope="module")
+def first(begin, terminal):
+    """The run, sprayed with SIGUSR1 from its first moment on, default ports taken."""
+    root, shown = terminal
+    shown.wait(lambda _: list(root.glob("*/*/plan_state.json")))
+    started = begin.adopt(next(root.glob("*/*")))
+    over = threading.Event()
+    sprayer = threading.Thread(target=spray, args=(started, over))
+    started.wait(lambda: started.runs() and (started.run() / rundir.RUN).exists())
+    sprayer.start()
+    try:
+        started.wait_steps(5)
+    finally:
+        over.set()
+        sprayer.join()
+    return started
+
+
+def newest(begin, orders, usable):
+    """Returns the newest launch that an earlier injection left usable, or another one."""
+    started = begin.begun[-1]
+    if usable(started):
+        return started
+    steps = phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000})
+    started = begin(steps, watch=WATCH)
+    started.wait_steps(5)
+    return started
+
+
+@pytest.fixture
+def run(begin, first, orders, injection):
+    """A launch with torchrun and both ranks, whose stall limit an earlier stall does not raise."""
+    found = newest(begin, orders, lambda it: process.environment(it.state()["torchrun"]["pid"]))
+    if injection:
+        found.wait_steps(KEPT_STEPS + (RunSource(found.path).poll().step or 0))
+    return found
+
+
+@pytest.fixture
+def running(begin, first, orders):
+    """A launch whose ranks live, with torchrun or without."""
+    return newest(begin, orders, lambda it: it.plan_state["state"] != "ended")
+
+
+@pytest.mark.fault("23")
+def test_a_run_starts_where_the_default_ports_are_taken(scene, run):
+    scene.note(run.state()["state"])
+    scene.goes_on(run, run.pids())
+
+
+@pytest.mark.fault("10")
+def test_sigusr1_kills_nothing_neither_at_the_start_nor_later(scene, run):
+    pids, over = run.pids(), threading.Event()
+    threading.Timer(1.0, over.set).start()
+    spray(run, over)
+    scene.note("nothing to see")
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("12")
+def test_a_run_outlives_the_terminals_that_launched_and_showed_it(scene, run, terminal):
+    pids, (_, launcher) = run.pids(), terminal
+    words = [sys.executable, "-m", "console", "watch", str(run.path)]
+    with Terminal(words, ROOT) as screen:
+        screen.wait("RUNNING")
+        screen.hang_up()
+        if not launcher.closed:
+            launcher.hang_up()
+        screen.wait_exit()
+    scene.note("nothing to see")
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("11", "console, mid-run")
+def test_a_killed_console_is_opened_again_on_the_same_run(scene, run):
+    pids, words = run.pids(), [sys.executable, "-m", "console", "watch", str(run.path)]
+    with Terminal(words, ROOT) as screen:
+        screen.wait("RUNNING")
+        os.kill(screen.pid, signal.SIGKILL)
+        assert screen.wait_exit() == -signal.SIGKILL
+    with Terminal(words, ROOT) as screen:
+        shown = screen.wait("RUNNING")
+        screen.press("q")
+        assert screen.wait_exit() == 0
+    assert shown.startswith(f"tested {run.path.name[9:13]} one")
+    scene.note("the same run")
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("4")
+def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, orders):
+    pids = run.pids()
+    words = scene.inject(run, lambda: order(orders, 1, f"sleep {STILL_S}"), verdict_of("behind"))
+    assert "rank 1 is behind: in forward of step" in words
+    assert "rank 0 waits in backward" in words
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("5")
+def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, orders):
+    pids = run.pids()
+    words = scene.inject(run, lambda: order(orders, 1, f"gil {STILL_S}"), verdict_of("behind"))
+    assert "rank 1 is behind: in forward of step" in words
+    assert console("status", run.path)[0] == 0
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("8")
+def test_a_stopped_rank_is_offered_cont_and_never_killed(scene, run):
+    pids = run.pids()
+    try:
+        words = scene.inject(run, lambda: os.kill(pids[1], signal.SIGSTOP), verdict_of("stopped"))
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    assert f"kill -CONT {pids[1]} lets it go on" in words
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("b")
+def test_a_stopped_supervisor_is_said_and_answers_when_it_goes_on(scene, run):
+    pids, supervisor = run.pids(), run.plan_state["supervisor"]["pid"]
+    try:
+        words = scene.inject(
+            run, lambda: os.kill(supervisor, signal.SIGSTOP), sentence_of("supervisor-stopped")
+        )
+        before = RunSource(run.path).poll().step
+        run.wait(lambda: RunSource(run.path).poll().step > before + 20)
+        asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
+        assert actions.answer(run.path, asked, 0.5) is None
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+    assert actions.answer(run.path, asked, 15)["ok"]
+    assert f"kill -CONT {supervisor}" in words
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("25")
+@pytest.mark.parametrize("seconds", [-3600, 86_400])
+def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(scene, run, orders, seconds):
+    pids, events = run.pids(), len(run.events(0))
+    order(orders, 0, f"clock {seconds}")
+    try:
+        source, end = RunSource(run.path), time.monotonic() + STILL_S
+        while time.monotonic() < end:
+            state = source.poll()
+            assert (state.state, state.verdict) == ("running", None)
+            assert (state.eta_s or 0) >= 0
+            assert all((rank.age_s or 0) >= 0 for rank in state.ranks)
+            time.sleep(0.1)
+    finally:
+        order(orders, 0, "clock 0")
+    assert len(run.events(0)) == events
+    scene.note("nothing to see")
+    scene.goes_on(run, pids)
+
+
+HOSTILE = (
+    b"\0" * 3000 + b"\n", b"\xff\xfe\x80\n", b"[1, 2]\n", b'"text"\n', b"{}\n", b"null\n",
+    b"[" * 100_000 + b"\n", b'{"v": 1, "rank": 0, "msg": "progress", "step": NaN}\n',
+    b'{"v": 1, "rank": 0, "msg": "progress", "step": 1e400, "attempt": 1}\n', b'{"v": 1, "ra\n',
+)  # fmt: skip
+LONGEST_LINE = 100 << 20
+PEAK = """
+import sys
+from console import cli
+cli.main(["status", sys.argv[1]])
+print(next(line for line in open("/proc/self/status") if "VmHWM" in line), file=sys.stderr)
+"""
+
+
+@pytest.mark.fault("21")
+def test_garbage_among_the_records_is_counted_and_costs_bounded_memory(scene, run):
+    pids, supervisor = run.pids(), run.plan_state["supervisor"]["pid"]
+    mine = rundir.heartbeat(run.run(), 0)
+    fifo, folder, long = (rundir.heartbeat(run.run(), rank) for rank in (7, 8, 9))
+    before = RunSource(run.path).poll().skipped_records
+
+    def spoil() -> None:
+        os.mkfifo(fifo)
+        folder.mkdir()
+        with long.open("wb") as stream:
+            for _ in range(LONGEST_LINE >> 20):
+                stream.write(b"x" * (1 << 20))
+        with mine.open("ab") as stream:
+            for line in HOSTILE:
+                stream.write(line)
+        os.truncate(rundir.heartbeat(run.run(), 1), 0)
+
+    try:
+        scene.inject(run, spoil, lambda s: f"{s.skipped_records} records were skipped"
+                     if s.skipped_records >= before + len(HOSTILE) else "")  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, str(run.path)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert int(done.stderr.split()[-2]) < 100 << 10, done.stderr
+        assert rss_mib(supervisor) < 48
+    finally:
+        fifo.unlink()
+        folder.rmdir()
+        long.unlink()
+    scene.goes_on(run, pids)
+
+
+def rss_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/status") as stream:
+        return next(int(line.split()[1]) for line in stream if line.startswith("VmRSS")) / 1024
+
+
+ESCAPES = "\x1b]52;c;cHduZWQ=\x07\x1b]0;pwned\x07\x1b[2J\x1b[31m[red]boo[/red]\u202e marker\x9b6n"
+
+
+@pytest.mark.fault("22")
+def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(scene, run):
+    pids, log = run.pids(), rundir.rank_log(run.run(), 1, 0)
+    with log.open("a") as stream:
+        stream.write(f"{ESCAPES}\n")
+    assert actions.answer(
+        run.path, actions.send(run.path, "note", {"text": ESCAPES}, ESCAPES), 15
+    )["ok"]  # fmt: skip
+    words = [sys.executable, "-m", "console", "watch", str(run.path)]
+    with Terminal(words, ROOT) as screen:
+        screen.wait("RUNNING")
+        screen.press("4")
+        shown = screen.wait("[red]boo[/red] marker")
+        screen.press("q")
+        assert screen.wait_exit() == 0
+    assert "pwned" not in screen.screen.title + screen.screen.icon_name
+    assert b"cHduZWQ" not in screen.raw
+    assert "cHdu" not in shown
+    code, out, _ = console("logs", run.path)
+    assert code == 0
+    assert not set(out) & set("\x1b\x07\x9b\u202e")
+    scene.note("shown as plain text")
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("9")
+def test_ranks_that_torchrun_left_are_found_and_go_on(scene, run):
+    pids, agent = run.pids(), run.state()["torchrun"]["pid"]
+    words = scene.inject(run, lambda: os.kill(agent, signal.SIGKILL), sentence_of("torchrun-gone"))
+    assert "rank 0, 1 still runs" in words
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("13")
+def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(scene, running):
+    run = running
+    words = [sys.executable, "-m", "console", "watch", str(run.path)]
+    with Terminal(words, ROOT) as one, Terminal(words, ROOT) as two:
+        for screen in (one, two):
+            screen.wait("RUNNING")
+            screen.press("H")
+            screen.wait("Halt this run")
+        for screen in (one, two):
+            os.write(screen.fd, b"y")
+        for screen in (one, two):
+            screen.wait("HALTED")
+            screen.press("q")
+            assert screen.wait_exit() == 0
+    found = [e for e in run.events(0) + run.events() if e["kind"] == "answer"
+             and e["action"] == "halt"]  # fmt: skip
+    assert len(found) == 2
+    assert all(event["ok"] for event in found)
+    assert sum(".HALT is written" in event["text"] for event in found) == 1
+    run.wait_end()
+    scene.note(scene.ended(run, "halted", 4))

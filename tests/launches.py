@@ -1,0 +1,159 @@
+"""Real launches for the tests: a plan as data, a supervisor, torchrun, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from console import actions
+from console.sources import process
+from trainers.contract import rundir
+
+PROGRAMS = Path(__file__).with_name("programs")
+STUB: Mapping[str, str] = {"PYTHONPATH": str(PROGRAMS / "stub")}
+"""Puts a small torchrun in the place of torch's, for programs that need no torch."""
+ENDED = ("halted", "stopped", "completed", "failed", "crashed", "killed")
+
+
+class Started:
+    """A launch under test."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def plan_state(self) -> dict[str, Any]:
+        return rundir.read_json(self.path / rundir.PLAN_STATE) or {}
+
+    def run(self, index: int = 0) -> Path:
+        return next(iter(self.path.glob(f"{index}-*")))
+
+    def runs(self) -> list[Path]:
+        return sorted(self.path.glob("[0-9]*-*"))
+
+    def state(self, index: int = 0) -> dict[str, Any]:
+        try:
+            return rundir.read_json(self.run(index) / rundir.SUPERVISOR) or {}
+        except StopIteration:
+            return {}
+
+    def token(self, index: int = 0) -> str:
+        born = rundir.read_json(self.run(index) / rundir.RUN) or {}
+        return born["environment"]["NSA_CONSOLE_TOKEN"]
+
+    def pids(self, index: int = 0) -> dict[int, int]:
+        return {w["rank"]: w["pid"] for w in self.state(index).get("workers", [])}
+
+    def events(self, index: int | None = None) -> list[dict[str, Any]]:
+        folder = self.path if index is None else self.run(index)
+        return [json.loads(line) for line in (folder / rundir.EVENTS).read_text().splitlines()]
+
+    def samples(self, index: int = 0) -> list[dict[str, Any]]:
+        path = rundir.samples(self.run(index), rundir.host_name())
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def wait(
+        self, reached: Callable[[], Any], timeout_s: float = 60.0, every_s: float = 0.05
+    ) -> Any:
+        """Polls until `reached` is true; fails with the state otherwise."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            value = reached()
+            if value:
+                return value
+            time.sleep(every_s)
+        raise AssertionError(f"not reached: {self.plan_state} {self.state()}")
+
+    def wait_state(self, *states: str, index: int = 0, timeout_s: float = 60.0) -> dict[str, Any]:
+        return self.wait(lambda: (s := self.state(index)).get("state") in states and s, timeout_s)
+
+    def wait_steps(self, count: int, index: int = 0, timeout_s: float = 60.0) -> None:
+        def done() -> bool:
+            path = rundir.heartbeat(self.run(index), 0)
+            return path.exists() and path.read_bytes().count(b"progress") >= count
+
+        self.wait_state("running", *ENDED, index=index, timeout_s=timeout_s)
+        self.wait(done, timeout_s)
+
+    def wait_end(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        return self.wait(lambda: (s := self.plan_state).get("state") == "ended" and s, timeout_s)
+
+    def ask(self, action: str, where: Path | None = None, **args: Any) -> dict[str, Any]:
+        path = where or self.path
+        request = actions.send(path, action, args, "tester")
+        answer = actions.answer(path, request, 15)
+        assert answer is not None, f"no answer to {action}"
+        return answer
+
+    def clean(self) -> None:
+        """Ends whatever is left, whoever owns it."""
+        owner = self.plan_state.get("supervisor", {})
+        if rundir.is_alive(owner):
+            os.kill(owner["pid"], signal.SIGKILL)
+        for run in self.runs():
+            born = rundir.read_json(run / rundir.RUN) or {}
+            token = born.get("environment", {}).get("NSA_CONSOLE_TOKEN")
+            for pid in process.with_token(token) if token else ():
+                os.kill(pid, signal.SIGKILL)
+            if token:
+                shutil.rmtree(f"/dev/shm/nsa-console-{os.geteuid()}-{token}", ignore_errors=True)
+
+
+def write_plan(folder: Path, **plan: Any) -> Path:
+    document = {
+        "name": "tested", "nproc": 2, "env": {"OMP_NUM_THREADS": 1},
+        "watch": {"stall_floor_s": 10, "startup_s": 60, "grace_s": 3}, **plan,
+    }  # fmt: skip
+    path = folder / "tested.yaml"
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return path
+
+
+def phase(name: str, program: str, *args: object, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name, "script": str(PROGRAMS / program), "args": [str(a) for a in args], **more,
+    }  # fmt: skip
+
+
+class Begin:
+    """Starts launches and ends them after the module."""
+
+    def __init__(self, folders: pytest.TempPathFactory):
+        self._folders = folders
+        self.begun: list[Started] = []
+
+    def __call__(
+        self, *phases: dict[str, Any], root: Path | None = None,
+        shell: Mapping[str, str] | None = None, **plan: Any,
+    ) -> Started:  # fmt: skip
+        """Launches a plan of these phases; `shell` is what the launcher's shell exports."""
+        options = self.options(*phases, root=root, **plan)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (shell or {}).items():
+                patch.setenv(name, value)
+            return self.adopt(actions.launch(options, "tester"))
+
+    def options(
+        self, *phases: dict[str, Any], root: Path | None = None, **plan: Any
+    ) -> actions.LaunchOptions:
+        """Writes a plan and returns the words that launch it."""
+        folder = self._folders.mktemp("launch")
+        file = write_plan(folder, phases=list(phases), **plan)
+        return actions.LaunchOptions(plan=str(file), root=root or folder / "artifacts")
+
+    def adopt(self, path: Path | str) -> Started:
+        self.begun.append(Started(Path(path)))
+        return self.begun[-1]
+
+    def clean(self) -> None:
+        for each in self.begun:
+            each.clean()

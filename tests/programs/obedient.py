@@ -1,0 +1,93 @@
+"""A member without torch that does to itself what it is told: `obedient.py STEPS FOLDER`.
+
+The ranks step in lockstep through a shared file, as in a collective. A rank that finds
+`FOLDER/rank{R}` takes it away and does, in its forward, what stands in it (see `DEEDS`).
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+from trainers.contract import rundir
+from trainers.contract.member import join
+
+true_time = time.time
+
+
+def hold_the_gil(seconds: str) -> None:
+    """Sleeps in C without giving the GIL away: no other thread of Python runs meanwhile."""
+    ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
+
+
+def fail(text: str) -> None:
+    kind, _, words = text.partition(" ")
+    raise {
+        "ValueError": ValueError,
+        "OutOfMemoryError": type("OutOfMemoryError", (RuntimeError,), {}),
+    }[kind](words)
+
+
+def shift_the_clock(seconds: str) -> None:
+    time.time = lambda: true_time() + float(seconds)
+
+
+def die_in_a_line(_: str) -> None:
+    """Leaves the first half of a record, as a kill between two writes does."""
+    fd = rundir.open_append(rundir.heartbeat(run.run, run.rank))
+    os.write(fd, json.dumps({"v": 1, "rank": run.rank, "msg": "progress"}).encode()[:20])
+    os._exit(3)
+
+
+def write_through(path: str) -> None:
+    """Writes and waits for the disk in the main thread."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_SYNC, 0o600)
+    os.write(fd, b"x" * 4096)
+    os.close(fd)
+
+
+DEEDS = {
+    "sleep": lambda seconds: time.sleep(float(seconds)),
+    "gil": hold_the_gil,
+    "raise": fail,
+    "exit": lambda code: sys.exit(int(code)),
+    "abort": lambda _: os.abort(),
+    "segv": lambda _: ctypes.string_at(0),
+    "deaf": lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "clock": shift_the_clock,
+    "half": die_in_a_line,
+    "write": write_through,
+    "say": print,
+}
+
+
+def obey(path: Path) -> None:
+    try:
+        order, _, words = path.read_text().partition(" ")
+        path.unlink()
+    except FileNotFoundError:
+        return
+    DEEDS[order](words)
+
+
+steps, folder = int(sys.argv[1]), Path(sys.argv[2])
+run = join()
+path = Path(run.live or run.run) / "lockstep"
+path.touch()
+with path.open("r+b") as stream:
+    stream.truncate(8 * run.world)
+    board = mmap.mmap(stream.fileno(), 8 * run.world)
+for step in range(1, steps + 1):
+    if run.step(step, loss=1.0 / step, grad_norm=1.0):
+        break
+    obey(folder / f"rank{run.rank}")
+    time.sleep(0.02)
+    run.pulse.set(step, "backward")
+    struct.pack_into("<q", board, 8 * run.rank, step)
+    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
+        time.sleep(0.002)

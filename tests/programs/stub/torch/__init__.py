@@ -1,0 +1,1 @@
+"""Not torch: holds the small torchrun only."""
