@@ -48,6 +48,7 @@ BEFORE_THE_START = frozenset(
     (rundir.PLAN, rundir.LOCK, rundir.SUPERVISOR_LOG, rundir.EVENTS, rundir.REQUESTS)
 )
 """What a launch writes before its supervisor says that it has taken over."""
+HALF_WRITTEN = f".{rundir.PLAN}.tmp-"
 
 
 class Claim:
@@ -98,7 +99,7 @@ class Claim:
 
     def _never_began(self, names: list[str]) -> bool:
         """Says whether all that is there was left by a launch that no supervisor took over."""
-        there = {name for name in names if not name.startswith(f".{rundir.PLAN}.tmp-")}
+        there = {name for name in names if not name.startswith(HALF_WRITTEN)}
         held = rundir.read_json(self.directory / rundir.PLAN)
         ours = rundir.PLAN not in there or bool(held and jsonl.text(held, "launch"))
         # A lock of ours from this moment proves nothing: it has to have been there before.
@@ -107,6 +108,9 @@ class Claim:
 
     def _clear(self) -> None:
         """Removes what a launch left that never began; only under the lock."""
+        for name in os.listdir(self.directory):
+            if name.startswith(HALF_WRITTEN):
+                (self.directory / name).unlink()
         held = rundir.read_json(self.directory / rundir.PLAN)
         if held is not None:
             self.cleared = jsonl.text(held, "launch", "?")[:200]
