@@ -1,9 +1,9 @@
-"""Processes through psutil, and signals that cannot hit a stranger.
+"""Processes as the kernel shows them, and signals that cannot hit a stranger.
 
-What psutil has not is read from /proc here: caught signals, the children of one process (psutil
-reads every process of the host for them), and all that a command needs which only reads files, so
-that psutil is imported at the first use. A process is known by pid and start time; it is signalled
-through a pidfd that was opened first and checked afterwards, so a reused pid is never hit.
+What is asked every second is read from /proc here: psutil reads three files of a process where one
+tells, and every process of the host for the children of one. A process is known by pid and start
+time; it is signalled through a pidfd that was opened first and checked afterwards, so a reused pid
+is never hit.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ import os
 import select
 import signal
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainers.contract import environ, rundir
 
-if TYPE_CHECKING:
-    import psutil
-
-LETTERS = {
-    "running": "R", "sleeping": "S", "disk-sleep": "D", "stopped": "T", "tracing-stop": "t",
-    "zombie": "Z", "dead": "X", "idle": "I",
-}  # fmt: skip
-"""psutil's words for the kernel's letters."""
 GONE = "gone"
+_CPU, _STARTED, _RSS = slice(11, 13), 19, 21
+"""Fields of /proc/PID/stat behind the name: user and system time, start time, resident pages."""
+_TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 """PIDFD_GET_INFO of linux/pidfd.h; since 6.15 the kernel keeps there how a reaped process ended."""
@@ -43,27 +38,40 @@ class Use:
 
 
 class Meter:
-    """What processes use, from one look to the next."""
+    """What processes use, from one look to the next; one read of /proc a look."""
 
     def __init__(self) -> None:
-        self._known: dict[int, psutil.Process] = {}
+        self._known: dict[int, tuple[bytes, int, float]] = {}
+        """Start time, CPU ticks and when they were read, by pid."""
 
     def look(self, pid: int) -> Use:
         """Returns what a process uses; CPU since the last look at it, None at the first."""
-        import psutil
-
-        known = self._known.get(pid)
-        try:
-            process = known or psutil.Process(pid)
-            with process.oneshot():
-                cpu_pct = process.cpu_percent()
-                state = LETTERS.get(process.status(), "?")
-                rss_mib = process.memory_info().rss / (1 << 20)
-        except psutil.Error:
+        fields = _stat(pid)
+        if len(fields) <= _RSS:
             self._known.pop(pid, None)
             return Use()
-        self._known[pid] = process
-        return Use(state, cpu_pct if known else None, round(rss_mib, 1))
+        now, ticks, started = time.monotonic(), sum(map(int, fields[_CPU])), fields[_STARTED]
+        before = self._known.get(pid)
+        self._known[pid] = started, ticks, now
+        rss_mib = round(int(fields[_RSS]) * _PAGE_MIB, 1)
+        cpu_pct = None
+        if before is not None and before[0] == started and now > before[2]:
+            cpu_pct = round((ticks - before[1]) / _TICKS_PER_S / (now - before[2]) * 100, 1)
+        return Use(fields[0].decode("ascii", "replace"), cpu_pct, rss_mib)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Returns /proc/PID/stat from the state on, [] for a process that is gone."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        return os.read(fd, 4096).rpartition(b")")[2].split()
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
 
 
 def children(pid: int) -> list[int]:
@@ -89,11 +97,8 @@ def _children_by_scan(pid: int) -> list[int]:
 
 def state(pid: int) -> str:
     """Returns the kernel's letter for a process, or "gone"."""
-    try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return GONE
-    return data.rpartition(b")")[2].split()[0].decode("ascii", "replace")
+    fields = _stat(pid)
+    return fields[0].decode("ascii", "replace") if fields else GONE
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -37,7 +37,7 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 """What can be asked, each stronger than the one before."""
 AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
-MOST_NEWS, HAND_OVER_S = 4, 0.005
+MOST_NEWS, HAND_OVER_S = 1, 0.005
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class _Part:
 
 def refusal(pid: int) -> str:
     """Says why a rank cannot be asked for its stack, "" when it can."""
-    state = process.Meter().look(pid).state
+    state = process.state(pid)
     if state in ("Z", "X", process.GONE):
         return "is gone"
     if state in "Tt":

@@ -26,7 +26,7 @@ KEPT_STEPS = 256
 KEPT_RECORDS = 4096
 LONGEST_STEP_S = 1e6
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
-LOOK_BYTES = 1 << 20
+LOOK_BYTES = 512 << 10
 """Of records in one look: a backlog is read in parts, and memory stays flat."""
 LOG_TAIL_BYTES = 256 << 10
 CLOSING = b"closing signal SIG"

@@ -49,7 +49,7 @@ class Launch:
             for i, phase in enumerate(given.plan.phases)
         ]  # fmt: skip
         self._next_flags: dict[str, dict[str, Any]] = {}
-        self._mailbox = Mailbox(self._directory)
+        self._mailbox, self._scanner = Mailbox(self._directory), requests.Scanner()
         self._dumps = Dumps(self._keep)
         self._left: list[tuple[Job[None], Request]] = []
         self._look: Job[list[Request]] | None = None
@@ -245,9 +245,9 @@ class Launch:
         runs = [path / entry["dir"] for entry in self._phases[: self._index + 1]]
 
         def look() -> list[Request]:
-            found = requests.scan(path, "launch")
+            found = self._scanner.scan(path, "launch")
             for run in runs:
-                found += requests.scan(run, "run")
+                found += self._scanner.scan(run, "run")
             if attempt is not None:
                 attempt.look(heartbeats)
             return found

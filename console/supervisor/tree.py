@@ -22,6 +22,7 @@ from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
+REAP_EVERY_S = 1.0
 """A scan reads the environment of every process of the host."""
 FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
@@ -65,7 +66,8 @@ class Tree:
 
     def __init__(self, token: str, nproc: int, poller: select.poll):
         self.token, self.nproc = token, nproc
-        self._poller = poller
+        self._pollers = (poller, select.poll())
+        """The main loop's, which ends its wait, and one of this tree alone."""
         self.agent: process.Handle | None = None
         """torchrun, None before it was started."""
         self.agent_status: int | None = None
@@ -78,7 +80,7 @@ class Tree:
         self._agent_over_at: float | None = None
         self._kill_at: float | None = None
         self._ranks_kill_at: float | None = None
-        self._scanned = self._killed = 0.0
+        self._scanned = self._killed = self._reaped = 0.0
         self._left: list[int] = []
 
     @property
@@ -107,7 +109,7 @@ class Tree:
             raise
         ticks = rundir.start_ticks(self._popen.pid) or 0
         self.agent = process.Handle(self._popen.pid, fd, ticks)
-        self._poller.register(fd, select.POLLIN)
+        self._register(fd)
 
     def adopt(self, held: Mapping[str, Any]) -> None:
         """Takes over what a former supervisor's document names and still lives.
@@ -146,14 +148,17 @@ class Tree:
             handle.close()
             return None
         if handle is not None:
-            self._poller.register(handle.fd, select.POLLIN)
+            self._register(handle.fd)
         return handle
 
     def look(self) -> bool:
         """Finds new ranks, reaps what ended; True when something changed."""
-        changed = self._reap()
-        if self.incomplete:
-            changed = self._discover() or changed
+        changed = self.incomplete and self._discover()
+        now = time.monotonic()
+        if not self._pollers[1].poll(0) and now - self._reaped < REAP_EVERY_S:
+            return changed
+        self._reaped = now
+        changed = self._reap() or changed
         adopted = self.agent if self._popen is None and not self.agent_over else None
         if adopted is not None and adopted.is_over():
             self._agent_ended(adopted.exit_code())
@@ -281,7 +286,7 @@ class Tree:
         if handle is None:
             return False
         self.workers[int(rank)] = Worker(int(rank), int(local), handle)
-        self._poller.register(handle.fd, select.POLLIN)
+        self._register(handle.fd)
         return True
 
     def _reap(self) -> bool:
@@ -318,7 +323,12 @@ class Tree:
         if worker.rank not in self.order:
             self.order.append(worker.rank)
 
+    def _register(self, fd: int) -> None:
+        for poller in self._pollers:
+            poller.register(fd, select.POLLIN)
+
     def _forget(self, handle: process.Handle) -> None:
         if handle.fd >= 0:
-            self._poller.unregister(handle.fd)
+            for poller in self._pollers:
+                poller.unregister(handle.fd)
             handle.close()
