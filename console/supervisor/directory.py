@@ -28,7 +28,8 @@ def event_record(
 class Job(Generic[T]):
     """Work for the directory's thread whose result somebody waits for, without blocking.
 
-    Whatever it raises is raised where the result is taken; the thread goes on.
+    Whatever it raises is raised where the result is taken; the thread goes on. An empty list is no
+    news: `on_done` is not called for it.
     """
 
     def __init__(self, work: Callable[[], T], on_done: Callable[[], None]):
@@ -44,7 +45,8 @@ class Job(Generic[T]):
             self.error = error
         finally:
             self.done = True
-            self._on_done()
+            if self._value != []:
+                self._on_done()
 
     @property
     def value(self) -> T:

@@ -90,6 +90,7 @@ class Files:
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self._log_offset = 0
+        self._log_stamp: tuple[int, int, int] | None = None
         self._disk = Disk(run)
         self._tails = deque(heartbeat.tail(rundir.heartbeat(run, rank)) for rank in range(world))
         self._world = world
@@ -125,6 +126,10 @@ class Files:
 
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
+        halt_file = os.path.lexists(self._run / rundir.HALT)
+        stamp = _stamp(self._log)
+        if stamp == self._log_stamp:
+            return News(halt_file=halt_file)
         data = b""
         if jsonl.size_bytes(self._log, self._run) < self._log_offset:
             kept = rundir.kept_log(self._log)
@@ -133,9 +138,10 @@ class Files:
         fresh = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, self._log_offset, self._run)
         self._log_offset += max(0, len(fresh) - OVERLAP_BYTES)
         data += fresh
+        self._log_stamp = stamp if len(fresh) < LOG_TAIL_BYTES else None
         death = DEATH.search(data)
         return News(
-            halt_file=os.path.lexists(self._run / rundir.HALT),
+            halt_file=halt_file,
             ending=CLOSING in data,
             agent_signal=process.signal_name(int(death[1])) if death else "",
         )
@@ -159,6 +165,15 @@ class Files:
                 news.behind = True
                 return
             self._tails.rotate(-1)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Returns what changes when a file is written to or replaced, None where there is none."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Story:

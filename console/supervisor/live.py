@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import process
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 
 
 def _prefix() -> str:
@@ -59,7 +59,7 @@ class Live:
         """Replaces the supervisor's sign of life; shared memory that is full costs only this."""
         if self.path is not None:
             with contextlib.suppress(OSError):
-                rundir.write_json(self.path / rundir.LIVE_STATUS, record)
+                rundir.write_atomic(self.path / rundir.LIVE_STATUS, jsonl.encode(record))
 
 
 def sweep() -> None:

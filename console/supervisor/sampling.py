@@ -25,6 +25,7 @@ class Sampler:
         self._meter = process.Meter()
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
+        self._pulses: dict[int, Path] = {}
         self.seen: tuple[Seen, ...] = ()
         self.phases: dict[int, str] = {}
 
@@ -54,7 +55,10 @@ class Sampler:
         ended = process.Use("Z" if worker.unreaped else process.GONE)
         use = self._meter.look(pid) if worker.over_ts is None else ended
         state = use.state
-        found = pulse.read(rundir.pulse(self._folder, worker.rank))
+        path = self._pulses.get(worker.rank)
+        if path is None:
+            path = self._pulses[worker.rank] = rundir.pulse(self._folder, worker.rank)
+        found = pulse.read(path)
         if found is not None and found.pid != pid:
             found = None
         row: dict[str, Any] = {
