@@ -218,7 +218,7 @@ def _prepared_phase(given: Orders, index: int, directory: Path) -> PreparedPhase
     return PreparedPhase(phase.name, tuple(argv), chosen, environment, resolved)
 
 
-def adopt(path: Path) -> str:
+def adopt(path: Path, sure: bool = False) -> str:
     """Gives the launch of a run whose supervisor is gone a new one; returns what was done.
 
     Raises RefusedError when it has ended, belongs to nobody's launch or is watched.
@@ -226,7 +226,7 @@ def adopt(path: Path) -> str:
     top = launches.launch_of(path)
     if top is None:
         raise RefusedError(f"{path} belongs to no launch, so no supervisor can take it over")
-    return f"a new supervisor watches {start.adopt(top)}"
+    return f"a new supervisor watches {start.adopt(top, settings.load(), sure)}"
 
 
 # --- requests --------------------------------------------------------------------------------

@@ -303,7 +303,9 @@ ACTING: tuple[Command, ...] = (
     ), "--wait returns the exit code of the launch's end, and with --json prints its\n"
        "status then. Without --wait, 0 means: the launch has begun.\n", "acting"),
     Command("adopt", "Give a run whose supervisor is gone a new one.", ("adopt latest",),
-            (_run(),), "Ranks that live go on and are watched again; what ended meanwhile is\n"
+            (_run(), option("--yes", action="store_true",
+                            help="mean it where the host has started anew since")),
+            "Ranks that live go on and are watched again; what ended meanwhile is\n"
             "judged by its records, and the plan goes on.\n", "acting"),
     Command("dump", "Take the stacks of all ranks, or of one.",
             ("dump latest", "dump latest --rank 1"), (_run(), RANK, TIMEOUT), module="acting"),

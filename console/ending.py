@@ -314,7 +314,7 @@ Rule = tuple[State, Callable[[Facts], bool], Callable[[Facts], str]]
 
 ENDED: tuple[Rule, ...] = (
     ("crashed", lambda f: f.broken, lambda f: f.failure),
-    ("crashed", lambda f: f.asked == "restart", lambda f: f"stalled, and ended by {f.by}"),
+    ("crashed", lambda f: f.asked == "restart", lambda f: f"ended for a restart by {f.by}"),
     ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
     ("stopped", lambda f: f.asked == "stop" and (not f.clean or bool(f.halt_steps)),
      lambda f: f"stopped, asked by {f.by}"),

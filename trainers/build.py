@@ -124,6 +124,9 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
 def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> Manifest | None:
     """Restores what `checkpoint.resume` names, and says what. Raises CheckpointError."""
     wish, step = settings.checkpoint.resume, settings.checkpoint.from_step
+    if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):
+        # A further attempt goes on where this run came to, whatever the first began from.
+        wish, step = AUTO, 0
     if not wish:
         return None
     run = member.run if wish == AUTO else Path(wish)

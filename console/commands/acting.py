@@ -81,7 +81,7 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
 
 def adopt(options: argparse.Namespace) -> int:
     """Gives a run whose supervisor is gone a new one."""
-    text = actions.adopt(launches.find(options.run, options.root))
+    text = actions.adopt(launches.find(options.run, options.root), options.yes)
     show(options.json, {"ok": True, "text": text}, (clean(text),))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import time
 from dataclasses import replace
@@ -85,12 +86,14 @@ def _halt(run: Path, anomaly: str) -> str:
     if (run / rundir.HALT).exists():
         return f"{rundir.HALT} is there already"
     try:
-        rundir.write_atomic(run / rundir.ANOMALY, f"{anomaly}\n")
         rundir.ask(run, rundir.HALT, f"watchdog {actions.who()}")
     except OSError as error:
         raise RefusedError(
             f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks go on"
         ) from error
+    # A full disk takes the empty .HALT, and may not take its reason.
+    with contextlib.suppress(OSError):
+        rundir.write_atomic(run / rundir.ANOMALY, f"{anomaly}\n")
     return f"{rundir.HALT} is written"
 
 

@@ -20,7 +20,6 @@ NAMED_AT_ONCE_S = 3.0
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
 FIRST_STEP = 1
-"""Up to this step a rank may compile and allocate: the start-up budget holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,8 @@ class Seen:
     still_s: float
     collectives: int = 0
     p99_s: float | None = None
+    first_step: int = FIRST_STEP
+    """The first step of this attempt: up to it a rank may compile and allocate."""
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -54,7 +55,7 @@ class Seen:
 
 def limit_s(seen: Seen, watch: Watch) -> float:
     """Returns for how long this rank's pulse may stay as it is."""
-    if not seen.phase or seen.phase in STARTING_PHASES or seen.step <= FIRST_STEP:
+    if not seen.phase or seen.phase in STARTING_PHASES or seen.step <= seen.first_step:
         return watch.startup_s
     usual = max(watch.stall_floor_s, SAFETY * (seen.p99_s or 0.0))
     if seen.phase == "eval":

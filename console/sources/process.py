@@ -113,7 +113,7 @@ def environment(pid: int) -> dict[str, str]:
 
 def with_token(token: str) -> list[int]:
     """Returns the living processes that were born with this token, whoever their parent is."""
-    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if environment(pid).get(environ.TOKEN) == token]
 
 

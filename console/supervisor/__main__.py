@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -12,9 +13,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from console import settings
 from console.sources.nvml import Nvml
 from console.supervisor import orders
 from console.supervisor.attempt import Services
@@ -59,13 +62,16 @@ def _wake(fd: int) -> None:
         os.write(fd, b"\0")
 
 
-def supervise(path: Path, adopt: bool) -> None:
+def supervise(path: Path, adopt: str | None) -> None:
     """Runs the phases of a launch, or goes on with one whose supervisor is gone.
 
-    Raises ContractError when plan.json cannot be used.
+    `adopt` is then the hook of who asked for it, as JSON. Raises ContractError when plan.json
+    cannot be used.
     """
-    given = orders.load(path)
-    held = rundir.read_json(path / rundir.PLAN_STATE) if adopt else None
+    given, held = orders.load(path), None
+    if adopt is not None:
+        given = replace(given, hook=settings.parse(json.loads(adopt), "--adopt"))
+        held = rundir.read_json(path / rundir.PLAN_STATE) or {}
     asked: list[str] = []
     take_signals(asked.append)
     become_subreaper()
@@ -76,8 +82,9 @@ def supervise(path: Path, adopt: bool) -> None:
     directory, nvml = Directory(lambda: _wake(wake_write)), Nvml()
     nvml.start()
     hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
-    launch = Launch(path, given, Services(directory, nvml, poller, hooks), held)
+    launch: Launch | None = None
     try:
+        launch = Launch(path, given, Services(directory, nvml, poller, hooks), held)
         while not launch.over:
             ready = poller.poll(BUSY_TICK_MS if launch.busy else IDLE_TICK_MS)
             if any(fd == wake_read for fd, _ in ready):
@@ -86,8 +93,12 @@ def supervise(path: Path, adopt: bool) -> None:
                 launch.terminate(f"{asked[0]} to the supervisor")
                 asked.clear()
             launch.tick()
+    except ContractError:
+        raise
     except Exception as mistake:  # ranks that nobody watches are worse than a run that ends
         traceback.print_exc()
+        if launch is None:
+            raise
         launch.give_up(
             f"the supervisor failed ({type(mistake).__name__}: {mistake}) and stopped the ranks; "
             f"see {rundir.SUPERVISOR_LOG}"
@@ -103,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m console.supervisor", description=__doc__)
     parser.add_argument("launch", type=Path)
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the launch's lock")
-    parser.add_argument("--adopt", action="store_true", help="go on with a launch left behind")
+    parser.add_argument("--adopt", metavar="HOOK", help="go on with a launch left behind")
     options = parser.parse_args()
     if options.lock_fd is not None:
         os.set_inheritable(options.lock_fd, False)

@@ -1,13 +1,13 @@
-"""The open alerts of one attempt: each is raised once until it is cleared."""
+"""The open alerts of a run: each is raised once until it is cleared, whatever attempt it is."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from console.plans.gates import Summary
 from console.supervisor.directory import Directory
+from trainers.contract import jsonl
 
 DROPPED = "dropped"
 SETTLED_S = 10.0
@@ -15,20 +15,22 @@ SETTLED_S = 10.0
 
 
 class Alerts:
-    """Owns what is open; `event` writes it down and `summary` counts it for the gates."""
+    """Owns what is open; `event` writes it down. `held` are those that a former supervisor left."""
 
     def __init__(
-        self, event: Callable[..., dict[str, Any]], summary: Summary, directory: Directory
-    ):
-        self._event, self._summary, self._directory = event, summary, directory
-        self._open: dict[str, dict[str, Any]] = {}
+        self, event: Callable[..., dict[str, Any]], directory: Directory,
+        held: Iterable[Mapping[str, Any]] = (),
+    ):  # fmt: skip
+        self._event, self._directory = event, directory
+        self._open = {name: dict(each) for each in held if (name := jsonl.text(each, "alert"))}
         self._dropped, self._dropped_at = directory.dropped, 0.0
 
-    def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> None:
-        """Opens an alert, unless it is open."""
-        if name not in self._open:
-            self._summary.stalls += name == "stall"
-            self._open[name] = self._event("alert", text, level, alert=name, key=key)
+    def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> bool:
+        """Opens an alert; False when it is open."""
+        if name in self._open:
+            return False
+        self._open[name] = self._event("alert", text, level, alert=name, key=key)
+        return True
 
     def clear(self, name: str, text: str) -> None:
         """Closes an alert, if it is open."""

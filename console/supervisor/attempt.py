@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -75,34 +76,37 @@ class Attempt:
 
     def __init__(
         self, born: Born, services: Services, prepare: Callable[[], None],
-        event: Callable[..., dict[str, Any]], changed: Callable[[], None],
-        held: Mapping[str, Any] | None = None, restarts_on_stall: bool = False,
+        event: Callable[..., dict[str, Any]], changed: Callable[[], None], alerts: Alerts,
+        watching: Watching, former: Attempt | None = None, held: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.born, self.event, self._changed = born, event, changed
         self.stage: Stage = "prepare"
         self.gates: tuple[Gate, ...] = ()
         self.story = Story()
         self._directory = services.directory
-        self.alerts = Alerts(event, self.story.summary, services.directory)
+        self.alerts, self.watching = alerts, watching
         self.tree = Tree(born.token, born.phase.nproc, services.poller)
         self.halt_file = self.behind = False
         self.verdict: Verdict | None = None
-        self._files = Files(born.run, born.number, born.phase.nproc)
+        self.files = Files(
+            born.run, born.number, born.phase.nproc, former.files if former else None
+        )  # fmt: skip
         self._rotation = Rotation(rundir.logs(born.run, born.number))
         self._rotated: Job[list[str]] | None = None
         self._news: deque[News] = deque()
         self._sampler = Sampler(services.nvml, born.live or born.run)
-        actions = {"stall": "restart"} if restarts_on_stall else {}
-        self.watching = Watching(born.watch, actions)
         self._acts: list[Change] = []
         self._begun = time.monotonic()
-        self.asked = self._by = self._failure = self._agent_signal = self._ending = ""
+        self.asked = self.by = self._failure = self._agent_signal = self._ending = ""
         self._words: Mapping[int, LastWords] = {}
         self._died_at: dict[int, int] = {}
         """The step of each ended rank's last pulse: its last records may be lost."""
         self._oom_before = kernel.snapshot()
         self._oom: OomEvidence | None = None
         self._broken = False
+        self.checkpoint = 0
+        """The step of the newest checkpoint at its end."""
+        self._caught_up = held is None
         self._sampled = self._rotated_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
@@ -114,6 +118,8 @@ class Attempt:
             self.tree.adopt(held)
             self.stage = "run"
             self._sample()
+            if (asked := jsonl.text(held, "asked")) in ENDINGS:
+                self.end(asked, jsonl.text(held, "asked_by", "?"))
 
     # --- what the run calls --------------------------------------------------------------------
 
@@ -125,7 +131,7 @@ class Attempt:
 
     def look(self, heartbeats: bool) -> None:
         """Reads the run's files; runs on the directory's thread. The next tick takes it in."""
-        self._news.append(self._files.look(heartbeats))
+        self._news.append(self.files.look(heartbeats))
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
@@ -135,8 +141,8 @@ class Attempt:
         if self.stage in ("collect", "over"):
             return "the ranks have ended already; no further phase starts"
         if self.asked and ENDINGS.index(action) <= ENDINGS.index(self.asked):
-            return f"{self.asked} is under way, asked by {self._by}"
-        self.asked, self._by = action, by
+            return f"{self.asked} is under way, asked by {self.by}"
+        self.asked, self.by = action, by
         grace_s = self.born.watch.grace_s
         if action == "halt":
             return ".HALT is written; all ranks stop at the same step and save"
@@ -150,10 +156,18 @@ class Attempt:
         """Stops the ranks and ends the attempt here and now: the supervisor itself is broken."""
         self.tree.terminate(self.born.watch.grace_s)
         until = time.monotonic() + 2 * self.born.watch.grace_s
-        while self.tree.spawned and not self.tree.is_over() and time.monotonic() < until:
+        while time.monotonic() < until:
             time.sleep(0.05)
-            self.tree.look()
-            self.tree.enforce()
+            try:
+                if not self.tree.spawned or self.tree.is_over():
+                    break
+                self.tree.look()
+                self.tree.enforce()
+            except OSError as error:  # what broke the supervisor may be broken still
+                why = f"{why}; {error.strerror}"
+                break
+        for handle in self.tree.handles().values():
+            handle.send(signal.SIGKILL)
         self.stage, self._failure = "over", why
         self._broken = True
         self.tree.close()
@@ -190,7 +204,7 @@ class Attempt:
 
     def _spawn(self, log_fd: int) -> None:
         if self.asked:
-            self._never_began(f"{self.asked} was asked by {self._by} before the start")
+            self._never_began(f"{self.asked} was asked by {self.by} before the start")
             return
         self.tree.spawn(self.born.argv, self.born.environment, log_fd)
         self._begun, self.stage = time.monotonic(), "run"
@@ -244,10 +258,12 @@ class Attempt:
         self._directory.put(path, jsonl.encode(sample))
         ending = bool(self._ending) or self.asked in ("restart", "stop", "kill")
         ending = ending or self.tree.agent_over
-        seen = () if ending else self._sampler.seen
+        # What is usual is not known before the records of a run that was taken over are read.
+        seen = self._sampler.seen if self._caught_up and not ending else ()
         self._take_verdict(diagnose(seen, born.watch, time.time()))
         for change in self.watching.look(sample, seen, self.story):
-            self._take_change(change)
+            if change.kind != "act" or not ending:
+                self._take_change(change)
 
     def _take_change(self, change: Change) -> None:
         """Takes what the watchdog says; a stall has its alert from the verdict."""
@@ -281,13 +297,13 @@ class Attempt:
         path = self.born.run / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
         self._directory.document(path, {"v": VERSION} | asdict(verdict))
         self.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
-        self.alerts.raise_("stall", verdict.sentence, "crit", "3")
+        self.story.summary.stalls += self.alerts.raise_("stall", verdict.sentence, "crit", "3")
         self._changed()
 
     def _begin_collecting(self) -> None:
         self.decided()
         self.stage = "collect"
-        self._collected = self._directory.job(lambda: self._files.rest(self._hand_over))
+        self._collected = self._directory.job(lambda: self.files.rest(self._hand_over))
 
     def _conclude(self) -> None:
         if self._collected is None or not self._collected.done:
@@ -300,6 +316,7 @@ class Attempt:
         self._take_news()
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
+        self.checkpoint = rest.checkpoint
         self._words, self._oom = rest.last, kernel.since(self._oom_before)
         self.gates = gates.evaluate(self.story.summary, self.born.phase.gates)
         self.verdict, self.stage = None, "over"
@@ -320,6 +337,7 @@ class Attempt:
 
     def _take(self, news: News) -> None:
         self.behind = news.behind
+        self._caught_up = self._caught_up or bool(news.disk and not news.behind)
         for record in news.records:
             self.story.take(record)
         self.halt_file = self.halt_file or news.halt_file
@@ -353,7 +371,7 @@ class Attempt:
             spawned=self.tree.spawned,
             over=self.stage == "over",
             asked=self.asked,
-            by=self._by,
+            by=self.by,
             halt_file=self.halt_file,
             halting_ranks=sum(phase == "halt" for phase in phases),
             step=self.step,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import Progress, progress_of
-from console.diagnose.stall import SAFETY
+from console.diagnose.stall import FIRST_STEP, SAFETY
 from console.ending import End, error_of
 from console.plans.gates import Summary
 from console.sources import documents, lastwords, process
@@ -57,6 +57,8 @@ class Rest:
     log: bytes = b""
     metrics: Mapping[str, Any] | None = None
     last: Mapping[int, LastWords] = field(default_factory=dict)
+    checkpoint: int = 0
+    """The step of the newest whole checkpoint, 0 without one."""
 
 
 class Disk:
@@ -84,16 +86,21 @@ class Disk:
 
 
 class Files:
-    """Follows the files of one attempt; `look` and `rest` run on the directory's thread."""
+    """Follows the files of one attempt; `look` and `rest` run on the directory's thread.
 
-    def __init__(self, run: Path, attempt: int, world: int):
+    With those of the `former` attempt it goes on in the heartbeats where that one ended.
+    """
+
+    def __init__(self, run: Path, attempt: int, world: int, former: Files | None = None):
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self._log_offset = 0
         self._log_stamp: tuple[int, int, int] | None = None
         self._disk = Disk(run)
-        self._tails = deque(heartbeat.tail(rundir.heartbeat(run, rank)) for rank in range(world))
         self._world = world
+        self._tails = former._tails if former is not None else deque(
+            (rank, heartbeat.tail(rundir.heartbeat(run, rank))) for rank in range(world)
+        )  # fmt: skip
 
     def look(self, heartbeats: bool) -> News:
         """Returns what is new; `heartbeats` False looks only for `.HALT` and at torchrun's log.
@@ -122,7 +129,9 @@ class Files:
             path = rundir.rank_log(self._run, self._attempt, rank)
             own = lastwords.read(self._end_of(path))
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
-        return Rest(log, rundir.read_json(self._run / rundir.METRICS), last)
+        newest = documents.latest_checkpoint(self._run).removeprefix("step_")
+        checkpoint = int(newest) if newest.isdecimal() else 0
+        return Rest(log, rundir.read_json(self._run / rundir.METRICS), last, checkpoint)
 
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
@@ -157,9 +166,9 @@ class Files:
         """Adds the next `LOOK_BYTES` of records, from the rank on where the last look ended."""
         left = LOOK_BYTES
         for _ in range(len(self._tails)):
-            tail = self._tails[0]
-            before = tail.offset
-            news.records += [r for r in tail.poll(left) if r["attempt"] == self._attempt]
+            rank, tail = self._tails[0]
+            before, mine = tail.offset, (self._attempt, rank)
+            news.records += [r for r in tail.poll(left) if (r["attempt"], r["rank"]) == mine]
             left -= max(0, tail.offset - before)
             if left <= 0:
                 news.behind = True
@@ -184,8 +193,8 @@ class Story:
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
         self.reason = ""
-        self.checkpoint = 0
-        """The step of the newest checkpoint that was written, 0 before there is one."""
+        self.first_step = FIRST_STEP
+        """Of this attempt: behind the checkpoint that it went on from."""
         self.errors: dict[int, str] = {}
         self.codes: dict[int, int] = {}
         """Exit codes that ranks announced in their last record; an exit without one is orderly."""
@@ -204,8 +213,8 @@ class Story:
         self.summary.take(record)
         rank, step = record["rank"], record["step"]
         self.steps[rank] = max(step, self.steps.get(rank, 0))
-        if record["msg"] == "checkpoint":
-            self.checkpoint = max(step, self.checkpoint)
+        if record["msg"] == "resume":
+            self.first_step = max(step + 1, self.first_step)
         self.newest_ts = jsonl.number(record, "ts")
         if record["msg"] == "progress":
             self.progress[rank] = progress_of(record)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from console.diagnose.watch import Change
 from console.plans import gates
-from console.supervisor import live, requests
+from console.sources import documents
+from console.supervisor import inheritance, live, requests
 from console.supervisor.attempt import Services
 from console.supervisor.directory import Job
 from console.supervisor.dump import Dumps
@@ -26,6 +28,20 @@ FILES = {
     "halt": rundir.HALT, "checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW,
 }  # fmt: skip
 """What is left in the run directory for the ranks to find."""
+
+
+ANSWERS_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A file that is being left for the ranks: by whom, and the request that waits for it."""
+
+    job: Job[None]
+    action: str
+    run: Run
+    by: str
+    request: Request | None
 
 
 class Launch:
@@ -49,9 +65,11 @@ class Launch:
             for i, phase in enumerate(given.plan.phases)
         ]  # fmt: skip
         self._next_flags: dict[str, dict[str, Any]] = {}
-        self._mailbox, self._scanner = Mailbox(self._directory), requests.Scanner()
+        self._mailbox = Mailbox(self._directory, self._attempt_in)
+        self._scanner = requests.Scanner()
         self._dumps = Dumps(self._keep)
-        self._left: list[tuple[Job[None], Request]] = []
+        self._left: list[_Left] = []
+        self._acts: list[tuple[Run, Change]] = []
         self._look: Job[list[Request]] | None = None
         self._ended_by = ""
         self._last_look = self.over = False
@@ -84,8 +102,7 @@ class Launch:
         if self.run is not None:
             before = self.run.state
             self.run.tick()
-            for change in self.run.attempt.take_acts():
-                self._act(self.run, change)
+            self._begin_acts(self.run)
             if self.run.over:
                 self._end_of_phase(self.run)
             elif self.run.state != before:
@@ -114,27 +131,39 @@ class Launch:
         self._ended_by = self._ended_by or f"{action} asked by {by}"
         return self.run.end(action, by)
 
+    def _begin_acts(self, run: Run) -> None:
+        """Takes what watch rules are to do; what ends a run does so when its stacks are kept."""
+        for change in run.attempt.take_acts():
+            self._dumps.begin(run.path, run.live, run.attempt.tree.handles())
+            if change.action != "dump":
+                self._acts.append((run, change))
+        if not self._dumps.busy:
+            acts, self._acts = self._acts, []
+            for of, change in acts:
+                if of is run and not run.over:
+                    self._act(run, change)
+
     def _act(self, run: Run, change: Change) -> None:
-        """Does what a watch rule is set to do."""
         rule, action, path = change.rule, change.action, run.path
         by = f"the watch rule {rule.name}"
-        if action == "dump":
-            return self._dumps.begin(path, run.live, run.attempt.tree.handles())
         if action == "restart":
             run.end(action, by)
-        elif action in ("halt", "stop"):
-            word = f"{rule.anomaly or rule.name}\n"
-            self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
-            if action == "halt":
-                self._directory.call(lambda: rundir.ask(path, rundir.HALT, by))
+            return
+        word = f"{rule.anomaly or rule.name}\n"
+        self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
+        if action == "halt":
+            self._leave("halt", run, by)
+        else:
             self._end_by(action, by)
-        return None
 
     # --- phases --------------------------------------------------------------------------------
 
     def _start(self, index: int) -> None:
         self._index = index
         entry = self._phases[index]
+        entry |= {"state": "starting", "started_ts": time.time()}
+        # Before the run: whoever takes over has to know of it.
+        self._publish()
         pending = {
             name: FlagValue(held["value"], f"operator {held['by']}")
             for name, held in self._next_flags.items()
@@ -146,34 +175,51 @@ class Launch:
             return self._end(f"{entry['name']} cannot start: {error}")
         self._next_flags = {}
         self.state, self.why = "running", ""
-        entry |= {"state": self.run.state, "started_ts": time.time()}
+        entry["state"] = self.run.state
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")
         return self._publish()
 
     def _adopt(self, held: Mapping[str, Any]) -> None:
-        """Takes over from a supervisor that is gone, at the phase that it was in."""
+        """Takes over from a supervisor that is gone, at the phase that it was in.
+
+        Raises ContractError when what it left cannot be believed.
+        """
         self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
-        entries = held.get("phases")
-        told = entries if isinstance(entries, list) else []
+        told = documents.entries(held, "phases")
         for mine, theirs in zip(self._phases, told, strict=False):
-            if isinstance(theirs, dict):
-                mine |= {key: theirs[key] for key in mine if key in theirs and key != "dir"}
+            mine |= {key: jsonl.text(theirs, key)[:400] for key in ("state", "why", "result")}
+            mine |= {key: jsonl.integer(theirs, key) for key in ("steps",)}
+            mine |= {key: jsonl.number(theirs, key) for key in ("started_ts", "ended_ts")}
         wanted = jsonl.mapping(held, "next_flags")
-        self._next_flags = {k: dict(v) for k, v in wanted.items() if isinstance(v, dict)}
+        self._next_flags = {
+            name: {"value": flag.value, "by": flag.origin, "ts": time.time()}
+            for name, flag in inheritance.checked(wanted, "by").items()
+        }
+        self._ended_by = jsonl.text(held, "ended_by")[:400]
+        self._mailbox.remember(self._answered())
         self._event("state", "a new supervisor takes over from one that is gone", "warn")
-        entry, waiting = self._phases[self._index], held.get("state") == "waiting"
+        entry, last = self._phases[self._index], self._index + 1 == len(self._phases)
         run = self.path / entry["dir"]
-        record = rundir.read_json(run / rundir.SUPERVISOR, below=self.path)
-        if waiting:
-            self.state, self.why = "waiting", jsonl.text(held, "why")
-        elif record is None:
-            return self._start(self._index)
-        else:
-            self.run = Run(self._services, self.orders, self._index, run, {}, record)
+        if held.get("state") == "waiting" and not last:
+            self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
+        elif (run / rundir.RUN).exists():
+            self.run = Run(self._services, self.orders, self._index, run, {}, adopt=True)
             self.run.event("note", "a new supervisor watches this run", "warn")
+        else:
+            return self._start(self._index)
         return self._publish()
+
+    def _answered(self) -> dict[str, Path]:
+        """Returns the ids of requests that the events say were answered, with their mailboxes."""
+        found = {}
+        for folder in (self.path, *(self.path / entry["dir"] for entry in self._phases)):
+            data = jsonl.read_bytes(folder / rundir.EVENTS, ANSWERS_BYTES, below=self.path)
+            for record in map(jsonl.decode, data.splitlines()):
+                if record is not None and record.get("kind") == "answer":
+                    found[jsonl.text(record, "request")] = folder / rundir.REQUESTS
+        return found
 
     def _end_of_phase(self, run: Run) -> None:
         attempt = run.attempt
@@ -267,49 +313,64 @@ class Launch:
 
     def _do_halt(self, request: Request) -> Outcome | None:
         """Writes `.HALT` first: what cannot be written was not asked of the ranks."""
-        return self._leave(request, self.run) if self.run else self._do_end(request)
+        if self.run is None:
+            return self._do_end(request)
+        return self._leave("halt", self.run, request.by, request)
 
     def _do_ask(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None or not run.attempt.tree.alive():
             return False, "no rank is running that could do it", []
-        return self._leave(request, run)
+        return self._leave(request.action, run, request.by, request)
 
-    def _leave(self, request: Request, run: Run) -> None:
-        """Leaves the file that asks the ranks; the answer follows when it is written."""
-        path, name, by = run.path, FILES[request.action], request.by
-        self._left.append((self._directory.job(lambda: rundir.ask(path, name, by)), request))
+    def _leave(self, action: str, run: Run, by: str, request: Request | None = None) -> None:
+        """Leaves the file that asks the ranks; what follows does so when it is written."""
+        path, name = run.path, FILES[action]
+        job = self._directory.job(lambda: rundir.ask(path, name, by))
+        self._left.append(_Left(job, action, run, by, request))
 
     def _poll_left(self) -> None:
-        asked, self._left = self._left, []
-        for job, request in asked:
-            name = FILES[request.action]
-            if not job.done:
-                self._left.append((job, request))
-            elif job.error is not None:
-                reason = getattr(job.error, "strerror", None) or job.error
-                more = ", stop sends them TERM" if name == rundir.HALT else ""
-                why = f"cannot write {name}: {reason}; the ranks go on{more}"
-                self._mailbox.answer(request, (False, why, []))
-            elif name == rundir.HALT:
-                self._mailbox.answer(request, self._do_end(request))
-            else:
-                text = f"{name} is written; a trainer of this project obeys at the end of its step"
-                self._mailbox.answer(request, (True, text, []))
+        done = [left for left in self._left if left.job.done]
+        self._left = [left for left in self._left if not left.job.done]
+        for left in done:
+            outcome = self._outcome(left)
+            if left.request is not None:
+                self._mailbox.answer(left.request, outcome)
+            elif not outcome[0]:
+                left.run.event("note", outcome[1], "crit")
+
+    def _outcome(self, left: _Left) -> Outcome:
+        name, error = FILES[left.action], left.job.error
+        if error is not None:
+            reason = getattr(error, "strerror", None) or error
+            more = ", stop sends them TERM" if left.action == "halt" else ""
+            return False, f"cannot write {name}: {reason}; the ranks go on{more}", []
+        if left.action == "halt":
+            return True, self._end_by("halt", left.by), []
+        return (
+            True,
+            f"{name} is written; a trainer of this project obeys at the end of its step",
+            [],
+        )
 
     def _do_end(self, request: Request) -> Outcome:
         return True, self._end_by(request.action, request.by), []
 
     def _do_ack(self, request: Request) -> Outcome:
         name, run = request.args["alert"], self._addressed(request)
-        if run is None or name not in run.attempt.alerts.open():
+        if run is None or name not in run.alerts.open():
             return False, f"there is no open alert {name!r}", []
         run.event("ack", f"{name} acknowledged", by=request.by, alert=name)
         return True, f"{name} acknowledged", []
 
+    def _attempt_in(self, folder: Path) -> int:
+        """Returns the attempt that a record in a launch or run belongs to."""
+        return self.run.number if self.run is not None and folder == self.run.path else 1
+
     def _do_note(self, request: Request) -> Outcome:
         folder = request.path.parent.parent
-        self._directory.event(folder, 1, "note", request.args["text"], by=request.by)
+        number = self._attempt_in(folder)
+        self._directory.event(folder, number, "note", request.args["text"], by=request.by)
         return True, "noted", []
 
     def _do_set_flag(self, request: Request) -> Outcome:
@@ -370,6 +431,7 @@ class Launch:
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.orders.plan.between, "next_flags": dict(self._next_flags),
+            "ended_by": self._ended_by,
             "supervisor": rundir.identity(),
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),

@@ -12,6 +12,7 @@ from typing import Any
 
 from console.sources import process
 from trainers.contract import jsonl, rundir
+from trainers.contract.errors import RefusedError
 
 
 def _prefix() -> str:
@@ -26,21 +27,43 @@ class Live:
     """
 
     def __init__(self, token: str, adopt: bool = False):
-        self._lock = -1
-        self.path: Path | None = rundir.SHARED_MEMORY / f"{_prefix()}{token}"
-        unready = self.path if adopt else self.path.with_name(f".{self.path.name}")
-        try:
-            if not adopt:
-                unready.mkdir(mode=0o700)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._lock = os.open(unready, flags)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            unready.rename(self.path)
-        except OSError:
-            self.remove()
+        self._token, self._lock = token, -1
+        self.path: Path | None = None
+        self._open(adopt)
 
-    def clear(self) -> None:
-        """Removes what the ranks of an attempt left, before the next begins."""
+    def _open(self, adopt: bool) -> None:
+        token = self._token
+        try:
+            self._take(rundir.SHARED_MEMORY / f"{_prefix()}{token}", adopt)
+        except (OSError, RefusedError):
+            self._unlock()
+
+    def _take(self, path: Path, adopt: bool) -> None:
+        """Makes the directory, or takes that of a supervisor that is gone; and locks it."""
+        unready = path if adopt else path.with_name(f".{path.name}")
+        if adopt:
+            rundir.check_ours(path)
+        else:
+            unready.mkdir(mode=0o700)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock = os.open(unready, flags)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unready.rename(path)
+        self.path = path
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def renew(self) -> None:
+        """Empties the directory before the next attempt; makes it where somebody removed it."""
+        self._clear()
+        if self.path is None or not self.path.is_dir():
+            self._unlock()
+            self._open(adopt=False)
+
+    def _clear(self) -> None:
         with contextlib.suppress(OSError):
             for path in self.path.iterdir() if self.path is not None else ():
                 if path.name != rundir.LIVE_STATUS:
@@ -51,9 +74,7 @@ class Live:
         if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self.path = None
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._unlock()
 
     def write_status(self, record: Mapping[str, Any]) -> None:
         """Replaces the supervisor's sign of life; shared memory that is full costs only this."""

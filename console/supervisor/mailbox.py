@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +28,14 @@ class _Known:
 class Mailbox:
     """Owns which requests were seen; a second file with the same id is answered, not executed."""
 
-    def __init__(self, directory: Directory):
-        self._directory = directory
+    def __init__(self, directory: Directory, attempt_in: Callable[[Path], int]):
+        self._directory, self._attempt_in = directory, attempt_in
         self._known: dict[str, _Known] = {}
+
+    def remember(self, answered: Mapping[str, Path]) -> None:
+        """Takes requests as answered that a former supervisor answered: id and mailbox."""
+        for name, box in list(answered.items())[-REMEMBERED:]:
+            self._known[name] = _Known(box, done=True)
 
     def take(self, found: Sequence[Request], execute: Execute) -> None:
         """Executes what is new and answers it, unless the answer is to follow."""
@@ -44,8 +49,9 @@ class Mailbox:
             if len(self._known) >= REMEMBERED:
                 self._known.pop(next(iter(self._known)))
             self._known[request.id] = _Known(request.path)
+            folder, asked = request.path.parent.parent, request.action or "something"
             self._directory.event(
-                request.path.parent.parent, 1, "request", f"{request.action or 'something'} asked",
+                folder, self._attempt_in(folder), "request", f"{asked} asked",
                 by=request.by, request=request.id, action=request.action,
             )  # fmt: skip
             outcome = (False, request.error, []) if request.error else execute(request)
@@ -56,8 +62,9 @@ class Mailbox:
         """Writes the answer into the events beside the mailbox and empties the mailbox of it."""
         ok, text, detail = outcome
         self._known[request.id] = _Known(request.path, done=True)
+        folder = request.path.parent.parent
         self._directory.event(
-            request.path.parent.parent, 1, "answer", text, "info" if ok else "warn",
+            folder, self._attempt_in(folder), "answer", text, "info" if ok else "warn",
             request=request.id, action=request.action, ok=ok, detail=detail, asked_by=request.by,
         )  # fmt: skip
         self._directory.call(lambda: requests.remove(request.path))

@@ -41,7 +41,7 @@ class Orders:
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
     hook: Hook = field(default_factory=Hook)
-    """Of the operator who launched; a plan cannot name one."""
+    """Of the operator who launched, or who took the launch over; a plan cannot name one."""
 
     def as_dict(self, created_ts: float) -> dict[str, Any]:
         """Returns plan.json: the plan's own keys and, beside them, the launch's."""
@@ -121,12 +121,8 @@ def is_ours(phase: Phase) -> bool:
     return not phase.script and phase.module.startswith("trainers.")
 
 
-def argv(phase: Phase, grace_s: float, logs: Path, resume: bool = False) -> list[str]:
-    """Returns the command that starts a phase on one host; torchrun's own files go below `logs`.
-
-    `resume` makes a trainer of ours go on from the newest good checkpoint of its run; another
-    program sees from its attempt's number that it is not the first.
-    """
+def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
+    """Returns the command that starts a phase on one host; torchrun's own files go below `logs`."""
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
@@ -138,8 +134,6 @@ def argv(phase: Phase, grace_s: float, logs: Path, resume: bool = False) -> list
         words += ["--config", str(project_file(phase.config))]
     for key, value in phase.set.items():
         words += ["--set", f"{key}={value}"]
-    if resume and is_ours(phase):
-        words += ["--set", "checkpoint.resume=auto"]
     return words + list(phase.args)
 
 

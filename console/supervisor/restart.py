@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from console.model import State
+from trainers.contract import plan as plans
 from trainers.contract.plan import Restart
 
-LONGEST_BACKOFF_S = 600.0
 AGAIN: frozenset[State] = frozenset(("crashed", "failed"))
 """What can be helped by starting again; an end that a person asked for is final."""
 
@@ -26,16 +26,16 @@ class Ended:
     checkpoint: int = 0
     signature: str = ""
     hopeless: bool = False
-    stalled: bool = False
-    """It was ended because it stalled."""
+    wanted: bool = False
+    """It was ended for a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Start once more after `wait_s`."""
+    """Start once more after `wait_s`; `origin` says in words from where."""
 
     wait_s: float
-    text: str
+    origin: str
 
 
 def left(ended: Sequence[Ended], policy: Restart) -> int:
@@ -50,7 +50,7 @@ def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
     doubles each time. The same error twice without a new checkpoint between is not tried again.
     """
     last = ended[-1]
-    if policy.on == "never" or last.state not in AGAIN or (last.stalled and policy.on != "stall"):
+    if policy.when == "never" or last.state not in AGAIN:
         return ""
     if last.hopeless:
         return "not restarted: it would fail in the same way"
@@ -60,9 +60,9 @@ def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
     if fruitless >= policy.attempts:
         plural = "s" if fruitless > 1 else ""
         return f"not restarted: {fruitless} attempt{plural} without a new checkpoint"
-    wait_s = min(LONGEST_BACKOFF_S, policy.backoff_s * 2 ** max(0, fruitless - 1))
+    wait_s = min(plans.LONGEST_BACKOFF_S, policy.backoff_s * 2 ** max(0, fruitless - 1))
     origin = f"the checkpoint of step {last.checkpoint}" if last.checkpoint else "step 1"
-    return Again(wait_s, f"attempt {len(ended) + 1} begins in {wait_s:g} s from {origin}")
+    return Again(wait_s, origin)
 
 
 def _same_again(ended: Sequence[Ended]) -> bool:

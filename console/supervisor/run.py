@@ -12,28 +12,34 @@ from typing import Any
 from console.ending import deterministic, signature
 from console.model import State
 from console.plans import gates
-from console.supervisor import orders, restart
+from console.supervisor import inheritance, orders, restart
+from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt, Born, Services
 from console.supervisor.live import Live
 from console.supervisor.orders import FlagValue, Orders
+from console.supervisor.watching import Watching
 from trainers.contract import VERSION, environ, jsonl, rundir
+from trainers.contract.errors import RefusedError
 
 REFRESH_S = 5.0
 SIGN_OF_LIFE_S = 1.0
-ENDED_AS: Mapping[str, State] = {"halt": "halted", "stop": "stopped", "kill": "killed"}
+ENDED_AS: Mapping[str, State] = {
+    "halt": "halted", "restart": "crashed", "stop": "stopped", "kill": "killed",
+}  # fmt: skip
 """What a run becomes that is ended while it waits for its next attempt."""
 
 
 class Run:
     """Owns supervisor.json, the events and the attempts of one phase; `tick` moves it on.
 
-    With `held`, the supervisor.json of a supervisor that is gone, it goes on with what is there.
-    Raises UsageError when the phase's settings and flags do not fit together.
+    With `adopt` it goes on with the processes and records that are there. Raises UsageError when
+    the phase's settings and flags do not fit together, RefusedError when the records are of another
+    directory.
     """
 
     def __init__(
         self, services: Services, given: Orders, index: int, path: Path,
-        pending: Mapping[str, FlagValue], held: Mapping[str, Any] | None = None,
+        pending: Mapping[str, FlagValue], adopt: bool = False,
     ):  # fmt: skip
         self.orders, self.path = given, path
         self.phase, self.watch = given.plan.phases[index], given.plan.watch
@@ -41,27 +47,43 @@ class Run:
         self.state: State = "starting"
         self.why = ""
         self.since_ts = time.time()
+        self.number = 1
         self.over = False
         self._services, self._directory = services, services.directory
-        self._number = 1
         self._ended: list[restart.Ended] = []
         self._again_at: float | None = None
+        self._final = False
         self._refreshed = self._said = 0.0
+        held = self._read_held() if adopt else None
+        flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
+        self._token = secrets.token_hex(8) if held is None else inheritance.token(self._record)
+        self._live = Live(self._token, adopt=adopt)
+        contract = self._contract()
         if held is None:
-            token = secrets.token_hex(8)
-            self._live = Live(token)
-            flags = given.flags(index, pending)
-            self.flags: Mapping[str, FlagValue] = flags
-            self._record = given.run_record(index, path, flags, self._contract(token))
-        else:
-            self._record = rundir.read_json(path / rundir.RUN, below=path) or {}
-            token = jsonl.text(jsonl.mapping(self._record, "environment"), environ.TOKEN)
-            self._live = Live(token, adopt=True)
-            self._number = max(1, jsonl.integer(held, "attempt") or 1)
-            self.state = "running"
-        self.attempt = self._attempt(token, held)
-        self._decide()
+            self._record = given.run_record(index, path, flags, contract)
+        self._environment = orders.environment(self.phase, flags, contract)
+        self.alerts = Alerts(self.event, self._directory)
+        self.attempt = self._attempt(held=held)
+        if held is not None:
+            self._decide()
         self._publish()
+
+    def _read_held(self) -> dict[str, Any]:
+        """Reads what a former supervisor left, and returns its document."""
+        held = rundir.read_json(self.path / rundir.SUPERVISOR, below=self.path) or {}
+        self._record = rundir.read_json(self.path / rundir.RUN, below=self.path) or {}
+        born = jsonl.mapping(self._record, "environment")
+        if born.get(environ.RUN_DIR) != str(self.path.absolute()):
+            raise RefusedError(
+                f"{self.path} is a copy, or was moved: its processes belong to "
+                f"{jsonl.text(born, environ.RUN_DIR, 'another directory')}; adopt that one"
+            )
+        running = inheritance.attempt(inheritance.token(self._record))
+        self.number = max(1, jsonl.integer(held, "attempt") or 1, running)
+        self._ended = inheritance.ended(held)[: self.number - 1]
+        self._final = jsonl.text(held, "state") in inheritance.FINAL
+        self.state = "running"
+        return held
 
     # --- what the launch calls -----------------------------------------------------------------
 
@@ -74,7 +96,8 @@ class Run:
     def busy(self) -> bool:
         """Says whether something changes fast and wants to be looked at often."""
         attempt = self.attempt
-        return attempt.stage != "run" or self.state == "stopping" or attempt.tree.incomplete
+        changing = attempt.stage != "run" or self.state == "stopping" or attempt.tree.incomplete
+        return changing and self._again_at is None
 
     def tick(self) -> None:
         """Does what is due; never waits."""
@@ -85,7 +108,7 @@ class Run:
             self._decide()
         now = time.monotonic()
         if now - self._said >= SIGN_OF_LIFE_S:
-            self.attempt.alerts.watch_writes()
+            self.alerts.watch_writes()
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:
             self._publish()
@@ -107,33 +130,33 @@ class Run:
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
         """Appends to the run's events, under the attempt's number; alerts also reach the hook."""
-        record = self._directory.event(self.path, self._number, kind, text, level, **more)
+        record = self._directory.event(self.path, self.number, kind, text, level, **more)
         if kind == "alert" or (kind == "state" and level == "crit"):
             self._services.hooks.alert({"state": self.state} | record | {"run": self.id})
         return record
 
     # --- attempts ------------------------------------------------------------------------------
 
-    def _contract(self, token: str) -> dict[str, str]:
+    def _contract(self) -> dict[str, str]:
         """Returns what the ranks are told about the run that they belong to."""
         told = {
             environ.RUN_DIR: str(self.path.absolute()), environ.RUN_ID: self.id,
-            environ.ATTEMPT: "1", environ.TOKEN: token,
+            environ.ATTEMPT: str(self.number), environ.TOKEN: self._token,
         }  # fmt: skip
         return told | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})
 
-    def _attempt(self, token: str, held: Mapping[str, Any] | None = None) -> Attempt:
-        number = self._number
-        grace_s, logs = self.watch.grace_s, rundir.logs(self.path, number)
-        environment = jsonl.mapping(self._record, "environment") | {environ.ATTEMPT: str(number)}
+    def _attempt(
+        self, former: Attempt | None = None, held: Mapping[str, Any] | None = None
+    ) -> Attempt:
+        argv = orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.path, self.number))
         born = Born(
-            self.path, number, self.phase, self.watch, token, self.live,
-            tuple(orders.argv(self.phase, grace_s, logs, resume=number > 1)), environment,
+            self.path, self.number, self.phase, self.watch, self._token, self.live, tuple(argv),
+            self._environment | self._contract(),
         )  # fmt: skip
-        prepare = self._prepare if number == 1 else lambda: None
+        on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
         return Attempt(
-            born, self._services, prepare, self.event, self._publish, held,
-            self.orders.plan.restart.on == "stall",
+            born, self._services, self._prepare if self.number == 1 else lambda: None, self.event,
+            self._publish, self.alerts, Watching(self.watch, on_stall), former, held,
         )  # fmt: skip
 
     def _prepare(self) -> None:
@@ -154,16 +177,16 @@ class Run:
             self._conclude("halted", f"{rundir.HALT} is there; before: {self._ended[-1].why}")
         elif self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
-            self._live.clear()
-            self._number += 1
-            self.attempt = self._attempt(self.attempt.born.token)
+            self._live.renew()
+            self.number += 1
+            self.attempt = self._attempt(self.attempt)
             self._decide()
 
     def _ended_as(self, state: State, why: str) -> restart.Ended:
-        facts, former = self.attempt.facts(), self._ended[-1].checkpoint if self._ended else 0
+        facts = self.attempt.facts()
         return restart.Ended(
-            state, why, max(former, self.attempt.story.checkpoint),
-            signature(facts), deterministic(facts), self.attempt.asked == "restart",
+            state, why, self.attempt.checkpoint, signature(facts), deterministic(facts),
+            self.attempt.asked == "restart",
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -173,12 +196,13 @@ class Run:
         if self.attempt.stage != "over":
             return self._become(state, why)
         self._ended.append(self._ended_as(state, why))
-        ending = self.attempt.halt_file or self.attempt.asked == "halt"
+        ending = self._final or self.attempt.halt_file or self.attempt.asked == "halt"
         again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._again_at = time.monotonic() + again.wait_s
-        return self._become("restarting", f"{why}; {again.text}")
+        text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
+        return self._become("restarting", f"{why}; {text}")
 
     def _become(self, state: State, why: str) -> None:
         self.why = why
@@ -216,9 +240,10 @@ class Run:
         torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
         record = rundir.identity() | {
             "v": VERSION, "run": self.id, "state": self.state, "why": self.why,
-            "since_ts": self.since_ts, "attempt": self._number,
+            "since_ts": self.since_ts, "attempt": self.number,
             "launch": self.orders.launch, "torchrun": torchrun,
-            "workers": self.attempt.workers(),
+            "workers": self.attempt.workers(), "asked": self.attempt.asked,
+            "asked_by": self.attempt.by, "ended": [asdict(each) for each in self._ended],
             "live_dir": "" if self.over else str(self.live or ""),
             "watch": asdict(self.watch), "armed": self._armed(),
             "verdict": asdict(verdict) if verdict else None, "updated_ts": time.time(),
@@ -231,7 +256,7 @@ class Run:
         rules = {rule.name: rule.action for rule in self.attempt.watching.dog.rules}
         text = f"if it stalls for {self.watch.stall_floor_s:g} s: alert"
         text += " only" if rules["stall"] == "warn" else f", then {rules['stall']}"
-        if policy.on == "never":
+        if policy.when == "never":
             return text
         return f"{text}; if it crashes: restart, {restart.left(self._ended, policy)} left"
 
@@ -243,5 +268,5 @@ class Run:
             "why": self.why, "since_ts": self.since_ts, "run": self.id,
             "blocked_s": round(self._directory.blocked_s(), 2),
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,
-            "alerts": list(self.attempt.alerts.open().values()),
+            "alerts": list(self.alerts.open().values()),
         })  # fmt: skip

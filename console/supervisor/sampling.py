@@ -36,7 +36,7 @@ class Sampler:
         now = time.monotonic()
         rows, seen = [], []
         for worker in sorted(workers, key=lambda w: w.rank):
-            row, evidence = self._rank(worker, story, now, begun)
+            row, evidence = self._rank(worker, story, attempt, now, begun)
             rows.append(row)
             seen.append(evidence)
         self.seen = tuple(seen)
@@ -49,7 +49,7 @@ class Sampler:
         }  # fmt: skip
 
     def _rank(
-        self, worker: Worker, story: Story, now: float, begun: float
+        self, worker: Worker, story: Story, attempt: int, now: float, begun: float
     ) -> tuple[dict[str, Any], Seen]:
         pid = worker.handle.pid
         ended = process.Use("Z" if worker.unreaped else process.GONE)
@@ -77,5 +77,7 @@ class Sampler:
         seen = Seen(
             worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
             found.collectives, story.p99_s(worker.rank, found.phase),
+            # A program that went on without a word may take its first step anywhere.
+            story.first_step if attempt == 1 or story.steps.get(worker.rank) else found.step,
         )  # fmt: skip
         return row, seen

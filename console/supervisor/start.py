@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import pwd
 import stat
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from console.settings import Hook
 from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
 from trainers.contract import jsonl, rundir
@@ -22,7 +24,7 @@ from trainers.contract.errors import ContractError, RefusedError
 
 READY_S = 20.0
 POLL_S = 0.02
-DYING_S = 3.0
+DYING_S, ENDING_S = 3.0, 10.0
 
 
 def user_name() -> str:
@@ -213,8 +215,8 @@ def start(directory: Path, given: Orders) -> None:
     except OSError as error:
         claim.undo()
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
-    claim.name_owner(process.pid, given.launch)
     try:
+        claim.name_owner(process.pid, given.launch)
         _wait_until_ready(process, directory)
     except ContractError:
         claim.undo()
@@ -223,30 +225,30 @@ def start(directory: Path, given: Orders) -> None:
     threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
 
 
-def adopt(directory: Path) -> str:
-    """Gives a launch whose supervisor is gone a new one; returns its id.
+def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
+    """Gives a launch whose supervisor is gone a new one, with this operator's hook; returns its id.
 
-    Raises RefusedError when there is nothing to take over, ContractError when the supervisor does
-    not come up.
+    Its command may be started again, so what was supervised before this host started has to be
+    meant: `sure`. Raises RefusedError when there is nothing to take over, ContractError when the
+    supervisor does not come up.
     """
+    rundir.check_ours(directory)
     held = rundir.read_json(directory / rundir.PLAN)
-    state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
     if held is None:
         raise RefusedError(f"{directory} holds no launch to take over")
     launch = jsonl.text(held, "launch", "?")[:200]
-    if jsonl.text(state, "state") == "ended":
-        raise RefusedError(f"{launch} has ended; there is nothing to take over")
-    rundir.check_ours(directory)
+    _check_adoptable(directory, launch, sure)
     claim = Claim(directory, adopt=True)
     deadline = time.monotonic() + DYING_S
-    while not rundir.is_alive(jsonl.mapping(state, "supervisor")) and not claim.is_free():
-        # Its lock goes a moment after the process that was killed.
+    while not claim.is_free() and not rundir.is_alive(_owner(directory)):
+        # The lock goes a moment after the process that was killed.
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
     claim.take()
     try:
-        process = _spawn(directory, claim.fd, "--adopt")
+        _check_adoptable(directory, launch, sure)  # again: now nobody else writes
+        process = _spawn(directory, claim.fd, "--adopt", json.dumps(hook.as_dict()))
         claim.name_owner(process.pid, launch)
         _wait_until_ready(process, directory)
     except OSError as error:
@@ -255,6 +257,25 @@ def adopt(directory: Path) -> str:
         claim.release()
     threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
     return launch
+
+
+def _owner(directory: Path) -> dict[str, Any]:
+    return jsonl.mapping(rundir.read_json(directory / rundir.PLAN_STATE) or {}, "supervisor")
+
+
+def _check_adoptable(directory: Path, launch: str, sure: bool) -> None:
+    """Raises RefusedError for a launch that has ended, or that this host must not go on with."""
+    state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
+    if jsonl.text(state, "state") == "ended":
+        raise RefusedError(f"{launch} has ended; there is nothing to take over")
+    host = jsonl.text(_owner(directory), "host", rundir.host_name())[:200]
+    if host != rundir.host_name():
+        raise RefusedError(f"{launch} ran on {host}; its ranks may live there, so adopt it there")
+    if _owner(directory).get("boot_id") != rundir.boot_id() and not sure:
+        raise RefusedError(
+            f"{launch} was not supervised since this host started, and its command may be started "
+            f"again: see it with nsa-console status {directory}, and add --yes to mean it"
+        )
 
 
 def _say_cleared(directory: Path, launch: str) -> None:
@@ -291,8 +312,12 @@ def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> None
         if process.poll() is not None:
             raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")
         time.sleep(POLL_S)
-    process.kill()
-    process.wait()
+    process.terminate()
+    try:
+        process.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     raise ContractError(f"the supervisor did not start within {READY_S:g} s")
 
 

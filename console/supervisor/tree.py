@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from console.sources import process
+from console.sources import documents, process
 from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
-REAP_EVERY_S = 1.0
 """A scan reads the environment of every process of the host."""
+REAP_EVERY_S = 1.0
 FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
 )
@@ -112,41 +112,40 @@ class Tree:
         self._register(fd)
 
     def adopt(self, held: Mapping[str, Any]) -> None:
-        """Takes over what a former supervisor's document names and still lives.
+        """Takes over the processes that are there; a former supervisor's document may lag behind.
 
-        Nobody tells the exit codes of processes that are not our children, nor of what ended while
-        nobody looked.
+        It only tells how ranks ended that are gone. Exit codes of processes that are no children of
+        ours, and of what ended while nobody looked, may stay unknown.
         """
-        record = jsonl.mapping(held, "torchrun")
-        self.agent = self._held(record) or process.Handle(jsonl.integer(record, "pid") or 0, -1, 0)
-        if self.agent.fd < 0:
-            self._agent_ended(None)
-        entries = held.get("workers")
-        for entry in entries if isinstance(entries, list) else ():
-            rank = jsonl.integer(entry, "rank") if isinstance(entry, dict) else None
+        found = [(ticks, pid) for pid in process.with_token(self.token)
+                 if (ticks := rundir.start_ticks(pid)) is not None]  # fmt: skip
+        for _, pid in sorted(found):
+            # The first of a rank is the rank: what it starts inherits its environment.
+            if "RANK" in process.environment(pid):
+                self._take_rank(pid)
+            elif self.agent is None:
+                self.agent = self._taken(pid)
+        for entry in documents.entries(held, "workers"):
+            rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
-                self._adopt_rank(rank, entry)
-        for pid in process.with_token(self.token):
-            self._take_rank(pid)
+                self._adopt_ended(rank, entry)
+        if self.agent is None:
+            pid = jsonl.integer(jsonl.mapping(held, "torchrun"), "pid") or 0
+            self.agent = process.Handle(pid, -1, 0)
+            self._agent_ended(None)
 
-    def _adopt_rank(self, rank: int, entry: Mapping[str, Any]) -> None:
+    def _adopt_ended(self, rank: int, entry: Mapping[str, Any]) -> None:
         local, over = jsonl.integer(entry, "local_rank") or 0, jsonl.mapping(entry, "exit")
-        handle = None if over else self._held(entry)
         gone = process.Handle(jsonl.integer(entry, "pid") or 0, -1, 0)
-        self.workers[rank] = worker = Worker(rank, local, handle or gone)
-        if handle is None:
-            worker.over_ts = jsonl.number(over, "ts") or time.time()
-            worker.code, worker.signal = jsonl.integer(over, "code"), jsonl.text(over, "signal")
-            worker.signal = worker.signal or None
-            self.order.append(rank)
+        self.workers[rank] = worker = Worker(rank, local, gone)
+        worker.over_ts = jsonl.number(over, "ts") or time.time()
+        worker.code, name = jsonl.integer(over, "code"), jsonl.text(over, "signal")
+        worker.signal = name or None
+        self.order.append(rank)
 
-    def _held(self, record: Mapping[str, Any]) -> process.Handle | None:
-        """Opens the process that a document names; None when it is gone or another one."""
-        pid = jsonl.integer(record, "pid") or 0
-        handle = process.hold(pid, self.token) if pid > 0 else None
-        if handle is not None and handle.start_ticks != record.get("start_ticks"):
-            handle.close()
-            return None
+    def _taken(self, pid: int) -> process.Handle | None:
+        """Opens a process of this attempt and watches for its end; None when it is gone."""
+        handle = process.hold(pid, self.token)
         if handle is not None:
             self._register(handle.fd)
         return handle
@@ -282,11 +281,10 @@ class Tree:
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
             return False
-        handle = process.hold(pid, self.token)
+        handle = self._taken(pid) if int(rank) < self.nproc else None
         if handle is None:
             return False
         self.workers[int(rank)] = Worker(int(rank), int(local), handle)
-        self._register(handle.fd)
         return True
 
     def _reap(self) -> bool:

@@ -15,10 +15,11 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters but tab and line feed, and halves of characters."""
 LARGEST_NUMBER, JUST_BELOW_0 = 1e7, -5e-324
+LONGEST_BACKOFF_S = 600.0
 Between = Literal["go", "ask"]
 BETWEEN: tuple[Between, ...] = ("go", "ask")
-RestartOn = Literal["never", "crash", "stall"]
-RESTART_ON: tuple[RestartOn, ...] = ("never", "crash", "stall")
+RestartWhen = Literal["never", "crash", "stall"]
+RESTART_WHEN: tuple[RestartWhen, ...] = ("never", "crash", "stall")
 WATCH_ACTIONS = ("warn", "dump", "halt", "stop", "restart")
 """What a watch rule may do, each stronger than the one before."""
 
@@ -57,7 +58,7 @@ class Restart:
     what it waits before the first of them, and it doubles.
     """
 
-    on: RestartOn = "never"
+    when: RestartWhen = "never"
     attempts: int = 3
     backoff_s: float = 10.0
 
@@ -213,16 +214,19 @@ def _number(value: Any, key: str, where: str, unit: str, above: float) -> float:
 
 
 def _restart(raw: Any, where: str) -> Restart:
-    raw = _mapping({"on": raw} if isinstance(raw, str) else raw, where)
+    raw = _mapping({"when": raw} if isinstance(raw, str) else raw, where)
     _known(raw, [f.name for f in fields(Restart)], where)
     held = asdict(Restart()) | raw
-    if held["on"] not in RESTART_ON:
-        raise UsageError(f"{where}: 'on' cannot be {held['on']!r}; it is {', '.join(RESTART_ON)}")
+    when = held["when"]
+    if when not in RESTART_WHEN:
+        raise UsageError(f"{where}: 'when' cannot be {when!r}; it is {', '.join(RESTART_WHEN)}")
     attempts = held["attempts"]
     if isinstance(attempts, bool) or not isinstance(attempts, int) or not 1 <= attempts <= 1000:
         raise UsageError(f"{where}: 'attempts' cannot be {attempts!r}; it is 1 to 1000")
     backoff_s = _number(held["backoff_s"], "backoff_s", where, "seconds", JUST_BELOW_0)
-    return Restart(held["on"], attempts, backoff_s)
+    if backoff_s > LONGEST_BACKOFF_S:
+        raise UsageError(f"{where}: 'backoff_s' is at most {LONGEST_BACKOFF_S:g} seconds")
+    return Restart(when, attempts, backoff_s)
 
 
 def _flag_values(raw: Any, where: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 
@@ -14,11 +15,12 @@ from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import restart
 from console.supervisor.restart import Again, Ended
+from trainers.contract import plan as plans
 from trainers.contract import rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Restart
 
-from .conftest import phase
+from .conftest import PROGRAMS, phase
 
 CRASH = Restart("crash", attempts=3, backoff_s=10)
 
@@ -66,15 +68,15 @@ def test_what_can_never_work_is_not_tried_twice():
     assert "same way" in str(restart.after([crashed(hopeless=True)], CRASH))
 
 
-def test_a_stall_is_restarted_only_where_the_plan_says_so():
-    stalled = [crashed(stalled=True)]
-    assert restart.after(stalled, CRASH) == ""
-    assert isinstance(restart.after(stalled, Restart("stall")), Again)
+def test_what_was_ended_for_a_restart_is_restarted_where_there_is_a_policy():
+    wanted = [crashed(wanted=True)]
+    assert restart.after(wanted, Restart()) == ""
+    assert isinstance(restart.after(wanted, Restart("stall")), Again)
 
 
 def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin):
     started = begin(
-        phase("one", "member.py", 150), restart={"on": "crash", "backoff_s": 0.5},
+        phase("one", "member.py", 150), restart={"when": "crash", "backoff_s": 0.5},
     )  # fmt: skip
     started.wait_steps(3)
     first = started.pids()
@@ -100,13 +102,13 @@ def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin)
 def test_a_program_that_always_fails_is_given_up_and_halt_ends_the_waiting(begin):
     looping = begin(
         phase("one", "member.py", 100_000, "leave"),
-        restart={"on": "crash", "attempts": 2, "backoff_s": 0},
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
     )  # fmt: skip
     ended = looping.wait_end(90)
     assert "not restarted" in ended["why"]
     assert looping.state()["state"] == "crashed"
     waits = begin(
-        phase("one", "member.py", 100_000, "leave"), restart={"on": "crash", "backoff_s": 3600},
+        phase("one", "member.py", 100_000, "leave"), restart={"when": "crash", "backoff_s": 600},
     )  # fmt: skip
     waits.wait_state("restarting")
     assert waits.ask("halt")["ok"]
@@ -150,3 +152,77 @@ def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begi
     assert started.wait_end(20)["phases"][0]["state"] == "stopped"
     assert time.monotonic() - begun < 15
     assert not process.with_token(token)
+
+
+def test_what_was_asked_is_asked_again_by_who_takes_over(begin):
+    """The supervisor dies in the grace of a stop: the next one ends what is deaf to TERM."""
+    started = begin(
+        phase("one", "member.py", 100_000, "deaf"), restart="crash",
+        watch={"grace_s": 4, "stall_floor_s": 60},
+    )  # fmt: skip
+    started.wait_steps(3)
+    assert started.ask("stop")["ok"]
+    owner = started.plan_state["supervisor"]
+    started.wait(lambda: started.state()["asked"] == "stop")
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    actions.adopt(started.path)
+    ended = started.wait_end(30)
+    assert ended["phases"][0]["state"] == "stopped"
+    assert not process.with_token(started.token())
+
+
+@pytest.fixture(scope="module")
+def lost(begin):
+    """A run whose supervisor is gone and whose document lags behind."""
+    started = begin(phase("one", "member.py", 100_000))
+    started.wait_steps(3)
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [({"host": "elsewhere"}, "adopt it there"), ({"boot_id": "before"}, "add --yes to mean it")],
+)
+def test_what_another_host_or_boot_supervised_is_not_taken_over(lost, changed, says):
+    state = lost.plan_state
+    rundir.write_json(
+        lost.path / rundir.PLAN_STATE, state | {"supervisor": state["supervisor"] | changed}
+    )
+    with pytest.raises(RefusedError, match=says):
+        actions.adopt(lost.path)
+    rundir.write_json(lost.path / rundir.PLAN_STATE, state)
+
+
+def test_a_copy_is_not_taken_over_and_does_not_touch_the_processes_of_the_original(lost):
+    copy = lost.path.with_name("copy")
+    shutil.copytree(lost.path, copy)
+    with pytest.raises(ContractError, match="is a copy, or was moved"):
+        actions.adopt(copy)
+    assert set(lost.pids().values()) <= set(process.with_token(lost.token()))
+
+
+def test_living_processes_are_believed_and_not_a_document_that_lags_behind(lost):
+    pids = lost.pids()
+    state = lost.state()
+    rundir.write_json(
+        lost.run() / rundir.SUPERVISOR, state | {"torchrun": None, "workers": [], "attempt": 0}
+    )
+    actions.adopt(lost.path)
+    assert lost.wait(lambda: lost.state()["pid"] != state["pid"] and lost.pids()) == pids
+    time.sleep(3)  # longer than leftover processes are given
+    assert lost.state()["state"] == "running"
+    assert lost.ask("halt")["ok"]
+    assert lost.wait_end()["phases"][0]["state"] == "halted"
+    assert [w["exit"]["code"] for w in lost.state()["workers"]] == [0, 0]
+
+
+def test_the_policy_in_the_guide_is_one_that_a_plan_takes(tmp_path):
+    guide = (PROGRAMS.parents[1] / "docs" / "guide.md").read_text()
+    (line,) = [line.strip() for line in guide.splitlines() if line.strip().startswith("restart: {")]
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"name: x\nphases: [{{name: one}}]\n{line}\n")
+    assert plans.load(path).restart == Restart("crash", 3, 10.0)

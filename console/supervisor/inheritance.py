@@ -1,0 +1,64 @@
+"""What a new supervisor believes of the records of one that is gone; they may hold anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast, get_args
+
+from console.model import State
+from console.sources import documents, process
+from console.supervisor.orders import FlagValue
+from console.supervisor.restart import Ended
+from trainers.contract import environ, jsonl
+from trainers.contract import flags as registry
+from trainers.contract.errors import RefusedError
+
+FINAL = frozenset(("halted", "stopped", "completed", "failed", "crashed", "killed"))
+"""States after which no further attempt begins."""
+TOKEN = re.compile(r"[0-9a-f]{16}")
+MAX_ENDED = 10_000
+
+
+def token(record: Mapping[str, Any]) -> str:
+    """Returns the token in run.json. Raises RefusedError for what none of ours can be."""
+    found = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
+    if not TOKEN.fullmatch(found):
+        raise RefusedError("run.json holds no token, so its processes cannot be known")
+    return found
+
+
+def flags(record: Mapping[str, Any]) -> dict[str, FlagValue]:
+    """Returns the flags in run.json. Raises UsageError for one that the registry refuses."""
+    return checked(jsonl.mapping(record, "flags"), "origin")
+
+
+def checked(named: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
+    """Returns flags from a document in which each has a value, and says under `origin` whose."""
+    found = {}
+    for name, entry in named.items():
+        if isinstance(entry, dict):
+            value = registry.format_value(registry.parse(name, jsonl.text(entry, "value")))
+            found[name] = FlagValue(value, jsonl.text(entry, origin, "?")[:200])
+    return found
+
+
+def attempt(token: str) -> int:
+    """Returns the newest attempt that has processes, 0 without any."""
+    numbers = (process.environment(pid).get(environ.ATTEMPT, "")
+               for pid in process.with_token(token))  # fmt: skip
+    return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
+
+
+def ended(held: Mapping[str, Any]) -> list[Ended]:
+    """Returns how the attempts before ended, as supervisor.json tells it."""
+    states = get_args(State)
+    return [
+        Ended(
+            cast(State, state), jsonl.text(entry, "why")[:400],
+            jsonl.integer(entry, "checkpoint") or 0, jsonl.text(entry, "signature")[:400],
+            entry.get("hopeless") is True, entry.get("wanted") is True,
+        )
+        for entry in documents.entries(held, "ended")[-MAX_ENDED:]
+        if (state := jsonl.text(entry, "state")) in states
+    ]  # fmt: skip
