@@ -73,5 +73,6 @@ class Sampler:
         seen = Seen(
             worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
             found.collectives, story.p99_s(worker.rank, found.phase),
+            story.codes.get(worker.rank) if worker.code is None else worker.code,
         )  # fmt: skip
         return row, seen
