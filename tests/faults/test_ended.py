@@ -64,6 +64,23 @@ RAISED = {
     "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
     "raise OutOfMemoryError CUDA out of memory": "rank 1: OutOfMemoryError: CUDA out of memory",
 }
+
+
+@pytest.mark.fault("2", "again and again")
+def test_an_error_that_comes_again_is_not_tried_a_third_time(scene, begin):
+    started = begin(
+        phase("one", "member.py", 100, "raise"), shell=STUB,
+        restart={"on": "crash", "attempts": 5, "backoff_s": 0.2},
+        watch=WATCH | {"grace_s": 0.5},
+    )  # fmt: skip
+    started.wait_end()
+    why = scene.ended(started, "crashed", 5)
+    assert "rank 1: ValueError: the batch of step 5 is broken" in why
+    assert "not restarted: the same error twice without a new checkpoint between" in why
+    assert started.state()["attempt"] == 2
+    scene.note(why)
+
+
 CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
 
 
