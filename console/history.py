@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 
 MAX_POINTS = 4096
 MAX_SERIES = 16_384
 STEP_WINDOW = 200
+AHEAD_S = 60.0
 LATEST_S = 1 << 40
 """Later than this no calendar knows a date."""
 Points = tuple[tuple[float, float], ...]
@@ -20,6 +21,8 @@ class History:
 
     def __init__(self) -> None:
         self._series: dict[str, list[tuple[float, float]]] = {}
+        self._newest: dict[str, float] = {}
+        """The time of the point that each series took last."""
         self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._ends: deque[tuple[float, int]] = deque(maxlen=64)
 
@@ -36,6 +39,7 @@ class History:
         points = self._series.setdefault(name, [])
         if len(points) >= MAX_POINTS:
             del points[1 : MAX_POINTS // 2 : 2]
+        self._newest[name] = at
         if points and at < points[-1][0]:
             insort(points, (at, value))
         else:
@@ -51,8 +55,13 @@ class History:
             self.add("step_s", at, sum(finite) / len(finite))
 
     def series(self, name: str) -> Points:
-        """Returns the points of a series; empty when nothing was measured."""
-        return tuple(self._series.get(name, ()))
+        """Returns the points of a series; empty when nothing was measured.
+
+        Without those more than `AHEAD_S` after the point that came last: their clock was ahead.
+        """
+        points = self._series.get(name, [])
+        end = bisect_right(points, (self._newest.get(name, 0.0) + AHEAD_S, math.inf))
+        return tuple(points[:end])
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
         """Returns p50 and p99 of the last steps' durations and how many steps that are."""

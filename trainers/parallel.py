@@ -115,7 +115,9 @@ class Ddp(Group):
         self.comm_hook = settings.compress
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        settings = self._settings
+        settings, pulse = self._settings, self._member.pulse
+        # The embedding's gradient comes last: from then on this rank waits for the others' buckets.
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: pulse.count())
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,

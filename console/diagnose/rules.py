@@ -86,7 +86,7 @@ def _stall(now: Readings, _past: Past, watch: Watch) -> Found | None:
     first = min(behind, key=lambda seen: seen.still_s)
     limit = limit_s(first, watch)
     ratio = first.still_s / limit
-    held = [s.still_s for s in now.seen if s.state in HELD]
+    held = [s.still_s for s in now.seen if s.state in HELD and s.phase != "exit"]
     verdict = diagnose(now.seen, watch, now.ts) if held or ratio > 1 else None
     if verdict is None:
         return Found(min(ratio, 0.999), "the ranks move again")

@@ -19,6 +19,7 @@ SAFETY = 5.0
 NAMED_AT_ONCE_S = 3.0
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
+STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 FIRST_STEP = 1
 
 
@@ -41,6 +42,8 @@ class Seen:
     p99_s: float | None = None
     first_step: int = FIRST_STEP
     """The first step of this attempt: up to it a rank may compile and allocate."""
+    code: int | None = None
+    """The exit code of a rank that has left, where it is known."""
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -67,11 +70,12 @@ def limit_s(seen: Seen, watch: Watch) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """All ranks that still run, those furthest behind, and the others."""
+    """All ranks that still run, those furthest behind, the others, and those that have left."""
 
     ranks: tuple[Seen, ...]
     behind: tuple[Seen, ...]
     others: tuple[Seen, ...]
+    left: tuple[Seen, ...]
     watch: Watch
     ts: float
 
@@ -118,7 +122,7 @@ def _evidence(case: _Case, who: Seen | None) -> tuple[str, ...]:
     return tuple(
         f"rank {s.rank}: process state {s.state}, {s.where()}, unchanged for {s.still_s:.0f} s, "
         f"limit {limit_s(s, case.watch):.0f} s, {s.collectives} collectives"
-        for s in sorted(case.ranks, key=lambda s: s is not who)[:64]
+        for s in sorted((*case.ranks, *case.left), key=lambda s: s is not who)[:64]
     )
 
 
@@ -130,9 +134,9 @@ def _verdict(case: _Case, who: Seen | None, cause: str, sure: Sure, sentence: st
     )
 
 
-def _in_state(case: _Case, letters: str) -> tuple[list[Seen], str]:
+def _in_state(case: _Case, states: Sequence[str]) -> tuple[list[Seen], str]:
     """Returns the ranks in a state, the furthest behind first, and what the others do."""
-    found = [s for s in case.ranks if s.state in letters.split() and s.still_s > NAMED_AT_ONCE_S]
+    found = [s for s in case.ranks if s.state in states and s.still_s > NAMED_AT_ONCE_S]
     found.sort(key=lambda s: s.position)
     others = [s for s in case.ranks if s not in found]
     return found, _waiting(others, found[0]) if found else ""
@@ -143,7 +147,7 @@ def _are(ranks: Sequence[Seen]) -> str:
 
 
 def _stopped(case: _Case) -> Verdict | None:
-    found, waiting = _in_state(case, "T t")
+    found, waiting = _in_state(case, STOPPED_STATES)
     if not found:
         return None
     first = found[0]
@@ -155,7 +159,7 @@ def _stopped(case: _Case) -> Verdict | None:
 
 
 def _gone(case: _Case) -> Verdict | None:
-    found, waiting = _in_state(case, "Z X gone")
+    found, waiting = _in_state(case, ENDED_STATES)
     if not found or len(found) == len(case.ranks):
         return None
     first = found[0]
@@ -175,14 +179,39 @@ def _uninterruptible(case: _Case) -> Verdict | None:
     return _verdict(case, first, "uninterruptible", "medium", sentence)
 
 
+def _departed(ranks: Sequence[Seen]) -> str:
+    """Returns "rank 0 has left (exit 0)"."""
+    leaving = any(seen.state not in ENDED_STATES for seen in ranks)
+    if leaving:
+        return f"{_are(ranks)} leaving"
+    codes = sorted({seen.code for seen in ranks if seen.code is not None})
+    told = f" (exit {', '.join(map(str, codes))})" if codes else ""
+    return f"{_named(ranks)} {'has' if len(ranks) == 1 else 'have'} left{told}"
+
+
+def _left(case: _Case) -> Verdict | None:
+    """Names ranks that left before the others were done; who only saves needs nobody."""
+    first = case.behind[0]
+    early = [s for s in case.left if s.step <= first.step]
+    if not case.overdue or not early or first.phase in SAVING_PHASES:
+        return None
+    who = min(early, key=lambda s: (s.step, s.rank))
+    sentence = (
+        f"{_departed(early)} at step {who.step} while the others wait, since "
+        f"{_changed(case, first)}{_waiting(case.ranks, who)}"
+    )
+    return _verdict(case, who, "left", "high" if who.step < first.step else "medium", sentence)
+
+
 def _behind(case: _Case) -> Verdict | None:
     if not case.overdue or not case.others:
         return None
     first = case.behind[0]
     clear = any(s.position[:2] != first.position[:2] for s in case.others)
+    left = f"; {_departed(case.left)}" if case.left else ""
     sentence = (
         f"{_are(case.behind)} behind: in {first.where()} since {_changed(case, first)}"
-        f"{_waiting(case.others, first)}"
+        f"{_waiting(case.others, first)}{left}"
     )
     sure = "high" if clear and len(case.behind) == 1 else "medium"
     return _verdict(case, first, "behind", sure, sentence)
@@ -194,12 +223,13 @@ def _level(case: _Case) -> Verdict | None:
     first, alone = case.behind[0], len(case.ranks) == 1
     stands = f"{_named(case.ranks)} stand{'s' if alone else ''} still in {first.where()}"
     hint = "" if alone else "; no rank is behind the others, so their stacks must tell"
-    sentence = f"{stands} since {_changed(case, first)}{hint}"
+    left = f"; {_departed(case.left)}" if case.left else ""
+    sentence = f"{stands} since {_changed(case, first)}{left}{hint}"
     return _verdict(case, first if alone else None, "level", "high" if alone else "low", sentence)
 
 
 RULES: tuple[Callable[[_Case], Verdict | None], ...] = (
-    _stopped, _gone, _uninterruptible, _behind, _level,
+    _stopped, _gone, _uninterruptible, _left, _behind, _level,
 )  # fmt: skip
 """The first rule that finds something gives the verdict."""
 
@@ -219,7 +249,8 @@ def diagnose(ranks: Sequence[Seen], watch: Watch, ts: float) -> Verdict | None:
     if not behind:
         return None
     running = tuple(seen for seen in ranks if seen.phase != "exit")
+    left = tuple(seen for seen in ranks if seen.phase == "exit")
     lowest = behind[0].position
     others = tuple(seen for seen in running if seen.position != lowest)
-    case = _Case(running, behind, others, watch, ts)
+    case = _Case(running, behind, others, left, watch, ts)
     return next((verdict for rule in RULES if (verdict := rule(case))), None)

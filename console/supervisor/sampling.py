@@ -79,5 +79,6 @@ class Sampler:
             found.collectives, story.p99_s(worker.rank, found.phase),
             # A program that went on without a word may take its first step anywhere.
             story.first_step if attempt == 1 or story.steps.get(worker.rank) else found.step,
+            story.codes.get(worker.rank) if worker.code is None else worker.code,
         )  # fmt: skip
         return row, seen

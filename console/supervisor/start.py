@@ -116,8 +116,8 @@ class Claim:
         held = rundir.read_json(self.directory / rundir.PLAN)
         if held is not None:
             self.cleared = jsonl.text(held, "launch", "?")[:200]
-            for name in BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
-                (self.directory / name).unlink(missing_ok=True)
+        for name in BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
+            (self.directory / name).unlink(missing_ok=True)
 
     def _check_lock(self, path: Path) -> None:
         """Raises RefusedError when the lock is another file too: its content is replaced."""

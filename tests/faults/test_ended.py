@@ -10,7 +10,8 @@ import time
 import pytest
 
 from console.sources import process
-from tests.faults.scene import console, order, sentence_of, state_of, verdict_of
+from console.sources.run import RunSource
+from tests.faults.scene import console, order, state_of, status, verdict_of
 from tests.launches import STUB, phase
 from tests.mounts import ext4
 from trainers.contract import rundir
@@ -21,8 +22,11 @@ WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": GRACE_S}
 
 @pytest.fixture
 def run(begin, orders):
-    """A launch of two ranks under torchrun."""
-    started = begin(phase("one", "obedient.py", 100_000, orders), watch=WATCH)
+    """A launch of two ranks under torchrun, with a phase that follows only a good end."""
+    started = begin(
+        phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000}),
+        phase("two", "obedient.py", 1, orders), watch=WATCH,
+    )  # fmt: skip
     started.wait_steps(3)
     return started
 
@@ -40,13 +44,18 @@ def names_rank_1(state) -> str:
 
 
 @pytest.mark.fault("1")
-def test_a_killed_rank_is_named_and_its_peer_is_secondary(scene, run):
+def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, orders):
+    order(orders, 0, "deaf")
     victim = run.pids()[1]
-    scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), names_rank_1)
+    words = scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), names_rank_1)
+    assert words.startswith("rank 1 is gone, torchrun ends the others")
+    assert status(run.path)[1]["state"] in ("stopping", "crashed")
     run.wait_end()
     why = scene.ended(run, "crashed", 5)
     assert why.startswith("rank 1 was killed by SIGKILL at step ")
     assert why.endswith("rank 0 ended because of it")
+    exits = [rank.exit for rank in RunSource(run.run()).poll().ranks]
+    assert exits == ["killed by SIGKILL, because of another", "killed by SIGKILL"]
     scene.note(why, scene.seen_s)
 
 
@@ -55,6 +64,23 @@ RAISED = {
     "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
     "raise OutOfMemoryError CUDA out of memory": "rank 1: OutOfMemoryError: CUDA out of memory",
 }
+
+
+@pytest.mark.fault("2", "again and again")
+def test_an_error_that_comes_again_is_not_tried_a_third_time(scene, begin):
+    started = begin(
+        phase("one", "member.py", 100, "raise"), shell=STUB,
+        restart={"when": "crash", "attempts": 5, "backoff_s": 0.2},
+        watch=WATCH | {"grace_s": 0.5},
+    )  # fmt: skip
+    started.wait_end()
+    why = scene.ended(started, "crashed", 5)
+    assert "rank 1: ValueError: the batch of step 5 is broken" in why
+    assert "not restarted: the same error twice without a new checkpoint between" in why
+    assert started.state()["attempt"] == 2
+    scene.note(why)
+
+
 CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
 
 
@@ -80,9 +106,12 @@ def test_a_native_crash_is_named_with_its_signal(scene, run, orders, words):
 
 def ends_by_itself(scene, run, orders, words) -> str:
     scene.inject(run, lambda: order(orders, 1, words), names_rank_1)
-    run.wait_end()
+    ended = run.wait_end()
     why = scene.ended(run, "crashed", 5)
     assert why.startswith("rank 1")
+    assert [phase["state"] for phase in ended["phases"]] == ["crashed", "later"]
+    gates = rundir.read_json(run.run() / rundir.GATES)["gates"]
+    assert [gate["result"] for gate in gates] == ["fail"]
     scene.note(why, scene.seen_s)
     return why
 
@@ -93,7 +122,8 @@ def test_stop_ends_ranks_that_are_deaf_hold_the_gil_or_are_stopped(scene, run, o
     order(orders, 1, "gil 60")
     os.kill(run.pids()[0], signal.SIGSTOP)
     token, pids = run.token(), run.pids()
-    assert console("stop", run.path)[0] == 0
+    assert run.ask("stop")["ok"]
+    assert "under way" in run.ask("stop", run.run())["text"]
     sent = next(event["mono"] for event in run.events() if event["kind"] == "answer")
     run.wait(lambda: not process.with_token(token), 20, 0.02)
     seconds = time.monotonic() - sent
@@ -160,14 +190,3 @@ def test_half_a_record_is_ignored_and_the_one_before_it_counts(scene, small_run,
     step = int(why.partition("at step ")[2].split()[0].rstrip(";,"))
     assert step >= 3
     scene.note(why, scene.seen_s)
-
-
-@pytest.mark.slow
-@pytest.mark.fault("8", "torchrun")
-def test_a_stopped_torchrun_is_said(scene, run):
-    pids, agent = run.pids(), run.state()["torchrun"]["pid"]
-    try:
-        scene.inject(run, lambda: os.kill(agent, signal.SIGSTOP), sentence_of("torchrun-stopped"))
-    finally:
-        os.kill(agent, signal.SIGCONT)
-    scene.goes_on(run, pids)

@@ -246,6 +246,24 @@ def test_a_directory_that_was_open_to_all_is_closed(scene, begin, plan, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.fault("31", "hard links")
+def test_what_is_linked_to_a_file_elsewhere_is_not_written(
+    scene, begin, plan, tmp_path, monkeypatch
+):
+    folder, victims = tmp_path / "linked", [tmp_path / "one", tmp_path / "two"]
+    folder.mkdir()
+    for victim, name in zip(victims, (rundir.SUPERVISOR_LOG, rundir.EVENTS), strict=True):
+        victim.write_text("precious")
+        (folder / name).hardlink_to(victim)
+    (folder / rundir.LOCK).touch()
+    started = begin.adopt(again(folder, plan, monkeypatch).path)
+    started.wait_end()
+    scene.note("taken away; what they were linked to is as it was")
+    scene.ended(started, "completed", 0)
+    assert [victim.read_text() for victim in victims] == ["precious"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.fault("33", "arguments")
 def test_words_for_a_shell_reach_the_program_as_words(scene, begin, tmp_path):
     hostile = ["; touch canary", "$(touch canary)", "`touch canary`", "a b", "--set"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -205,6 +206,7 @@ def test_a_stopped_supervisor_is_said_and_answers_when_it_goes_on(scene, run):
     finally:
         os.kill(supervisor, signal.SIGCONT)
     assert actions.answer(run.path, asked, 15)["ok"]
+    assert words.startswith(f"supervisor (pid {supervisor}) is stopped (SIGSTOP")
     assert f"kill -CONT {supervisor}" in words
     scene.goes_on(run, pids)
 
@@ -277,6 +279,38 @@ def test_garbage_among_the_records_is_counted_and_costs_bounded_memory(scene, ru
     scene.goes_on(run, pids)
 
 
+@pytest.mark.fault("21", "deleted, replaced")
+def test_records_that_are_deleted_or_replaced_disturb_nobody(scene, run, tmp_path):
+    pids, mine, aside = run.pids(), rundir.heartbeat(run.run(), 1), tmp_path / "aside"
+    source = RunSource(run.path)
+    before = source.poll().skipped_records
+    mine.rename(aside)
+    assert source.poll().state == "running"
+    mine.symlink_to("/etc/passwd")
+    assert source.poll().skipped_records == before
+    mine.unlink()
+    scene.inject(
+        run, lambda: mine.write_bytes(b"".join(HOSTILE)),
+        lambda s: f"{s.skipped_records} records were skipped"
+        if s.skipped_records >= before + len(HOSTILE) else "",
+    )  # fmt: skip
+    shutil.move(aside, mine)
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("8", "torchrun")
+def test_a_stopped_torchrun_is_said(scene, run):
+    pids, agent = run.pids(), run.state()["torchrun"]["pid"]
+    try:
+        words = scene.inject(
+            run, lambda: os.kill(agent, signal.SIGSTOP), sentence_of("torchrun-stopped")
+        )
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert words.startswith(f"torchrun (pid {agent}) is stopped (SIGSTOP")
+    scene.goes_on(run, pids)
+
+
 def rss_mib(pid: int) -> float:
     with open(f"/proc/{pid}/status") as stream:
         return next(int(line.split()[1]) for line in stream if line.startswith("VmRSS")) / 1024
@@ -340,3 +374,4 @@ def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(sc
     assert sum(".HALT is written" in event["text"] for event in found) == 1
     run.wait_end()
     scene.note(scene.ended(run, "halted", 4))
+    assert [worker["exit"]["code"] for worker in run.state()["workers"]] == [0, 0]

@@ -108,7 +108,8 @@ class Member:
     def _attach_log(self) -> None:
         """Points stdout and stderr at this rank's own appendable log."""
         path = rundir.rank_log(self.run, self.attempt, self.rank)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
         fd = rundir.open_append(path)
         os.dup2(fd, 1)
         os.dup2(fd, 2)

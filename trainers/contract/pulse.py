@@ -60,6 +60,7 @@ class PulseWriter:
         self.step = 0
         self.phase = "boot"
         self.collectives = 0
+        self._device: tuple[int, str] = (-1, "")
         self.memory: mmap.mmap | bytearray
         if path is None:
             self.memory = bytearray(SIZE_BYTES)
@@ -74,13 +75,21 @@ class PulseWriter:
 
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
         """Says that `phase` of `step` begins now; without device figures the host's stand in."""
-        now = time.monotonic()
+        self._since, self.step, self.phase = time.monotonic(), step, phase
+        self._device = device_step, device_phase
+        self._write(self._since)
+
+    def count(self) -> None:
+        """Says that one more collective was reached, in the phase that this rank is in."""
+        self.collectives += 1
+        self._write(time.monotonic())
+
+    def _write(self, now: float) -> None:
         self._sequence += 1
-        self._since, self.step, self.phase = now, step, phase
-        code = CODES[phase]
+        code, (device_step, device_phase) = CODES[self.phase], self._device
         body = _BODY.pack(
-            MAGIC, self._rank, self._pid, step, code, now, now, self.collectives,
-            step if device_step < 0 else device_step,
+            MAGIC, self._rank, self._pid, self.step, code, self._since, now, self.collectives,
+            self.step if device_step < 0 else device_step,
             CODES[device_phase] if device_phase else code,
         )  # fmt: skip
         sequence = _SEQUENCE.pack(self._sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -83,6 +84,31 @@ def test_a_slow_rank_that_still_moves_is_no_stall():
 
 def test_a_rank_that_left_properly_is_not_waited_for():
     assert judge(seen(0, "exit", 500.0), seen(1, "exit", 500.0)) is None
+
+
+def test_a_rank_that_left_while_the_others_wait_is_named_with_its_exit_code():
+    left = seen(0, "exit", 500.0, "gone", step=5, code=0)
+    verdict = judge(left, seen(1, "backward", step=6), seen(2, "backward", step=6))
+    assert (verdict.cause, verdict.rank, verdict.step, verdict.sure) == ("left", 0, 5, "high")
+    assert verdict.sentence.startswith(
+        "rank 0 has left (exit 0) at step 5 while the others wait, since "
+    )
+    assert verdict.sentence.endswith("; ranks 1-2 wait in backward of step 6")
+    assert verdict.evidence[0].startswith("rank 0: process state gone, exit of step 5")
+    same = judge(left, seen(1, "backward", step=5))
+    assert (same.cause, same.rank, same.sure) == ("left", 0, "medium")
+    assert "rank 0 is leaving at step" in judge(replace(left, state="S"), seen(1)).sentence
+    assert judge(left, seen(1, "backward", still=1.0, step=6)) is None
+
+
+def test_a_rank_that_left_after_the_others_is_said_and_not_blamed():
+    left = seen(0, "exit", 500.0, "gone", step=42, code=0)
+    for other in (seen(1, "forward"), seen(1, "save", 130.0, step=42)):
+        verdict = judge(left, other)
+        assert (verdict.cause, verdict.rank) == ("level", 1)
+        assert verdict.sentence.startswith("rank 1 stands still in ")
+        assert verdict.sentence.endswith("; rank 0 has left (exit 0)")
+    assert "rank 0 has left" in judge(left, seen(1), seen(2, "backward")).sentence
 
 
 def test_starting_and_saving_have_budgets_of_their_own():

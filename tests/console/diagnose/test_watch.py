@@ -169,6 +169,15 @@ def test_no_stall_is_acted_on_before_a_collective_would_have_given_up():
     assert acted == [300]
 
 
+def test_a_rank_that_left_long_ago_does_not_make_a_stall_longer():
+    left, acted = Seen(1, 101, "gone", 60, "exit", 5000.0), []
+    dog = Watchdog(replace(WATCH, stall_act_s=300), {"stall": "stop"})
+    for second in range(400):
+        now = Readings(mono=second, ts=1e9 + second, seen=(*seen(float(second)), left))
+        acted += [second for c in dog.look(now) if c.kind == "act"]
+    assert acted == [300]
+
+
 def test_a_watchdog_that_was_frozen_or_comes_late_looks_first():
     dog = Watchdog(WATCH, dict.fromkeys(RULES, "stop"))
     first = dog.look(Readings(mono=0, ts=1e9, seen=seen(5000), disk_free_gib=0.1))

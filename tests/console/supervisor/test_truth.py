@@ -62,35 +62,6 @@ def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_awa
     assert not leaked.exists()
 
 
-def test_stopped_processes_are_named_and_a_gone_rank_shows_before_the_others_ended(begin):
-    started = begin(phase("one", "member.py", 100_000, "deaf"))
-    started.wait_steps(3)
-    owners = {
-        "supervisor": started.plan_state["supervisor"]["pid"],
-        "torchrun": started.state()["torchrun"]["pid"],
-    }
-    for name, pid in owners.items():
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            started.wait(lambda n=name: f"{n}-stopped" in {a.id for a in look(started).alerts}, 5)
-            alert = next(a for a in look(started).alerts if a.id == f"{name}-stopped")
-            assert alert.text.startswith(f"{name} (pid {pid}) is stopped (SIGSTOP")
-        finally:
-            os.kill(pid, signal.SIGCONT)
-    assert not look(started).alerts
-    os.kill(started.pids()[1], signal.SIGKILL)
-    started.wait(lambda: look(started).state == "stopping", 2.5)
-    state = look(started)
-    assert state.why.startswith("rank 1 is gone, torchrun ends the others")
-    assert plain.exit_code(state) == 5
-    assert process.with_token(started.token())
-    assert started.wait_state("crashed", timeout_s=10)["why"].startswith("rank 1 was killed by SIG")
-    exits = [rank.exit for rank in look(started).ranks]
-    assert exits == ["killed by SIGKILL, because of another", "killed by SIGKILL"]
-    assert plain.exit_code(look(started)) == 5
-    assert started.wait_end()["phases"][0]["result"] == "unknown"
-
-
 @pytest.mark.parametrize(
     ("number", "program"), [(signal.SIGHUP, "foreign_ddp.py"), (signal.SIGTERM, "member.py")]
 )

@@ -148,6 +148,20 @@ def test_a_halt_ends_the_program_with_its_reason(tmp_path, live, how):
     assert records[-1]["step"] == halt["step"]
 
 
+def test_the_directories_of_a_log_are_closed_to_others(tmp_path):
+    umask = os.umask(0o022)
+    process = start(tmp_path, "run")
+    try:
+        wait_for(lambda: beats(tmp_path))
+        log = rundir.rank_log(tmp_path, 1, 0)
+        modes = [path.stat().st_mode & 0o777 for path in (log, log.parent, log.parent.parent)]
+        assert modes == [0o600, 0o700, 0o700]
+    finally:
+        os.umask(umask)
+        process.kill()
+        process.wait()
+
+
 def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_path):
     (tmp_path / rundir.HALT).touch()
     variables = environment(tmp_path)

@@ -27,6 +27,21 @@ def test_a_pulse_says_step_phase_and_since(tmp_path):
     assert before <= found.since <= time.monotonic()
 
 
+def test_a_collective_counts_in_the_phase_that_goes_on(tmp_path):
+    writer = pulse.PulseWriter(tmp_path / "p", rank=0)
+    writer.set(10, "backward", device_step=9, device_phase="forward")
+    before = pulse.read(tmp_path / "p")
+    writer.count()
+    after = pulse.read(tmp_path / "p")
+    assert before is not None
+    assert after is not None
+    assert (after.collectives, after.since) == (before.collectives + 1, before.since)
+    assert (after.step, after.phase, after.device_step, after.device_phase) == (
+        10, "backward", 9, "forward",
+    )  # fmt: skip
+    assert after.beat >= before.beat
+
+
 def test_device_progress_stands_apart_from_the_host(tmp_path):
     writer = pulse.PulseWriter(tmp_path / "p", rank=0)
     writer.set(10, "optimizer", device_step=9, device_phase="forward")

@@ -1,0 +1,112 @@
+"""Faults inside a real trainer, one after the other on one launch that is started again.
+
+`NSA_DRILL` makes them happen at their steps, so that every test reads what was written about its
+own: two stalls and a kill in attempt 1, NaN in attempt 2.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.launches import Begin, Started
+from tests.trainers.runs import CONFIG, heartbeats, small
+from trainers import checkpoint, manifest
+from trainers.contract import rundir
+
+EVERY, HOOK, LOADER, KILLED, NAN = 10, 12, 25, 47, 48
+STALL_S = 4.5
+"""Longer than the stall limit, the supervisor's next look and a dump."""
+DRILLS = f"backward@{HOOK}:1:{STALL_S},loader@{LOADER}:0:{STALL_S},kill@{KILLED}:1,nan@{NAN}:1!"
+WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": 2, "rules": {"stall": {"action": "dump"}}}
+SAVED = KILLED - KILLED % EVERY
+
+
+def trainer(drills: str, **changes: object) -> dict[str, object]:
+    """Returns a phase of two ranks of the real trainer with these drills."""
+    return {
+        "name": "one", "config": str(CONFIG), "flags": {"NSA_DRILL": drills},
+        "set": small(report__log_every=1, data__prefetch=1, **changes),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ended(begin: Begin) -> Started:
+    """The launch after two attempts, the second of which brought no new checkpoint."""
+    started = begin(
+        trainer(DRILLS, train__steps=500, train__max_nonfinite_steps=1, checkpoint__every=EVERY),
+        watch=WATCH, restart={"when": "crash", "attempts": 1, "backoff_s": 0.5},
+    )  # fmt: skip
+    started.wait_end(120)
+    return started
+
+
+def fired(started: Started, kind: str, rank: int) -> dict[str, object]:
+    """Returns the record that a rank wrote before its drill struck."""
+    found = heartbeats(started.run(), rank, "drill")
+    return next(r for r in found if r["state"] == "fires" and r["drill"].startswith(f"{kind}@"))
+
+
+def verdict(started: Started, kind: str, rank: int) -> tuple[dict[str, object], float]:
+    """Returns the first verdict after a drill struck, and how many seconds later it came."""
+    struck = fired(started, kind, rank)["ts"]
+    paths = sorted((started.run() / rundir.VERDICTS).iterdir())
+    found = [rundir.read_json(path) for path in paths]
+    first = next(each for each in found if each["ts"] > struck)
+    return first, first["ts"] - struck
+
+
+def steps_after(started: Started, attempt: int, rank: int = 0) -> list[int]:
+    records = heartbeats(started.run(), rank, "progress")
+    return [r["step"] for r in records if r["attempt"] == attempt]
+
+
+@pytest.mark.fault("6")
+def test_a_rank_that_hangs_in_a_backward_hook_is_named_and_its_stack_has_the_line(scene, ended):
+    said, seconds = verdict(ended, "backward", 1)
+    assert (said["rank"], said["phase"], said["step"]) == (1, "backward", HOOK)
+    assert said["sentence"].startswith(f"rank 1 is behind: in backward of step {HOOK} since ")
+    assert said["sentence"].endswith("; rank 0 waits in backward")
+    dumps = sorted(ended.run().glob("stackdump_rank1_*.txt"))
+    assert "drills.py" in dumps[0].read_text()
+    assert "<lambda>" in dumps[0].read_text()
+    assert steps_after(ended, 1)[-1] > HOOK
+    scene.note(said["sentence"], seconds)
+
+
+@pytest.mark.fault("7", "stall")
+def test_a_loader_that_stalls_is_named_as_the_fetch_of_its_rank(scene, ended):
+    said, seconds = verdict(ended, "loader", 0)
+    assert (said["rank"], said["phase"], said["step"]) == (0, "fetch", LOADER)
+    assert said["sentence"].startswith(f"rank 0 is behind: in fetch of step {LOADER} since ")
+    assert said["sentence"].endswith("; rank 1 waits in backward")
+    assert steps_after(ended, 1)[-1] > LOADER
+    scene.note(said["sentence"], seconds)
+
+
+@pytest.mark.fault("1", "restart")
+def test_a_killed_rank_goes_on_from_the_checkpoint_before_it(scene, ended):
+    events = ended.events(0)
+    again = next(event for event in events if event.get("state") == "restarting")
+    assert f"rank 1 was killed by SIGKILL at step {KILLED}" in again["text"]
+    assert f"attempt 2 begins in 0.5 s from the checkpoint of step {SAVED}" in again["text"]
+    lost = steps_after(ended, 1)[-1] - SAVED
+    assert 0 <= lost <= EVERY
+    assert steps_after(ended, 2)[:5] == [*range(SAVED + 1, SAVED + 6)]
+    scene.note(again["text"], again["ts"] - fired(ended, "kill", 1)["ts"])
+
+
+@pytest.mark.fault("20", "restarted")
+def test_nan_on_one_rank_stops_all_before_the_optimizer_and_checkpoints_stay_good(scene, ended):
+    for rank in range(2):
+        error = heartbeats(ended.run(), rank, "error")[-1]
+        assert (error["attempt"], error["step"], error["exit_code"]) == (2, NAN, 10)
+        assert "the weights were not touched" in error["error"]
+    newest = manifest.latest(ended.run())
+    assert newest is not None
+    assert newest.name == f"step_{SAVED:08d}"
+    assert all(torch.isfinite(w).all() for w in checkpoint.load_weights(newest).values())
+    why = scene.ended(ended, "failed", 5)
+    assert "loss or gradients were not finite" in why
+    assert "not restarted: 1 attempt without a new checkpoint" in why
+    scene.note(why)

@@ -1,0 +1,125 @@
+"""Faults that the supervisor answers by a policy: restarts, watch rules, hooks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+
+import pytest
+
+from console.sources import process
+from console.sources.run import RunSource
+from console.supervisor.hook_runner import LOG, MAX_OUTPUT_BYTES
+from tests.faults.scene import order, sentence_of, verdict_of
+from tests.faults.test_drilled import trainer
+from tests.faults.test_survived import rss_mib
+from tests.launches import PROGRAMS, STUB, phase
+
+pytestmark = pytest.mark.slow
+
+ALWAYS_KILLED = """
+import os, signal
+from trainers.contract.member import join
+run = join()
+for step in range(1, 4):
+    run.step(step)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+BACKOFF_S, ATTEMPTS = 0.5, 4
+
+
+@pytest.mark.fault("29")
+def test_a_run_that_always_dies_is_given_up_after_waits_that_double(scene, begin, tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(ALWAYS_KILLED)
+    started = begin(
+        {"name": "one", "script": str(script)}, nproc=1, shell=STUB,
+        restart={"when": "crash", "attempts": ATTEMPTS, "backoff_s": BACKOFF_S},
+    )  # fmt: skip
+    started.wait_end()
+    changes = [event for event in started.events(0) if event["kind"] == "state"]
+    waits = []
+    for now, after in itertools.pairwise(changes):
+        if now["state"] == "restarting":
+            waits.append(BACKOFF_S * 2 ** len(waits))
+            says = f"attempt {len(waits) + 1} begins in {waits[-1]:g} s from step 1"
+            assert now["text"].endswith(says)
+            assert after["mono"] - now["mono"] >= waits[-1]
+    assert waits == [0.5, 1.0, 2.0]
+    why = scene.ended(started, "crashed", 5)
+    assert f"not restarted: {ATTEMPTS} attempts without a new checkpoint" in why
+    scene.note(why)
+
+
+OTHERS_S, SLOWER_S = 0.1, 0.035
+
+
+@pytest.mark.fault("34")
+def test_a_rank_that_is_slower_is_named_and_never_killed(scene, begin):
+    started = begin(
+        trainer(f"slow@1:all:{OTHERS_S},slow@20:1:{SLOWER_S}", train__steps=100_000),
+        watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": 2,
+               "rules": {"imbalance": {"for_s": 3, "action": "warn"}}},
+    )  # fmt: skip
+    started.wait_steps(1)
+    pids, source, seen = started.pids(), RunSource(started.path), sentence_of("imbalance")
+    words = started.wait(lambda: seen(source.poll()), 60)
+    told = next(event for event in started.events(0) if event.get("alert") == "imbalance")
+    assert words.startswith("rank 1 needs 1.")
+    assert words.endswith(" times the others' time for its own part")
+    scene.goes_on(started, pids)
+    assert not [event for event in started.events(0) if event["kind"] in ("verdict", "watch")]
+    drill = next(json.loads(line) for line in
+                 (started.run() / "heartbeat_rank1.jsonl").read_text().splitlines()
+                 if '"fires"' in line and f"slow@20:1:{SLOWER_S}" in line)  # fmt: skip
+    assert started.ask("halt")["ok"]
+    started.wait_end()
+    scene.note(words, told["ts"] - drill["ts"])
+
+
+HOOK_SAYS = {
+    "hang": "took longer than 10 s and was ended",
+    "fail": "returned 7",
+    "flood": "",
+}  # fmt: skip
+
+
+@pytest.mark.fault("35")
+@pytest.mark.parametrize("mode", HOOK_SAYS)
+def test_a_hook_that_misbehaves_holds_nobody_up(scene, begin, orders, tmp_path, monkeypatch, mode):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    settings = tmp_path / "nsa-console" / "settings.yaml"
+    settings.parent.mkdir(mode=0o700)
+    hook = [sys.executable, str(PROGRAMS / "hook.py"), str(kept), mode]
+    settings.write_text(json.dumps({"hook": hook, "hook_every_s": 1}))
+    settings.chmod(0o600)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    started = begin(
+        phase("one", "obedient.py", 100_000, orders), shell=STUB,
+        watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": 2},
+    )  # fmt: skip
+    started.wait_steps(3)
+    pids, supervisor = started.pids(), started.plan_state["supervisor"]["pid"]
+    words = scene.inject(started, lambda: order(orders, 1, "sleep 4.5"), verdict_of("behind"))
+    told = started.wait(lambda: [json.loads(path.read_text()) for path in kept.glob("*.json")])
+    assert words in told[0]["stdin"]
+    assert started.ask("note", text="while the hook runs")["ok"]
+    scene.goes_on(started, pids)
+    said = HOOK_SAYS[mode]
+    if said:
+        event = started.wait(lambda: [e for e in started.events(0) + started.events()
+                                      if e["kind"] == "hook"], 30)[0]  # fmt: skip
+        assert said in event["text"]
+        words = event["text"]
+    for name in ("pid", "child"):
+        pid = told[0].get(name)
+        if pid:
+            started.wait(lambda pid=pid: process.state(pid) in (process.GONE, "Z"), 30)
+    assert (started.path / LOG).stat().st_size < 2 * MAX_OUTPUT_BYTES
+    assert rss_mib(supervisor) < 48
+    assert started.ask("halt")["ok"]
+    started.wait_end()
+    scene.ended(started, "halted", 4)
+    scene.note(words, scene.seen_s)
