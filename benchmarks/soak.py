@@ -48,7 +48,7 @@ from trainers.failures import CheckpointError
 RATIO = 0.90
 PLAN = {
     "name": "soak",
-    "restart": {"on": "stall", "attempts": 3, "backoff_s": 1},
+    "restart": {"when": "stall", "attempts": 3, "backoff_s": 1},
     "watch": {
         "stall_floor_s": 5, "stall_act_s": 5, "save_s": 5, "startup_s": 60, "grace_s": 3,
         "rules": {"disk": {"threshold": 0.05, "for_s": 1}},
