@@ -100,6 +100,8 @@ def clear_leftovers(run: Path) -> None:
             left.rename(original)
         else:
             shutil.rmtree(left)
+    for left in folder.glob(f".{rundir.LATEST}.tmp-*"):
+        left.unlink()
 
 
 def retain(run: Path, keep_last: int, keep_every: int) -> None:

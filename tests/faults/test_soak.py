@@ -32,8 +32,8 @@ def test_a_record_tells_when_each_of_its_steps_ended():
 
 
 def test_a_repeated_step_counts_once_and_what_lies_between_does_not():
-    found = listed(progress(1, 4, 4.0, 1, 1, 1, 1), progress(2, 5, 20.0, 1, 1, 1))
-    assert steps.effective_s(found) == 5
+    found = listed(progress(1, 4, 4.0, 1, 1, 1, 1), progress(2, 5, 20.0, 2, 2, 2))
+    assert steps.effective_s(found) == 1 + 1 + 2 + 2 + 2
     assert steps.total_s(found) == 20
     assert steps.firsts(found)[2].number == 3
 

@@ -225,6 +225,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path)
 def test_what_a_killed_save_left_is_cleared_or_put_back_by_the_next(tmp_path, left):
     (path,) = saved(tmp_path, made(1), 1)
     path.rename(path.with_name(left))
+    path.with_name(".latest.tmp-1-0").touch()
     saved(tmp_path, made(1), 2)
     names = sorted(path.name for path in path.parent.iterdir())
     assert names == ["latest", *(["step_00000001"] if left.endswith("old") else []),
