@@ -50,7 +50,7 @@ PLAN = {
     "name": "soak",
     "restart": {"when": "stall", "attempts": 3, "backoff_s": 1},
     "watch": {
-        "stall_floor_s": 5, "stall_act_s": 5, "save_s": 5, "startup_s": 60, "grace_s": 3,
+        "stall_floor_s": 3, "stall_act_s": 3, "save_s": 5, "startup_s": 60, "grace_s": 3,
         "rules": {"disk": {"threshold": 0.05, "for_s": 1}},
     },
     "phases": [{

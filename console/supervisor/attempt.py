@@ -257,7 +257,7 @@ class Attempt:
         path = rundir.samples(born.run, rundir.host_name())
         self._directory.put(path, jsonl.encode(sample))
         ending = bool(self._ending) or self.asked in ("restart", "stop", "kill")
-        ending = ending or self.tree.agent_over
+        ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
         self._take_verdict(diagnose(seen, born.watch, time.time()))

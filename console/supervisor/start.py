@@ -96,6 +96,8 @@ class Claim:
         except RefusedError:
             self.release()
             raise
+        for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
+            self._clear_half_written(folder)
         if not self._adopt:
             self._clear()
 
@@ -108,11 +110,14 @@ class Claim:
         had_lock = self.fd >= 0 or rundir.LOCK in there
         return had_lock and ours and BEFORE_THE_START.issuperset(there)
 
+    def _clear_half_written(self, folder: Path) -> None:
+        """Removes documents that a killed supervisor or launcher was writing."""
+        with contextlib.suppress(OSError):
+            for path in folder.glob(".*.json.tmp-*"):
+                path.unlink()
+
     def _clear(self) -> None:
         """Removes what a launch left that never began; only under the lock."""
-        for name in os.listdir(self.directory):
-            if name.startswith(HALF_WRITTEN):
-                (self.directory / name).unlink()
         held = rundir.read_json(self.directory / rundir.PLAN)
         if held is not None:
             self.cleared = jsonl.text(held, "launch", "?")[:200]
