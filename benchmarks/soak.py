@@ -307,7 +307,7 @@ def main() -> int:
         "of steps that stayed, each counted once and for at most four medians; the whole runs from "
         "the first step to the last, so that saving, restarting and what is repeated are in it. A "
         "rank that is stopped for good is restarted by the stall rule, after three of its limits "
-        "of 5 s."
+        f"of {PLAN['watch']['stall_floor_s']} s."
     )  # fmt: skip
     if options.dry:
         print(f"{text}\n\n{notes}")

@@ -8,15 +8,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from console.causes import OomEvidence
-from console.diagnose.stall import diagnose
-from console.diagnose.watch import Change
 from console.ending import End, Facts, decide
-from console.model import RANK_GONE, Gate, State, Verdict
+from console.model import RANK_GONE, Gate, State
 from console.plans import gates
 from console.sources import kernel
 from console.sources.lastwords import LastWords
@@ -29,7 +27,7 @@ from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
-from trainers.contract import VERSION, jsonl, pulse, rundir
+from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.errors import ContractError
 from trainers.contract.plan import Phase, Watch
 
@@ -39,6 +37,7 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
 MOST_NEWS, HAND_OVER_S = 1, 0.005
+LONG_COLLECTING_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +69,29 @@ class Attempt:
     """Owns the processes of one attempt; `tick` moves it on, `decided` is its state.
 
     `prepare` runs first, on the directory's thread. `event` writes into the run's events, and
-    `changed` is called when what supervisor.json holds has changed. With `held`, a former
-    supervisor's document, the attempt takes over the processes that are there instead of starting.
+    `changed` is called when what supervisor.json holds has changed. `actions` are what watch rules
+    do beside the plan's, `former` is the attempt before. With `held`, a former supervisor's
+    document, the attempt takes over the processes that are there instead of starting.
     """
 
     def __init__(
         self, born: Born, services: Services, prepare: Callable[[], None],
         event: Callable[..., dict[str, Any]], changed: Callable[[], None], alerts: Alerts,
-        watching: Watching, former: Attempt | None = None, held: Mapping[str, Any] | None = None,
+        actions: Mapping[str, str], former: Attempt | None = None,
+        held: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.born, self.event, self._changed = born, event, changed
         self.stage: Stage = "prepare"
         self.gates: tuple[Gate, ...] = ()
         self.story = Story()
         self._directory = services.directory
-        self.alerts, self.watching = alerts, watching
+        self.alerts = alerts
+        self.watching = Watching(
+            born.watch, actions, born.run, alerts, self.story, event, services.directory.document,
+            changed,
+        )  # fmt: skip
         self.tree = Tree(born.token, born.phase.nproc, services.poller)
         self.halt_file = self.behind = False
-        self.verdict: Verdict | None = None
         self.files = Files(
             born.run, born.number, born.phase.nproc, former.files if former else None
         )  # fmt: skip
@@ -95,7 +99,6 @@ class Attempt:
         self._rotated: Job[list[str]] | None = None
         self._news: deque[News] = deque()
         self._sampler = Sampler(services.nvml, born.live or born.run)
-        self._acts: list[Change] = []
         self._begun = time.monotonic()
         self.asked = self.by = self._failure = self._agent_signal = self._ending = ""
         self._words: Mapping[int, LastWords] = {}
@@ -107,7 +110,7 @@ class Attempt:
         self.checkpoint = 0
         """The step of the newest checkpoint at its end."""
         self._caught_up = held is None
-        self._sampled = self._rotated_at = 0.0
+        self._sampled = self._rotated_at = self._ended_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
         self._prepared: Job[int] | None = None
@@ -176,6 +179,8 @@ class Attempt:
         """Returns the state that the facts give; while the rest is collected, that from before."""
         if self.stage != "collect":
             self._decided = decide(self.facts())
+        elif time.monotonic() - self._ended_at > LONG_COLLECTING_S:
+            return "stopping", "all ranks have ended; the run directory does not give their records"
         return self._decided
 
     # --- stages --------------------------------------------------------------------------------
@@ -260,49 +265,11 @@ class Attempt:
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
-        self._take_verdict(diagnose(seen, born.watch, time.time()))
-        for change in self.watching.look(sample, seen, self.story):
-            if change.kind != "act" or not ending:
-                self._take_change(change)
-
-    def _take_change(self, change: Change) -> None:
-        """Takes what the watchdog says; a stall has its alert from the verdict."""
-        rule = change.rule
-        if change.kind == "act":
-            text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
-            self.event("watch", text, "crit", rule=rule.name, action=change.action)
-            self._acts.append(change)
-        elif rule.name == "stall":
-            return
-        elif change.kind == "raise":
-            self.alerts.raise_(rule.name, change.text, change.level)
-        else:
-            self.alerts.clear(rule.name, change.text)
-
-    def take_acts(self) -> list[Change]:
-        """Returns what the watchdog wants done since the last call."""
-        acts, self._acts = self._acts, []
-        return acts
-
-    def _take_verdict(self, verdict: Verdict | None) -> None:
-        before, self.verdict = self.verdict, verdict
-        if verdict is None:
-            if before is not None:
-                self.alerts.clear("stall", f"the pulses move again: {before.cause} is over")
-            return
-        place = (verdict.cause, verdict.rank, verdict.phase, verdict.step)
-        if before is not None and place == (before.cause, before.rank, before.phase, before.step):
-            self.verdict = replace(verdict, ts=before.ts)
-            return
-        path = self.born.run / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
-        self._directory.document(path, {"v": VERSION} | asdict(verdict))
-        self.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
-        self.story.summary.stalls += self.alerts.raise_("stall", verdict.sentence, "crit", "3")
-        self._changed()
+        self.watching.look(sample, seen, ending)
 
     def _begin_collecting(self) -> None:
         self.decided()
-        self.stage = "collect"
+        self.stage, self._ended_at = "collect", time.monotonic()
         self._collected = self._directory.job(lambda: self.files.rest(self._hand_over))
 
     def _conclude(self) -> None:
@@ -319,7 +286,7 @@ class Attempt:
         self.checkpoint = rest.checkpoint
         self._words, self._oom = rest.last, kernel.since(self._oom_before)
         self.gates = gates.evaluate(self.story.summary, self.born.phase.gates)
-        self.verdict, self.stage = None, "over"
+        self.watching.verdict, self.stage = None, "over"
         self.alerts.clear_all("the attempt has ended")
         self.tree.close()
 
@@ -366,7 +333,7 @@ class Attempt:
         """Returns everything that the state depends on."""
         ends = [self.end_of(worker) for worker in self.tree.workers.values()
                 if worker.over_ts is not None]  # fmt: skip
-        phases = self._sampler.phases.values()
+        phases, verdict = self._sampler.phases.values(), self.watching.verdict
         return Facts(
             spawned=self.tree.spawned,
             over=self.stage == "over",
@@ -375,7 +342,7 @@ class Attempt:
             halt_file=self.halt_file,
             halting_ranks=sum(phase == "halt" for phase in phases),
             step=self.step,
-            verdict=self.verdict.sentence if self.verdict else "",
+            verdict=verdict.sentence if verdict else "",
             agent_code=self.tree.agent_status,
             agent_gone=self.tree.agent_over,
             ends=ends,

@@ -61,25 +61,28 @@ class _Run:
             raise
         self._told = told_read
         self._until = time.monotonic() + limit_s + GRACE_S + SPARE_S
-        self._killed = False
 
     def poll(self) -> str | None:
-        """Returns how the program ended, None while it runs."""
-        if not self._handle.is_over():
-            if not self._killed and time.monotonic() >= self._until:
-                self._handle.send(signal.SIGKILL)
-                self._killed = True
-            return None
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, self._handle.fd, os.WEXITED | os.WNOHANG)
-        self._process.returncode = 0
+        """Returns how the program ended, None while it runs.
+
+        What the runner does after its word, or cannot do in a frozen directory, is not waited for.
+        """
         try:
-            told = os.read(self._told, 4096).decode("utf-8", "replace")
+            said = os.read(self._told, 4096).decode("utf-8", "replace")
         except BlockingIOError:
-            told = ""
+            late_s = time.monotonic() - self._until
+            if late_s > 0:
+                self._handle.send(signal.SIGKILL)
+            if late_s <= SPARE_S and not self._handle.is_over():
+                return None
+            said = ""
+        if self._handle.is_over():
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, self._handle.fd, os.WEXITED | os.WNOHANG)
+        self._process.returncode = 0  # whoever reaps it may
         self._handle.close()
         os.close(self._told)
-        return told or "was given up: nothing is known of its end"
+        return said or "was given up: nothing is known of its end"
 
 
 class Hooks:

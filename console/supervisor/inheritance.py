@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from console.model import State
 from console.sources import documents, process
 from console.supervisor.orders import FlagValue
 from console.supervisor.restart import Ended
-from trainers.contract import environ, jsonl
+from trainers.contract import environ, jsonl, rundir
 from trainers.contract import flags as registry
 from trainers.contract.errors import RefusedError
 
@@ -18,6 +20,7 @@ FINAL = frozenset(("halted", "stopped", "completed", "failed", "crashed", "kille
 """States after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 MAX_ENDED = 10_000
+ANSWERS_BYTES = 1 << 20
 
 
 def token(record: Mapping[str, Any]) -> str:
@@ -62,3 +65,34 @@ def ended(held: Mapping[str, Any]) -> list[Ended]:
         for entry in documents.entries(held, "ended")[-MAX_ENDED:]
         if (state := jsonl.text(entry, "state")) in states
     ]  # fmt: skip
+
+
+def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what plan_state.json tells of each phase; names and directories are the plan's."""
+    return [
+        {key: jsonl.text(entry, key)[:400] for key in ("state", "why", "result")}
+        | {"steps": jsonl.integer(entry, "steps")}
+        | {key: jsonl.number(entry, key) for key in ("started_ts", "ended_ts")}
+        for entry in documents.entries(held, "phases")
+    ]
+
+
+def next_flags(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the flags that wait for the next phase. Raises UsageError as `checked` does."""
+    return {
+        name: {"value": flag.value, "by": flag.origin, "ts": time.time()}
+        for name, flag in checked(jsonl.mapping(held, "next_flags"), "by").items()
+    }
+
+
+def answered(launch: Path, folders: Iterable[Path]) -> dict[str, Path]:
+    """Returns the ids of requests that the newest events answer, with their mailboxes."""
+    found = {}
+    for folder in folders:
+        path = folder / rundir.EVENTS
+        start = max(0, jsonl.size_bytes(path, launch) - ANSWERS_BYTES)
+        data = jsonl.read_bytes(path, ANSWERS_BYTES, start, launch)
+        for record in map(jsonl.decode, data.splitlines()):
+            if record is not None and record.get("kind") == "answer":
+                found[jsonl.text(record, "request")] = folder / rundir.REQUESTS
+    return found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from console.diagnose.watch import Change
 from console.plans import gates
-from console.sources import documents
 from console.supervisor import inheritance, live, requests
+from console.supervisor.asks import Asks
 from console.supervisor.attempt import Services
 from console.supervisor.directory import Job
 from console.supervisor.dump import Dumps
@@ -24,24 +23,8 @@ from trainers.contract.errors import UsageError
 
 LOOK_EVERY_S = 0.2
 HEARTBEATS_EVERY_S = 1.0
-FILES = {
-    "halt": rundir.HALT, "checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW,
-}  # fmt: skip
+FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """What is left in the run directory for the ranks to find."""
-
-
-ANSWERS_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A file that is being left for the ranks: by whom, and the request that waits for it."""
-
-    job: Job[None]
-    action: str
-    run: Run
-    by: str
-    request: Request | None
 
 
 class Launch:
@@ -68,7 +51,7 @@ class Launch:
         self._mailbox = Mailbox(self._directory, self._attempt_in)
         self._scanner = requests.Scanner()
         self._dumps = Dumps(self._keep)
-        self._left: list[_Left] = []
+        self._asks = Asks(self._directory)
         self._acts: list[tuple[Run, Change]] = []
         self._look: Job[list[Request]] | None = None
         self._ended_by = ""
@@ -95,7 +78,7 @@ class Launch:
     def tick(self) -> None:
         """Does what is due; never waits."""
         now = time.monotonic()
-        self._poll_left()
+        self._asks.poll()
         self._look_around(now)
         self._dumps.poll(self._mailbox.answer)
         self._services.hooks.poll()
@@ -133,7 +116,7 @@ class Launch:
 
     def _begin_acts(self, run: Run) -> None:
         """Takes what watch rules are to do; what ends a run does so when its stacks are kept."""
-        for change in run.attempt.take_acts():
+        for change in run.attempt.watching.take_acts():
             self._dumps.begin(run.path, run.live, run.attempt.tree.handles())
             if change.action != "dump":
                 self._acts.append((run, change))
@@ -152,9 +135,14 @@ class Launch:
         word = f"{rule.anomaly or rule.name}\n"
         self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
         if action == "halt":
-            self._leave("halt", run, by)
+            self._asks.leave(path, rundir.HALT, by, lambda why: self._halted_by_rule(run, by, why))
         else:
             self._end_by(action, by)
+
+    def _halted_by_rule(self, run: Run, by: str, why_not: str) -> None:
+        done, text, _ = self._halted(by, why_not)
+        if not done:
+            run.event("note", text, "crit")
 
     # --- phases --------------------------------------------------------------------------------
 
@@ -187,18 +175,12 @@ class Launch:
         Raises ContractError when what it left cannot be believed.
         """
         self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
-        told = documents.entries(held, "phases")
-        for mine, theirs in zip(self._phases, told, strict=False):
-            mine |= {key: jsonl.text(theirs, key)[:400] for key in ("state", "why", "result")}
-            mine |= {key: jsonl.integer(theirs, key) for key in ("steps",)}
-            mine |= {key: jsonl.number(theirs, key) for key in ("started_ts", "ended_ts")}
-        wanted = jsonl.mapping(held, "next_flags")
-        self._next_flags = {
-            name: {"value": flag.value, "by": flag.origin, "ts": time.time()}
-            for name, flag in inheritance.checked(wanted, "by").items()
-        }
+        for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
+            mine |= theirs
+        self._next_flags = inheritance.next_flags(held)
         self._ended_by = jsonl.text(held, "ended_by")[:400]
-        self._mailbox.remember(self._answered())
+        folders = (self.path, *(self.path / entry["dir"] for entry in self._phases))
+        self._mailbox.remember(inheritance.answered(self.path, folders))
         self._event("state", "a new supervisor takes over from one that is gone", "warn")
         entry, last = self._phases[self._index], self._index + 1 == len(self._phases)
         run = self.path / entry["dir"]
@@ -210,16 +192,6 @@ class Launch:
         else:
             return self._start(self._index)
         return self._publish()
-
-    def _answered(self) -> dict[str, Path]:
-        """Returns the ids of requests that the events say were answered, with their mailboxes."""
-        found = {}
-        for folder in (self.path, *(self.path / entry["dir"] for entry in self._phases)):
-            data = jsonl.read_bytes(folder / rundir.EVENTS, ANSWERS_BYTES, below=self.path)
-            for record in map(jsonl.decode, data.splitlines()):
-                if record is not None and record.get("kind") == "answer":
-                    found[jsonl.text(record, "request")] = folder / rundir.REQUESTS
-        return found
 
     def _end_of_phase(self, run: Run) -> None:
         attempt = run.attempt
@@ -312,46 +284,32 @@ class Launch:
         return run if run and request.path.parent.parent == run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
-        """Writes `.HALT` first: what cannot be written was not asked of the ranks."""
+        """Leaves `.HALT` first; the answer follows."""
         if self.run is None:
             return self._do_end(request)
-        return self._leave("halt", self.run, request.by, request)
+        self._asks.leave(
+            self.run.path, rundir.HALT, request.by,
+            lambda why: self._mailbox.answer(request, self._halted(request.by, why)),
+        )  # fmt: skip
+        return None
 
     def _do_ask(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None or not run.attempt.tree.alive():
             return False, "no rank is running that could do it", []
-        return self._leave(request.action, run, request.by, request)
+        name = FILES[request.action]
+        text = f"{name} is written; a trainer of this project obeys at the end of its step"
+        self._asks.leave(
+            run.path, name, request.by,
+            lambda why: self._mailbox.answer(request, (not why, why or text, [])),
+        )  # fmt: skip
+        return None
 
-    def _leave(self, action: str, run: Run, by: str, request: Request | None = None) -> None:
-        """Leaves the file that asks the ranks; what follows does so when it is written."""
-        path, name = run.path, FILES[action]
-        job = self._directory.job(lambda: rundir.ask(path, name, by))
-        self._left.append(_Left(job, action, run, by, request))
-
-    def _poll_left(self) -> None:
-        done = [left for left in self._left if left.job.done]
-        self._left = [left for left in self._left if not left.job.done]
-        for left in done:
-            outcome = self._outcome(left)
-            if left.request is not None:
-                self._mailbox.answer(left.request, outcome)
-            elif not outcome[0]:
-                left.run.event("note", outcome[1], "crit")
-
-    def _outcome(self, left: _Left) -> Outcome:
-        name, error = FILES[left.action], left.job.error
-        if error is not None:
-            reason = getattr(error, "strerror", None) or error
-            more = ", stop sends them TERM" if left.action == "halt" else ""
-            return False, f"cannot write {name}: {reason}; the ranks go on{more}", []
-        if left.action == "halt":
-            return True, self._end_by("halt", left.by), []
-        return (
-            True,
-            f"{name} is written; a trainer of this project obeys at the end of its step",
-            [],
-        )
+    def _halted(self, by: str, why_not: str) -> Outcome:
+        """Takes that `.HALT` is there; what could not be written was not asked of the ranks."""
+        if why_not:
+            return False, f"{why_not}, stop sends them TERM", []
+        return True, self._end_by("halt", by), []
 
     def _do_end(self, request: Request) -> Outcome:
         return True, self._end_by(request.action, request.by), []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import stat
@@ -40,18 +41,21 @@ class Rotation:
         self._refused: set[str] = set()
 
     def look(self) -> list[str]:
-        """Rotates what has grown too long; returns a sentence for each thing to be told."""
+        """Rotates one log that has grown too long; returns a sentence for what is to be told.
+
+        One a look: the thread that copies has requests and records to take as well.
+        """
         at = jsonl.open_inside(self._folder, self._folder.parents[1])
         if at is None:
             return []
         try:
             names = [name for name in os.listdir(at)[:MAX_FILES] if name.endswith(".log")]
-            found = [self._look_at(at, name) for name in sorted(names)]
+            found = (self._look_at(at, name) for name in sorted(names))
+            return list(itertools.islice(filter(None, found), 1))
         except OSError:
             return []
         finally:
             os.close(at)
-        return [text for text in found if text]
 
     def _look_at(self, at: int, name: str) -> str:
         """Rotates one file if it must be; "" when there is nothing to tell."""

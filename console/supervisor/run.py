@@ -17,7 +17,6 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt, Born, Services
 from console.supervisor.live import Live
 from console.supervisor.orders import FlagValue, Orders
-from console.supervisor.watching import Watching
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -156,7 +155,7 @@ class Run:
         on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
         return Attempt(
             born, self._services, self._prepare if self.number == 1 else lambda: None, self.event,
-            self._publish, self.alerts, Watching(self.watch, on_stall), former, held,
+            self._publish, self.alerts, on_stall, former, held,
         )  # fmt: skip
 
     def _prepare(self) -> None:
@@ -235,7 +234,7 @@ class Run:
     def _publish(self) -> None:
         """Replaces supervisor.json."""
         self._refreshed = time.monotonic()
-        tree, verdict = self.attempt.tree, self.attempt.verdict
+        tree, verdict = self.attempt.tree, self.attempt.watching.verdict
         agent = tree.agent
         torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
         record = rundir.identity() | {
@@ -253,9 +252,9 @@ class Run:
     def _armed(self) -> str:
         """Says what happens by itself when the run stalls or crashes."""
         policy = self.orders.plan.restart
-        rules = {rule.name: rule.action for rule in self.attempt.watching.dog.rules}
+        on_stall = self.attempt.watching.on_stall()
         text = f"if it stalls for {self.watch.stall_floor_s:g} s: alert"
-        text += " only" if rules["stall"] == "warn" else f", then {rules['stall']}"
+        text += " only" if on_stall == "warn" else f", then {on_stall}"
         if policy.when == "never":
             return text
         return f"{text}; if it crashes: restart, {restart.left(self._ended, policy)} left"

@@ -3,40 +3,91 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import Readings
-from console.diagnose.stall import Seen
+from console.diagnose.stall import Seen, diagnose
 from console.diagnose.watch import Change, Watchdog
+from console.model import Verdict
 from console.sources import documents, process
+from console.supervisor.alerts import Alerts
 from console.supervisor.follow import Story
-from trainers.contract import jsonl, rundir
+from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.plan import Watch
 
 LONGEST_STILL_S = 1e9
+STALL = "stall"
 
 
 class Watching:
-    """Turns what the supervisor knows into readings; `look` says what the rules make of them."""
+    """Owns the verdict on one attempt, and what its rules want done; raises and clears alerts.
+
+    `event` writes into the run's events, `document` replaces a file, and `changed` is called when
+    there is another verdict.
+    """
 
     def __init__(
-        self, watch: Watch, actions: Mapping[str, str] | None = None, interval_s: float = 1.0
-    ):
-        self.dog = Watchdog(watch, actions or {}, interval_s)
+        self, watch: Watch, actions: Mapping[str, str], run: Path, alerts: Alerts, story: Story,
+        event: Callable[..., object], document: Callable[[Path, Mapping[str, Any]], None],
+        changed: Callable[[], None],
+    ):  # fmt: skip
+        self.verdict: Verdict | None = None
+        self._watch, self._run, self._alerts, self._story = watch, run, alerts, story
+        self._event, self._document, self._changed = event, document, changed
+        self._dog = Watchdog(watch, actions)
+        self._acts: list[Change] = []
 
-    def look(
-        self,
-        sample: Mapping[str, Any],
-        seen: Sequence[Seen],
-        story: Story,
-        records_only: bool = False,
-    ) -> Sequence[Change]:
-        """Returns what changed with this sample and evidence.
+    def on_stall(self) -> str:
+        """Returns what a stall is set to do."""
+        return next(rule.action for rule in self._dog.rules if rule.name == STALL)
 
-        `seen` is empty while nobody is to be waited for: ranks that are being ended do not stall.
+    def look(self, sample: Mapping[str, Any], seen: Sequence[Seen], ending: bool) -> None:
+        """Takes a sample and its evidence; `seen` is empty while nobody is to be waited for.
+
+        Nothing more is done to ranks that are being ended.
         """
-        return self.dog.look(readings(sample, seen, story, records_only))
+        self._take_verdict(diagnose(seen, self._watch, time.time()))
+        for change in self._dog.look(readings(sample, seen, self._story)):
+            if change.kind != "act" or not ending:
+                self._take(change)
+
+    def take_acts(self) -> list[Change]:
+        """Returns what the rules want done since the last call."""
+        acts, self._acts = self._acts, []
+        return acts
+
+    def _take(self, change: Change) -> None:
+        """Takes what a rule says; a stall has its alert from the verdict."""
+        rule = change.rule
+        if change.kind == "act":
+            text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
+            self._event("watch", text, "crit", rule=rule.name, action=change.action)
+            self._acts.append(change)
+        elif rule.name == STALL:
+            return
+        elif change.kind == "raise":
+            self._alerts.raise_(rule.name, change.text, change.level)
+        else:
+            self._alerts.clear(rule.name, change.text)
+
+    def _take_verdict(self, verdict: Verdict | None) -> None:
+        before, self.verdict = self.verdict, verdict
+        if verdict is None:
+            if before is not None:
+                self._alerts.clear(STALL, f"the pulses move again: {before.cause} is over")
+            return
+        place = (verdict.cause, verdict.rank, verdict.phase, verdict.step)
+        if before is not None and place == (before.cause, before.rank, before.phase, before.step):
+            self.verdict = replace(verdict, ts=before.ts)
+            return
+        path = self._run / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
+        self._document(path, {"v": VERSION} | asdict(verdict))
+        self._event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
+        self._story.summary.stalls += self._alerts.raise_(STALL, verdict.sentence, "crit", "3")
+        self._changed()
 
 
 def readings(

@@ -120,7 +120,12 @@ def adopt(state: RunState | None) -> Question:
     if launch is None or "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; only a lost supervisor is replaced")
     target = _launch(launch, state)
-    facts = _facts(target, "nothing: ranks that live go on and are watched again")
+    rest = ", ".join(phase.name for phase in launch.rest) or "none"
+    facts = (
+        *_facts(target, "nothing: ranks that live go on and are watched again"),
+        ("then", f"as planned, phases after this one: {rest}"),
+        ("armed", state.armed or "nothing"),
+    )
     choices = (Choice("Take over", "adopt"),)
     return Question("Give this launch a new supervisor?", facts, target, choices)
 
