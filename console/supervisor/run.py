@@ -201,7 +201,7 @@ class Run:
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._again_at = time.monotonic() + again.wait_s
         text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
-        return self._become("restarting", f"{why}; {text}")
+        return self._become("restarting", f"{text}: {why}")
 
     def _become(self, state: State, why: str) -> None:
         self.why = why
