@@ -24,7 +24,7 @@ LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
 CHUNK_BYTES = 1 << 16
 
 
-class Run:
+class Program:
     """One program and what it printed; `how` says how it ended."""
 
     def __init__(self, argv: Sequence[str], folder: Path):
@@ -102,7 +102,7 @@ def main() -> int:
     os.set_inheritable(int(told), False)
     output = b""
     try:
-        run = Run(argv, Path(folder))
+        run = Program(argv, Path(folder))
     except (OSError, ValueError) as error:
         how = f"cannot be started: {getattr(error, 'strerror', None) or error}"
     else:

@@ -32,7 +32,7 @@ SAID_FAILURES = 3
 MAX_TEXT, MAX_NAME, MAX_EARLIER = 1000, 80, 16
 
 
-class _Run:
+class _Runner:
     """One process of the runner, and what it says of its program."""
 
     def __init__(self, hook: Hook, folder: Path, alert: Mapping[str, Any], limit_s: float):
@@ -98,7 +98,7 @@ class Hooks:
         self._hook, self._folder, self._event, self._limit_s = hook, folder, event, limit_s
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_EARLIER + 1)
         self._count = self._failures = 0
-        self._run: _Run | None = None
+        self._run: _Runner | None = None
         self._next_at = 0.0
 
     def alert(self, record: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ class Hooks:
         self._waiting.clear()
         self._count = 0
         try:
-            self._run = _Run(self._hook, self._folder, alert, self._limit_s)
+            self._run = _Runner(self._hook, self._folder, alert, self._limit_s)
         except OSError as error:
             self._take_end(f"cannot be started: {error.strerror}")
 

@@ -15,12 +15,11 @@ from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import restart
 from console.supervisor.restart import Again, Ended
+from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import plan as plans
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Restart
-
-from .conftest import PROGRAMS, phase
 
 CRASH = Restart("crash", attempts=3, backoff_s=10)
 
@@ -101,14 +100,15 @@ def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin)
 
 def test_a_program_that_always_fails_is_given_up_and_halt_ends_the_waiting(begin):
     looping = begin(
-        phase("one", "member.py", 100_000, "leave"),
+        phase("one", "member.py", 100_000, "leave"), shell=STUB,
         restart={"when": "crash", "attempts": 2, "backoff_s": 0},
     )  # fmt: skip
     ended = looping.wait_end(90)
     assert "not restarted" in ended["why"]
     assert looping.state()["state"] == "crashed"
     waits = begin(
-        phase("one", "member.py", 100_000, "leave"), restart={"when": "crash", "backoff_s": 600},
+        phase("one", "member.py", 100_000, "leave"), shell=STUB,
+        restart={"when": "crash", "backoff_s": 600},
     )  # fmt: skip
     waits.wait_state("restarting")
     assert waits.ask("halt")["ok"]
@@ -117,7 +117,9 @@ def test_a_program_that_always_fails_is_given_up_and_halt_ends_the_waiting(begin
 
 
 def test_a_new_supervisor_takes_over_what_lives_and_goes_on_with_the_plan(begin):
-    started = begin(phase("one", "member.py", 400), phase("two", "member.py", 5))
+    started = begin(
+        phase("one", "member.py", 250), phase("two", "member.py", 5), shell=STUB,
+    )  # fmt: skip
     started.wait_steps(3)
     with pytest.raises(RefusedError, match="in use"):
         actions.adopt(started.path)
@@ -137,7 +139,7 @@ def test_a_new_supervisor_takes_over_what_lives_and_goes_on_with_the_plan(begin)
 
 
 def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begin):
-    started = begin(phase("one", "member.py", 100_000))
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
     started.wait_steps(3)
     token = started.token()
     owner = started.plan_state["supervisor"]
@@ -157,7 +159,7 @@ def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begi
 def test_what_was_asked_is_asked_again_by_who_takes_over(begin):
     """The supervisor dies in the grace of a stop: the next one ends what is deaf to TERM."""
     started = begin(
-        phase("one", "member.py", 100_000, "deaf"), restart="crash",
+        phase("one", "member.py", 100_000, "deaf"), shell=STUB, restart="crash",
         watch={"grace_s": 4, "stall_floor_s": 60},
     )  # fmt: skip
     started.wait_steps(3)
@@ -175,7 +177,7 @@ def test_what_was_asked_is_asked_again_by_who_takes_over(begin):
 @pytest.fixture(scope="module")
 def lost(begin):
     """A run whose supervisor is gone and whose document lags behind."""
-    started = begin(phase("one", "member.py", 100_000))
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
     started.wait_steps(3)
     owner = started.plan_state["supervisor"]
     os.kill(owner["pid"], signal.SIGKILL)
