@@ -64,6 +64,12 @@ def load(name: str) -> Plan:
     rules.check(plan.watch, f"{path}: watch")
     for phase in plan.phases:
         gates.check(phase.gates, f"{path}: phase {phase.name!r}")
+    restarting = [name for name, rule in plan.watch.rules.items() if rule.action == "restart"]
+    if restarting and plan.restart.when == "never":
+        raise UsageError(
+            f"{path}: the watch rule {restarting[0]!r} is to restart the run, and 'restart' says "
+            "never; add restart: crash, or give the rule another action"
+        )
     return plan
 
 

@@ -140,3 +140,13 @@ def test_settings_that_do_not_fit_are_an_error_and_not_a_row(tmp_path):
 
     with pytest.raises(UsageError, match="steps cannot be 0"):
         checks(case(tmp_path), resolve)
+
+
+def test_a_rule_that_restarts_needs_a_policy(tmp_path):
+    text = "name: x\nphases: [{name: one}]\nwatch: {rules: {non_finite: {action: restart}}}\n"
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="'restart' says never"):
+        catalog.load(str(path))
+    path.write_text(f"{text}restart: crash\n")
+    assert catalog.load(str(path)).restart.when == "crash"
