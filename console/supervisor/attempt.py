@@ -38,6 +38,8 @@ AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
 MOST_NEWS, HAND_OVER_S = 1, 0.005
 LONG_COLLECTING_S = 3.0
+UNTOLD_S = 5.0
+"""Within this torchrun says that it ends the others of a rank that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Attempt:
         self._broken = False
         self.checkpoint = 0
         """The step of the newest checkpoint at its end."""
-        self._caught_up = held is None
+        self._caught_up, self.began = held is None, True
         self._sampled = self._rotated_at = self._ended_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
@@ -175,6 +177,11 @@ class Attempt:
         self._broken = True
         self.tree.close()
 
+    def abandon(self) -> None:
+        """Takes this attempt as over: all that there is to tell of it was told before."""
+        self.stage = "over"
+        self.tree.close()
+
     def decided(self) -> tuple[State, str]:
         """Returns the state that the facts give; while the rest is collected, that from before."""
         if self.stage != "collect":
@@ -218,7 +225,7 @@ class Attempt:
         self._changed()
 
     def _never_began(self, why: str) -> None:
-        self._failure = why
+        self._failure, self.began = why, False
         self._begin_collecting()
 
     def _watch_it(self) -> None:
@@ -226,6 +233,7 @@ class Attempt:
         if self.tree.enforce():
             self.event("note", f"KILL after {self.born.watch.grace_s:g} s of grace", "warn")
         self._watch_agent()
+        self._watch_ranks()
         now = time.monotonic()
         if now - self._sampled >= 1.0:
             self._sampled = now
@@ -255,6 +263,15 @@ class Attempt:
             how = "nobody saw how" if status is None else status
             self.alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
                        f"({how}); rank {ranks} still runs", "crit")  # fmt: skip
+
+    def _watch_ranks(self) -> None:
+        """Ends the others of a rank that failed also where torchrun's log cannot tell of it."""
+        if self._ending or self.asked or self.tree.agent_over or not self.tree.alive():
+            return
+        late = time.time() - UNTOLD_S
+        if any(w.over_ts is not None and w.over_ts < late and (w.signal or w.code)
+               for w in self.tree.workers.values()):  # fmt: skip
+            self._take_ending()
 
     def _sample(self) -> None:
         born, workers = self.born, list(self.tree.workers.values())

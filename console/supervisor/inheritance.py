@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from console.model import State
 from console.sources import documents, process
 from console.supervisor.orders import FlagValue
 from console.supervisor.restart import Ended
-from trainers.contract import environ, jsonl, rundir
+from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
 from trainers.contract.errors import RefusedError
 
@@ -21,6 +22,17 @@ FINAL = frozenset(("halted", "stopped", "completed", "failed", "crashed", "kille
 TOKEN = re.compile(r"[0-9a-f]{16}")
 MAX_ENDED = 10_000
 ANSWERS_BYTES = 1 << 20
+
+
+def document(folder: Path, name: str) -> dict[str, Any]:
+    """Returns a document, {} where there is none. Raises RefusedError for one not to believe."""
+    path = folder / name
+    record = rundir.read_json(path, below=folder)
+    if record is None and os.path.lexists(path):
+        raise RefusedError(f"{path} is no JSON document, so nothing is taken over")
+    if record is not None and record.get("v") != VERSION:
+        raise RefusedError(f"{path} is of another version, so nothing is taken over")
+    return record or {}
 
 
 def token(record: Mapping[str, Any]) -> str:

@@ -242,15 +242,15 @@ class Launch:
     def _look_around(self, now: float) -> None:
         """Takes what the last look brought and asks for the next; never two at once.
 
-        Nobody's question is left without an answer: after the end there is one look more.
+        Nobody's question is left without an answer: after the end it looks until nothing is new.
         """
         if self._look is not None:
             if not self._look.done:
                 return
             ended, self._look = self._look, None
-            if not isinstance(ended.error, OSError):
-                self._mailbox.take(ended.value, self._execute)
-            self.over = self._last_look
+            lost = isinstance(ended.error, OSError)
+            new = not lost and self._mailbox.take(ended.value, self._execute)
+            self.over = self._last_look and not new
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now

@@ -37,12 +37,14 @@ class Mailbox:
         for name, box in list(answered.items())[-REMEMBERED:]:
             self._known[name] = _Known(box, done=True)
 
-    def take(self, found: Sequence[Request], execute: Execute) -> None:
-        """Executes what is new and answers it, unless the answer is to follow."""
+    def take(self, found: Sequence[Request], execute: Execute) -> bool:
+        """Executes what is new and answers it, unless the answer is to follow; False: none was."""
+        new = False
         for request in found:
             known = self._known.get(request.id)
             if known is not None and (known.path == request.path or not known.done):
                 continue
+            new = True
             if known is not None and not request.error:
                 self.answer(request, (False, "a request with this id was executed already", []))
                 continue
@@ -57,6 +59,7 @@ class Mailbox:
             outcome = (False, request.error, []) if request.error else execute(request)
             if outcome is not None:
                 self.answer(request, outcome)
+        return new
 
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events beside the mailbox and empties the mailbox of it."""

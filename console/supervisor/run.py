@@ -63,14 +63,14 @@ class Run:
         self._environment = orders.environment(self.phase, flags, contract)
         self.alerts = Alerts(self.event, self._directory)
         self.attempt = self._attempt(held=held)
-        if held is not None:
+        if held is not None and not self._wait_on(held):
             self._decide()
         self._publish()
 
     def _read_held(self) -> dict[str, Any]:
         """Reads what a former supervisor left, and returns its document."""
-        held = rundir.read_json(self.path / rundir.SUPERVISOR, below=self.path) or {}
-        self._record = rundir.read_json(self.path / rundir.RUN, below=self.path) or {}
+        held = inheritance.document(self.path, rundir.SUPERVISOR)
+        self._record = inheritance.document(self.path, rundir.RUN)
         born = jsonl.mapping(self._record, "environment")
         if born.get(environ.RUN_DIR) != str(self.path.absolute()):
             raise RefusedError(
@@ -78,11 +78,26 @@ class Run:
                 f"{jsonl.text(born, environ.RUN_DIR, 'another directory')}; adopt that one"
             )
         running = inheritance.attempt(inheritance.token(self._record))
-        self.number = max(1, jsonl.integer(held, "attempt") or 1, running)
-        self._ended = inheritance.ended(held)[: self.number - 1]
+        self._ended = inheritance.ended(held)
+        told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
+        self.number = max(1, told, running)
+        if running or jsonl.text(held, "state") != "restarting":
+            del self._ended[self.number - 1 :]
         self._final = jsonl.text(held, "state") in inheritance.FINAL
         self.state = "running"
         return held
+
+    def _wait_on(self, held: Mapping[str, Any]) -> bool:
+        """Goes on waiting for the next attempt where the former supervisor waited."""
+        if len(self._ended) < self.number:
+            return False
+        again = restart.after(self._ended, self.orders.plan.restart)
+        if isinstance(again, str):
+            return False
+        self.attempt.abandon()
+        self._again_at = time.monotonic() + again.wait_s
+        self.state, self.why = "restarting", jsonl.text(held, "why")[:400]
+        return True
 
     # --- what the launch calls -----------------------------------------------------------------
 
@@ -154,9 +169,15 @@ class Run:
         )  # fmt: skip
         on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
         return Attempt(
-            born, self._services, self._prepare if self.number == 1 else lambda: None, self.event,
+            born, self._services, self._prepare if self.number == 1 else self._check, self.event,
             self._publish, self.alerts, on_stall, former, held,
         )  # fmt: skip
+
+    def _check(self) -> None:
+        """Raises RefusedError when the run directory is not there any more."""
+        record = rundir.read_json(self.path / rundir.RUN) or {}
+        if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != self._token:
+            raise RefusedError(f"{self.path} was removed or moved; no further attempt begins")
 
     def _prepare(self) -> None:
         """Makes the run directory; runs on the directory's thread."""
@@ -196,6 +217,7 @@ class Run:
             return self._become(state, why)
         self._ended.append(self._ended_as(state, why))
         ending = self._final or self.attempt.halt_file or self.attempt.asked == "halt"
+        ending = ending or not self.attempt.began
         again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from console.settings import Hook
+from console.supervisor import inheritance
 from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
 from trainers.contract import jsonl, rundir
@@ -241,6 +242,8 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     held = rundir.read_json(directory / rundir.PLAN)
     if held is None:
         raise RefusedError(f"{directory} holds no launch to take over")
+    for name in (rundir.PLAN, rundir.PLAN_STATE):
+        inheritance.document(directory, name)
     launch = jsonl.text(held, "launch", "?")[:200]
     _check_adoptable(directory, launch, sure)
     claim = Claim(directory, adopt=True)
@@ -314,6 +317,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> None
         state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
         if jsonl.mapping(state, "supervisor").get("pid") == process.pid:
             return
+        if process.poll() == RefusedError.exit_code:
+            raise RefusedError(_last_line(directory))
         if process.poll() is not None:
             raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")
         time.sleep(POLL_S)

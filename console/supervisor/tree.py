@@ -7,6 +7,7 @@ attempt's token in its environment.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -125,7 +126,9 @@ class Tree:
                 self._take_rank(pid)
             elif self.agent is None:
                 self.agent = self._taken(pid)
-        for entry in documents.entries(held, "workers"):
+        entries = documents.entries(held, "workers")
+        entries.sort(key=lambda e: jsonl.number(jsonl.mapping(e, "exit"), "ts") or math.inf)
+        for entry in entries:
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
                 self._adopt_ended(rank, entry)
@@ -140,7 +143,7 @@ class Tree:
         self.workers[rank] = worker = Worker(rank, local, gone)
         worker.over_ts = jsonl.number(over, "ts") or time.time()
         worker.code, name = jsonl.integer(over, "code"), jsonl.text(over, "signal")
-        worker.signal = name or None
+        worker.signal, worker.culled = name or None, over.get("secondary") is True
         self.order.append(rank)
 
     def _taken(self, pid: int) -> process.Handle | None:

@@ -152,7 +152,8 @@ class Member:
     def _mirror_pulse(self) -> None:
         """Copies a private pulse into the run directory when there is no shared memory."""
         path = rundir.pulse(self.run, self.rank)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
         try:
             os.pwrite(fd, self.pulse.memory[:], 0)
         finally:

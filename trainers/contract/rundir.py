@@ -161,9 +161,16 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def open_append(path: Path) -> int:
-    """Opens a file to append whole records to; never through a link. Raises OSError."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, flags, 0o600)
+    """Opens a file to append whole records to: a regular one, never through a link.
+
+    Raises OSError.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return fd
 
 
 def make_directory(path: Path) -> None:

@@ -228,3 +228,55 @@ def test_the_policy_in_the_guide_is_one_that_a_plan_takes(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(f"name: x\nphases: [{{name: one}}]\n{line}\n")
     assert plans.load(path).restart == Restart("crash", 3, 10.0)
+
+
+def waiting(begin, backoff_s: float):
+    """A run between two attempts, whose first ended because rank 1 left with 7."""
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"), shell=STUB,
+        restart={"when": "crash", "attempts": 2, "backoff_s": backoff_s},
+    )  # fmt: skip
+    started.wait_state("restarting")
+    return started
+
+
+def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
+    started = waiting(begin, 4)
+    owner, before = started.plan_state["supervisor"], started.state()
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    actions.adopt(started.path)
+    after = started.wait(lambda: (s := started.state())["pid"] != before["pid"] and s)
+    assert (after["state"], after["why"]) == ("restarting", before["why"])
+    assert after["ended"] == before["ended"]
+    ended = started.wait_end(60)
+    assert "rank 1: no reason given" in ended["why"]
+    assert "the same error twice" in ended["why"]
+    assert started.state()["attempt"] == 2
+
+
+def test_no_attempt_begins_in_a_directory_that_was_removed(begin):
+    started = waiting(begin, 2)
+    token = started.token()
+    shutil.rmtree(started.run())
+    ended = started.wait_end(30)
+    assert "was removed or moved; no further attempt begins" in ended["why"]
+    assert not process.with_token(token)
+
+
+def test_documents_that_nobody_can_believe_are_not_taken_over(begin):
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
+    started.wait_steps(1)
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    state = started.plan_state
+    rundir.write_json(started.path / rundir.PLAN_STATE, state | {"v": 99})
+    with pytest.raises(RefusedError, match="of another version"):
+        actions.adopt(started.path)
+    rundir.write_json(started.path / rundir.PLAN_STATE, state)
+    (started.run() / rundir.EVENTS).unlink()
+    os.mkfifo(started.run() / rundir.EVENTS)
+    actions.adopt(started.path)
+    assert started.ask("stop")["ok"]
+    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
