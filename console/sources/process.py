@@ -117,7 +117,7 @@ def with_token(token: str) -> list[int]:
     return [pid for pid in pids if environment(pid).get(environ.TOKEN) == token]
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Says whether a process has a handler of its own for a signal."""
     try:
         lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
@@ -133,7 +133,7 @@ class Handle:
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks
 
-    def send(self, number: signal.Signals) -> bool:
+    def send(self, number: int) -> bool:
         """Sends a signal; False when the process is gone."""
         try:
             signal.pidfd_send_signal(self.fd, number)

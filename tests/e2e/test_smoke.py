@@ -1,4 +1,4 @@
-"""The shipped plan from the command line: it passes, and without attention it does not."""
+"""The gate of the shipped plan from the command line, where attention is taken away."""
 
 from __future__ import annotations
 
@@ -19,14 +19,6 @@ def launch(root: Path, *words: str) -> tuple[int, dict]:
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout)
-
-
-def test_the_smoke_plan_passes_all_gates(smoke):
-    code, state, _ = smoke
-    assert code == state["exit_code"] == 0
-    assert [(p["name"], p["state"], p["result"]) for p in state["launch"]["phases"]] == [
-        (name, "completed", "pass") for name in ("sanity", "plumbing", "recall")
-    ]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from console import actions
-from console.sources import process
+from console.sources import process, stacks
 from console.sources.run import RunSource
 from console.supervisor.follow import KEPT_STEPS
 from tests.faults.scene import ROOT, console, order, sentence_of, verdict_of
@@ -175,9 +176,15 @@ def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, 
 @pytest.mark.fault("5")
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, orders):
     pids = run.pids()
-    words = scene.inject(run, lambda: order(orders, 1, f"gil {STILL_S}"), verdict_of("behind"))
+    words = scene.inject(run, lambda: order(orders, 1, f"gil {2 * STILL_S}"), verdict_of("behind"))
     assert "rank 1 is behind: in forward of step" in words
     assert console("status", run.path)[0] == 0
+    answer = run.ask("dump")
+    assert answer["ok"], answer
+    assert re.search(r"rank 1 dumped: \S+ \(native code holds the GIL", answer["detail"][1])
+    held = run.wait(lambda: stacks.latest(run.run(), [1]).get(1)).threads
+    assert [thread.name for thread in held] == ["main"]
+    assert "hold_the_gil" in [frame.function for frame in held[0].frames]
     scene.goes_on(run, pids)
 
 

@@ -21,8 +21,11 @@ true_time = time.time
 
 
 def hold_the_gil(seconds: str) -> None:
-    """Sleeps in C without giving the GIL away: no other thread of Python runs meanwhile."""
-    ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
+    """Waits in C without giving the GIL away, also when a dump is asked."""
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    until = struct.pack("ll", int(true_time() + float(seconds)), 0)
+    native.pthread_mutex_lock(mutex)
+    native.pthread_mutex_timedlock(mutex, until)
 
 
 def fail(text: str) -> None:

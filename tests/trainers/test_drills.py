@@ -230,6 +230,10 @@ def test_a_stall_lasts_until_the_rank_is_killed_and_a_dump_names_its_line(kind, 
         run.until(lambda: ignores(pid, signal.SIGTERM))
     run.until(lambda: pulse_phase(run) == ("backward" if kind == "backward" else "forward"))
     run.process.send_signal(signal.SIGUSR1)
+    if holds_gil:
+        time.sleep(0.5)
+        assert not dumped(run)
+        run.process.send_signal(dumps.LAST_RESORT)
     run.until(lambda: frame in dumped(run) and "in run_steps" in dumped(run))
     if not holds_gil:
         run.until(lambda: dumps.END_MARK in dumped(run))

@@ -1,21 +1,36 @@
-"""What the three sources prove, on the shipped configuration itself.
+"""What the three sources prove, on the shipped plan and configuration themselves.
 
 Text: loss falls. Recall: only attention can do it. Synthetic: nothing to learn, so no leak.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 
 from console.plans import catalog, gates
-from tests.trainers.runs import Recorded, Run
+from tests.trainers.runs import ROOT, Recorded, Run
 
-RECALL_STEPS, BROKEN_STEPS, LEAK_STEPS = 600, 180, 300
+RECALL_STEPS, BROKEN_STEPS, LEAK_STEPS = 600, 130, 300
 LEAK_TOKENS = 16_384
 NO_STATS = {"NSA_DISABLE_AUX_STATS": "1"}
 RECALL = {"data.source": "recall", "train.stop_at_bytes_right": 0.9, "checkpoint.at_end": False}
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """`nsa-console launch cpu_smoke --wait --json`: exit code, status, launch directory."""
+    root = tmp_path_factory.mktemp("smoke")
+    done = subprocess.run(
+        [sys.executable, "-m", "console", "--root", str(root), "launch", "cpu_smoke", "--wait",
+         "--json"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, json.loads(done.stdout), next((root / "cpu_smoke").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +48,7 @@ def runs(tmp_path_factory, smoke):
         "no_attention": Run(folder, alone, 1, broken="no_attention", name="no_attention"),
         "first_value": Run(folder, alone, 1, broken="first_value", name="first_value"),
         "without_selected": Run(
-            folder, alone | {"train.steps": 120}, 1, broken="without_selected", name="unselected"
+            folder, alone | {"train.steps": 100}, 1, broken="without_selected", name="unselected"
         ),
         "random": Run(folder, leak, 1, name="random", flags=NO_STATS),
         "leak": Run(
@@ -55,6 +70,14 @@ def rights(run: Recorded) -> list[float]:
     return [record["bytes_right"] for record in run.records(0, "progress")]
 
 
+def test_the_smoke_plan_passes_all_gates(smoke):
+    code, state, _ = smoke
+    assert code == state["exit_code"] == 0
+    assert [(p["name"], p["state"], p["result"]) for p in state["launch"]["phases"]] == [
+        (name, "completed", "pass") for name in ("sanity", "plumbing", "recall")
+    ]
+
+
 def test_recall_is_learned_and_the_run_stops_there(runs):
     metrics = runs["recall"].metrics()
     assert metrics["reason"] == "bytes_right reached"
@@ -73,6 +96,7 @@ def test_recall_is_not_learned_without_attention(runs, broken):
 def test_the_selected_branch_is_what_recalls(runs):
     """Where the full layer is right, the same layer without that branch is far behind."""
     step = runs["recall"].metrics()["steps_done"]
+    assert runs["without_selected"].metrics()["steps_done"] >= step
     without = {r["step"]: r["bytes_right"] for r in runs["without_selected"].records(0, "progress")}
     assert max(right for at, right in without.items() if at <= step) < 0.9 - 0.15
 

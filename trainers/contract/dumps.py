@@ -1,16 +1,30 @@
-"""Stack dumps on SIGUSR1 that cannot kill a healthy process.
+"""Stack dumps that cannot kill a healthy process.
 
-faulthandler writes the main thread's stack from the signal handler itself, also when the GIL is
-held in C; `all_threads=True` crashed healthy processes (measured: SIGSEGV after 7 to 1,019 dumps
-beside one busy Python thread). The chained Python-level handler wakes a helper thread through
-`signal.set_wakeup_fd`; with the GIL in hand it writes the other threads and the collective flight
-record, also while the main thread is blocked in a collective.
+SIGUSR1 only wakes a helper thread, through `signal.set_wakeup_fd`: also while the main thread is
+blocked in a collective. With the GIL in hand, so that every frame is whole, it has faulthandler
+write all threads, and then torch the collective flight record. Nothing of the program is touched.
+
+A rank that holds the GIL in native code never lets the helper run. For it there is `LAST_RESORT`:
+faulthandler writes the main thread from the signal handler itself. Send it only where SIGUSR1
+stayed unanswered, so that the frames stand still.
+
+What killed healthy trainings before (CPython 3.11.7, one in about 50,000 dumps each; read from
+their core files):
+
+- faulthandler in the handler of SIGUSR1: a frame's evaluation publishes a C frame some instructions
+  before it fills in `current_frame` (3.12 does too), and the handler follows what lies there. With
+  `all_threads=True` it was one in 7 to 1,019.
+- `sys._current_frames()` and `f_back` in the helper: the frame object is allocated, which may
+  collect garbage, which may give the GIL away; meanwhile the frame's thread can return from it and
+  call another function in the same place, and the object is bound to a frame larger than itself.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import re
+import select
 import signal
 import sys
 import threading
@@ -22,14 +36,20 @@ from types import FrameType
 from trainers.contract import rundir
 
 END_MARK = "=== end of dump"
-MAX_FRAMES = 100
+LAST_RESORT = signal.SIGRTMIN + 1  # programs have their own use for SIGUSR2
 LAST_DUMP_S = 2.0
 STDERR = 2
+_THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+).*\n((?: .*\n)*)", re.MULTILINE)
+_WOKEN = re.compile(rf'\A  File "{re.escape(__file__)}", line \d+ in _woken\n')
 
 
 def ignore() -> None:
     """Makes SIGUSR1 harmless until `install`; exec keeps the ignore for children."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _woken(_number: int, _frame: FrameType | None) -> None:
+    """Does nothing: that Python handles the signal is what wakes the helper thread."""
 
 
 def _flight_record() -> str | None:
@@ -47,7 +67,7 @@ def _flight_record() -> str | None:
 
 
 class StackDumper:
-    """Owns SIGUSR1 of this process; install it in the main thread.
+    """Owns SIGUSR1 and `LAST_RESORT` of this process; install it in the main thread.
 
     The dump goes to `live` (memory-backed: a frozen run directory cannot block the handler) and
     from there, by the helper thread, to `stackdump_rank{R}.txt` in the run directory.
@@ -62,43 +82,48 @@ class StackDumper:
         )
         self._copied = os.fstat(self._fd).st_size
         self.count = 0
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
+        self._scratch = os.memfd_create("nsa-dump", os.MFD_CLOEXEC)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._wake_read, True)
         self._thread = threading.Thread(target=self._serve, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Takes over SIGUSR1 and its wake-up; a native crash leaves its stack on stderr."""
+        """Takes over the signals and their wake-up; a native crash leaves its stack on stderr."""
         if not faulthandler.is_enabled():
             # The crashing thread alone: the frames of the others may change meanwhile.
             faulthandler.enable(STDERR, all_threads=False)
         self._thread.start()
-        signal.signal(signal.SIGUSR1, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        faulthandler.register(signal.SIGUSR1, file=self._fd, all_threads=False, chain=True)
+        signal.signal(signal.SIGUSR1, _woken)
+        signal.signal(LAST_RESORT, signal.SIG_IGN)  # what `uninstall` comes back to
+        faulthandler.register(LAST_RESORT, file=self._fd, all_threads=False)
 
     def uninstall(self) -> None:
-        """Ignores SIGUSR1 from here on: a dump while Python ends would kill the process."""
+        """Ignores both signals from here on: a dump while Python ends would kill the process."""
         if self._thread.ident is None:
             return
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(LAST_RESORT)
         ignore()
         signal.set_wakeup_fd(-1)
         os.close(self._wake_write)
         self._thread.join(LAST_DUMP_S)
 
     def _serve(self) -> None:
-        while True:
-            numbers = os.read(self._wake_read, 4096)
-            if not numbers:
-                return
+        kept = 0
+        while numbers := os.read(self._wake_read, 4096):
             if signal.SIGUSR1 in numbers:
+                self.count += 1
                 self._on_dump()
-                self._write_rest()
+                os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
+            if self.count > kept and not select.select([self._wake_read], [], [], 0)[0]:
+                kept = self.count
+                self._keep()
+        if self.count > kept:
+            self._keep()
 
-    def _write_rest(self) -> None:
-        self.count += 1
-        os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
+    def _keep(self) -> None:
+        """Brings to the run directory what came since the last time, of a spray its whole."""
         try:
             self._copy_to_run()
             record = _flight_record()
@@ -109,20 +134,22 @@ class StackDumper:
             os.write(self._fd, f"dump not copied to the run directory: {error}\n".encode())
 
     def _threads_text(self) -> str:
+        """Returns the stacks of all threads but this one, the main thread's first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        parts = [f"=== rank {self._rank} pid {os.getpid()} unix {time.time():.3f}\n"]
-        mine = threading.get_ident()
-        for ident, frame in sys._current_frames().items():
-            if ident in (self._main, mine):
-                continue
-            parts.append(f"Thread {names.get(ident, '?')} (most recent call first):\n")
-            at: FrameType | None = frame
-            for _ in range(MAX_FRAMES):
-                if at is None:
-                    break
-                code = at.f_code
-                parts.append(f'  File "{code.co_filename}", line {at.f_lineno} in {code.co_name}\n')
-                at = at.f_back
+        os.lseek(self._scratch, 0, os.SEEK_SET)
+        faulthandler.dump_traceback(self._scratch, all_threads=True)
+        size = os.lseek(self._scratch, 0, os.SEEK_CUR)
+        raw = os.pread(self._scratch, size, 0).decode("utf-8", "replace")
+        stacks = {int(ident, 16): frames for ident, frames in _THREAD.findall(raw)}
+        main = _WOKEN.sub("", stacks.pop(self._main, ""))
+        stacks.pop(threading.get_ident(), None)
+        parts = [
+            f"=== rank {self._rank} pid {os.getpid()} unix {time.time():.3f}\n",
+            f"Stack (most recent call first):\n{main}",
+        ]
+        for ident, frames in stacks.items():
+            name = names.get(ident, f"{ident:#x}")
+            parts.append(f"Thread {name} (most recent call first):\n{frames}")
         parts.append(f"{END_MARK} {self.count} of rank {self._rank}\n")
         return "".join(parts)
 

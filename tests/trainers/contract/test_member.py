@@ -20,9 +20,11 @@ from trainers.contract.recorder import Recorder
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import sys, threading, time
+import ctypes, os, sys, threading, time
 from trainers.contract.member import join
 run = join()
+def say(name):
+    open(os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], name), "x").close()
 def busy():
     while True:
         sum(range(2000))
@@ -34,6 +36,17 @@ for step in range(1, 100000):
     if mode == "block":
         threading.Lock().acquire() or time.sleep(0)
         lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=60)
+    if mode == "gil" and step == 3:
+        def held():
+            say("there")
+            native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+            native.pthread_mutex_lock(mutex)
+            native.pthread_mutex_lock(mutex)  # for ever; unlike sleep() no signal ends it
+        held()
+    if mode == "leave" and step == 3:
+        run.close(step)
+        say("there")
+        time.sleep(60)
     time.sleep(0.01)
 """
 
@@ -87,8 +100,10 @@ def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live):
         text = wait_for(lambda: stack.exists() and dumps.END_MARK in stack.read_text()) and (
             stack.read_text()
         )
-        assert "in <module>" in text.partition("===")[0]
-        assert "Thread prefetch" in text
+        main, _, others = text.partition("Thread ")
+        assert "Stack (most recent call first)" in main
+        assert "in <module>" in main
+        assert "prefetch (most recent call first)" in others
         kept = rundir.stackdump(tmp_path, 0)  # copied a moment later
         assert wait_for(lambda: kept.exists() and dumps.END_MARK in kept.read_text())
         assert process.poll() is None
@@ -97,18 +112,44 @@ def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live):
         process.wait()
 
 
-def test_thousands_of_dumps_beside_a_busy_thread_kill_nothing(tmp_path, live):
+def test_hundreds_of_dumps_beside_a_busy_thread_kill_nothing(tmp_path, live):
+    """Each waits for the GIL, which the busy thread gives away every 5 ms."""
     process = start(tmp_path, "run", live)
+    stack = rundir.live_stack(live, 0)
     try:
         wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
-        for _ in range(3000):
-            process.send_signal(signal.SIGUSR1)
-            time.sleep(0.0002)
-        assert process.poll() is None
+        deadline = time.monotonic() + 60
+        while stack.read_text().count(dumps.END_MARK) < 200:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            for _ in range(50):
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(0.0005)
         step = pulse.read(rundir.pulse(live, 0)).step
         wait_for(lambda: pulse.read(rundir.pulse(live, 0)).step > step + 5)
-        count = rundir.live_stack(live, 0).read_text().count("Stack (most recent call first)")
-        assert count > 500
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("at_rest", [True, False], ids=["joined", "left"])
+def test_the_last_resort_needs_no_gil_and_never_ends_a_member(tmp_path, live, at_rest):
+    process = start(tmp_path, "gil" if at_rest else "leave", live)
+    stack = rundir.live_stack(live, 0)
+    try:
+        wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
+        wait_for(lambda: (tmp_path / "there").exists())
+        time.sleep(0.3)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        assert not stack.read_text()
+        process.send_signal(dumps.LAST_RESORT)
+        if at_rest:
+            wait_for(lambda: "in held" in stack.read_text())
+        time.sleep(0.2)
+        assert process.poll() is None
+        assert dumps.END_MARK not in stack.read_text()
     finally:
         process.kill()
         process.wait()
