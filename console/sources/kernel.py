@@ -1,7 +1,8 @@
-"""What the kernel counts: processes that it killed because memory ran out."""
+"""What the kernel tells of cgroups: who is in one, and how many it killed for memory."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from console.causes import OomCounts, OomEvidence
@@ -24,6 +25,24 @@ def since(before: OomCounts) -> OomEvidence:
                                          before.path))  # fmt: skip
 
 
+def unified(pid: int | str = "self") -> Path | None:
+    """Returns the folder of a process's cgroup of version 2, None where none can be seen."""
+    top = _mounts().get("cgroup2")
+    place = next((place for kind, place in _places(pid) if kind == "cgroup2"), None)
+    if top is None or place is None:
+        return None
+    wanted = os.getpid() if pid == "self" else pid
+    return next((f for f in (top / place.strip("/"), top) if wanted in inside(f)), None)
+
+
+def inside(folder: Path) -> list[int]:
+    """Returns the processes of a cgroup."""
+    try:
+        return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
 def _count(path: Path) -> int | None:
     try:
         lines = path.read_text(encoding="ascii", errors="replace").splitlines()
@@ -38,7 +57,7 @@ def _counting_file(pid: int | str) -> Path | None:
 
     In a container the mount may begin at the process's own cgroup while its path does not.
     """
-    mounts = _memory_mounts()
+    mounts = _mounts()
     for kind, place in _places(pid):
         if kind not in mounts:
             continue
@@ -63,8 +82,8 @@ def _places(pid: int | str) -> list[tuple[str, str]]:
     return first + [("cgroup2", path) for _, names, path in fields if not names]
 
 
-def _memory_mounts() -> dict[str, Path]:
-    """Returns where the cgroup file systems are mounted, by their type."""
+def _mounts() -> dict[str, Path]:
+    """Returns where version 2 and version 1 that counts memory are mounted, by their type."""
     try:
         lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
     except OSError:

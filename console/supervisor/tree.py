@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from console.sources import documents, process
+from console.supervisor import enclosure
 from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
@@ -83,6 +84,7 @@ class Tree:
         self._ranks_kill_at: float | None = None
         self._scanned = self._killed = self._reaped = 0.0
         self._left: list[int] = []
+        self._enclosure: enclosure.Enclosure | None = None
 
     @property
     def spawned(self) -> bool:
@@ -110,6 +112,7 @@ class Tree:
             raise
         ticks = rundir.start_ticks(self._popen.pid) or 0
         self.agent = process.Handle(self._popen.pid, fd, ticks)
+        self._enclosure = enclosure.around(self._popen.pid, self.token)
         self._register(fd)
 
     def adopt(self, held: Mapping[str, Any]) -> None:
@@ -121,6 +124,7 @@ class Tree:
         found = [(ticks, pid) for pid in process.with_token(self.token)
                  if (ticks := rundir.start_ticks(pid)) is not None]  # fmt: skip
         for _, pid in sorted(found):
+            self._enclosure = self._enclosure or enclosure.of(pid, self.token)
             # The first of a rank is the rank: what it starts inherits its environment.
             if "RANK" in process.environment(pid):
                 self._take_rank(pid)
@@ -192,6 +196,7 @@ class Tree:
         if now - self._scanned < SCAN_EVERY_S and self._left:
             return False
         self._scanned, self._left = now, process.with_token(self.token)
+        self._left += self._enclosure.pids() if self._enclosure else []
         helpers_only = not self.alive()
         if self._left and helpers_only and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
             self.kill()
@@ -224,6 +229,8 @@ class Tree:
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
         self._kill_ranks()
+        if self._enclosure is not None:
+            self._enclosure.kill()
 
     def _kill_ranks(self) -> None:
         """Sends KILL to all but torchrun, which then says who failed first."""
@@ -274,6 +281,8 @@ class Tree:
             self._forget(worker.handle)
         if self.agent is not None:
             self._forget(self.agent)
+        if self._enclosure is not None:
+            self._enclosure.remove()
 
     def _discover(self) -> bool:
         return bool(sum(self._take_rank(pid) for pid in process.children(self.agent_pid)))

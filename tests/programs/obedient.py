@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -54,7 +55,14 @@ def write_through(path: str) -> None:
     os.close(fd)
 
 
+def stray(path: str) -> None:
+    """Starts what bears no token and belongs to no session of the run; leaves its pid."""
+    child = subprocess.Popen(["sleep", "600"], env={}, start_new_session=True)
+    rundir.write_atomic(Path(path), str(child.pid))
+
+
 DEEDS = {
+    "stray": stray,
     "sleep": lambda seconds: time.sleep(float(seconds)),
     "gil": hold_the_gil,
     "raise": fail,
