@@ -21,6 +21,10 @@ from tests.nsa.cases import (
 )
 
 SHORTER_THAN_BLOCK = model_config(block_size=8, block_stride=3, window=12, n_select=3)
+NEARLY_CANCELS = model_config(
+    heads=(1, 1), d_k=4, d_v=6, block_size=1, block_stride=1, select_block_size=1, n_select=3,
+    window=1, gate="softmax",
+)  # fmt: skip
 MARGIN = 1e-5
 
 
@@ -52,6 +56,7 @@ def test_outputs_and_gradients_equal_the_oracle_in_float64(route, config, seq_le
 @given(configs(), st.integers(1, 26), st.integers(0, 10**6))
 @example(SHORTER_THAN_BLOCK, 5, 0)
 @example(model_config(heads=(2, 3), n_select=3), 26, 1)
+@example(NEARLY_CANCELS, 2, 70)
 def test_outputs_and_gradients_equal_the_oracle_in_float32(route, config, seq_len, seed):
     layer, x, weight = layer_and_input(config, seed, 1, seq_len, torch.float32, route)
     blocks = layer.selected_blocks(x)
