@@ -116,11 +116,12 @@ def open_regular(path: Path, below: Path | None = None) -> int | None:
 def open_inside(path: Path, below: Path | None) -> int | None:
     """Opens what is at `path` for reading, following no link below `below`; None if it cannot."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    below = below or path.parent
-    first, *rest = path.relative_to(below).parts
-    at: int | None = None
+    at, names = None, [str(path)]
+    if below is not None:
+        first, *rest = path.relative_to(below).parts
+        names = [str(below / first), *rest]
     try:
-        for name in (str(below / first), *rest):
+        for name in names:
             before, at = at, os.open(name, flags, dir_fd=at)
             if before is not None:
                 os.close(before)
@@ -210,7 +211,7 @@ class Tail:
             if identity != self._identity or status.st_size < self.offset:
                 self._identity, self.offset, self._carry, self._overlong = identity, 0, b"", False
             self.size_bytes = status.st_size
-            data = os.pread(fd, limit_bytes, self.offset)
+            data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
         except OSError:
             return b""
         finally:
