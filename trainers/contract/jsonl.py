@@ -64,6 +64,10 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def number(record: Mapping[str, Any], key: str) -> float | None:
     """Returns `record[key]` as a float (names of non-finite numbers included), None if absent."""
     value = record.get(key)
+    return value if type(value) is float else _number(value)
+
+
+def _number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -91,7 +95,7 @@ def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
 def numbers(record: Mapping[str, Any], key: str) -> list[float]:
     """Returns the numbers in the list `record[key]`, none when it is no list."""
     value = record.get(key)
-    found = (number({key: each}, key) for each in value) if isinstance(value, list) else ()
+    found = map(_number, value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
@@ -202,11 +206,13 @@ class Tail:
         return records
 
     def _read(self, limit_bytes: int) -> bytes:
-        fd = open_regular(self.path)
+        fd = open_inside(self.path, None)
         if fd is None:
             return b""
         try:
             status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return b""
             identity = (status.st_dev, status.st_ino)
             if identity != self._identity or status.st_size < self.offset:
                 self._identity, self.offset, self._carry, self._overlong = identity, 0, b"", False
