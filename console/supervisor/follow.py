@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -204,9 +205,9 @@ class Story:
         """The newest progress record of each rank."""
         self.newest_ts: float | None = None
         self._fresh: deque[Progress] = deque(maxlen=KEPT_RECORDS)
-        self._durations: dict[tuple[int, str], deque[float]] = {}
+        self._durations: dict[tuple[int, str], tuple[deque[float], list[float]]] = {}
+        """The last times of each rank in each phase, in the order they came and by length."""
         self._seen: dict[int, int] = {}
-        self._p99: dict[tuple[int, str], float] = {}
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
@@ -262,23 +263,23 @@ class Story:
         """Keeps durations; one that was a stall counts as the limit that it broke, no more."""
         usual_s = self.p99_s(rank, phase) if (rank, phase) in self._durations else None
         most_s = SAFETY * usual_s if usual_s else LONGEST_STEP_S
-        held = self._durations.setdefault((rank, phase), deque(maxlen=KEPT_STEPS))
-        held.extend(min(duration_s, most_s) for duration_s in durations_s)
-        self._p99.pop((rank, phase), None)
+        held, ordered = self._durations.setdefault((rank, phase), (deque(), []))
+        for duration_s in durations_s:
+            held.append(min(duration_s, most_s))
+            insort(ordered, held[-1])
+            if len(held) > KEPT_STEPS:
+                del ordered[bisect_left(ordered, held.popleft())]
 
     def p99_s(self, rank: int, phase: str = "") -> float | None:
         """Returns the 99th percentile of a rank's last times in a phase, None before there are any.
 
         Where the phase has none, and for "": that of its steps.
         """
-        key = (rank, phase) if (rank, phase) in self._durations else (rank, "")
-        held = self._durations.get(key)
-        if not held:
+        found = self._durations.get((rank, phase)) or self._durations.get((rank, ""))
+        if found is None:
             return None
-        if key not in self._p99:
-            ordered = sorted(held)
-            self._p99[key] = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return self._p99[key]
+        ordered = found[1]
+        return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
 def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: int = 0) -> End:
