@@ -95,6 +95,8 @@ class Files:
     def __init__(self, run: Path, attempt: int, world: int, former: Files | None = None):
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
+        self.watched = (run / rundir.HALT, self._log)
+        """What `look` is wanted for at once when it changes."""
         self._log_offset = 0
         self._log_stamp: tuple[int, int, int] | None = None
         self._disk = Disk(run)
@@ -137,7 +139,7 @@ class Files:
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
         halt_file = os.path.lexists(self._run / rundir.HALT)
-        stamp = _stamp(self._log)
+        stamp = rundir.stamp(self._log)
         if stamp == self._log_stamp:
             return News(halt_file=halt_file)
         data = b""
@@ -175,15 +177,6 @@ class Files:
                 news.behind = True
                 return
             self._tails.rotate(-1)
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns what changes when a file is written to or replaced, None where there is none."""
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Story:
@@ -261,9 +254,8 @@ class Story:
 
     def _keep(self, rank: int, phase: str, durations_s: list[float]) -> None:
         """Keeps durations; one that was a stall counts as the limit that it broke, no more."""
-        usual_s = self.p99_s(rank, phase) if (rank, phase) in self._durations else None
-        most_s = SAFETY * usual_s if usual_s else LONGEST_STEP_S
         held, ordered = self._durations.setdefault((rank, phase), (deque(), []))
+        most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
         for duration_s in durations_s:
             held.append(min(duration_s, most_s))
             insort(ordered, held[-1])
@@ -276,10 +268,11 @@ class Story:
         Where the phase has none, and for "": that of its steps.
         """
         found = self._durations.get((rank, phase)) or self._durations.get((rank, ""))
-        if found is None:
-            return None
-        ordered = found[1]
-        return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        return None if found is None else _p99(found[1])
+
+
+def _p99(ordered: list[float]) -> float:
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
 def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: int = 0) -> End:
