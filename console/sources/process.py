@@ -63,13 +63,16 @@ class Meter:
 def _stat(pid: int) -> list[bytes]:
     """Returns /proc/PID/stat from the state on, [] for a process that is gone."""
     try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return []
+
+
+def _read(path: str) -> bytes:
+    """Returns the first 4 KiB of a file of the kernel. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(fd, 4096).rpartition(b")")[2].split()
-    except OSError:
-        return []
+        return os.read(fd, 4096)
     finally:
         os.close(fd)
 
@@ -221,7 +224,7 @@ def host_memory_mib() -> tuple[float | None, float | None]:
     """Returns this host's memory and what of it is available, None where nobody tells."""
     found: dict[bytes, float] = {}
     try:
-        for line in Path("/proc/meminfo").read_bytes().splitlines()[:8]:
+        for line in _read("/proc/meminfo").splitlines()[:3]:
             name, _, rest = line.partition(b":")
             found[name] = int(rest.split()[0]) / 1024
     except (OSError, ValueError, IndexError):

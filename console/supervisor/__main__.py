@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import signal
@@ -28,8 +29,6 @@ from trainers.contract import rundir
 from trainers.contract.errors import ContractError
 
 PR_SET_CHILD_SUBREAPER = 36
-IDLE_TICK_MS = 200
-BUSY_TICK_MS = 50
 FLUSH_S = 3600.0
 
 
@@ -86,7 +85,7 @@ def supervise(path: Path, adopt: str | None) -> None:
     try:
         launch = Launch(path, given, Services(directory, nvml, poller, hooks), held)
         while not launch.over:
-            ready = poller.poll(BUSY_TICK_MS if launch.busy else IDLE_TICK_MS)
+            ready = poller.poll(math.ceil(launch.pause_s * 1000))
             if any(fd == wake_read for fd, _ in ready):
                 os.read(wake_read, 4096)
             if asked:

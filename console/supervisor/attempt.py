@@ -36,7 +36,7 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 """What can be asked, each stronger than the one before."""
 AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
-MOST_NEWS, HAND_OVER_S = 1, 0.005
+HAND_OVER_S = 0.005
 LONG_COLLECTING_S = 3.0
 UNTOLD_S = 5.0
 """Within this torchrun says that it ends the others of a rank that failed."""
@@ -235,7 +235,7 @@ class Attempt:
         self._watch_agent()
         self._watch_ranks()
         now = time.monotonic()
-        if now - self._sampled >= 1.0:
+        if int(now) != int(self._sampled):
             self._sampled = now
             self._sample()
             self._rotate(now)
@@ -314,10 +314,10 @@ class Attempt:
             self._take(self._news.popleft())
 
     def _hand_over(self, news: News) -> None:
-        """Leaves news for the next tick; waits, on the directory's thread, while there are many."""
-        while len(self._news) >= MOST_NEWS and self.stage == "collect":
-            time.sleep(HAND_OVER_S)
+        """Leaves news for the next tick; the directory's thread reads no more until it is taken."""
         self._news.append(news)
+        while news.behind and self._news and self.stage == "collect":
+            time.sleep(HAND_OVER_S)
 
     def _take(self, news: News) -> None:
         self.behind = news.behind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,10 +11,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trainers.contract import VERSION, jsonl, rundir
-from trainers.contract.recorder import Recorder
+from trainers.contract.recorder import Item, Recorder
 
 T = TypeVar("T")
 RETRY_S, RETRY_EVERY_S = 60.0, 0.5
+LOOK_EVERY_S = 0.2
 
 
 def event_record(
@@ -28,8 +31,7 @@ def event_record(
 class Job(Generic[T]):
     """Work for the directory's thread whose result somebody waits for, without blocking.
 
-    Whatever it raises is raised where the result is taken; the thread goes on. An empty list is no
-    news: `on_done` is not called for it.
+    Whatever it raises is raised where the result is taken; the thread goes on.
     """
 
     def __init__(self, work: Callable[[], T], on_done: Callable[[], None]):
@@ -45,8 +47,7 @@ class Job(Generic[T]):
             self.error = error
         finally:
             self.done = True
-            if self._value != []:
-                self._on_done()
+            self._on_done()
 
     @property
     def value(self) -> T:
@@ -59,7 +60,8 @@ class Job(Generic[T]):
 class Directory(Recorder):
     """Writes events, documents and samples in the order they were asked for.
 
-    `on_done` is called on this thread when a job has its result.
+    `on_done` is called on this thread when a job has its result, and when a look is due: `changed`
+    is then set.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None):
@@ -68,7 +70,31 @@ class Directory(Recorder):
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents that the disk did not take; only this thread touches it."""
         self._lock = threading.Lock()
+        self.changed = False
+        self._glance: Callable[[], bool] = lambda: False
+        self._glance_at = 0.0
         super().__init__()
+
+    def watch(self, glance: Callable[[], bool]) -> None:
+        """Calls `glance` every `LOOK_EVERY_S` on this thread; it returns whether a look is due."""
+        self._glance = glance
+
+    def looked(self) -> None:
+        """Says, on this thread, that somebody has looked just now."""
+        self._glance_at = time.monotonic() + LOOK_EVERY_S
+
+    def _next(self) -> Item | Callable[[], None] | None:
+        wait_s = self._glance_at - time.monotonic()
+        if wait_s > 0:
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=wait_s)
+        self.looked()
+        return self._glance_around
+
+    def _glance_around(self) -> None:
+        if self._glance():
+            self.changed = True
+            self._on_done()
 
     def job(self, work: Callable[[], T]) -> Job[T]:
         """Queues work that reads or writes; ask `done` later."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class Files:
     def __init__(self, run: Path, attempt: int, world: int, former: Files | None = None):
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
+        self.watched = (run / rundir.HALT, self._log)
+        """What `look` is wanted for at once when it changes."""
         self._log_offset = 0
         self._log_stamp: tuple[int, int, int] | None = None
         self._disk = Disk(run)
@@ -136,7 +139,7 @@ class Files:
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
         halt_file = os.path.lexists(self._run / rundir.HALT)
-        stamp = _stamp(self._log)
+        stamp = rundir.stamp(self._log)
         if stamp == self._log_stamp:
             return News(halt_file=halt_file)
         data = b""
@@ -176,15 +179,6 @@ class Files:
             self._tails.rotate(-1)
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns what changes when a file is written to or replaced, None where there is none."""
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 class Story:
     """What the records told so far: for gates, stall limits and the end of the run."""
 
@@ -204,9 +198,9 @@ class Story:
         """The newest progress record of each rank."""
         self.newest_ts: float | None = None
         self._fresh: deque[Progress] = deque(maxlen=KEPT_RECORDS)
-        self._durations: dict[tuple[int, str], deque[float]] = {}
+        self._durations: dict[tuple[int, str], tuple[deque[float], list[float]]] = {}
+        """The last times of each rank in each phase, in the order they came and by length."""
         self._seen: dict[int, int] = {}
-        self._p99: dict[tuple[int, str], float] = {}
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
@@ -260,25 +254,25 @@ class Story:
 
     def _keep(self, rank: int, phase: str, durations_s: list[float]) -> None:
         """Keeps durations; one that was a stall counts as the limit that it broke, no more."""
-        usual_s = self.p99_s(rank, phase) if (rank, phase) in self._durations else None
-        most_s = SAFETY * usual_s if usual_s else LONGEST_STEP_S
-        held = self._durations.setdefault((rank, phase), deque(maxlen=KEPT_STEPS))
-        held.extend(min(duration_s, most_s) for duration_s in durations_s)
-        self._p99.pop((rank, phase), None)
+        held, ordered = self._durations.setdefault((rank, phase), (deque(), []))
+        most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
+        for duration_s in durations_s:
+            held.append(min(duration_s, most_s))
+            insort(ordered, held[-1])
+            if len(held) > KEPT_STEPS:
+                del ordered[bisect_left(ordered, held.popleft())]
 
     def p99_s(self, rank: int, phase: str = "") -> float | None:
         """Returns the 99th percentile of a rank's last times in a phase, None before there are any.
 
         Where the phase has none, and for "": that of its steps.
         """
-        key = (rank, phase) if (rank, phase) in self._durations else (rank, "")
-        held = self._durations.get(key)
-        if not held:
-            return None
-        if key not in self._p99:
-            ordered = sorted(held)
-            self._p99[key] = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return self._p99[key]
+        found = self._durations.get((rank, phase)) or self._durations.get((rank, ""))
+        return None if found is None else _p99(found[1])
+
+
+def _p99(ordered: list[float]) -> float:
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
 def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: int = 0) -> End:

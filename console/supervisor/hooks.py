@@ -107,6 +107,11 @@ class Hooks:
             self._waiting.append(record)
             self._count += 1
 
+    @property
+    def busy(self) -> bool:
+        """Says whether something runs or waits to be told."""
+        return self._run is not None or self._count > 0
+
     def poll(self) -> None:
         """Does what is due; never waits."""
         if self._run is not None:
@@ -125,7 +130,7 @@ class Hooks:
         """
         self._next_at = 0.0
         until = time.monotonic() + 2 * (self._limit_s + GRACE_S + SPARE_S)
-        while (self._run is not None or self._count) and time.monotonic() < until:
+        while self.busy and time.monotonic() < until:
             self.poll()
             time.sleep(POLL_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any, Literal
 
 from console.diagnose.watch import Change
 from console.plans import gates
-from console.supervisor import inheritance, live, requests
+from console.supervisor import inheritance, live
 from console.supervisor.asks import Asks
 from console.supervisor.attempt import Services
-from console.supervisor.directory import Job
+from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
+from console.supervisor.lookout import Lookout
 from console.supervisor.mailbox import Execute, Mailbox, Outcome
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.requests import Request
@@ -21,8 +23,7 @@ from console.supervisor.run import REFRESH_S, Run
 from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.errors import UsageError
 
-LOOK_EVERY_S = 0.2
-HEARTBEATS_EVERY_S = 1.0
+BUSY_PAUSE_S, IDLE_PAUSE_S = 0.05, 0.2
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """What is left in the run directory for the ranks to find."""
 
@@ -49,14 +50,13 @@ class Launch:
         ]  # fmt: skip
         self._next_flags: dict[str, dict[str, Any]] = {}
         self._mailbox = Mailbox(self._directory, self._attempt_in)
-        self._scanner = requests.Scanner()
         self._dumps = Dumps(self._keep)
         self._asks = Asks(self._directory)
         self._acts: list[tuple[Run, Change]] = []
-        self._look: Job[list[Request]] | None = None
+        self._lookout = Lookout(self._directory, path)
         self._ended_by = ""
         self._last_look = self.over = False
-        self._looked = self._beats = self._refreshed = 0.0
+        self._refreshed = 0.0
         self._actions: Mapping[str, Execute] = {
             "dump": self._do_dump, "halt": self._do_halt, "stop": self._do_end,
             "kill": self._do_end, "ack": self._do_ack, "note": self._do_note,
@@ -71,15 +71,32 @@ class Launch:
             self._adopt(held)
 
     @property
+    def pause_s(self) -> float:
+        """For how long nothing is due; what is done once a second is due when one begins."""
+        if self.busy:
+            return BUSY_PAUSE_S
+        quiet = self.quiet and not self._lookout.under_way
+        return 1 - time.monotonic() % 1 if quiet else IDLE_PAUSE_S
+
+    @property
+    def quiet(self) -> bool:
+        """Says whether nothing is due before the next second unless it wakes the main loop."""
+        settled = self.state == "waiting" if self.run is None else self.run.quiet
+        return settled and not self.busy and not self._services.hooks.busy
+
+    @property
     def busy(self) -> bool:
         """Says whether something is under way that wants to be looked at often."""
         return self._dumps.busy or (self.run is not None and self.run.busy)
 
     def tick(self) -> None:
-        """Does what is due; never waits."""
-        now = time.monotonic()
+        """Does what is due; never waits.
+
+        What a look finds wakes the main loop: where that is soon enough, all is done then at once.
+        """
+        if self._look_around() and self.quiet:
+            return
         self._asks.poll()
-        self._look_around(now)
         self._dumps.poll(self._mailbox.answer)
         self._services.hooks.poll()
         if self.run is not None:
@@ -90,7 +107,7 @@ class Launch:
                 self._end_of_phase(self.run)
             elif self.run.state != before:
                 self._publish()
-        if now - self._refreshed >= REFRESH_S:
+        if time.monotonic() - self._refreshed >= REFRESH_S:
             self._publish()
 
     def terminate(self, by: str) -> None:
@@ -230,7 +247,7 @@ class Launch:
         return "gate " + "; gate ".join(missed)
 
     def _end(self, why: str) -> None:
-        self.state, self.why, self._looked = "ended", why, 0.0
+        self.state, self.why = "ended", why
         for entry in self._phases:
             if entry["state"] in ("next", "later"):
                 entry["state"] = "later"
@@ -239,39 +256,21 @@ class Launch:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def _look_around(self, now: float) -> None:
-        """Takes what the last look brought and asks for the next; never two at once.
+    def _look_around(self) -> bool:
+        """Takes what the last look brought and begins the next if it is due; says whether it did.
 
         Nobody's question is left without an answer: after the end it looks until nothing is new.
         """
-        if self._look is not None:
-            if not self._look.done:
-                return
-            ended, self._look = self._look, None
-            lost = isinstance(ended.error, OSError)
-            new = not lost and self._mailbox.take(ended.value, self._execute)
+        found = self._lookout.take()
+        if found is not None:
+            new = self._mailbox.take(found, self._execute)
             self.over = self._last_look and not new
-        if now - self._looked < LOOK_EVERY_S:
-            return
-        self._looked = now
-        late = self.run is not None and self.run.attempt.behind
-        heartbeats = late or now - self._beats >= HEARTBEATS_EVERY_S
-        self._beats = now if heartbeats else self._beats
-        path, attempt = self.path, self.run.attempt if self.run is not None else None
-        if attempt is not None and attempt.stage not in ("run", "over"):
-            attempt = None
-        runs = [path / entry["dir"] for entry in self._phases[: self._index + 1]]
-
-        def look() -> list[Request]:
-            found = self._scanner.scan(path, "launch")
-            for run in runs:
-                found += self._scanner.scan(run, "run")
-            if attempt is not None:
-                attempt.look(heartbeats)
-            return found
-
-        self._last_look = self.state == "ended"
-        self._look = self._directory.job(look)
+        every_s = math.inf if self.quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
+        attempt = self.run.attempt if self.run is not None else None
+        runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
+        begun = self._lookout.begin(runs, attempt, every_s)
+        self._last_look = self.state == "ended" if begun else self._last_look
+        return begun
 
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":

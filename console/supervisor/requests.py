@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from trainers.contract.errors import UsageError, did_you_mean
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REQUESTS_A_LOOK = 64
-SETTLED_S = 2.0
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 Mailbox = Literal["run", "launch"]
 
@@ -155,35 +153,6 @@ def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
         os.close(fd)
     names = [name for _, name in sorted(found) if not name.startswith(".")]
     return [_read(box / name, mailbox) for name in names[:MAX_REQUESTS_A_LOOK]]
-
-
-class Scanner:
-    """Scans mailboxes many times: one that was empty and did not change since is only looked at.
-
-    A file may come in the same tick of the directory's clock as the scan before, so a change counts
-    for `SETTLED_S`.
-    """
-
-    def __init__(self) -> None:
-        self._empty: dict[Path, tuple[int, float]] = {}
-        """Each mailbox's time of change, and since when it is known to be empty with it."""
-
-    def scan(self, folder: Path, mailbox: Mailbox) -> list[Request]:
-        """Returns the requests that wait in a run or launch, as `scan` does."""
-        box, now = folder / rundir.REQUESTS, time.monotonic()
-        try:
-            changed_ns = os.stat(box, follow_symlinks=False).st_mtime_ns
-        except OSError:
-            return []
-        known = self._empty.get(box)
-        if known is not None and known[0] == changed_ns and now - known[1] > SETTLED_S:
-            return []
-        found = scan(folder, mailbox)
-        if found:
-            self._empty.pop(box, None)
-        elif known is None or known[0] != changed_ns:
-            self._empty[box] = changed_ns, now
-        return found
 
 
 def _read(path: Path, mailbox: Mailbox) -> Request:

@@ -21,7 +21,6 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 REFRESH_S = 5.0
-SIGN_OF_LIFE_S = 1.0
 ENDED_AS: Mapping[str, State] = {
     "halt": "halted", "restart": "crashed", "stop": "stopped", "kill": "killed",
 }  # fmt: skip
@@ -113,6 +112,13 @@ class Run:
         changing = attempt.stage != "run" or self.state == "stopping" or attempt.tree.incomplete
         return changing and self._again_at is None
 
+    @property
+    def quiet(self) -> bool:
+        """Says whether nothing is due but what is done once a second: all ranks live and run."""
+        attempt = self.attempt
+        whole = len(attempt.tree.alive()) == self.phase.nproc and not attempt.tree.agent_over
+        return whole and self.state == "running" and not attempt.behind
+
     def tick(self) -> None:
         """Does what is due; never waits."""
         if self._again_at is not None:
@@ -121,7 +127,7 @@ class Run:
             self.attempt.tick()
             self._decide()
         now = time.monotonic()
-        if now - self._said >= SIGN_OF_LIFE_S:
+        if int(now) != int(self._said):
             self.alerts.watch_writes()
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:

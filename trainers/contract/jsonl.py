@@ -64,6 +64,10 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def number(record: Mapping[str, Any], key: str) -> float | None:
     """Returns `record[key]` as a float (names of non-finite numbers included), None if absent."""
     value = record.get(key)
+    return value if type(value) is float else _number(value)
+
+
+def _number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -91,7 +95,7 @@ def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
 def numbers(record: Mapping[str, Any], key: str) -> list[float]:
     """Returns the numbers in the list `record[key]`, none when it is no list."""
     value = record.get(key)
-    found = (number({key: each}, key) for each in value) if isinstance(value, list) else ()
+    found = map(_number, value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
@@ -116,11 +120,12 @@ def open_regular(path: Path, below: Path | None = None) -> int | None:
 def open_inside(path: Path, below: Path | None) -> int | None:
     """Opens what is at `path` for reading, following no link below `below`; None if it cannot."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    below = below or path.parent
-    first, *rest = path.relative_to(below).parts
-    at: int | None = None
+    at, names = None, [str(path)]
+    if below is not None:
+        first, *rest = path.relative_to(below).parts
+        names = [str(below / first), *rest]
     try:
-        for name in (str(below / first), *rest):
+        for name in names:
             before, at = at, os.open(name, flags, dir_fd=at)
             if before is not None:
                 os.close(before)
@@ -201,16 +206,18 @@ class Tail:
         return records
 
     def _read(self, limit_bytes: int) -> bytes:
-        fd = open_regular(self.path)
+        fd = open_inside(self.path, None)
         if fd is None:
             return b""
         try:
             status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return b""
             identity = (status.st_dev, status.st_ino)
             if identity != self._identity or status.st_size < self.offset:
                 self._identity, self.offset, self._carry, self._overlong = identity, 0, b"", False
             self.size_bytes = status.st_size
-            data = os.pread(fd, limit_bytes, self.offset)
+            data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
         except OSError:
             return b""
         finally:

@@ -73,7 +73,7 @@ class Recorder:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             self._busy_since = time.monotonic()
             try:
                 if callable(item):
@@ -88,6 +88,10 @@ class Recorder:
         for path, fd in self._descriptors.items():
             if path != STDOUT:
                 os.close(fd)
+
+    def _next(self) -> Item | Callable[[], None] | None:
+        """Waits for what is to be done next; None is the end."""
+        return self._queue.get()
 
     def _write(self, path: Path, record: dict[str, Any] | bytes) -> None:
         data = heartbeat.encode(record) if isinstance(record, dict) else record

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import stat
@@ -75,6 +76,7 @@ def host_name() -> str:
     return os.uname().nodename or "localhost"
 
 
+@functools.cache
 def boot_id() -> str:
     """Returns the kernel's boot id: a pid means something only within one boot."""
     try:
@@ -110,6 +112,15 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
         return False
     ticks = start_ticks(pid)
     return ticks is not None and ticks == owner.get("start_ticks")
+
+
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Returns what changes when a file is written to or replaced, None where there is none."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_json(
