@@ -137,7 +137,9 @@ class Handle:
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks
 
     def send(self, number: int) -> bool:
-        """Sends a signal; False when the process is gone."""
+        """Sends a signal; False when the process is gone, or this handle was closed."""
+        if self.fd < 0:
+            return False
         try:
             signal.pidfd_send_signal(self.fd, number)
         except ProcessLookupError:

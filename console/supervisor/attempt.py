@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -171,8 +171,8 @@ class Attempt:
             except OSError as error:  # what broke the supervisor may be broken still
                 why = f"{why}; {error.strerror}"
                 break
-        for handle in self.tree.handles().values():
-            handle.send(signal.SIGKILL)
+        with suppress(OSError):
+            self.tree.kill()
         self.stage, self._failure = "over", why
         self._broken = True
         self.tree.close()

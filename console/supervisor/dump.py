@@ -11,7 +11,7 @@ from pathlib import Path
 from console.sources import process
 from console.supervisor.mailbox import Outcome
 from console.supervisor.requests import Request
-from trainers.contract import jsonl, rundir
+from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.dumps import END_MARK, LAST_RESORT
 
 WAIT_S = 2.0
@@ -27,9 +27,13 @@ class _Part:
     handle: process.Handle
     source: Path
     offset: int
+    at: tuple[int, str] | None
+    """The step and phase in which it was asked, None for not known."""
     result: str = ""
     data: bytes = b""
+    tried: bool = False
     pressed: bool = False
+    """Whether the last resort was tried, and whether it could be."""
 
 
 def refusal(pid: int) -> str:
@@ -56,7 +60,7 @@ class Dump:
         """Signals one rank, if it would survive it."""
         live, run = self._live, self._run
         source = rundir.live_stack(live, rank) if live else rundir.stackdump(run, rank)
-        part = _Part(rank, handle, source, _size(source), refusal(handle.pid))
+        part = _Part(rank, handle, source, _size(source), self._where(rank), refusal(handle.pid))
         if not part.result and not handle.send(signal.SIGUSR1):
             part.result = "is gone"
         self.parts.append(part)
@@ -74,16 +78,24 @@ class Dump:
             whole = END_MARK.encode() in part.data and part.data.endswith(b"\n")
             if whole or waited_s > WAIT_S:
                 self._finish(part, whole, keep)
-            elif waited_s > LAST_RESORT_AFTER_S and not (part.data or part.pressed):
+            elif waited_s > LAST_RESORT_AFTER_S and not (part.data or part.tried):
                 self._press(part)
         return all(part.result for part in self.parts)
 
-    @staticmethod
-    def _press(part: _Part) -> None:
-        """Asks for what needs no GIL: a second's silence means that native code holds it."""
-        part.pressed = True
-        if process.catches(part.handle.pid, LAST_RESORT):
-            part.handle.send(LAST_RESORT)
+    def _where(self, rank: int) -> tuple[int, str] | None:
+        found = pulse.read(rundir.pulse(self._live, rank)) if self._live else None
+        return (found.step, found.phase) if found else None
+
+    def _press(self, part: _Part) -> None:
+        """Asks for what needs no GIL, of a rank that has stood still since it was asked.
+
+        Silent it may also be because it is slow or was stopped; its frames could be in motion.
+        """
+        part.tried = True
+        still = part.at is not None and part.at == self._where(part.rank)
+        if still and process.state(part.handle.pid) in "RS" and not refusal(part.handle.pid):
+            part.pressed = process.catches(part.handle.pid, LAST_RESORT)
+            part.pressed = part.pressed and part.handle.send(LAST_RESORT)
 
     def _finish(self, part: _Part, whole: bool, keep: Callable[[Path, bytes], None]) -> None:
         if not part.data:
@@ -92,8 +104,10 @@ class Dump:
         name = f"stackdump_rank{part.rank}_{self.unix_ms}.txt"
         keep(self._run / name, part.data)
         part.result = f"dumped: {name}"
-        if not whole:
+        if part.pressed and b"=== rank" not in part.data:
             part.result += " (native code holds the GIL: the main thread alone could be read)"
+        elif not whole:
+            part.result += f" (what came within {WAIT_S:g} s: its end is missing)"
 
     def answer(self) -> Outcome:
         """Returns whether any stack came, a sentence, and each rank's result."""

@@ -1,32 +1,44 @@
-"""A cgroup of version 2 around the processes of one attempt, where the machine allows it.
+"""A cgroup of version 2 around the processes of a run, where the machine allows it.
 
-It also holds what has lost the token of its environment, and ends all of it at once. Without one
-(no right to make it, version 1 alone) the token scan does what it can.
+It also holds what has lost the token of its environment, and ends all of it at once. It needs the
+right to make one: root, or a delegated unit (`systemd-run --user --scope`). Without, the token scan
+does what it can.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
-from console.sources import kernel
+from console.sources import kernel, process
 
 PREFIX = "nsa-console-"
 PROCS, KILL = "cgroup.procs", "cgroup.kill"
 
 
 class Enclosure:
-    """One cgroup, below the supervisor's own, named by the attempt's token."""
+    """One cgroup, below the supervisor's own, named by the run's token."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def pids(self) -> list[int]:
         """Returns the processes inside, dead ones left out."""
-        return kernel.inside(self._folder)
+        return [pid for file in self._folder.rglob(PROCS) for pid in kernel.inside(file.parent)]
 
-    def kill(self) -> bool:
-        """Sends KILL to every process inside; False where the kernel cannot (before 5.14)."""
-        return _write(self._folder / KILL, "1")
+    def kill(self) -> None:
+        """Sends KILL to every process inside; before Linux 5.14 to one after the other."""
+        if _write(self._folder / KILL, "1"):
+            return
+        for pid in self.pids():
+            try:
+                fd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            if pid in self.pids():
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
 
     def remove(self) -> None:
         """Takes the cgroup away if it is empty."""
@@ -34,27 +46,46 @@ class Enclosure:
 
 
 def around(pid: int, token: str) -> Enclosure | None:
-    """Puts a process, and what it will start, into a cgroup of its own; None where that fails."""
+    """Puts a process and its children into a cgroup of their own; None where that fails."""
     home = kernel.unified()
     if home is None:
         return None
+    _sweep(home)
     folder = home / f"{PREFIX}{token}"
-    try:
-        for old in home.glob(f"{PREFIX}*"):
-            _remove(old)
-        folder.mkdir(mode=0o755)
-    except OSError:
-        return None
-    if not _write(folder / PROCS, str(pid)):
-        _remove(folder)
+    for _ in range(2):  # between the two steps another supervisor may sweep it away
+        try:
+            folder.mkdir(mode=0o755, exist_ok=True)
+        except OSError:
+            return None
+        if _write(folder / PROCS, str(pid)):
+            for child in process.children(pid):
+                _write(folder / PROCS, str(child))
+            return Enclosure(folder)
+    _remove(folder)
+    return None
+
+
+def of(pid: int, token: str) -> Enclosure | None:
+    """Returns the cgroup that a former supervisor made around a process of this run.
+
+    None if this process is in it too, started by a rank: it must not kill itself.
+    """
+    inner, ours = kernel.unified(pid), kernel.unified()
+    chain = (inner, *inner.parents) if inner else ()
+    folder = next((each for each in chain if each.name == f"{PREFIX}{token}"), None)
+    if folder is None or (ours and ours.is_relative_to(folder)):
         return None
     return Enclosure(folder)
 
 
-def of(pid: int, token: str) -> Enclosure | None:
-    """Returns the cgroup that a former supervisor made around a process of this attempt."""
-    folder = kernel.unified(pid)
-    return Enclosure(folder) if folder and folder.name == f"{PREFIX}{token}" else None
+def _sweep(home: Path) -> None:
+    """Takes away what dead supervisors left there; a cgroup with processes stays."""
+    try:
+        names = [name for name in os.listdir(home) if name.startswith(PREFIX)]
+    except OSError:
+        return
+    for name in names:
+        _remove(home / name)
 
 
 def _write(path: Path, text: str) -> bool:

@@ -2,11 +2,13 @@
 
 SIGUSR1 only wakes a helper thread, through `signal.set_wakeup_fd`: also while the main thread is
 blocked in a collective. With the GIL in hand, so that every frame is whole, it has faulthandler
-write all threads, and then torch the collective flight record. Nothing of the program is touched.
+write all threads, and then torch the collective flight record; no object of the program is touched.
 
 A rank that holds the GIL in native code never lets the helper run. For it there is `LAST_RESORT`:
 faulthandler writes the main thread from the signal handler itself. Send it only where SIGUSR1
-stayed unanswered, so that the frames stand still.
+stayed unanswered and nothing moves, so that the frames stand still.
+
+This process's SIGUSR1, `LAST_RESORT` and wake-up descriptor belong to the dumper.
 
 What killed healthy trainings before (CPython 3.11.7, one in about 50,000 dumps each; read from
 their core files):
@@ -24,12 +26,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -40,41 +43,56 @@ LAST_RESORT = signal.SIGRTMIN + 1  # programs have their own use for SIGUSR2
 LAST_DUMP_S = 2.0
 STDERR = 2
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+).*\n((?: .*\n)*)", re.MULTILINE)
-_WOKEN = re.compile(rf'\A  File "{re.escape(__file__)}", line \d+ in _woken\n')
+_WOKEN = re.compile(r'\A  File ".*dumps\.py", line \d+ in _woken\n')
+_END = 0
+UNSEEN = "  (not among the 100 newest threads, which are all that faulthandler shows)\n"
 
 
 def ignore() -> None:
-    """Makes SIGUSR1 harmless until `install`; exec keeps the ignore for children."""
+    """Makes the dump signals harmless until `install`; exec keeps the ignore for children."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(LAST_RESORT, signal.SIG_IGN)
 
 
 def _woken(_number: int, _frame: FrameType | None) -> None:
     """Does nothing: that Python handles the signal is what wakes the helper thread."""
 
 
-def _flight_record() -> str | None:
-    """Returns torch's collective flight record as JSON, None where torch offers none."""
+def _flight_record() -> str:
+    """Returns torch's collective flight record as JSON, "" where torch offers none."""
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     dump = getattr(distributed, "_dump_fr_trace_json", None)
     if dump is None:
-        return None
+        return ""
     try:
         record = dump(True, False)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         return f'{{"error": "{type(error).__name__}"}}'
-    return record.decode() if isinstance(record, bytes) else str(record)
+    return record.decode("utf-8", "replace") if isinstance(record, bytes) else str(record)
+
+
+def _scratch() -> int:
+    """Returns a file in memory; not every build of Python, and not every kernel, offers one."""
+    try:
+        return os.memfd_create("nsa-dump", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
 
 
 class StackDumper:
     """Owns SIGUSR1 and `LAST_RESORT` of this process; install it in the main thread.
 
-    The dump goes to `live` (memory-backed: a frozen run directory cannot block the handler) and
-    from there, by the helper thread, to `stackdump_rank{R}.txt` in the run directory.
+    The dump goes to `live` (memory-backed: a frozen run directory cannot block it) and from there,
+    by `later`, which runs a function where it may block, to `stackdump_rank{R}.txt` of the run.
     """
 
-    def __init__(self, run: Path, live: Path | None, rank: int, on_dump: Callable[[], None]):
-        self._run, self._rank, self._on_dump = run, rank, on_dump
+    def __init__(
+        self, run: Path, live: Path | None, rank: int, on_dump: Callable[[], None],
+        later: Callable[[Callable[[], None]], None],
+    ):  # fmt: skip
+        self._run, self._rank, self._on_dump, self._later = run, rank, on_dump, later
         self._archive = rundir.stackdump(run, rank)
         self._path = rundir.live_stack(live, rank) if live else self._archive
         self._fd = os.open(
@@ -83,7 +101,8 @@ class StackDumper:
         self._copied = os.fstat(self._fd).st_size
         self.count = 0
         self._main = threading.main_thread().ident or 0
-        self._scratch = os.memfd_create("nsa-dump", os.MFD_CLOEXEC)
+        self._scratch = _scratch()
+        self._flight, self._trouble, self._asked_to_keep = "", "", False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._wake_read, True)
         self._thread = threading.Thread(target=self._serve, name="nsa-dumper", daemon=True)
@@ -96,42 +115,49 @@ class StackDumper:
         self._thread.start()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGUSR1, _woken)
+        signal.siginterrupt(signal.SIGUSR1, False)  # native calls of the program go on
         signal.signal(LAST_RESORT, signal.SIG_IGN)  # what `uninstall` comes back to
         faulthandler.register(LAST_RESORT, file=self._fd, all_threads=False)
+        os.register_at_fork(after_in_child=self._let_go)
 
     def uninstall(self) -> None:
         """Ignores both signals from here on: a dump while Python ends would kill the process."""
         if self._thread.ident is None:
             return
+        self._let_go()
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, bytes([_END]))
+        self._thread.join(LAST_DUMP_S)
+
+    @staticmethod
+    def _let_go() -> None:
+        """A forked child does so too: it would write its parent's pipe and its stack."""
         faulthandler.unregister(LAST_RESORT)
         ignore()
         signal.set_wakeup_fd(-1)
-        os.close(self._wake_write)
-        self._thread.join(LAST_DUMP_S)
 
     def _serve(self) -> None:
-        kept = 0
-        while numbers := os.read(self._wake_read, 4096):
-            if signal.SIGUSR1 in numbers:
-                self.count += 1
+        while _END not in (numbers := os.read(self._wake_read, 4096)):
+            if signal.SIGUSR1 not in numbers:
+                continue
+            self.count += 1
+            try:
                 self._on_dump()
                 os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
-            if self.count > kept and not select.select([self._wake_read], [], [], 0)[0]:
-                kept = self.count
-                self._keep()
-        if self.count > kept:
-            self._keep()
+                self._flight = _flight_record()
+                if not self._asked_to_keep:
+                    self._asked_to_keep = True
+                    self._later(self._keep)
+            except Exception as error:  # whatever this dump met, the next one must come
+                self._trouble = f"{type(error).__name__}: {error}"
 
     def _keep(self) -> None:
         """Brings to the run directory what came since the last time, of a spray its whole."""
-        try:
-            self._copy_to_run()
-            record = _flight_record()
-            if record is not None:
-                name = f"flight_rank{self._rank}_{time.time_ns() // 1_000_000}.json"
-                self._keep_one_flight(name, record)
-        except OSError as error:
-            os.write(self._fd, f"dump not copied to the run directory: {error}\n".encode())
+        self._asked_to_keep, record = False, self._flight
+        self._copy_to_run()
+        if record:
+            name = f"flight_rank{self._rank}_{time.time_ns() // 1_000_000}.json"
+            self._keep_one_flight(name, record)
 
     def _threads_text(self) -> str:
         """Returns the stacks of all threads but this one, the main thread's first."""
@@ -141,14 +167,16 @@ class StackDumper:
         size = os.lseek(self._scratch, 0, os.SEEK_CUR)
         raw = os.pread(self._scratch, size, 0).decode("utf-8", "replace")
         stacks = {int(ident, 16): frames for ident, frames in _THREAD.findall(raw)}
-        main = _WOKEN.sub("", stacks.pop(self._main, ""))
+        main = _WOKEN.sub("", stacks.pop(self._main, UNSEEN))
         stacks.pop(threading.get_ident(), None)
         parts = [
             f"=== rank {self._rank} pid {os.getpid()} unix {time.time():.3f}\n",
+            f"=== the dump before failed: {self._trouble}\n" if self._trouble else "",
             f"Stack (most recent call first):\n{main}",
         ]
+        self._trouble = ""
         for ident, frames in stacks.items():
-            name = names.get(ident, f"{ident:#x}")
+            name = " ".join(names.get(ident, f"{ident:#x}").split())
             parts.append(f"Thread {name} (most recent call first):\n{frames}")
         parts.append(f"{END_MARK} {self.count} of rank {self._rank}\n")
         return "".join(parts)
@@ -160,10 +188,9 @@ class StackDumper:
         data = os.pread(self._fd, size - self._copied, self._copied)
         out = rundir.open_append(self._archive)
         try:
-            os.write(out, data)
+            self._copied += os.write(out, data)
         finally:
             os.close(out)
-        self._copied += len(data)
 
     def _keep_one_flight(self, name: str, record: str) -> None:
         rundir.write_atomic(self._run / name, record)

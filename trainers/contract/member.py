@@ -66,7 +66,9 @@ class Member:
         self._ignored_halt = None if self.supervised else self._identity(rundir.HALT)
         self._known_asks = {name: self._identity(name) for name in rundir.ASKS}
         self._asks: set[str] = set()
-        self.dumper = dumps.StackDumper(run, self.live, self.rank, self._count_dump)
+        self.dumper = dumps.StackDumper(
+            run, self.live, self.rank, self._count_dump, self.recorder.call
+        )
         self.dump_count = 0
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
