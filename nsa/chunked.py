@@ -62,7 +62,9 @@ def _selected(
     look inside.
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
-    outs, lses = [], []
+    batch, heads, seq_len, _ = q.shape
+    out = q.new_empty(batch, seq_len, heads, v.shape[-1])
+    lse = keys.data.new_empty(batch, seq_len, heads, 1)
     for chunk in _chunks(q, k, blocks, size):
         queries = chunk.rows(q)
         near, near_lse = attend_part(
@@ -74,10 +76,8 @@ def _selected(
                 tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
             )
             joined.add(tiles, far, far_lse)
-        out, lse = (chunk.by_token(x) for x in joined.whole())
-        outs.append(out.to(q.dtype))
-        lses.append(lse.flatten(2))
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+        joined.write(chunk.of(out), chunk.of(lse))
+    return out, lse.squeeze(-1)
 
 
 @torch.library.custom_op("nsa::selected_backward", mutates_args=())
@@ -88,7 +88,7 @@ def _selected_backward(
     """Gradients of q `[B, H, S, Dk]`, k and v from that of the output `[B, S, H, Dv]`."""
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
-    grad_q = []
+    grad_q = q.new_empty(q.transpose(1, 2).shape)
     for chunk in _chunks(q, k, blocks, size):
         heads_first = (grad.transpose(1, 2), q, out.transpose(1, 2), lse.mT.unsqueeze(-1))
         rows = [chunk.rows(x) for x in heads_first]
@@ -107,9 +107,8 @@ def _selected_backward(
             tiles.add(total, far_q)
             grad_keys.add_far(tiles, far_k)
             grad_values.add_far(tiles, far_v)
-        grad_q.append(chunk.by_token(total).to(q.dtype))
-    q_grad = torch.cat(grad_q, dim=1).transpose(1, 2).contiguous()
-    return q_grad, grad_keys.joined(k), grad_values.joined(v)
+        chunk.of(grad_q).copy_(total)
+    return grad_q.transpose(1, 2), grad_keys.joined(k), grad_values.joined(v)
 
 
 @_selected.register_fake
@@ -121,7 +120,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool):
 
 @_selected_backward.register_fake
 def _(grad, q, k, v, blocks, out, lse, size, flash):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    return q.new_empty(q.transpose(1, 2).shape).transpose(1, 2), grad_k, grad_v
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -179,9 +179,11 @@ class _Joined:
         self._mass *= scale
         self._out *= scale
 
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """Output `[B, G, C, R, Dv]` and log-sum-exp `[B, G, C, R, 1]` over all keys."""
-        return self._out.div_(self._mass), self._reference + self._mass.log()
+    def write(self, out: Tensor, lse: Tensor) -> None:
+        """Output into `out` `[B, G, C, R, Dv]` and log-sum-exp over all keys into `lse`
+        `[B, G, C, R, 1]`."""
+        torch.div(self._out, self._mass, out=out)
+        torch.add(self._reference, self._mass.log(), out=lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +217,11 @@ class _Chunk:
         x = x.reshape(batch, groups, -1, x.shape[1] // self.size, x.shape[2])
         return x[:, :, :tokens].contiguous()
 
-    def by_token(self, x: Tensor) -> Tensor:
-        """`[B, G, C, R, X]` → `[B, C, H, X]`."""
-        return x.transpose(1, 2).flatten(2, 3)
+    def of(self, x: Tensor) -> Tensor:
+        """The part of `x` `[B, S, H, X]` that is the chunk's, as `[B, G, C, R, X]`, to be written
+        to."""
+        rows = x[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
+        return rows.transpose(1, 2)
 
     def plan(self, n_blocks: int) -> "list[_Tiles]":
         """Which queries share a tile, for `n_blocks` blocks in each sequence and group: parts that

@@ -120,12 +120,12 @@ def compressed_weights(q: Tensor, k: Tensor, size: int, stride: int, first: int 
     return p_cmp
 
 
-@torch.no_grad()
 def weights_in_chunks(
     q: Tensor, k: Tensor, size: int, stride: int, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
     """`compressed_weights` of some of the tokens at a time: which, and `[B, G, tokens, n]` of the n
-    blocks that the last of them sees. Tokens that see none are left out."""
+    blocks that the last of them sees. Tokens that see none are left out. To be called without
+    gradients: torch.compile takes no generator that suspends them by itself."""
     for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
         with no_autocast(q.device):
             weights = _weights(widen(q[:, :, rows]), widen(k[:, :, :n]), mask).sum(2)
