@@ -225,7 +225,7 @@ class _Chunk:
 
     def plan(self, n_blocks: int) -> "list[_Tiles]":
         """Which queries share a tile, for `n_blocks` blocks in each sequence and group: parts that
-        stay in a cache. How many does not depend on the data."""
+        stay in a cache. How many does not depend on the data, unless no block needs a half tile."""
         batch, groups, tokens, picks = self.blocks.shape
         device = self.blocks.device
         largest, filled = TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks
