@@ -13,7 +13,7 @@ from nsa.attend import allowed_kernels, attend, attend_causal
 from nsa.backends import BRANCHES, Case, Route, Switches, effective, flash_attn_installed
 from nsa.cache import Cache, DenseCache
 from nsa.chunked import attend_chunked
-from nsa.compress import BlockMean, BlockMLP, attend_compressed, compressed_weights, to_blocks
+from nsa.compress import BlockMean, BlockMLP, attend_compressed, to_blocks
 from nsa.config import ModelConfig, NSAConfig, compressed_blocks
 from nsa.decode import attend_token
 from nsa.flash import attend_flash_attn
@@ -21,7 +21,7 @@ from nsa.gate import Gate
 from nsa.marks import mark
 from nsa.precision import widen
 from nsa.rope import rotate
-from nsa.select import attend_ranges, attend_selected, importance, top_blocks
+from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
 from nsa.stats import gate_stats, selection_stats
 from nsa.window import attend_window
 
@@ -211,9 +211,7 @@ class NSAttention(nn.Module):
 
     def scores(self, q: Tensor, k_blocks: Tensor) -> Tensor:
         """p_slc `[B, G, S, blocks]`."""
-        nsa = self.config.nsa
-        p_cmp = compressed_weights(q, k_blocks, nsa.block_size, nsa.block_stride)
-        return importance(p_cmp, nsa, q.shape[2])
+        return block_scores(q, k_blocks, self.config.nsa)
 
     def selected_blocks(self, x: Tensor) -> Tensor:
         """The blocks that `forward(x)` selects, `[B, G, S, n]` as from `top_blocks`."""

@@ -8,7 +8,7 @@ joined by their log-sum-exps; the backward computes them again from the saved in
 Tokens t < n · l' select every block that has begun: theirs is plain causal attention.
 
 Letters of shapes: S queries, which are the last of T tokens; C of them in a chunk; R heads in each
-of G groups; rows are (sequence, token, group).
+of G groups; rows are (sequence, group, token), each with its R heads.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,12 @@ from nsa.tables import cached_table
 CHUNK = 8192
 """Tokens whose selected keys are worked on at a time."""
 TILE_ROWS = 768
-"""Rows of a tile at most: enough for an efficient product, few enough to be filled."""
+"""Rows of a tile at most: enough for an efficient product, few enough to be filled. The last tile
+of a block may have half as many."""
 PART_PAIRS = 2048
 """Selected blocks of tokens whose tiles are computed at a time, so that they stay in a cache."""
+SPARE = -1
+"""The row of a tile's slot that holds no query."""
 FARTHEST_AHEAD = 40.0
 """How far a log-sum-exp may be above its query's reference: float32 overflows at 88."""
 
@@ -59,25 +62,22 @@ def _selected(
     look inside.
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
-    outs, lses = [], []
+    batch, heads, seq_len, _ = q.shape
+    out = q.new_empty(batch, seq_len, heads, v.shape[-1])
+    lse = keys.data.new_empty(batch, seq_len, heads, 1)
     for chunk in _chunks(q, k, blocks, size):
         queries = chunk.rows(q)
         near, near_lse = attend_part(
             chunk.fold(queries), keys.near(chunk), values.near(chunk), chunk.bias, flash
         )
-        near, near_lse = chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1))
-        plan = chunk.plan(keys.count)
-        joined = _Joined(plan, near, near_lse)
-        for part in plan.parts:
+        joined = _Joined(chunk.unfold(near), chunk.unfold(near_lse.unsqueeze(-1)))
+        for tiles in chunk.plan(keys.count):
             far, far_lse = attend_part(
-                plan.queries(queries, part), keys.far(plan, part), values.far(plan, part), None,
-                flash,
-            )  # fmt: skip
-            joined.add(part, far, far_lse)
-        out, lse = joined.whole()
-        outs.append(out.flatten(2, 3).to(q.dtype))
-        lses.append(lse.flatten(2, 4))
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+                tiles.queries(queries), keys.far(tiles), values.far(tiles), None, flash
+            )
+            joined.add(tiles, far, far_lse)
+        joined.write(chunk.of(out), chunk.of(lse))
+    return out, lse.squeeze(-1)
 
 
 @torch.library.custom_op("nsa::selected_backward", mutates_args=())
@@ -88,7 +88,7 @@ def _selected_backward(
     """Gradients of q `[B, H, S, Dk]`, k and v from that of the output `[B, S, H, Dv]`."""
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
-    grad_q = []
+    grad_q = q.new_empty(q.transpose(1, 2).shape)
     for chunk in _chunks(q, k, blocks, size):
         heads_first = (grad.transpose(1, 2), q, out.transpose(1, 2), lse.mT.unsqueeze(-1))
         rows = [chunk.rows(x) for x in heads_first]
@@ -97,24 +97,18 @@ def _selected_backward(
         )
         grad_keys.add_near(chunk, near_k)
         grad_values.add_near(chunk, near_v)
-        plan = chunk.plan(keys.count)
-        total = plan.sums(chunk.unfold(near))
-        for part in plan.parts:
-            grad_t, q_t, out_t, lse_t = (plan.queries(x, part) for x in rows)
-            lse_t = lse_t.masked_fill_(plan.spare(part).unsqueeze(-1), torch.inf)
+        total = chunk.unfold(near)
+        for tiles in chunk.plan(keys.count):
+            far_rows = [tiles.queries(x) for x in rows]
+            far_rows[-1].masked_fill_(tiles.spare(rows[-1]), torch.inf)
             far_q, far_k, far_v = _part_backward(
-                [grad_t, q_t, out_t, lse_t],
-                keys.far(plan, part),
-                values.far(plan, part),
-                None,
-                flash,
+                far_rows, keys.far(tiles), values.far(tiles), None, flash
             )
-            plan.add(total, part, far_q)
-            grad_keys.add_far(plan, part, far_k)
-            grad_values.add_far(plan, part, far_v)
-        grad_q.append(total[:-1].view(*q.shape[:1], -1, *q.shape[1::2]).to(q.dtype))
-    q_grad = torch.cat(grad_q, dim=1).transpose(1, 2).contiguous()
-    return q_grad, grad_keys.joined(k), grad_values.joined(v)
+            tiles.add(total, far_q)
+            grad_keys.add_far(tiles, far_k)
+            grad_values.add_far(tiles, far_v)
+        chunk.of(grad_q).copy_(total)
+    return grad_q.transpose(1, 2), grad_keys.joined(k), grad_values.joined(v)
 
 
 @_selected.register_fake
@@ -126,7 +120,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool):
 
 @_selected_backward.register_fake
 def _(grad, q, k, v, blocks, out, lse, size, flash):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    return q.new_empty(q.transpose(1, 2).shape).transpose(1, 2), grad_k, grad_v
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -159,37 +154,36 @@ class _Joined:
     To see that waits for the device once a part.
     """
 
-    def __init__(self, plan: "_Plan", near: Tensor, near_lse: Tensor) -> None:
-        """`near` `[B, C, G, R, Dv]`, `near_lse` `[B, C, G, R, 1]`."""
-        self._plan, self._shape = plan, near.shape
-        self._out, self._reference = plan.sums(near), plan.sums(near_lse)
-        self._mass = torch.ones_like(self._reference)
+    def __init__(self, near: Tensor, near_lse: Tensor) -> None:
+        """`near` `[B, G, C, R, Dv]`, whose memory is taken over, `near_lse` `[B, G, C, R, 1]`."""
+        self._out, self._reference = near, near_lse
+        self._mass = torch.ones_like(near_lse)
 
-    def add(self, part: slice, out: Tensor, lse: Tensor) -> None:
+    def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
         """Output `[tiles, share · R, Dv]` and log-sum-exp `[tiles, share · R]` of a part."""
-        plan = self._plan
-        ahead = lse - plan.of_rows(self._reference, part)
+        lse = lse.unsqueeze(-1).masked_fill(tiles.spare(self._mass), -torch.inf)
+        ahead = lse - tiles.queries(self._reference)
         if bool((ahead > FARTHEST_AHEAD).any()):
-            self._raise(part, lse)
-            ahead = lse - plan.of_rows(self._reference, part)
-        weight = ahead.exp_().unsqueeze(-1)
-        plan.add(self._mass, part, weight)
-        plan.add(self._out, part, out.mul_(weight))
+            self._raise(tiles, lse)
+            ahead = lse - tiles.queries(self._reference)
+        weight = ahead.exp_()
+        tiles.add(self._mass, weight)
+        tiles.add(self._out, out.mul_(weight))
 
-    def _raise(self, part: slice, lse: Tensor) -> None:
+    def _raise(self, tiles: "_Tiles", lse: Tensor) -> None:
         before = self._reference
-        row, heads = self._plan.row[part].flatten(), before.shape[1]
-        lse = lse.reshape(-1, heads)
-        self._reference = before.index_reduce(0, row, lse, "amax")
+        flat, row = before.flatten(3).flatten(0, 2), tiles.row.flatten()
+        lse = lse.reshape(len(row), -1)
+        self._reference = flat.index_reduce(0, row, lse, "amax").view_as(before)
         scale = (before - self._reference).exp_()
         self._mass *= scale
-        self._out.unflatten(1, (heads, -1)).mul_(scale.unsqueeze(-1))
+        self._out *= scale
 
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """Output `[B, C, G, R, Dv]` and log-sum-exp `[B, C, G, R, 1]` over all keys."""
-        mass = self._mass[:-1].view(*self._shape[:-1], 1)
-        reference = self._reference[:-1].view_as(mass)
-        return self._out[:-1].view(self._shape) / mass, reference + mass.log()
+    def write(self, out: Tensor, lse: Tensor) -> None:
+        """Output into `out` `[B, G, C, R, Dv]` and log-sum-exp over all keys into `lse`
+        `[B, G, C, R, 1]`."""
+        torch.div(self._out, self._mass, out=out)
+        torch.add(self._reference, self._mass.log(), out=lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,87 +200,99 @@ class _Chunk:
     """`[l' · R, 2 · l']`: which keys of two neighbouring blocks a query of the latter sees."""
 
     def rows(self, x: Tensor) -> Tensor:
-        """`[B, H, S, X]` → `[B, C, G, R, X]`, contiguous and wide."""
-        x = widen(x[:, :, self.begin : self.end]).transpose(1, 2)
-        return x.unflatten(2, (self.blocks.shape[1], -1)).contiguous()
+        """`[B, H, S, X]` → `[B, G, C, R, X]`, contiguous and wide."""
+        x = widen(x[:, :, self.begin : self.end]).unflatten(1, (self.blocks.shape[1], -1))
+        return x.transpose(2, 3).contiguous()
 
     def fold(self, x: Tensor) -> Tensor:
-        """`[B, C, G, R, X]` → `[B · blocks · G, l' · R, X]`, filled up to whole blocks."""
-        spare = -x.shape[1] % self.size
+        """`[B, G, C, R, X]` → `[B · G · blocks, l' · R, X]`, filled up to whole blocks."""
+        spare = -x.shape[2] % self.size
         if spare:
-            x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, spare))
-        x = x.unflatten(1, (-1, self.size)).transpose(2, 3)
-        return x.flatten(3, 4).flatten(0, 2)
+            x = F.pad(x, (0, 0, 0, 0, 0, spare))
+        return x.view(-1, self.size * x.shape[3], x.shape[4])
 
     def unfold(self, x: Tensor) -> Tensor:
         """The reverse of `fold`."""
         batch, groups, tokens, _ = self.blocks.shape
-        x = x.view(batch, -1, groups, self.size, x.shape[1] // self.size, x.shape[2])
-        return x.transpose(2, 3).flatten(1, 2)[:, :tokens]
+        x = x.reshape(batch, groups, -1, x.shape[1] // self.size, x.shape[2])
+        return x[:, :, :tokens].contiguous()
 
-    def plan(self, n_blocks: int) -> "_Plan":
-        """Which queries share a tile, for `n_blocks` blocks in each sequence and group."""
+    def of(self, x: Tensor) -> Tensor:
+        """The part of `x` `[B, S, H, X]` that is the chunk's, as `[B, G, C, R, X]`, to be written
+        to."""
+        rows = x[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
+        return rows.transpose(1, 2)
+
+    def plan(self, n_blocks: int) -> "list[_Tiles]":
+        """Which queries share a tile, for `n_blocks` blocks in each sequence and group: parts that
+        stay in a cache. How many does not depend on the data, unless no block needs a half tile."""
         batch, groups, tokens, picks = self.blocks.shape
         device = self.blocks.device
-        heads = len(self.bias) // self.size
-        share = max(8, min(TILE_ROWS // heads, tokens * picks // n_blocks))
+        largest, filled = TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks
+        share = max(8, min(largest, filled))
+        # Small tiles cost more each than the spare slots that they avoid.
+        half = share // 2 if filled > share else share
         owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
-        block = (owner * n_blocks + self.blocks).transpose(1, 2).flatten()
+        block = (owner * n_blocks + self.blocks).flatten()
         count = torch.bincount(block, minlength=batch * groups * n_blocks)
-        tiles = (count + share - 1) // share
+        halves = (count + half - 1) // half
+        whole, last = halves // (share // half), halves % (share // half)
+        whole_before, last_before = whole.cumsum(0) - whole, last.cumsum(0) - last
         order = block.argsort(stable=True)
-        before, tiles_before = count.cumsum(0) - count, tiles.cumsum(0) - tiles
-        place = torch.arange(len(block), device=device) - before[block[order]]
-        slot = tiles_before[block[order]] * share + place
-        tile_block = torch.arange(len(count), device=device).repeat_interleave(tiles)
-        row = order.new_full((len(tile_block) * share,), batch * tokens * groups)
+        block, before = block[order], count.cumsum(0) - count
+        place = torch.arange(len(block), device=device) - before[block]
+        tiles, halves = (
+            torch.arange(len(x), device=device).repeat_interleave(x) for x in (whole, last)
+        )
+        in_last = place - whole[block] * share
+        slot = torch.where(
+            in_last < 0,
+            whole_before[block] * share + place,
+            len(tiles) * share + last_before[block] * half + in_last,
+        )
+        row = order.new_full((len(tiles) * share + len(halves) * half,), SPARE)
         row[slot] = order // picks
+        row_tiles, row_halves = row.split([len(tiles) * share, len(halves) * half])
         parts = -(-tokens * picks // PART_PAIRS)
-        return _Plan(row.view(-1, share), tile_block, batch * tokens * groups, heads, parts)
+        return [
+            *_Tiles.cut(row_tiles.view(-1, share), tiles, parts),
+            *_Tiles.cut(row_halves.view(-1, half), halves, -(-parts // 8)),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Tiles:
     """Tiles of `share` slots, each a query or spare."""
 
     row: Tensor
-    """`[tiles, share]`: of each slot its row of the chunk, one past the last where it is spare."""
+    """`[tiles, share]`: of each slot its row of the chunk; the spare ones have any."""
     block: Tensor
     """Of each tile: its block."""
-    rows: int
-    heads: int
-    n_parts: int
+    unused: Tensor
+    """`[tiles, share]`: which slots are spare."""
 
-    @property
-    def parts(self) -> list[slice]:
-        """The tiles in equal parts that stay in a cache; how many does not depend on the data."""
-        count = min(self.n_parts, len(self.block))
-        ends = [len(self.block) * i // count for i in range(count + 1)]
-        return [slice(*pair) for pair in pairwise(ends)]
+    @classmethod
+    def cut(cls, row: Tensor, block: Tensor, parts: int) -> "list[_Tiles]":
+        """Parts of equal sizes; `row` is `SPARE` in spare slots."""
+        unused = row == SPARE
+        row = row.clamp_min(0)
+        count = min(parts, len(block))
+        ends = [len(block) * i // count for i in range(count + 1)] if count else []
+        return [cls(row[i:j], block[i:j], unused[i:j]) for i, j in pairwise(ends)]
 
-    def spare(self, part: slice) -> Tensor:
-        """`[tiles, share · R]`, true where a slot is no query."""
-        return (self.row[part] == self.rows).repeat_interleave(self.heads, 1)
+    def spare(self, like: Tensor) -> Tensor:
+        """`[tiles, share · R, 1]`, true where a slot is no query of `like` `[B, G, C, R, X]`."""
+        return self.unused.repeat_interleave(like.shape[3], 1).unsqueeze(-1)
 
-    def queries(self, x: Tensor, part: slice) -> Tensor:
-        """`[B, C, G, R, X]` → `[tiles, share · R, X]`."""
-        row = self.row[part].clamp_max(self.rows - 1).flatten()
-        rows = x.flatten(3, 4).flatten(0, 2).index_select(0, row)
-        return rows.view(len(self.row[part]), -1, x.shape[-1])
+    def queries(self, x: Tensor) -> Tensor:
+        """`[B, G, C, R, X]` → `[tiles, share · R, X]`."""
+        rows = x.flatten(3, 4).flatten(0, 2).index_select(0, self.row.flatten())
+        return rows.view(len(self.row), -1, x.shape[-1])
 
-    def sums(self, x: Tensor) -> Tensor:
-        """`[B, C, G, R, X]` → `[rows + 1, R · X]`: begins with `x` and takes what `add` brings,
-        that of spare slots into the row past the last."""
-        return F.pad(x.flatten(3, 4).flatten(0, 2), (0, 0, 0, 1))
-
-    def of_rows(self, sums: Tensor, part: slice) -> Tensor:
-        """`[rows + 1, R]` → `[tiles, share · R]`."""
-        return sums.index_select(0, self.row[part].flatten()).view(len(self.row[part]), -1)
-
-    def add(self, sums: Tensor, part: slice, x: Tensor) -> None:
-        """Adds `[tiles, share · R, X]` to their rows."""
-        row = self.row[part].flatten()
-        sums.index_add_(0, row, x.reshape(len(row), -1))
+    def add(self, sums: Tensor, x: Tensor) -> None:
+        """Adds `[tiles, share · R, X]`, 0 in spare slots, to their rows of `[B, G, C, R, X]`."""
+        row = self.row.flatten()
+        sums.flatten(3, 4).flatten(0, 2).index_add_(0, row, x.reshape(len(row), -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,26 +316,26 @@ class _Blocks:
         return _Blocks(torch.zeros_like(self.data))
 
     def near(self, chunk: _Chunk) -> Tensor:
-        """`[B · blocks · G, 2 · l', D]`: each block of the chunk after the one before it."""
+        """`[B · G · blocks, 2 · l', D]`: each block of the chunk after the one before it."""
         n = -(-(chunk.end - chunk.begin) // chunk.size)
         before, own = (self.data[:, :, i : i + n] for i in (chunk.first - 1, chunk.first))
-        return torch.cat((before, own), dim=3).transpose(1, 2).flatten(0, 2)
+        return torch.cat((before, own), dim=3).flatten(0, 2)
 
-    def far(self, plan: _Plan, part: slice) -> Tensor:
+    def far(self, tiles: _Tiles) -> Tensor:
         """`[tiles, l', D]`."""
-        rows = self.data.flatten(3, 4).flatten(0, 2).index_select(0, plan.block[part])
+        rows = self.data.flatten(3, 4).flatten(0, 2).index_select(0, tiles.block)
         return rows.view(-1, *self.data.shape[3:])
 
     def add_near(self, chunk: _Chunk, grad: Tensor) -> None:
         batch, groups, _, size, width = self.data.shape
-        grad = grad.view(batch, -1, groups, 2, size, width).transpose(1, 2)
+        grad = grad.view(batch, groups, -1, 2, size, width)
         for i, part in enumerate(grad.unbind(3)):
             begin = chunk.first - 1 + i
             self.data[:, :, begin : begin + part.shape[2]].add_(part)
 
-    def add_far(self, plan: _Plan, part: slice, grad: Tensor) -> None:
+    def add_far(self, tiles: _Tiles, grad: Tensor) -> None:
         # Rows of one dimension: index_add_ is slow on the CPU for rows of two.
-        self.data.view(-1, grad[0].numel()).index_add_(0, plan.block[part], grad.flatten(1))
+        self.data.view(-1, grad[0].numel()).index_add_(0, tiles.block, grad.flatten(1))
 
     def joined(self, like: Tensor) -> Tensor:
         """As `[B, G, T, D]`, in the dtype of `like`."""

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.attend import attend
+from nsa.compress import weights_in_chunks
 from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig, selection_blocks
-from nsa.precision import no_autocast
+from nsa.precision import no_autocast, widen
 from nsa.tables import cached_table
 
 
@@ -59,6 +60,20 @@ def importance(p_cmp: Tensor, config: NSAConfig, end: int) -> Tensor:
     n_slc = selection_blocks(config, end)
     with no_autocast(p_cmp.device):
         return p_cmp @ overlap(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
+
+
+@torch.no_grad()
+def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig) -> Tensor:
+    """p_slc of queries `[B, H, S, Dk]` over compressed keys `[B, G, N, Dk]`: `[B, G, S, blocks]`.
+    0 for the blocks that a query does not see, whose products are left out."""
+    n_cmp, n_slc = k_cmp.shape[2], selection_blocks(config, q.shape[2])
+    p_slc = widen(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
+    shares = overlap(n_cmp, n_slc, config, q.device, p_slc.dtype)
+    for rows, p_cmp in weights_in_chunks(q, k_cmp, config.block_size, config.block_stride):
+        n, begun = p_cmp.shape[-1], selection_blocks(config, rows.stop)
+        with no_autocast(q.device):
+            p_slc[:, :, rows, :begun] = p_cmp @ shares[:n, :begun]
+    return p_slc
 
 
 @torch.no_grad()

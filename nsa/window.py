@@ -7,8 +7,10 @@ from torch import Tensor
 from nsa.attend import attend, attend_causal
 from nsa.tables import cached_table
 
-LARGEST_CHUNK = 128
-SMALLEST_CHUNK = 16
+CHUNK_ROWS = 384
+"""Rows, tokens times heads of a group, that a chunk should have."""
+SMALLEST_CHUNK, LARGEST_CHUNK = 16, 128
+"""Tokens of a chunk: each of them costs every query a key more."""
 
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -27,24 +29,36 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """The window of queries that begin at token w of the keys; shapes as in `attend_window`."""
-    batch, heads, rest, width = q.shape
-    chunk = min(max(window, SMALLEST_CHUNK), LARGEST_CHUNK)
+    """The window of queries that begin at token w of the keys; shapes as in `attend_window`.
+
+    The heads of a group are rows of one product, like its tokens: the CPU's kernel works on few
+    rows at a time where it gets few.
+    """
+    batch, heads, rest, _ = q.shape
+    groups = k.shape[1]
+    chunk = chunk_tokens(window, heads // groups)
     spare = -rest % chunk
     if spare:
         q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
-    q = q.unflatten(2, (-1, chunk)).transpose(1, 2).reshape(-1, heads, chunk, width)
+    q = q.unflatten(2, (-1, chunk)).unflatten(1, (groups, -1)).permute(0, 3, 1, 4, 2, 5)
     k, v = (x.unfold(2, window + chunk, chunk).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
-    out = attend(q, k, v, band(chunk, window, q.device, q.dtype))
-    out = out.unflatten(0, (batch, -1)).permute(0, 1, 3, 2, 4).flatten(1, 2)
-    return out[:, :rest].transpose(1, 2)
+    bias = band(chunk, heads // groups, window, q.device, q.dtype)
+    out = attend(q.flatten(3, 4).flatten(0, 1), k, v, bias)
+    out = out.unflatten(0, (batch, -1)).unflatten(3, (chunk, -1)).transpose(2, 3)
+    return out.flatten(3, 4).flatten(1, 2)[:, :rest].transpose(1, 2)
+
+
+def chunk_tokens(window: int, heads: int) -> int:
+    """Tokens of a chunk, in which `heads` share the keys."""
+    wanted = min(max(CHUNK_ROWS // heads, SMALLEST_CHUNK), LARGEST_CHUNK)
+    return min(max(window, SMALLEST_CHUNK), wanted)
 
 
 @cached_table
-def band(chunk: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[chunk, w + chunk]`: of keys that begin w tokens before the first query, a
-    query sees the w that end with its own."""
-    age = window + torch.arange(chunk, device=device)[:, None]
+def band(chunk: int, heads: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[chunk · heads, w + chunk]`: of keys that begin w tokens before the first
+    query, a query sees the w that end with its own."""
+    age = window + torch.arange(chunk, device=device).repeat_interleave(heads)[:, None]
     age = age - torch.arange(window + chunk, device=device)
     hidden = (age < 0) | (age >= window)
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)

@@ -141,6 +141,25 @@ def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(a
 
 
 @pytest.mark.parametrize("flash", [True, False])
+def test_many_tiles_and_half_tiles_of_a_block_equal_masked_attention(flash, monkeypatch):
+    """Outputs and gradients, where the blocks are selected unequally often and fill many tiles."""
+    monkeypatch.setattr("nsa.chunked.TILE_ROWS", 32)
+    monkeypatch.setattr("nsa.chunked.PART_PAIRS", 300)
+    torch.manual_seed(0)
+    config = sparse(select_block_size=16, n_select=5)
+    inputs = [torch.randn(2, n, 500, 8, dtype=torch.float64) for n in (4, 2, 2)]
+    weight = torch.randn(2, 4, 500, 8, dtype=torch.float64)
+    blocks = top_blocks(torch.rand(2, 2, 500, 32) + torch.arange(32) % 3, config)
+    found = []
+    for attend, more in ((attend_chunked, (flash,)), (attend_selected, ())):
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        out = attend(q, k, v, blocks, config, *more)
+        (out * weight).sum().backward()
+        found.append([out, q.grad, k.grad, v.grad])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("flash", [True, False])
 def test_scores_of_any_size_are_joined_over_the_parts(flash):
     """Far blocks that outweigh the near ones by e^1000, and the reverse; outputs and gradients."""
     torch.manual_seed(0)
