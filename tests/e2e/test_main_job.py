@@ -47,7 +47,8 @@ def workers(run: Path) -> list[dict]:
 def last_beats(run: Path) -> dict[int, list[dict]]:
     beats = {}
     for rank in (0, 1):
-        lines = rundir.heartbeat(run, rank).read_bytes().splitlines()
+        path = rundir.heartbeat(run, rank)
+        lines = path.read_bytes().splitlines() if path.exists() else []
         beats[rank] = [record for line in lines if (record := jsonl.decode(line))]
     return beats
 
