@@ -63,7 +63,7 @@ def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, o
 RAISED = {
     "exit 7": "(exit 7)",
     "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
-    "raise OutOfMemoryError CUDA out of memory": "rank 1: OutOfMemoryError: CUDA out of memory",
+    "raise OutOfMemoryError CUDA out of memory": "rank 1: out of GPU memory; lower",
 }
 
 
@@ -159,7 +159,7 @@ def test_a_rank_that_is_dead_and_not_reaped_is_not_alive(scene, run):
     try:
         words = scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), verdict_of("gone"))
         assert process.state(victim) == "Z"
-        assert "rank 1 is gone" in words
+        assert "rank 1 is dead (unreaped" in words
     finally:
         os.kill(agent, signal.SIGCONT)
     run.wait_end()
