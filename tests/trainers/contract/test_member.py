@@ -20,7 +20,7 @@ from trainers.contract.recorder import Recorder
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import ctypes, os, sys, threading, time
+import ctypes, os, resource, sys, threading, time
 from trainers.contract.member import join
 run = join()
 def say(name):
@@ -43,6 +43,18 @@ for step in range(1, 100000):
             native.pthread_mutex_lock(mutex)
             native.pthread_mutex_lock(mutex)  # for ever; unlike sleep() no signal ends it
         held()
+    if mode == "crowd" and step == 3:
+        for _ in range(110):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        say("there")
+    if mode == "full" and step == 3:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+        sys.stdout.flush()
+        os.mkdir(os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], "there"))
+        while not os.path.exists(os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], "room")):
+            time.sleep(0.02)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     if mode == "leave" and step == 3:
         run.close(step)
         say("there")
@@ -150,6 +162,30 @@ def test_the_last_resort_needs_no_gil_and_never_ends_a_member(tmp_path, live, at
         time.sleep(0.2)
         assert process.poll() is None
         assert dumps.END_MARK not in stack.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("mode", "says"), [
+    ("crowd", "not among the 100 newest threads"), ("full", "the dump before failed: OSError"),
+])  # fmt: skip
+def test_a_dump_says_what_it_lacks_and_the_next_one_comes(tmp_path, live, mode, says):
+    process = start(tmp_path, mode, live)
+    stack = rundir.live_stack(live, 0)
+    try:
+        wait_for((tmp_path / "there").exists)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        (tmp_path / "room").touch()
+        if mode == "full":
+            assert not stack.read_text()
+        for _ in range(2):
+            time.sleep(0.2)
+            process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: stack.read_text().count(dumps.END_MARK) >= 2)
+        assert says in stack.read_text()
+        assert process.poll() is None
     finally:
         process.kill()
         process.wait()
