@@ -359,6 +359,11 @@ def test_ranks_that_torchrun_left_are_found_and_go_on(scene, run):
     scene.goes_on(run, pids)
 
 
+def halts_answered(run) -> list[dict]:
+    events = run.events(0) + run.events()
+    return [each for each in events if (each["kind"], each.get("action")) == ("answer", "halt")]
+
+
 @pytest.mark.fault("13")
 def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(scene, running):
     run = running
@@ -368,15 +373,18 @@ def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(sc
             screen.wait("RUNNING")
             screen.press("H")
             screen.wait("Halt this run")
+        pids = run.pids().values()
+        for pid in pids:  # else the run may be over before the second asks
+            os.kill(pid, signal.SIGSTOP)
         for screen in (one, two):
             os.write(screen.fd, b"y")
+        found = run.wait(lambda: answers if len(answers := halts_answered(run)) == 2 else None)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
         for screen in (one, two):
             screen.wait("HALTED")
             screen.press("q")
             assert screen.wait_exit() == 0
-    found = [e for e in run.events(0) + run.events() if e["kind"] == "answer"
-             and e["action"] == "halt"]  # fmt: skip
-    assert len(found) == 2
     assert all(event["ok"] for event in found)
     assert sum(".HALT is written" in event["text"] for event in found) == 1
     run.wait_end()
