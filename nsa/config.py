@@ -1,4 +1,4 @@
-"""Model configuration, and what can be counted from it: parameters, FLOPs, largest gate entropy.
+"""Model configuration, and what can be counted from it: parameters and FLOPs.
 
 Standard library only, so that the console can import it without loading torch.
 """
@@ -228,14 +228,6 @@ def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
     short = min(config.window, seq_len)
     win_pairs = short * (short + 1) // 2 + (seq_len - short) * config.window
     return {"cmp": cmp_pairs, "slc": slc_pairs, "win": win_pairs}
-
-
-def max_gate_entropy_nats(config: ModelConfig) -> float:
-    """The largest gate entropy: ln 3 for either gate, where all branches weigh the same.
-
-    0 for dense attention, which has no gate.
-    """
-    return math.log(N_BRANCHES) if config.attention == "nsa" else 0.0
 
 
 def _layer_matmul_weights(config: ModelConfig) -> int:

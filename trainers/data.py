@@ -80,11 +80,6 @@ class Loader:
         self._thread.start()
 
     @property
-    def position(self) -> int:
-        """Sequences that training has taken, over all ranks."""
-        return self.state["position"]
-
-    @property
     def epoch(self) -> int | None:
         """How often all documents have been trained on; None where there are no documents."""
         return self.state.get("epoch")

@@ -64,14 +64,6 @@ def newest_first(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
-def latest(run: Path) -> Path | None:
-    """Returns the checkpoint that `latest` names, None when there is none."""
-    folder = run / rundir.CHECKPOINTS
-    name = jsonl.read_bytes(folder / rundir.LATEST, 256).decode("ascii", "replace").strip()
-    path = folder / name
-    return path if _NAME.match(name) and path.is_dir() else None
-
-
 def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
     """Gives a finished save its name: hashes, manifest, fsync, rename, `latest`. Raises OSError."""
     files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}

@@ -29,8 +29,8 @@ class Phases:
         self._free: list[Any] = []
         self._device_step, self._device_phase = -1, ""
 
-    def enter(self, step: int, name: str) -> float:
-        """Begins a phase. Returns the host seconds of the one that ends."""
+    def enter(self, step: int, name: str) -> None:
+        """Begins a phase, which ends the one before."""
         now = time.perf_counter()
         took = now - self._since
         if self._cuda is None or self._name not in ON_DEVICE:
@@ -42,7 +42,6 @@ class Phases:
             self._nvtx.range_pop()
             self._nvtx.range_push(name)
         self._pulse.set(step, name, self._device_step, self._device_phase)
-        return took
 
     def take(self) -> dict[str, float]:
         """Returns the seconds per phase since the last call."""

@@ -217,7 +217,7 @@ class Report:
         self._member.beat(msg, step, **fields)
         self._member.log(text)
 
-    def metrics(self, reason: str, exit_code: int, **more: Any) -> None:
+    def metrics(self, reason: str, exit_code: int) -> None:
         """Writes metrics.json: how far the run came, with what, and why it ended."""
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s", "mfu")
         mean = (
@@ -230,7 +230,7 @@ class Report:
             steps_planned=self.settings.train.steps, tokens_total=self.tokens_total,
             first_loss=self.first_loss, mean_toks_per_s=mean, training_s=self._training_s,
             wall_s=time.perf_counter() - self._started,
-            **{name: self._last.get(name) for name in kept}, **more,
+            **{name: self._last.get(name) for name in kept},
         )  # fmt: skip
 
 

@@ -55,9 +55,7 @@ class Votes:
         self._open: deque[tuple[int, Tensor, Callable[[], None]]] = deque()
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
-    def cast(
-        self, step: int, figures: Tensor, wish: str, asks: frozenset[str] = frozenset()
-    ) -> None:
+    def cast(self, step: int, figures: Tensor, wish: str, asks: frozenset[str]) -> None:
         """Sends this rank's figures (float64, as `FIGURES`), its wish ("" for none) and asks."""
         wishes = [0.0] * len(WISHES)
         if wish:

@@ -16,6 +16,7 @@ from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import live
 from tests.launches import Started
+from tests.trainers.runs import latest_checkpoint
 from trainers import manifest
 from trainers.contract import rundir
 
@@ -146,7 +147,7 @@ class Scene:
         assert not [t for t in tokens for _ in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
         for run in started.runs():
             if (run / rundir.CHECKPOINTS).exists():
-                newest = manifest.latest(run)
+                newest = latest_checkpoint(run)
                 assert newest is not None
                 manifest.verify(newest)
         found, said = status(started.path)

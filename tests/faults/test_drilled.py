@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.launches import Begin, Started
-from tests.trainers.runs import CONFIG, heartbeats, small
-from trainers import checkpoint, manifest
+from tests.trainers.runs import CONFIG, heartbeats, latest_checkpoint, small
+from trainers import checkpoint
 from trainers.contract import rundir
 
 EVERY, HOOK, LOADER, KILLED, NAN = 10, 12, 25, 47, 48
@@ -102,7 +102,7 @@ def test_nan_on_one_rank_stops_all_before_the_optimizer_and_checkpoints_stay_goo
         error = heartbeats(ended.run(), rank, "error")[-1]
         assert (error["attempt"], error["step"], error["exit_code"]) == (2, NAN, 10)
         assert "the weights were not touched" in error["error"]
-    newest = manifest.latest(ended.run())
+    newest = latest_checkpoint(ended.run())
     assert newest is not None
     assert newest.name == f"step_{SAVED:08d}"
     assert all(torch.isfinite(w).all() for w in checkpoint.load_weights(newest).values())

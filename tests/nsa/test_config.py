@@ -16,7 +16,6 @@ from nsa.config import (
     attended_pairs,
     compressed_blocks,
     flops_per_token,
-    max_gate_entropy_nats,
     parameter_count,
 )
 from nsa.model import Transformer
@@ -155,8 +154,3 @@ def test_causal_correction_halves_long_dense_attention():
 def test_flops_of_no_tokens_are_refused():
     with pytest.raises(ValueError, match="seq_len must be at least 1 token, got 0"):
         flops_per_token(M7C, 0, causal=True)
-
-
-def test_gate_entropy_is_at_most_ln_3():
-    assert max_gate_entropy_nats(M7C) == math.log(3)
-    assert max_gate_entropy_nats(ModelConfig(**{**vars(M7C), "attention": "dense"})) == 0

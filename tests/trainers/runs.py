@@ -128,6 +128,13 @@ def heartbeats(run: Path, rank: int, *messages: str) -> list[dict[str, Any]]:
     return [record for record in records if not messages or record["msg"] in messages]
 
 
+def latest_checkpoint(run: Path) -> Path | None:
+    """Returns the checkpoint that the file `latest` names, None where there is none."""
+    file = run / "checkpoints" / "latest"
+    path = file.with_name(file.read_text().strip()) if file.exists() else file
+    return path if path.is_dir() else None
+
+
 def last_step(records: Iterable[dict[str, Any]]) -> int:
     return max((record["step"] for record in records), default=0)
 

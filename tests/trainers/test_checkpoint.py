@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from nsa.model import Transformer
-from tests.trainers.runs import CONFIG, small
+from tests.trainers.runs import CONFIG, latest_checkpoint, small
 from trainers import checkpoint, export, manifest, optim, settings
 from trainers.checkpoint import Parts, Saver
 from trainers.data import Synthetic
@@ -107,7 +107,7 @@ def test_a_failed_save_beside_the_training_is_told_once_and_harms_nothing(tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert isinstance(saver.collect(), CheckpointError)
-    assert manifest.latest(tmp_path) == whole
+    assert latest_checkpoint(tmp_path) == whole
     manifest.verify(whole)
     assert sorted(path.name for path in whole.parent.iterdir()) == ["latest", whole.name]
 
@@ -218,7 +218,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path)
         path, _, skipped = checkpoint.newest(run, 0, ALONE)
         assert not skipped
         checkpoint.load(path, made(2))
-        assert manifest.latest(run) in manifest.newest_first(run)[:2]
+        assert latest_checkpoint(run) in manifest.newest_first(run)[:2]
 
 
 @pytest.mark.parametrize("left", [".step_00000001.tmp", ".step_00000001.old"])

@@ -189,19 +189,19 @@ def test_a_source_that_breaks_is_told_by_fetch():
 def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
     ahead = loader(Synthetic)
     time.sleep(0.3)
-    assert ahead.position == 0
+    assert ahead.state["position"] == 0
     assert ahead.epoch is None
     assert ahead._ready.qsize() == 2
     batches = ahead.fetch(3)
-    assert ahead.position == 3 * 8
+    assert ahead.state["position"] == 3 * 8
     tokens = Synthetic(small().data, 0).read(40, 0, 1)[0].long()
     assert torch.equal(torch.cat([batch.inputs for batch in batches]), tokens[:24, :-1])
     assert torch.equal(torch.cat([batch.targets for batch in batches]), tokens[:24, 1:])
     later = loader(Synthetic, ahead.state)
     later.ready()
-    assert later.position == 24
+    assert later.state["position"] == 24
     assert torch.equal(later.fetch()[0].inputs, tokens[24:32, :-1])
-    assert later.position == 32
+    assert later.state["position"] == 32
     for each in (ahead, later):
         each.close()
         assert not each._thread.is_alive()
@@ -217,7 +217,7 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
         # A step is two micro-batches of eight sequences; steps 2 and 3 are passed over.
         expected = torch.cat((tokens[:16], tokens[48:64]))[rank::2, :-1]
         assert torch.equal(taken, expected)
-        assert skips.position == 64
+        assert skips.state["position"] == 64
         skips.close()
 
 

@@ -18,7 +18,15 @@ import torch
 
 from nsa.config import parameter_count
 from nsa.model import Transformer
-from tests.trainers.runs import CONFIG, ROOT, Run, environment, heartbeats, small
+from tests.trainers.runs import (
+    CONFIG,
+    ROOT,
+    Run,
+    environment,
+    heartbeats,
+    latest_checkpoint,
+    small,
+)
 from trainers import checkpoint, failures, manifest, settings
 from trainers.contract import rundir
 
@@ -112,7 +120,7 @@ def test_nothing_is_written_outside_the_run_directory(text_run):
 
 
 def test_the_checkpoint_loads_weights_only_and_says_where_the_run_was(text_run):
-    path = manifest.latest(text_run.path)
+    path = latest_checkpoint(text_run.path)
     assert path is not None
     assert path.name == f"step_{STEPS:08d}"
     found = manifest.verify(path)
@@ -163,7 +171,7 @@ def test_a_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(tmp_path, ho
     metrics = run.metrics()
     assert (metrics["steps_done"], metrics["reason"]) == (halts[0]["step"], how)
     assert metrics["exit_code"] == 0
-    path = manifest.latest(run.path)
+    path = latest_checkpoint(run.path)
     assert path is not None
     assert manifest.verify(path).step == halts[0]["step"]
     assert run.records(1)[-1]["reason"] == how
@@ -200,7 +208,7 @@ def test_a_skipped_step_leaves_the_weights_and_training_goes_on(tmp_path, fused)
     losses = [record["loss"] for record in run.records(0, "progress")]
     assert [loss == "nan" for loss in losses] == [False, False, True, False, False, False]
     assert run.metrics()["skipped_steps"] == 1
-    path = manifest.latest(run.path)
+    path = latest_checkpoint(run.path)
     assert path is not None
     weights = checkpoint.load_weights(path)
     assert all(torch.isfinite(weight).all() for weight in weights.values())

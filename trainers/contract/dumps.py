@@ -89,10 +89,10 @@ class StackDumper:
     """
 
     def __init__(
-        self, run: Path, live: Path | None, rank: int, on_dump: Callable[[], None],
+        self, run: Path, live: Path | None, rank: int,
         later: Callable[[Callable[[], None]], None],
     ):  # fmt: skip
-        self._run, self._rank, self._on_dump, self._later = run, rank, on_dump, later
+        self._run, self._rank, self._later = run, rank, later
         self._archive = rundir.stackdump(run, rank)
         self._path = rundir.live_stack(live, rank) if live else self._archive
         self._fd = os.open(
@@ -142,7 +142,6 @@ class StackDumper:
                 continue
             self.count += 1
             try:
-                self._on_dump()
                 os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
                 self._flight = _flight_record()
                 if not self._asked_to_keep:

@@ -7,12 +7,6 @@ from typing import Any
 
 from trainers.contract import VERSION, jsonl
 
-MESSAGES = (
-    "boot", "loader_ready", "step_start", "progress", "step_end", "eval", "checkpoint", "halt",
-    "error", "exit",
-)  # fmt: skip
-"""What a record may say; a reader keeps records with other words too, they are somebody's."""
-
 REQUIRED_INTEGERS = ("v", "rank", "step", "attempt")
 TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
 """Lists that grow with the number of steps or layers; shortened first when a line is too long."""

@@ -66,10 +66,7 @@ class Member:
         self._ignored_halt = None if self.supervised else self._identity(rundir.HALT)
         self._known_asks = {name: self._identity(name) for name in rundir.ASKS}
         self._asks: set[str] = set()
-        self.dumper = dumps.StackDumper(
-            run, self.live, self.rank, self._count_dump, self.recorder.call
-        )
-        self.dump_count = 0
+        self.dumper = dumps.StackDumper(run, self.live, self.rank, self.recorder.call)
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
 
@@ -98,11 +95,11 @@ class Member:
         """Writes one line to this rank's log without waiting for it."""
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
-    def close(self, step: int, msg: str = "exit", **figures: Any) -> bool:
+    def close(self, step: int, **figures: Any) -> bool:
         """Writes the last record and waits for the disk; False when it did not take everything."""
         self._stop.set()
         self.pulse.set(step, "exit")
-        self.beat(msg, step, dropped_records=self.recorder.dropped, **figures)
+        self.beat("exit", step, dropped_records=self.recorder.dropped, **figures)
         written = self.recorder.close()
         self.dumper.uninstall()
         return written
@@ -116,9 +113,6 @@ class Member:
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.close(fd)
-
-    def _count_dump(self) -> None:
-        self.dump_count += 1
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.halt_wish = self.halt_wish or signal.Signals(number).name
