@@ -138,7 +138,7 @@ class Claim:
     def _check_content(self) -> None:
         """Raises RefusedError when the directory holds something that is not this launch."""
         try:
-            names = [n for n in os.listdir(self.directory) if not n.startswith(".probe-")]
+            names = os.listdir(self.directory)
         except OSError as error:
             raise RefusedError(f"cannot look into {self.directory}: {error.strerror}") from error
         there = [name for name in names if name != rundir.LOCK]

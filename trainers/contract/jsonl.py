@@ -206,13 +206,11 @@ class Tail:
         return records
 
     def _read(self, limit_bytes: int) -> bytes:
-        fd = open_inside(self.path, None)
+        fd = open_regular(self.path)
         if fd is None:
             return b""
         try:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                return b""
             identity = (status.st_dev, status.st_ino)
             if identity != self._identity or status.st_size < self.offset:
                 self._identity, self.offset, self._carry, self._overlong = identity, 0, b"", False

@@ -130,18 +130,8 @@ def read_json(
 
     `below` as in `jsonl.open_regular`.
     """
-    fd = jsonl.open_regular(path, below)
-    if fd is None:
-        return None
-    try:
-        if os.fstat(fd).st_size > limit:
-            return None
-        with os.fdopen(os.dup(fd), "rb") as stream:
-            return jsonl.decode(stream.read(limit + 1))
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+    data = jsonl.read_bytes(path, limit + 1, 0, below)
+    return jsonl.decode(data) if len(data) <= limit else None
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -198,7 +188,7 @@ def make_directory(path: Path) -> None:
             f"cannot create the directory {path}: {error.strerror}; give another with --run-dir"
         ) from error
     check_owner(path)
-    if _is_read_only(path):
+    if not os.access(path, os.W_OK | os.X_OK):
         raise RefusedError(f"{path} is not writable; give another with --run-dir")
     _close_to_others(path)
 
@@ -253,16 +243,6 @@ def _close_to_others(path: Path) -> None:
             os.close(fd)
     except OSError as error:
         raise RefusedError(f"cannot close {path} to others: {error.strerror}") from error
-
-
-def _is_read_only(path: Path) -> bool:
-    probe = path / f".probe-{os.urandom(4).hex()}"
-    try:
-        probe.touch(0o600)
-        probe.unlink()
-    except OSError as error:
-        return error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC)
-    return False
 
 
 def ask(run: Path, name: str, by: str) -> None:
