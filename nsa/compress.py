@@ -110,22 +110,13 @@ def attend_compressed(
     return torch.cat(pieces, dim=1).transpose(1, 2)
 
 
-@torch.no_grad()
-def compressed_weights(q: Tensor, k: Tensor, size: int, stride: int, first: int = 0) -> Tensor:
-    """p_cmp (eq. 8), summed over each group's heads as in eq. 10: `[B, G, S, N]`, in float32 at
-    least; shapes and `first` as in `attend_compressed`."""
-    p_cmp = widen(q).new_zeros(q.shape[0], k.shape[1], q.shape[2], k.shape[2])
-    for rows, weights in weights_in_chunks(q, k, size, stride, first):
-        p_cmp[:, :, rows, : weights.shape[-1]] = weights
-    return p_cmp
-
-
 def weights_in_chunks(
     q: Tensor, k: Tensor, size: int, stride: int, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
-    """`compressed_weights` of some of the tokens at a time: which, and `[B, G, tokens, n]` of the n
-    blocks that the last of them sees. Tokens that see none are left out. To be called without
-    gradients: torch.compile takes no generator that suspends them by itself."""
+    """p_cmp (eq. 8), summed over each group's heads as in eq. 10, of some of the tokens at a time:
+    which, and `[B, G, tokens, n]`, in float32 at least, of the n blocks that the last of them sees;
+    shapes and `first` as in `attend_compressed`. Tokens that see none are left out. To be called
+    without gradients: torch.compile takes no generator that suspends them by itself."""
     for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
         with no_autocast(q.device):
             weights = _weights(widen(q[:, :, rows]), widen(k[:, :, :n]), mask).sum(2)

@@ -6,9 +6,9 @@ from torch import Tensor
 from nsa.attend import attend
 from nsa.backends import Switches
 from nsa.cache import Cache
-from nsa.compress import attend_compressed, compressed_weights
+from nsa.compress import attend_compressed
 from nsa.config import NSAConfig
-from nsa.select import attend_by_group, importance, merged_ranges, tokens_in, top_blocks
+from nsa.select import attend_by_group, attend_ranges, block_scores, top_blocks
 
 
 def attend_token(q: Tensor, cache: Cache, switches: Switches) -> tuple[Tensor, Tensor, Tensor]:
@@ -16,11 +16,9 @@ def attend_token(q: Tensor, cache: Cache, switches: Switches) -> tuple[Tensor, T
     `[B, H, 1, Dk]`: `[B, H, 1, Dv]` each."""
     nsa, first = cache.config, cache.length - 1
     k_blocks, v_blocks = cache.k_blocks.view(), cache.v_blocks.view()
-    shape = (nsa.block_size, nsa.block_stride, first)
-    out_cmp = attend_compressed(q, k_blocks, v_blocks, *shape)
-    p_slc = importance(compressed_weights(q, k_blocks, *shape), nsa, cache.length)
-    blocks = top_blocks(p_slc, nsa, first)
-    selected = _selected_by_range if switches.sel_ranges else _selected_by_index
+    out_cmp = attend_compressed(q, k_blocks, v_blocks, nsa.block_size, nsa.block_stride, first)
+    blocks = top_blocks(block_scores(q, k_blocks, nsa, first), nsa, first)
+    selected = attend_ranges if switches.sel_ranges else _selected_by_index
     out_slc = selected(q, cache.k_slc.view(), cache.v_slc.view(), blocks, nsa, first)
     return out_cmp, out_slc, attend(q, cache.k_win.view(), cache.v_win.view(), None)
 
@@ -37,11 +35,3 @@ def _selected_by_index(
     token = token.clamp_max(first).unsqueeze(-1)
     k, v = (x.gather(2, token.expand(-1, -1, -1, x.shape[-1])) for x in (k, v))
     return attend_by_group(q, k, v, bias)
-
-
-def _selected_by_range(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, first: int
-) -> Tensor:
-    """Masks what is in no range."""
-    seen = tokens_in(merged_ranges(blocks, config, first), k.shape[2])
-    return attend_by_group(q, k, v, torch.where(seen, 0.0, -torch.inf).to(q.dtype))

@@ -54,23 +54,16 @@ def causal_in_blocks(
 
 
 @torch.no_grad()
-def importance(p_cmp: Tensor, config: NSAConfig, end: int) -> Tensor:
-    """p_slc (eq. 9, 10) of queries before token `end`: `p_cmp` `[B, G, S, N]` →
-    `[B, G, S, blocks]`."""
-    n_slc = selection_blocks(config, end)
-    with no_autocast(p_cmp.device):
-        return p_cmp @ overlap(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
-
-
-@torch.no_grad()
-def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig) -> Tensor:
-    """p_slc of queries `[B, H, S, Dk]` over compressed keys `[B, G, N, Dk]`: `[B, G, S, blocks]`.
-    0 for the blocks that a query does not see, whose products are left out."""
-    n_cmp, n_slc = k_cmp.shape[2], selection_blocks(config, q.shape[2])
+def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
+    """p_slc (eq. 9, 10) of the queries `[B, H, S, Dk]` of tokens first, first + 1, … over
+    compressed keys `[B, G, N, Dk]`: `[B, G, S, blocks]`. 0 for the blocks that a query does not
+    see, whose products are left out."""
+    n_cmp, n_slc = k_cmp.shape[2], selection_blocks(config, first + q.shape[2])
     p_slc = widen(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
     shares = overlap(n_cmp, n_slc, config, q.device, p_slc.dtype)
-    for rows, p_cmp in weights_in_chunks(q, k_cmp, config.block_size, config.block_stride):
-        n, begun = p_cmp.shape[-1], selection_blocks(config, rows.stop)
+    size, stride = config.block_size, config.block_stride
+    for rows, p_cmp in weights_in_chunks(q, k_cmp, size, stride, first):
+        n, begun = p_cmp.shape[-1], selection_blocks(config, first + rows.stop)
         with no_autocast(q.device):
             p_slc[:, :, rows, :begun] = p_cmp @ shares[:n, :begun]
     return p_slc
@@ -106,9 +99,12 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSA
     return attend_by_group(q, k, v, bias.flatten(-2)[..., : q.shape[2]])
 
 
-def attend_ranges(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
-    """The same as `attend_selected`, by way of merged ranges of tokens."""
-    seen = tokens_in(merged_ranges(blocks, config, 0), q.shape[2])
+def attend_ranges(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, first: int = 0
+) -> Tensor:
+    """The same as `attend_selected`, by way of merged ranges of tokens, for tokens first,
+    first + 1, …."""
+    seen = tokens_in(merged_ranges(blocks, config, first), k.shape[2])
     return attend_by_group(q, k, v, torch.where(seen, 0.0, -torch.inf).to(q.dtype))
 
 

@@ -14,7 +14,7 @@ from nsa.select import (
     attend_ranges,
     attend_selected,
     block_mask,
-    importance,
+    block_scores,
     merged_ranges,
     overlap,
     top_blocks,
@@ -97,11 +97,12 @@ def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed)
 
 
 def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():
-    config = sparse()
-    p_cmp = torch.rand(1, 2, 12, 5, requires_grad=True)
-    p_slc = importance(p_cmp, config, 12)
+    q, k = torch.randn(1, 2, 12, 4, requires_grad=True), torch.randn(1, 2, 5, 4, requires_grad=True)
+    p_slc = block_scores(q, k, sparse())
     assert not p_slc.requires_grad
-    torch.testing.assert_close(p_slc[..., 1], p_cmp[..., 1] / 2 + p_cmp[..., 2] + p_cmp[..., 3] / 2)
+    p_cmp = (q[:, :, -1:] @ k.mT / 4**0.5).softmax(-1)
+    expected = p_cmp[..., 1] / 2 + p_cmp[..., 2] + p_cmp[..., 3] / 2
+    torch.testing.assert_close(p_slc[:, :, -1:, 1], expected)
 
 
 @pytest.mark.parametrize("attend", ROUTES)
