@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,26 +17,17 @@ State = dict[str, Any]
 That of documents also has `epoch`, how often all of them have been read."""
 
 
-class Source(Protocol):
+class Source:
     """An endless stream of sequences of S + 1 tokens; sequence i belongs to rank i % world."""
 
-    position: int
+    about: str
+    """What it is, for an error message and env.json."""
+    fingerprint: str
+    """What a position in this stream depends on, as `key=value` words."""
+    scored: int
+    """Predicted tokens per sequence that count in the loss."""
+    position = 0
     """Sequences read so far, over all ranks."""
-
-    @property
-    def about(self) -> str:
-        """What it is, for an error message and env.json."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """What a position in this stream depends on, as `key=value` words."""
-        ...
-
-    @property
-    def scored(self) -> int:
-        """Predicted tokens per sequence that count in the loss."""
-        ...
 
     def read(self, count: int, rank: int, world: int) -> Share:
         """Returns this rank's share of the next `count` sequences.
@@ -44,15 +35,40 @@ class Source(Protocol):
         uint8 or uint16 `[B, S + 1]` and, where not all predictions count, bool `[B, S]`. Raises
         DataError.
         """
-        ...
+        raise NotImplementedError
 
     def state(self) -> State:
         """Returns the position after the last `read`, the same on every rank of any world."""
-        ...
+        return {"fingerprint": self.fingerprint, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes to a position. Raises DataError where it belongs to another stream."""
-        ...
+        try:
+            self._check(state["fingerprint"])
+            self.seek(state)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                "the data position in the checkpoint makes no sense "
+                f"({type(error).__name__}: {error}); resume from another one"
+            ) from error
+
+    def seek(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position in this stream. Raises KeyError, TypeError or ValueError."""
+        self.position = int(state["position"])
+
+    def _check(self, fingerprint: str) -> None:
+        """Raises DataError that says what changed unless a state's is that of this stream."""
+        kept, now = _words(fingerprint), _words(self.fingerprint)
+        changed = [
+            f"{key} was {kept.get(key, 'not there')} and is {now.get(key, 'not there')}"
+            for key in now | kept
+            if kept.get(key) != now.get(key)
+        ]
+        if changed:
+            raise DataError(
+                f"the checkpoint's position is one in other data than {self.about}: "
+                f"{', '.join(changed)}; set that back, or begin a new run"
+            )
 
 
 def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype) -> Tensor:
@@ -61,32 +77,6 @@ def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype
         return torch.empty(0, length, dtype=kind)
     flat = torch.frombuffer(bytearray().join(sequences), dtype=kind)
     return flat.view(len(sequences), length)
-
-
-def check(state: Mapping[str, Any], source: Source) -> None:
-    """Raises DataError that says what changed unless `state` is a position in `source`."""
-    try:
-        kept, now = _words(state["fingerprint"]), _words(source.fingerprint)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise unreadable(error) from error
-    changed = [
-        f"{key} was {kept.get(key, 'not there')} and is {now.get(key, 'not there')}"
-        for key in now | kept
-        if kept.get(key) != now.get(key)
-    ]
-    if changed:
-        raise DataError(
-            f"the checkpoint's position is one in other data than {source.about}: "
-            f"{', '.join(changed)}; set that back, or begin a new run"
-        )
-
-
-def unreadable(error: Exception) -> DataError:
-    """Returns the error for a state that no source has written."""
-    return DataError(
-        f"the data position in the checkpoint makes no sense ({type(error).__name__}: {error}); "
-        "resume from another one"
-    )
 
 
 def _words(fingerprint: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from trainers import documents, tokenizer
 from trainers.documents import Documents
 from trainers.failures import DataError
 from trainers.schema import DataSettings
-from trainers.sequences import Share, State, check, stack, unreadable
+from trainers.sequences import Share, Source, State, stack
 from trainers.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = b"\0"
@@ -92,7 +92,7 @@ class Lane:
             ) from error
 
 
-class Stream:
+class Stream(Source):
     """Documents in `lanes` streams side by side: sequence i is the next one of lane i % lanes.
 
     So neighbours in a batch come from different files. Each rank walks all lanes and keeps its
@@ -103,7 +103,6 @@ class Stream:
         self, data: DataSettings, seed: int, scratch: Path, held_out: bool = False
     ):  # fmt: skip
         self.seq_len = self.scored = data.seq_len
-        self.position = 0
         end = b"" if data.source == "text" else END_OF_DOCUMENT
         self._words = tokenizer.build(data.tokenizer, end)
         docs = documents.find(data, seed, held_out, scratch)
@@ -128,16 +127,9 @@ class Stream:
 
     def state(self) -> State:
         lanes = [lane.place() for lane in self._lanes]
-        return {
-            "fingerprint": self.fingerprint, "position": self.position,
-            "epoch": min(epoch for epoch, *_ in lanes), "lanes": lanes,
-        }  # fmt: skip
+        return super().state() | {"epoch": min(epoch for epoch, *_ in lanes), "lanes": lanes}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        check(state, self)
-        try:
-            for lane, place in zip(self._lanes, state["lanes"], strict=True):
-                lane.seek(*map(int, place))
-            self.position = int(state["position"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise unreadable(error) from error
+    def seek(self, state: Mapping[str, Any]) -> None:
+        for lane, place in zip(self._lanes, state["lanes"], strict=True):
+            lane.seek(*map(int, place))
+        super().seek(state)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from trainers.schema import DataSettings
-from trainers.sequences import Share, State, check, stack, unreadable
+from trainers.sequences import Share, Source, stack
 
 HELD_OUT = "held-out/"
 
 
-class Synthetic:
+class Synthetic(Source):
     """Uniform random bytes: nothing can be learned, the loss stays at ln 256.
 
     A sequence follows from seed and index alone, so a position is one number. What is held out
@@ -24,9 +22,8 @@ class Synthetic:
     name = "synthetic"
 
     def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
-        self.seq_len, self.position = data.seq_len, 0
+        self.seq_len = self.scored = data.seq_len
         self._seed = f"{HELD_OUT if held_out else ''}{seed}"
-        self.scored = data.seq_len
         self.about = "synthetic random bytes"
         self.fingerprint = f"source={self.name} seed={self._seed} seq_len={data.seq_len}"
 
@@ -38,16 +35,6 @@ class Synthetic:
         self.position += count
         tokens = stack(sequences, self.seq_len + 1, torch.uint8)
         return tokens, None if self.scored == self.seq_len else mask
-
-    def state(self) -> State:
-        return {"fingerprint": self.fingerprint, "position": self.position}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        check(state, self)
-        try:
-            self.position = int(state["position"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise unreadable(error) from error
 
     def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
         """Returns S + 1 bytes; marks in `scored`, bool `[S]`, the predictions that count."""
