@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,40 +24,23 @@ GPT2_FILES = tuple(
 )
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
     """Tokens of `kind`; `end` is one token, or nothing."""
 
     kind: torch.dtype
     end: bytes
-
-    def encode(self, text: bytes) -> bytes:
-        """Returns the tokens of a text. Raises ValueError where it cannot."""
-        ...
+    encode: Callable[[bytes], bytes]
+    """The tokens of a text. Raises ValueError where it cannot."""
 
 
-class Bytes:
-    """A byte is a token, exactly; 256 of them."""
+def gpt2(encoding: Any) -> Tokenizer:
+    """Returns the byte pairs of GPT-2; `<|endoftext|>` (50256) follows each document."""
 
-    kind = torch.uint8
+    def encode(text: bytes) -> bytes:
+        return array("H", encoding.encode_ordinary(text.decode("utf-8"))).tobytes()
 
-    def __init__(self, end: bytes):
-        self.end = end
-
-    def encode(self, text: bytes) -> bytes:
-        return text
-
-
-class Gpt2:
-    """The byte pairs of GPT-2; `<|endoftext|>` (50256) follows each document."""
-
-    kind = torch.uint16
-
-    def __init__(self, encoding: Any):
-        self._encoding = encoding
-        self.end = array("H", [encoding.eot_token]).tobytes()
-
-    def encode(self, text: bytes) -> bytes:
-        return array("H", self._encoding.encode_ordinary(text.decode("utf-8"))).tobytes()
+    return Tokenizer(torch.uint16, array("H", [encoding.eot_token]).tobytes(), encode)
 
 
 def build(name: str, end_of_document: bytes) -> Tokenizer:
@@ -64,7 +49,7 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
     `end_of_document` is what the bytes of a document are followed by.
     """
     if name == "byte":
-        return Bytes(end_of_document)
+        return Tokenizer(torch.uint8, end_of_document, lambda text: text)
     try:
         import tiktoken  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -81,7 +66,7 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
     if not all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_FILES):
         raise DataError(f"the files of the gpt2 tokenizer are not in {cache}; {advice}")
     try:
-        return Gpt2(tiktoken.get_encoding("gpt2"))
+        return gpt2(tiktoken.get_encoding("gpt2"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"the files of the gpt2 tokenizer in {cache} are damaged ({type(error).__name__}); "

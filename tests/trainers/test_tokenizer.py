@@ -33,7 +33,7 @@ def test_gpt2_ends_each_document_with_its_end_token():
         "bytes", pat_str=r"(?s).", mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={"<|endoftext|>": 50_256},
     )  # fmt: skip
-    words = tokenizer.Gpt2(bytewise)
+    words = tokenizer.gpt2(bytewise)
     tokens = torch.frombuffer(bytearray(words.encode("ä<".encode()) + words.end), dtype=words.kind)
     assert tokens.tolist() == [0xC3, 0xA4, ord("<"), 50_256]
     with pytest.raises(ValueError, match="utf-8"):
