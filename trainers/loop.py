@@ -19,7 +19,7 @@ from trainers.export import export
 from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
 from trainers.profiling import dump_out_of_memory
-from trainers.report import Figures, Report
+from trainers.report import Report
 from trainers.schema import Settings
 from trainers.scoring import score
 from trainers.votes import FIGURES, Row
@@ -148,8 +148,10 @@ def log(
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
     skipped = t.guard.skipped + sum(row.skipped for row in rows)
-    figures = Figures(rows[-1].loss, rate, norm.item(), skipped, t.phases.take(), extra)
-    return t.report.progress(step, figures)
+    return t.report.progress(
+        step, loss=rows[-1].loss, lr=rate, grad_norm=norm.item(), skipped_steps=skipped,
+        phases_s=t.phases.take(), **extra,
+    )  # fmt: skip
 
 
 def numbers(values: Tensor) -> float | list[float]:

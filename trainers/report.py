@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,6 @@ LN2 = math.log(2)
 PHASE_FIELDS = ("fetch", "forward", "backward", "optimizer")
 FETCHES_KEPT = 200
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the loop knows at a progress step."""
-
-    loss: float
-    lr: float
-    grad_norm: float
-    skipped_steps: int
-    phases_s: Mapping[str, float]
-    extra: Mapping[str, Any]
-    """Fields that some runs have: gate statistics, GPU memory."""
 
 
 class Report:
@@ -160,13 +146,18 @@ class Report:
         self._right += right
         self._scored += scored
 
-    def progress(self, step: int, figures: Figures) -> float | None:
-        """Writes the progress record of a step. Returns the share of copied bytes right."""
-        fields = self._fields(figures)
-        fields |= figures.extra
+    def progress(
+        self, step: int, *, loss: float, skipped_steps: int, phases_s: Mapping[str, float],
+        **figures: Any,
+    ) -> float | None:  # fmt: skip
+        """Writes the progress record of a step. Returns the share of copied bytes right.
+
+        `figures` stand in it as they are: gate statistics, GPU memory.
+        """
+        fields = self._fields(loss, skipped_steps, phases_s) | figures
         self._member.beat("progress", step, **fields)
         self._member.beat("step_end", step)
-        self.first_loss = figures.loss if self.first_loss is None else self.first_loss
+        self.first_loss = loss if self.first_loss is None else self.first_loss
         self._last = fields
         if self._member.rank == 0:
             self._log(step, fields)
@@ -175,20 +166,21 @@ class Report:
         self._durations, self._right, self._scored = [], 0, 0
         return fields.get("bytes_right")
 
-    def _fields(self, figures: Figures) -> dict[str, Any]:
+    def _fields(
+        self, loss: float, skipped_steps: int, phases_s: Mapping[str, float]
+    ) -> dict[str, Any]:
         world, steps = self._member.world, len(self._durations)
         rate = self._tokens_per_step * steps / max(sum(self._durations), 1e-9)
         fields: dict[str, Any] = {
-            "loss": figures.loss, "bits_per_byte": self._bits_per_byte(figures.loss),
-            "lr": figures.lr, "grad_norm": figures.grad_norm,
+            "loss": loss, "bits_per_byte": self._bits_per_byte(loss),
             "toks_per_s": round(rate, 2), "toks_per_s_rank": round(rate / world, 2),
             "tokens_total": self.tokens_total, "mfu": self._mfu(rate),
             "steps_dt_s": [round(duration, 6) for duration in self._durations],
-            "skipped_steps": self.skipped_before + figures.skipped_steps, "rss_mib": _rss_mib(),
+            "skipped_steps": self.skipped_before + skipped_steps, "rss_mib": _rss_mib(),
             "dropped_records": self._member.recorder.dropped,
         }  # fmt: skip
         for name in PHASE_FIELDS:
-            fields[f"dt_{name}_s"] = round(figures.phases_s.get(name, 0.0) / steps, 6)
+            fields[f"dt_{name}_s"] = round(phases_s.get(name, 0.0) / steps, 6)
         fields["fetch_p50_ms"] = _percentile_ms(self._fetches, 50)
         fields["fetch_p95_ms"] = _percentile_ms(self._fetches, 95)
         if self.settings.data.source == "recall":
