@@ -3,7 +3,6 @@
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from nsa.backends import BRANCHES, Case, Route, Switches, effective, flash_attn_
 from nsa.cache import Cache, DenseCache
 from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, BlockMLP, attend_compressed, to_blocks
-from nsa.config import ModelConfig, NSAConfig, compressed_blocks
+from nsa.config import ModelConfig, compressed_blocks
 from nsa.decode import attend_token
 from nsa.flash import attend_flash_attn
 from nsa.gate import Gate
@@ -28,11 +27,6 @@ from nsa.window import attend_window
 GATED_TOKENS = 512
 """Tokens whose gates get their gradient at a time on the CPU."""
 _WINDOW = {"causal": attend_window, "banded": attend_window, "flash-attn": attend_flash_attn}
-_SELECTED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, NSAConfig], Tensor]] = {
-    "masked": attend_selected,
-    "chunked": attend_chunked,
-    "ranges": attend_ranges,
-}
 
 
 def project(x: Tensor, *layers: nn.Linear) -> Tensor:
@@ -204,24 +198,18 @@ class NSAttention(nn.Module):
         """The selected branch, `[B, H, S, Dv]`."""
         if route == "causal":
             return attend_causal(q, k, v)
-        blocks = top_blocks(self.scores(q, k_blocks), self.config.nsa)
+        nsa = self.config.nsa
+        blocks = top_blocks(block_scores(q, k_blocks, nsa), nsa)
         if route == "chunked":
-            return attend_chunked(q, k, v, blocks, self.config.nsa, not self.switches.no_flash)
-        return _SELECTED[route](q, k, v, blocks, self.config.nsa)
-
-    def scores(self, q: Tensor, k_blocks: Tensor) -> Tensor:
-        """p_slc `[B, G, S, blocks]`."""
-        return block_scores(q, k_blocks, self.config.nsa)
-
-    def selected_blocks(self, x: Tensor) -> Tensor:
-        """The blocks that `forward(x)` selects, `[B, G, S, n]` as from `top_blocks`."""
-        q, k_cmp, v_cmp, *_ = self.project(x)
-        return top_blocks(self.scores(q, self.summaries(k_cmp, v_cmp)[0]), self.config.nsa)
+            return attend_chunked(q, k, v, blocks, nsa, not self.switches.no_flash)
+        attend_blocks = attend_ranges if route == "ranges" else attend_selected
+        return attend_blocks(q, k, v, blocks, nsa)
 
     @torch.no_grad()
     def collect(self, q: Tensor, k_blocks: Tensor, logits: Tensor) -> None:
         """Leave the statistics of this forward in `stats`."""
-        nsa, p_slc = self.config.nsa, self.scores(q, k_blocks)
+        nsa = self.config.nsa
+        p_slc = block_scores(q, k_blocks, nsa)
         found = selection_stats(p_slc, top_blocks(p_slc, nsa), nsa)
         self.stats = gate_stats(logits, nsa.gate) | found
 

@@ -10,6 +10,7 @@ from nsa.attention import NSAttention
 from nsa.backends import Route, Switches
 from nsa.config import ModelConfig, NSAConfig
 from nsa.reference import Reference, nsa_layer
+from nsa.select import block_scores, top_blocks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -68,6 +69,13 @@ def routed(config: ModelConfig, route: str) -> NSAttention:
     if route in ("masked", "chunked"):
         layer.routes = lambda x: usual(x) | {"sel": Route(route, "test")}
     return layer
+
+
+def selected_blocks(layer: NSAttention, x: Tensor) -> Tensor:
+    """The blocks that `layer(x)` selects, `[B, G, S, n]` as from `top_blocks`."""
+    q, k_cmp, v_cmp, *_ = layer.project(x)
+    k_blocks, _ = layer.summaries(k_cmp, v_cmp)
+    return top_blocks(block_scores(q, k_blocks, layer.config.nsa), layer.config.nsa)
 
 
 def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import DenseAttention, NSAttention
 from nsa.reference import nsa_layer
+from nsa.select import block_scores
 from tests.nsa.cases import (
     ROUTES,
     assert_close,
@@ -20,6 +21,7 @@ from tests.nsa.cases import (
     model_config,
     reference_gradients,
     routed,
+    selected_blocks,
 )
 
 SHORTER_THAN_BLOCK = model_config(block_size=8, block_stride=3, window=12, n_select=3)
@@ -61,7 +63,7 @@ def test_outputs_and_gradients_equal_the_oracle_in_float64(route, config, seq_le
 @example(NEARLY_CANCELS, 2, 70)
 def test_outputs_and_gradients_equal_the_oracle_in_float32(route, config, seq_len, seed):
     layer, x, weight = layer_and_input(config, seed, 1, seq_len, torch.float32, route)
-    blocks = layer.selected_blocks(x)
+    blocks = selected_blocks(layer, x)
     expected, _ = reference_gradients(layer, x, weight, config, blocks)
     assert_close(gradients(layer, x, weight), expected, torch.float32)
 
@@ -92,7 +94,7 @@ def test_outputs_and_gradients_equal_the_oracle_in_low_precision(
     layer, x, weight = low_precision(dtype, route, seq_len, compress, gate)
     blocks = tuple(
         tuple(tuple(tuple(row) for row in group) for group in sequence)
-        for sequence in layer.selected_blocks(x).tolist()
+        for sequence in selected_blocks(layer, x).tolist()
     )
     expected = dict(low_precision_oracle(dtype, seq_len, compress, gate, blocks))
     got = gradients(layer, x, weight)
@@ -109,7 +111,7 @@ def test_outputs_and_gradients_equal_the_oracle_in_low_precision(
 def test_selected_sets_equal_the_oracle_where_scores_differ(config, seq_len, seed):
     layer, x, weight = layer_and_input(config, seed, 1, seq_len, torch.float32)
     _, reference = reference_gradients(layer, x, weight, config, None)
-    blocks = layer.selected_blocks(x)
+    blocks = selected_blocks(layer, x)
     n_blocks = -(-seq_len // config.nsa.select_block_size)
     compared = 0
     for (b, g, t), chosen in reference.selected.items():
@@ -277,7 +279,7 @@ def test_autocast_leaves_the_selection_scores_in_float32():
     layer, x, _ = layer_and_input(model_config(), 0, 1, 40, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         q, k_cmp, v_cmp, *_ = layer.project(x)
-        p_slc = layer.scores(q, layer.summaries(k_cmp, v_cmp)[0])
+        p_slc = block_scores(q, layer.summaries(k_cmp, v_cmp)[0], layer.config.nsa)
         out = layer(x)
     assert (out.dtype, q.dtype, p_slc.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
@@ -327,8 +329,8 @@ def test_selection_is_the_same_for_all_heads_of_a_group():
     """Swapping two heads of a group swaps their outputs and nothing else."""
     config = model_config(heads=(2, 3))
     layer, x, _ = layer_and_input(config, 0, 1, 40, torch.float64)
-    blocks = layer.selected_blocks(x)
+    blocks = selected_blocks(layer, x)
     with torch.no_grad():
         rows = layer.q.weight.view(6, 8, -1)
         rows[[0, 2]] = rows[[2, 0]]
-    assert torch.equal(layer.selected_blocks(x), blocks)
+    assert torch.equal(selected_blocks(layer, x), blocks)
