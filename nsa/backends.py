@@ -42,10 +42,6 @@ class Switches:
     """The window branch through the flash-attn package."""
 
     def __post_init__(self) -> None:
-        if self.force_branch not in ("none", *BRANCHES):
-            raise ValueError(
-                f"force_branch must be none, cmp, sel or win, got {self.force_branch!r}."
-            )
         if self.flash_only and self.no_flash:
             raise ValueError("flash_only and no_flash exclude each other; unset one of them.")
         if self.uniform_gate and self.force_branch != "none":

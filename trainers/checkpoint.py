@@ -12,7 +12,7 @@ import contextlib
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,10 +33,11 @@ from torch.distributed.checkpoint.metadata import (
 from nsa.backends import Switches
 from nsa.config import ModelConfig
 from nsa.model import Transformer
-from trainers import manifest, optim
+from trainers import manifest, optim, settings
 from trainers.contract import rundir
+from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
-from trainers.manifest import Manifest
+from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
 from trainers.schema import CheckpointSettings
@@ -203,21 +204,15 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 def load_model(path: Path) -> Transformer:
     """Returns the model of a verified checkpoint, on the CPU. Raises CheckpointError."""
-    settings = manifest.read(path).settings
+    saved = manifest.read(path).settings
     try:
-        shape = _section(settings, "model.")
-        shape = {k: v for k, v in shape.items() if "." not in k} | {"nsa": _section(shape, "nsa.")}
-        switches = Switches(**_section(settings, "attention."))
-        model = Transformer(ModelConfig.from_dict(shape), switches)
+        shape = settings.section(ModelConfig, "model.", saved, MANIFEST)
+        switches = settings.section(Switches, "attention.", saved, MANIFEST)
+        model = Transformer(shape, switches)
         model.load_state_dict(load_weights(path))
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path} does not describe its model: {_reason(error)}") from error
     return model
-
-
-def _section(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Returns the settings whose dotted keys begin with `prefix`, without it."""
-    return {key.removeprefix(prefix): settings[key] for key in settings if key.startswith(prefix)}
 
 
 def load_section(path: Path, section: str) -> dict[str, Tensor]:

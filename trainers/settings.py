@@ -10,17 +10,17 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from nsa.config import ModelConfig
 from trainers import aliases
 from trainers.contract import drill, flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.refusals import refuse
-from trainers.schema import LIMITS, Settings
+from trainers.schema import ANY_COUNT, LIMITS, Settings
 
 DEFAULT, COMMAND_LINE = "default", "--set"
 AUTO = "auto"
+T = TypeVar("T")
 DRILL = "train.drill"
 STRATEGY, STRATEGIES = "train.strategy", {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
 """What an entry point decides, unless a configuration says otherwise."""
@@ -84,7 +84,7 @@ def resolve(
     for key, value, origin in _layers(config, environment, overrides or {}, said, known):
         values[key] = _convert(key, value, known[key], origin)
         found[key] = origin
-    settings = _build(values, str(config) if config else "settings")
+    settings = _build(Settings, "", values, str(config) if config else "settings")
     refuse(settings, found)
     drill.parse(settings.train.drill, _source(found[DRILL], DRILL))
     return Resolved(settings, found)
@@ -151,7 +151,7 @@ def _convert(key: str, value: Any, kind: Any, origin: str) -> Any:
         raise UsageError(
             f"{_source(origin, key)} cannot be {value!r}; {_takes(key, kind)}"
         ) from None
-    low, high = LIMITS.get(key, (-math.inf, math.inf))
+    low, high = LIMITS.get(key, ANY_COUNT)
     if isinstance(converted, int | float) and not low <= converted <= high:
         raise UsageError(f"{_source(origin, key)} cannot be {value!r}; {_takes(key, kind)}")
     return converted
@@ -170,9 +170,9 @@ def _takes(key: str, kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "it takes one of " + ", ".join(get_args(kind))
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    low, high = LIMITS.get(key, (-math.inf, math.inf))
+    low, high = LIMITS.get(key, ANY_COUNT)
     bounds = f" from {low:g} to {high:g}" if high < 1 << 20 else f" of at least {low:g}"
-    return f"it takes {words[kind]}{bounds if math.isfinite(low) else ''}"
+    return f"it takes {words[kind]}{bounds if kind in (int, float) else ''}"
 
 
 def _bool(value: Any, _kind: Any) -> bool:
@@ -214,23 +214,30 @@ _CONVERT: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def _build(values: Mapping[str, Any], where: str) -> Settings:
-    """Returns the frozen tree. Raises UsageError where the model's own rules are broken."""
-    tree: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    model = tree.pop("model")
+def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> T:
+    """Returns a section, whose keys begin with `prefix`, from plain data as a checkpoint has it.
+
+    What is not there has its default. Raises UsageError, and TypeError where there is none.
+    """
+    known, values = dict(_types(cls, prefix)), {}
+    for key, value in plain.items():
+        if key in known:
+            values[key] = _convert(key, value, known[key], where)
+        elif key.startswith(prefix):
+            raise UsageError(f"{where}: there is no setting {key!r}{did_you_mean(key, known)}")
+    return _build(cls, prefix, values, where)
+
+
+def _build(cls: Any, prefix: str, values: Mapping[str, Any], where: str) -> Any:
+    """Returns a frozen section with those in it. Raises UsageError where its rules are broken."""
+    hints, held = get_type_hints(cls), {}
+    for each in fields(cls):
+        key, kind = f"{prefix}{each.name}", hints[each.name]
+        if is_dataclass(kind):
+            held[each.name] = _build(kind, f"{key}.", values, where)
+        elif key in values:
+            held[each.name] = values[key]
     try:
-        shaped = ModelConfig.from_dict(model)
+        return cls(**held)
     except ValueError as error:
-        raise UsageError(f"{where}: model: {str(error).rstrip('.')}") from None
-    hints = get_type_hints(Settings)
-    try:
-        sections = {name: hints[name](**part) for name, part in tree.items()}
-    except ValueError as error:
-        raise UsageError(f"{where}: attention: {str(error).rstrip('.')}") from None
-    return Settings(model=shaped, **sections)
+        raise UsageError(f"{where}: {prefix.rstrip('.')}: {str(error).rstrip('.')}") from None

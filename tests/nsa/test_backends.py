@@ -85,7 +85,6 @@ def test_flash_only_says_where_it_cannot_be():
     [
         ({"flash_only": True, "no_flash": True}, "exclude each other"),
         ({"uniform_gate": True, "force_branch": "win"}, "unset one of them"),
-        ({"force_branch": "slc"}, "must be none, cmp, sel or win, got 'slc'"),
     ],
 )
 def test_contradictions_are_refused(switches, says):

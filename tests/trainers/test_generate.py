@@ -1,5 +1,7 @@
 """Looking at a checkpoint: what the model would write."""
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -9,10 +11,11 @@ import torch
 from nsa.generate import generate
 from nsa.model import Transformer
 from tests.trainers.runs import CONFIG, ROOT, environment, small
-from trainers import optim, settings
+from trainers import checkpoint, optim, settings
 from trainers.checkpoint import Parts, Saver
+from trainers.failures import CheckpointError
 from trainers.generate import main
-from trainers.manifest import Manifest
+from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
 
@@ -79,6 +82,52 @@ def test_what_cannot_be_done_is_one_sentence(words, code, says, capsys):
     said = capsys.readouterr().err
     assert says in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.windw": 3},
+        {"model.nsa.windw": 3},
+        {"model.nsa": 3},
+        {"model.dim": None},
+        {"model.dim": 10**400},
+        {"model.n_heads": "many"},
+        {"model.n_kv_groups": 0},
+        {"model.n_kv_groups": 3},
+        {"model.n_layers": [2]},
+        {"model.norm_eps": "nan"},
+        {"model.d_v": 8},
+        {"model.nsa.n_select": 2},
+        {"model.nsa.gate": "open"},
+        {"attention.force_branch": "slc"},
+        {"attention.flash_onyl": True},
+        {"attention.flash_only": True, "attention.no_flash": True},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_describes_no_such_model_is_one_sentence(run, changes, tmp_path):
+    path, _ = run
+    copy = tmp_path / "step_00000003"
+    shutil.copytree(path / "checkpoints" / copy.name, copy)
+    record = json.loads((copy / MANIFEST).read_text())
+    for settings_of_it in (record["settings"] | changes, {}, 3, None, [1], "model."):
+        (copy / MANIFEST).write_text(json.dumps(record | {"settings": settings_of_it}))
+        with pytest.raises(CheckpointError, match="does not describe its model") as caught:
+            checkpoint.load_model(copy)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_manifest_that_lacks_a_part_of_its_model_is_one_sentence(run, tmp_path):
+    path, _ = run
+    copy = tmp_path / "step_00000003"
+    shutil.copytree(path / "checkpoints" / copy.name, copy)
+    record = json.loads((copy / MANIFEST).read_text())
+    for key in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "mlp_hidden"):
+        left = {name: v for name, v in record["settings"].items() if name != f"model.{key}"}
+        (copy / MANIFEST).write_text(json.dumps(record | {"settings": left}))
+        with pytest.raises(CheckpointError, match=f"does not describe its model.*{key}"):
+            checkpoint.load_model(copy)
 
 
 def test_a_broken_checkpoint_is_one_sentence(tmp_path, capsys):

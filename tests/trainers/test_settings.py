@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -66,6 +67,22 @@ WRONG = {
     "not_a_choice": ({}, {"train.precision": "fp8"}, "train.precision", "fp32, bf16"),
     "not_a_bool": ({}, {"ddp.find_unused": "maybe"}, "ddp.find_unused", "true or false"),
     "model_rule": ({}, {"model.d_k": "31"}, "d_k", "even"),
+    "no_heads": ({}, {"model.n_heads": 0}, "model.n_heads", "a whole number of at least 1"),
+    "no_groups": ({}, {"model.n_kv_groups": 0}, "model.n_kv_groups", "of at least 1"),
+    "half_layers": ({}, {"model.n_layers": 2.0}, "model.n_layers", "a whole number"),
+    "a_layer_that_is_true": ({}, {"model.n_layers": True}, "model.n_layers", "a whole number"),
+    "negative_eps": ({}, {"model.norm_eps": -1.0}, "model.norm_eps", "a number"),
+    "nan_of_the_model": ({}, {"model.init_std": math.nan}, "model.init_std", "a number"),
+    "no_attention": ({}, {"model.attention": "flash"}, "model.attention", "nsa, dense"),
+    "no_window": ({}, {"model.nsa.window": 0}, "model.nsa.window", "of at least 1"),
+    "too_few_blocks": ({}, {"model.nsa.n_select": 2}, "model.nsa: n_select", "at least 3"),
+    "gaps": ({}, {"model.nsa.block_stride": 5}, "model.nsa: block_stride", "exceed block_size"),
+    "no_phi": ({}, {"model.nsa.compress": "max"}, "model.nsa.compress", "mlp, mean"),
+    "no_gate": ({}, {"model.nsa.gate": None}, "model.nsa.gate", "sigmoid, softmax"),
+    "no_branch": ({}, {"attention.force_branch": "slc"}, "force_branch", "none, cmp, sel, win"),
+    "switches_that_contradict": (
+        {}, {"attention.flash_only": 1, "attention.no_flash": 1}, "settings: attention:", "exclude",
+    ),
     "vocabulary": ({}, {"model.vocab_size": "257"}, "model.vocab_size", "exactly 256"),
     "gpt2_vocabulary": ({}, {"data.source": "text", "data.tokenizer": "gpt2"}, "256", "50304"),
     "gpt2_of_noise": (
