@@ -115,13 +115,12 @@ class NSAttention(nn.Module):
 
     def step(self, x: Tensor, cache: Cache) -> Tensor:
         """The token after those in the cache, `[B, 1, dim]` → `[B, 1, dim]`."""
-        size, first = self.config.nsa.block_size, cache.length
+        nsa, first = self.config.nsa, cache.length
         q, *kv = self.project(x, first)
         cache.append(kv)
-        if cache.completes_block() or first == 0:
+        if compressed_blocks(nsa, first + 1) > compressed_blocks(nsa, first) or first == 0:
             # The first token brings the shape of having no block, if not a block.
-            raw = (rows.view()[:, :, -size:] for rows in (cache.k_cmp, cache.v_cmp))
-            cache.append_blocks(*self.summaries(*raw, first=first))
+            cache.append_blocks(*self.summaries(*cache.kv[:2], first=first))
         branches = attend_token(q, cache, self.switches)
         return self.out(merge_heads(gated_sum(self.gate(x)[0], *branches).to(x.dtype)))
 
@@ -138,9 +137,9 @@ class NSAttention(nn.Module):
         q, *kv = (widen(y) for y in (q, *kv))
         steps = []
         for t in range(x.shape[1]):
-            cache.append(y[:, :, t : t + 1] for y in kv)
-            new = slice(compressed_blocks(nsa, t), compressed_blocks(nsa, t + 1))
-            cache.append_blocks(k_blocks[:, :, new], v_blocks[:, :, new])
+            cache.hold((y[:, :, : t + 1] for y in kv), t + 1)
+            n = compressed_blocks(nsa, t + 1)
+            cache.blocks = [k_blocks[:, :, :n], v_blocks[:, :, :n]]
             steps.append(attend_token(q[:, :, t : t + 1], cache, self.switches))
         branches = (torch.cat(branch, dim=2) for branch in zip(*steps, strict=True))
         return self.out(merge_heads(gated_sum(gates, *branches).to(x.dtype)))

@@ -15,12 +15,13 @@ def attend_token(q: Tensor, cache: Cache, switches: Switches) -> tuple[Tensor, T
     """The compressed, selected and window branch of the last token in `cache`, whose query is `q`
     `[B, H, 1, Dk]`: `[B, H, 1, Dv]` each."""
     nsa, first = cache.config, cache.length - 1
-    k_blocks, v_blocks = cache.k_blocks.view(), cache.v_blocks.view()
+    _, _, k_slc, v_slc, k_win, v_win = cache.kv
+    k_blocks, v_blocks = cache.blocks
     out_cmp = attend_compressed(q, k_blocks, v_blocks, nsa.block_size, nsa.block_stride, first)
     blocks = top_blocks(block_scores(q, k_blocks, nsa, first), nsa, first)
     selected = attend_ranges if switches.sel_ranges else _selected_by_index
-    out_slc = selected(q, cache.k_slc.view(), cache.v_slc.view(), blocks, nsa, first)
-    return out_cmp, out_slc, attend(q, cache.k_win.view(), cache.v_win.view(), None)
+    out_slc = selected(q, k_slc, v_slc, blocks, nsa, first)
+    return out_cmp, out_slc, attend(q, k_win, v_win, None)
 
 
 def _selected_by_index(

@@ -36,11 +36,10 @@ def test_a_cache_keeps_no_more_than_later_tokens_can_use():
         layer(torch.randn(1, 20, config.dim), cache)
         for _ in range(20):
             layer.step(torch.randn(1, 1, config.dim), cache)
-    held = {name: rows.view().shape[2] for name, rows in vars(cache).items() if name[:2] in "k_v_"}
-    assert held["k_win"] == held["v_win"] == 6
-    assert held["k_cmp"] == held["v_cmp"] == 4
-    assert held["k_slc"] == held["v_slc"] == 40
-    assert held["k_blocks"] == held["v_blocks"] == 19
+    compressed, selected, window = 4, 40, 6
+    held = [compressed, compressed, selected, selected, window, window]
+    assert [rows.shape[2] for rows in cache.kv] == held
+    assert [rows.shape[2] for rows in cache.blocks] == [19, 19]
 
 
 @pytest.mark.parametrize("prefill_batched", [True, False])
