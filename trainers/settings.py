@@ -40,9 +40,9 @@ class Resolved:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields `(dotted key, value)` of nested mappings."""
+    """Yields `(dotted key, value)` of nested mappings, an empty one as a value."""
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
@@ -113,34 +113,16 @@ def _layers(
 
 
 def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    document = yamlfile.load(path)
     names = known.keys() | aliases.NAMES.keys()
-    sections = {part for key in names for part in _parents(key)}
-    for written, value in _flatten_strictly(document, sections, str(path)):
-        if written not in names:
+    for written, value in flatten(yamlfile.load(path)):
+        if written in names:
+            yield aliases.translate(written, value)
+        elif not any(name.startswith(f"{written}.") for name in names):
             raise UsageError(
                 f"{path}: there is no setting {written!r}{did_you_mean(written, names)}"
             )
-        yield aliases.translate(written, value)
-
-
-def _parents(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    for length in range(1, len(parts)):
-        yield ".".join(parts[:length])
-
-
-def _flatten_strictly(
-    tree: Mapping[Any, Any], sections: set[str], where: str, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key not in sections:
-            yield key, value
-        elif isinstance(value, Mapping):
-            yield from _flatten_strictly(value, sections, where, f"{key}.")
-        elif value is not None:
-            raise UsageError(f"{where}: {key!r} is a section of key: value lines, not {value!r}")
+        elif value not in (None, {}):
+            raise UsageError(f"{path}: {written!r} is a section of key: value lines, not {value!r}")
 
 
 def _convert(key: str, value: Any, kind: Any, origin: str) -> Any:

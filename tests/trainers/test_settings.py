@@ -135,6 +135,8 @@ def test_what_is_wrong_gets_one_sentence_that_names_it(case):
         ("train: 3", ("c.yaml", "'train'", "section")),
         ("train: {steps: many}", ("c.yaml", "train.steps", "a whole number")),
         ("train: {steps: [1]}", ("c.yaml", "train.steps")),
+        ("train: {steps: {}}", ("c.yaml", "train.steps", "a whole number")),
+        ("train: {steps: {a: 1}}", ("c.yaml", "train.steps")),
         ("model: {nsa: {windw: 3}}", ("c.yaml", "model.nsa.windw", "model.nsa.window")),
         ("model: {n_kv_groups: 3}", ("c.yaml", "n_kv_groups")),
         ("a: [", ("c.yaml", "line 1")),
@@ -147,6 +149,12 @@ def test_a_wrong_config_names_file_and_key(tmp_path, yaml, words):
         settings.resolve(path, {})
     for word in words:
         assert word in str(caught.value)
+
+
+def test_an_empty_section_sets_nothing(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {}\nmodel: {nsa:}\ndata:\n")
+    assert set(settings.resolve(path, {}).origins.values()) == {"default", "entry trainers.ddp"}
 
 
 def test_yaml_numbers_that_yaml_reads_as_words_still_count(tmp_path):
