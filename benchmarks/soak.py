@@ -166,12 +166,16 @@ Line = tuple[str, str, str, bool]
 
 def verified(run: Path) -> tuple[str, bool]:
     """Verifies the checkpoints that are kept; says what was found of the last one."""
-    found = list(manifest.good_ones(run))
-    bad = [str(each) for _, each in found if isinstance(each, CheckpointError)]
+    kept, bad = manifest.newest_first(run), []
+    for path in kept:
+        try:
+            manifest.verify(path)
+        except CheckpointError as error:
+            bad.append(str(error))
     latest = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 256).decode().strip()
-    if bad or not found or latest != found[0][0].name:
+    if bad or not kept or latest != kept[0].name:
         return "; ".join(bad) or "latest does not name the newest", False
-    return f"{latest} and {len(found) - 1} before it", True
+    return f"{latest} and {len(kept) - 1} before it", True
 
 
 def left_behind(started: Started, home: Path) -> list[str]:

@@ -246,23 +246,21 @@ def _empty(index: Metadata, name: str) -> Tensor:
 
 
 def newest(run: Path, step: int, parallel: Single) -> tuple[Path, Manifest, list[CheckpointError]]:
-    """Returns the newest checkpoint that verifies (or that of `step`), and why newer ones do not.
+    """Returns the checkpoint of a run that `manifest.choose` takes, and why newer ones are not it.
 
     Rank 0 looks, so that all ranks take the same. Raises CheckpointError on all of them alike.
     """
-    skipped: list[CheckpointError] = []
+    skipped, failed = [], None
     chosen = torch.zeros((), dtype=torch.float64, device=parallel.device)
     if parallel.rank == 0:
-        for path, found in manifest.good_ones(run, step):
-            if isinstance(found, Manifest):
-                chosen += (manifest.step_of(path) or 0) + 1
-                break
-            skipped.append(found)
+        try:
+            path, skipped = manifest.choose(run, step)
+            chosen += (manifest.step_of(path) or 0) + 1
+        except CheckpointError as error:
+            failed = error
     parallel.reduce(chosen)()
     if not chosen.item():
-        wanted = f"of step {step} " if step else ""
-        why = "; ".join(map(str, skipped)) or "there is none"
-        raise CheckpointError(f"{run} has no checkpoint {wanted}to resume from: {why}")
+        raise failed or CheckpointError(f"{run} has no checkpoint to resume from: rank 0 says why")
     path = run / rundir.CHECKPOINTS / manifest.name_of(int(chosen.item()) - 1)
     return path, manifest.read(path), skipped
 

@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("target", type=Path, help="the file to write")
     arguments = parser.parse_args(words)
     try:
-        source = manifest.choose(arguments.source)
+        source, _ = manifest.choose(arguments.source)
         export(source, arguments.target)
     except (CheckpointError, OSError) as error:
         sys.stderr.write(f"trainers.export: {error}\n")

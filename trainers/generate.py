@@ -50,7 +50,8 @@ def _continue(arguments: argparse.Namespace) -> str:
     from nsa.generate import generate
     from trainers import checkpoint, manifest
 
-    model = checkpoint.load_model(manifest.choose(arguments.checkpoint))
+    path, _ = manifest.choose(arguments.checkpoint)
+    model = checkpoint.load_model(path)
     prompt = torch.tensor([list(arguments.prompt.encode())])
     generator = torch.Generator().manual_seed(arguments.seed)
     added = generate(model, prompt, arguments.tokens, arguments.temperature, generator)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,30 +117,25 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
-def good_ones(run: Path, step: int = 0) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
-    """Yields checkpoints, newest first (or only that of `step`), with what `verify` found."""
-    for path in newest_first(run):
-        if step in (0, step_of(path)):
-            try:
-                yield path, verify(path)
-            except CheckpointError as error:
-                yield path, error
+def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
+    """Returns the checkpoint that `path` means, and why newer ones do not verify.
 
-
-def choose(path: Path) -> Path:
-    """Returns the checkpoint that `path` means: itself, or a run's newest that verifies.
-
-    Raises CheckpointError.
+    Itself, or a run's newest that verifies (or that of `step`). Raises CheckpointError.
     """
     if step_of(path) is not None:
         verify(path)
-        return path
-    found = list(good_ones(path))
-    for candidate, verdict in found:
-        if not isinstance(verdict, CheckpointError):
-            return candidate
-    why = "; ".join(str(verdict) for _, verdict in found) or "there is none"
-    raise CheckpointError(f"{path} has no checkpoint that verifies: {why}")
+        return path, []
+    skipped: list[CheckpointError] = []
+    for candidate in newest_first(path):
+        if step in (0, step_of(candidate)):
+            try:
+                verify(candidate)
+                return candidate, skipped
+            except CheckpointError as error:
+                skipped.append(error)
+    wanted = f" of step {step}" if step else ""
+    why = "; ".join(map(str, skipped)) or "there is none"
+    raise CheckpointError(f"{path} has no checkpoint{wanted} that verifies: {why}")
 
 
 def read(path: Path) -> Manifest:
