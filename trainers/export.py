@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,26 +9,29 @@ from pathlib import Path
 
 from trainers import failures, manifest
 from trainers.failures import CheckpointError
+from trainers.words import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Verifies, exports, and returns the exit code: 0, or 15 with one sentence."""
-    parser = argparse.ArgumentParser(prog="trainers.export", description=__doc__)
+    """Verifies, exports, and returns the exit code of docs/run-directory.md."""
+    return failures.command("trainers.export", lambda: _export(words))
+
+
+def _export(words: Sequence[str] | None) -> str:
+    parser = Parser(prog="trainers.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", type=Path, help="a run directory, or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the file to write")
     arguments = parser.parse_args(words)
-    try:
-        source, _ = manifest.choose(arguments.source)
-        export(source, arguments.target)
-    except (CheckpointError, OSError) as error:
-        sys.stderr.write(f"trainers.export: {error}\n")
-        return failures.CHECKPOINT
-    sys.stdout.write(f"{source} -> {arguments.target}\n")
-    return failures.DONE
+    source, _ = manifest.choose(arguments.source)
+    export(source, arguments.target)
+    return f"{source} -> {arguments.target}"
 
 
 def export(checkpoint: Path, target: Path) -> None:
-    """Writes weights and settings of a checkpoint to one safetensors file, replaced as a whole."""
+    """Writes weights and settings of a checkpoint to one safetensors file, replaced as a whole.
+
+    Raises CheckpointError.
+    """
     from safetensors.torch import save
 
     from trainers.checkpoint import load_weights
@@ -40,7 +42,11 @@ def export(checkpoint: Path, target: Path) -> None:
         "step": str(record.step), "tokens_total": str(record.tokens_total),
         "settings": json.dumps(dict(record.settings)),
     }  # fmt: skip
-    rundir.write_atomic(target, save(load_weights(checkpoint), facts))
+    weights = save(load_weights(checkpoint), facts)
+    try:
+        rundir.write_atomic(target, weights)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 if __name__ == "__main__":

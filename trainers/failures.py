@@ -1,6 +1,9 @@
-"""Why a training ends early, and with which exit code. Needs no torch."""
+"""Why a training or a command ends early, and with which exit code. Needs no torch."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 
 from trainers.contract.errors import ContractError
 
@@ -61,6 +64,17 @@ HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 
 COLLECTIVE_SIGNS = ("gloo", "NCCL")
 """What stands in the RuntimeError of a collective whose peer died or timed out."""
+
+
+def command(name: str, work: Callable[[], str]) -> int:
+    """Writes what `work` returns as a line, or one sentence of why not. Returns the exit code."""
+    try:
+        sys.stdout.write(f"{work()}\n")
+    except (ContractError, TrainingError) as error:
+        code, sentence = classify(error)
+        sys.stderr.write(f"{name}: {sentence}\n")
+        return code
+    return DONE
 
 
 def classify(error: BaseException) -> tuple[int, str]:

@@ -6,7 +6,6 @@ Prints tokens per second and the times of single fetches. Returns 0, or 12 after
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -15,29 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from trainers import failures, settings
-from trainers.contract.errors import ContractError
 from trainers.refusals import VOCABULARY
+from trainers.report import percentile_ms
 from trainers.schema import Settings
+from trainers.words import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Fetches some batches as a training of one rank would. Returns the exit code."""
-    arguments = _parse(words)
+    return failures.command("trainers.fwe_smoke", lambda: _fetch(_parse(words)))
+
+
+def _fetch(arguments: argparse.Namespace) -> str:
     wanted: dict[str, Any] = {
         "data.source": "fineweb_edu", "data.path": arguments.local_path,
         "data.seq_len": arguments.seq_len, "train.batch_size": arguments.batch,
         "data.timeout_s": arguments.timeout, "data.tokenizer": arguments.tokenizer,
         "model.vocab_size": VOCABULARY[arguments.tokenizer],
     }  # fmt: skip
-    try:
-        sys.stdout.write(
-            f"{check(settings.resolve(None, {}, wanted).settings, arguments.batches)}\n"
-        )
-    except (failures.TrainingError, ContractError) as error:
-        code, sentence = failures.classify(error)
-        sys.stderr.write(f"trainers.fwe_smoke: {sentence}\n")
-        return code
-    return failures.DONE
+    return check(settings.resolve(None, {}, wanted).settings, arguments.batches)
 
 
 def check(chosen: Settings, batches: int) -> str:
@@ -53,27 +48,25 @@ def check(chosen: Settings, batches: int) -> str:
     try:
         loader.ready()
         first_s = time.perf_counter() - began
-        fetches_ms = []
+        fetches_s = []
         for _ in range(batches):
             before = time.perf_counter()
             loader.fetch()
-            fetches_ms.append((time.perf_counter() - before) * 1e3)
+            fetches_s.append(time.perf_counter() - before)
     finally:
         loader.close()
     tokens = batches * chosen.train.batch_size * chosen.data.seq_len
-    parts = statistics.quantiles(fetches_ms, n=20, method="inclusive")
+    p50_ms, p95_ms = (percentile_ms(fetches_s, percent) for percent in (50, 95))
     return (
         f"{source.about}: {tokens / (time.perf_counter() - began - first_s):,.0f} tokens/s "
-        f"({chosen.data.tokenizer}), fetch p50 {parts[9]:.2f} ms, p95 {parts[18]:.2f} ms, first "
+        f"({chosen.data.tokenizer}), fetch p50 {p50_ms:.2f} ms, p95 {p95_ms:.2f} ms, first "
         f"batch after {first_s:.1f} s, {batches} batches of {chosen.train.batch_size} × "
         f"{chosen.data.seq_len}"
     )
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="trainers.fwe_smoke", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser(prog="trainers.fwe_smoke", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences per batch")
     parser.add_argument("--batches", type=int, default=20, help="batches to fetch, 2 or more")

@@ -6,31 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from trainers.contract.errors import ContractError, UsageError
-from trainers.failures import DONE, TrainingError, classify
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; python -m trainers.generate --help shows the options")
+from trainers import failures
+from trainers.contract.errors import UsageError
+from trainers.words import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Writes the prompt and what follows. Returns the exit code of docs/run-directory.md."""
-    try:
-        arguments = _parse(words)
-        sys.stdout.write(_continue(arguments) + "\n")
-    except (ContractError, TrainingError) as error:
-        code, sentence = classify(error)
-        sys.stderr.write(f"trainers.generate: {sentence}\n")
-        return code
-    return DONE
+    return failures.command("trainers.generate", lambda: _continue(_parse(words)))
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="trainers.generate", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="trainers.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="run directory or one of its checkpoints")
     parser.add_argument("--prompt", required=True, help="text that is continued")
     parser.add_argument("--tokens", type=int, default=200, help="bytes to add")

@@ -181,8 +181,8 @@ class Report:
         }  # fmt: skip
         for name in PHASE_FIELDS:
             fields[f"dt_{name}_s"] = round(phases_s.get(name, 0.0) / steps, 6)
-        fields["fetch_p50_ms"] = _percentile_ms(self._fetches, 50)
-        fields["fetch_p95_ms"] = _percentile_ms(self._fetches, 95)
+        fields["fetch_p50_ms"] = percentile_ms(self._fetches, 50)
+        fields["fetch_p95_ms"] = percentile_ms(self._fetches, 95)
         if self.settings.data.source == "recall":
             fields["bytes_right"] = round(self._right / max(self._scored, 1), 4)
         return fields
@@ -238,7 +238,8 @@ def write_metrics(member: Member, **figures: Any) -> None:
     member.recorder.call(lambda: rundir.write_json(path, record))
 
 
-def _percentile_ms(seconds: Iterable[float], percent: int) -> float:
+def percentile_ms(seconds: Iterable[float], percent: int) -> float:
+    """Returns a percentile of some times, in milliseconds; 0 of none."""
     values = sorted(seconds)
     if len(values) < 2:
         return round(values[0] * 1e3, 3) if values else 0.0

@@ -38,7 +38,7 @@ class Words:
     """Which option set a key of `overrides`."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, like everything else here."""
 
     def error(self, message: str) -> NoReturn:
@@ -61,7 +61,7 @@ def parse(words: Sequence[str] | None, program: str, variables: Mapping[str, str
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=program, allow_abbrev=False, description="Train; see docs/guide.md.")
+    parser = Parser(prog=program, allow_abbrev=False, description="Train; see docs/guide.md.")
     config_help = f"YAML file of settings (default: what ${environ.CONFIG} names, if set)"
     parser.add_argument("--config", type=Path, help=config_help)
     set_help = "override one setting, e.g. train.steps=10; may be repeated; the last word"
