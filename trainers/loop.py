@@ -14,14 +14,13 @@ from trainers.build import Training, build
 from trainers.contract.member import Member
 from trainers.contract.rundir import CHECKPOINT_NOW, CHECKPOINTS, PROFILE_NOW
 from trainers.data import Batch
-from trainers.evaluation import evaluate
+from trainers.evaluation import evaluate, score
 from trainers.export import export
 from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
 from trainers.profiling import dump_out_of_memory
 from trainers.report import Report
 from trainers.schema import Settings
-from trainers.scoring import score
 from trainers.votes import FIGURES, Row
 
 DONE, RIGHT_REACHED = "done", "bytes_right reached"
