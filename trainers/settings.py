@@ -6,15 +6,15 @@ Needs no torch, so the console checks a configuration without loading it. What c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from trainers import aliases
 from trainers.contract import drill, flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
+from trainers.contract.values import convert, takes
 from trainers.refusals import refuse
 from trainers.schema import ANY_COUNT, LIMITS, Settings
 
@@ -127,16 +127,13 @@ def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 
 def _convert(key: str, value: Any, kind: Any, origin: str) -> Any:
     """Returns `value` as the annotation says. Raises UsageError that says what would be right."""
+    kind, limits = get_args(kind) or kind, LIMITS.get(key, ANY_COUNT)
     try:
-        converted = _CONVERT[get_origin(kind) or kind](value, kind)
-    except (TypeError, ValueError, OverflowError):
+        return convert(value, kind, *limits)
+    except ValueError:
         raise UsageError(
-            f"{_source(origin, key)} cannot be {value!r}; {_takes(key, kind)}"
+            f"{_source(origin, key)} cannot be {value!r}; it takes {takes(kind, *limits)}"
         ) from None
-    low, high = LIMITS.get(key, ANY_COUNT)
-    if isinstance(converted, int | float) and not low <= converted <= high:
-        raise UsageError(f"{_source(origin, key)} cannot be {value!r}; {_takes(key, kind)}")
-    return converted
 
 
 def _source(origin: str, key: str) -> str:
@@ -146,54 +143,6 @@ def _source(origin: str, key: str) -> str:
     if origin == COMMAND_LINE:
         return f"--set {key}"
     return f"{origin.removeprefix('config ')}: {key}"
-
-
-def _takes(key: str, kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "it takes one of " + ", ".join(get_args(kind))
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    low, high = LIMITS.get(key, ANY_COUNT)
-    bounds = f" from {low:g} to {high:g}" if high < 1 << 20 else f" of at least {low:g}"
-    return f"it takes {words[kind]}{bounds if kind in (int, float) else ''}"
-
-
-def _bool(value: Any, _kind: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).lower()
-    if text in flags.TRUE or text in flags.FALSE:
-        return text in flags.TRUE
-    raise ValueError(value)
-
-
-def _int(value: Any, _kind: Any) -> int:
-    if isinstance(value, bool | float):
-        raise ValueError(value)
-    return int(value)
-
-
-def _float(value: Any, _kind: Any) -> float:
-    """Takes text too: YAML 1.1 reads 1e-3 as a word."""
-    if isinstance(value, bool) or not math.isfinite(number := float(value)):
-        raise ValueError(value)
-    return number
-
-
-def _str(value: Any, _kind: Any) -> str:
-    if not isinstance(value, str) or any(ord(character) < 32 for character in value):
-        raise ValueError(value)
-    return value
-
-
-def _choice(value: Any, kind: Any) -> str:
-    if value not in get_args(kind):
-        raise ValueError(value)
-    return value
-
-
-_CONVERT: dict[Any, Any] = {
-    bool: _bool, int: _int, float: _float, str: _str, Literal: _choice,
-}  # fmt: skip
 
 
 def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> T:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.errors import UsageError, did_you_mean
+from trainers.contract.values import TRUE
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REQUESTS_A_LOOK = 64
@@ -59,7 +60,7 @@ def _rank(value: Any) -> int:
 
 
 def _yes(value: Any) -> bool:
-    if value is True or (isinstance(value, str) and value.lower() in flags.TRUE):
+    if value is True or (isinstance(value, str) and value.lower() in TRUE):
         return True
     raise ValueError("yes=true: it ends all ranks without a checkpoint")
 

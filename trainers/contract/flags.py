@@ -7,16 +7,16 @@ flag without one is for a library (NCCL, CUDA, OpenMP) and is only passed on and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from trainers.contract import drill
 from trainers.contract.environ import ALERT_NAMES, CONTRACT_NAMES
 from trainers.contract.errors import UsageError, did_you_mean
+from trainers.contract.values import convert, takes
 
 Kind = Literal["bool", "int", "float", "str", "choice", "drill"]
-TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 OWN_PREFIX = "NSA_"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 Value = bool | int | float | str
@@ -33,7 +33,7 @@ class Flag:
     help: str
     setting: str = ""
     choices: tuple[str, ...] = ()
-    at_least: float | None = None
+    at_least: float = -math.inf
 
 
 TABLE: tuple[Flag, ...] = (
@@ -128,67 +128,26 @@ def lookup(name: str) -> Flag:
 
 def parse(name: str, text: str) -> Value:
     """Returns the value of a flag. Raises UsageError that says what would be right."""
-    flag = lookup(name)
-    text = text.strip()
+    flag, text = lookup(name), text.strip()
     try:
-        value = _CONVERT[flag.kind](flag, text)
+        value = convert(text, _kind(flag), flag.at_least)
+        if not text:
+            raise ValueError(text)
     except ValueError:
         raise UsageError(f"the flag {name} cannot be {text!r}; it takes {expected(flag)}") from None
-    if flag.at_least is not None and not (isinstance(value, str) or value >= flag.at_least):
-        raise UsageError(f"the flag {name} cannot be {text!r}; it takes {expected(flag)}")
+    if flag.kind == "drill":
+        drill.parse(text, f"the flag {name}")
     return value
 
 
-def _bool(_flag: Flag, text: str) -> bool:
-    if text.lower() in TRUE:
-        return True
-    if text.lower() in FALSE:
-        return False
-    raise ValueError(text)
-
-
-def _choice(flag: Flag, text: str) -> str:
-    for choice in flag.choices:
-        if choice.lower() == text.lower():
-            return choice
-    raise ValueError(text)
-
-
-def _float(_flag: Flag, text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(text)
-    return value
-
-
-def _text(_flag: Flag, text: str) -> str:
-    if not text or any(ord(c) < 32 for c in text):
-        raise ValueError(text)
-    return text
-
-
-def _drills(flag: Flag, text: str) -> str:
-    drill.parse(_text(flag, text), f"the flag {flag.name}")
-    return text
-
-
-_CONVERT: dict[Kind, Callable[[Flag, str], Value]] = {
-    "bool": _bool,
-    "int": lambda _flag, text: int(text),
-    "float": _float,
-    "str": _text,
-    "choice": _choice,
-    "drill": _drills,
-}
+def _kind(flag: Flag) -> type | tuple[str, ...]:
+    return flag.choices or {"bool": bool, "int": int, "float": float}.get(flag.kind, str)
 
 
 def expected(flag: Flag) -> str:
     """Says in words which values a flag takes."""
-    if flag.kind == "choice":
-        return "one of " + ", ".join(flag.choices)
-    words = {"bool": "0 or 1", "int": "a whole number", "float": "a number", "str": "a text"}
-    words["drill"] = drill.GRAMMAR
-    bound = f" of at least {flag.at_least:g}" if flag.at_least is not None else ""
-    return words[flag.kind] + bound
+    said = {"bool": "0 or 1", "drill": drill.GRAMMAR}
+    return said.get(flag.kind) or takes(_kind(flag), flag.at_least)
 
 
 def format_value(value: Value) -> str:

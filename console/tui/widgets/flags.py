@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from console.tui.rows import Row, columns
-from trainers.contract.flags import TABLE, TRUE, Flag
+from trainers.contract.flags import TABLE, Flag
+from trainers.contract.values import TRUE
 
 UNSET = "–"
 GROUP, NAME = 8, 24

@@ -1,0 +1,53 @@
+"""One value of a flag, a setting or a plan: what it may be, read and said in one way.
+
+A kind is bool, int, float, str, or the texts to choose from.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+Kind = type | tuple[str, ...]
+
+
+def convert(value: Any, kind: Kind, low: float = -math.inf, high: float = math.inf) -> Any:
+    """Returns a value, or what a text says, as its kind; a number is finite and within bounds.
+
+    Raises ValueError.
+    """
+    try:
+        found = _convert(value, kind)
+    except (KeyError, OverflowError, TypeError) as error:
+        raise ValueError(value) from error
+    number = isinstance(found, int | float)
+    if number and not (low <= found <= high and abs(found) != math.inf):
+        raise ValueError(value)
+    return found
+
+
+def _convert(value: Any, kind: Kind) -> Any:
+    text = str(value).lower()
+    if isinstance(kind, tuple):
+        return {choice.lower(): choice for choice in kind}[text]
+    if kind is bool and text in (*TRUE, *FALSE):
+        return text in TRUE
+    if kind is str and isinstance(value, str) and all(ord(c) >= 32 for c in value):
+        return value
+    # Text too, where a float is wanted: YAML 1.1 reads 1e-3 as a word.
+    if kind is int and not isinstance(value, bool | float):
+        return int(value)
+    if kind is float and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(value)
+
+
+def takes(kind: Kind, low: float = -math.inf, high: float = math.inf) -> str:
+    """Says in words which values `convert` takes."""
+    if isinstance(kind, tuple):
+        return " or ".join(kind) if len(kind) == 2 else "one of " + ", ".join(kind)
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
+    if kind in (bool, str) or low == -math.inf:
+        return words
+    return f"{words} from {low:g} to {high:g}" if high < 1 << 20 else f"{words} of at least {low:g}"
