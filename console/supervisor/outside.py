@@ -157,7 +157,7 @@ def _watch_of(run: Path) -> Watch:
     """Returns the limits that a run was born with, the usual ones where it says none."""
     born = rundir.read_json(run / rundir.RUN) or {}
     try:
-        return plan.watch(jsonl.mapping(born, "watch"), rundir.RUN)
+        return plan.section(Watch, jsonl.mapping(born, "watch"), rundir.RUN)
     except UsageError:
         return Watch()
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trainers.contract import flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
+from trainers.contract.values import convert, takes
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters but tab and line feed, and halves of characters."""
-LARGEST_NUMBER, JUST_BELOW_0 = 1e7, -5e-324
 LONGEST_BACKOFF_S = 600.0
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "nproc": (1, 1024), "gpus": (0, 1 << 20), "attempts": (1, 1000),
+    "backoff_s": (0, LONGEST_BACKOFF_S), "threshold": (1e-9, 1e7), "for_s": (0, 1e7),
+}  # fmt: skip
+"""Smallest and largest value of a key, both allowed; of any other number, `ANY_SPAN`."""
+ANY_SPAN = (1e-3, 1e7)
 Between = Literal["go", "ask"]
-BETWEEN: tuple[Between, ...] = ("go", "ask")
+BETWEEN: tuple[Between, ...] = get_args(Between)
 RestartWhen = Literal["never", "crash", "stall"]
-RESTART_WHEN: tuple[RestartWhen, ...] = ("never", "crash", "stall")
-WATCH_ACTIONS = ("warn", "dump", "halt", "stop", "restart")
+WatchAction = Literal["warn", "dump", "halt", "stop", "restart"]
+WATCH_ACTIONS: tuple[WatchAction, ...] = get_args(WatchAction)
 """What a watch rule may do, each stronger than the one before."""
 
 
@@ -30,7 +37,7 @@ class WatchRule:
 
     threshold: float | None = None
     for_s: float | None = None
-    action: str | None = None
+    action: WatchAction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,125 +115,81 @@ def load(path: Path) -> Plan:
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
     """Returns the plan in parsed YAML; `where` stands in the error."""
-    own = [f.name for f in fields(Plan)]
     _printable(document, where)
-    _known(document, [*own, *SHARED_KEYS], where)
-    raw_phases = document.get("phases")
+    _known(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
+    shared = {key: document[key] for key in SHARED_KEYS if key in document}
+    own = {key: value for key, value in document.items() if key not in shared}
+    raw_phases = own.pop("phases", None)
     if not isinstance(raw_phases, list) or not raw_phases:
         raise UsageError(f"{where}: 'phases' must be a list of at least one phase")
-    shared = {key: document[key] for key in SHARED_KEYS if key in document}
     phases = tuple(
         _phase(raw, shared, f"{where}: phase {i + 1}") for i, raw in enumerate(raw_phases)
     )
     names = [phase.name for phase in phases]
     if len(set(names)) != len(names):
         raise UsageError(f"{where}: two phases have the same name; give each its own")
-    between = document.get("between", "go")
-    if between not in BETWEEN:
-        raise UsageError(f"{where}: 'between' cannot be {between!r}; it is go or ask")
-    gpus = document.get("gpus", 0)
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0:
-        raise UsageError(f"{where}: 'gpus' cannot be {gpus!r}; it is how many GPUs the plan needs")
-    return Plan(
-        name=_name(document.get("name"), where),
-        phases=phases,
-        about=_text(document.get("about", ""), f"{where}: about"),
-        gpus=gpus,
-        between=between,
-        watch=watch(document.get("watch", {}), f"{where}: watch"),
-        restart=_restart(document.get("restart", {}), f"{where}: restart"),
-        env=_flag_values(document.get("env", {}), f"{where}: env"),
-    )
+    _check_name(own.get("name"), where)
+    if isinstance(own.get("restart"), str):
+        own["restart"] = {"when": own["restart"]}
+    return section(Plan, own, where, phases=phases)
 
 
 def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
     if not isinstance(raw, dict):
         raise UsageError(f"{where} must be a mapping with a name")
-    _known(raw, [f.name for f in fields(Phase)], where)
     merged = {**shared, **raw}
     if "script" in raw or "module" in raw:
         merged = {k: v for k, v in merged.items() if k not in ("script", "module") or k in raw}
-    flag_values = {
+    merged["flags"] = {
         **_mapping(shared.get("flags", {}), where),
         **_mapping(raw.get("flags", {}), where),
     }
-    nproc = merged.get("nproc", 1)
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= 1024:
-        raise UsageError(f"{where}: 'nproc' cannot be {nproc!r}; it is 1 to 1024 processes")
     for key in ("module", "script"):
         if str(merged.get(key, "")).strip().startswith("-"):
             raise UsageError(
                 f"{where}: {key!r} cannot start with '-': torchrun takes it as its own"
             )
-    args = merged.get("args", [])
-    if not isinstance(args, list):
-        raise UsageError(f"{where}: 'args' must be a list of words")
-    return Phase(
-        name=_name(merged.get("name"), where),
-        proves=_text(merged.get("proves", ""), f"{where}: proves"),
-        nproc=nproc,
-        module=_text(merged.get("module", "trainers.ddp"), f"{where}: module"),
-        script=_text(merged.get("script", ""), f"{where}: script"),
-        args=tuple(str(word) for word in args),
-        config=_text(merged.get("config", ""), f"{where}: config"),
-        set=_mapping(merged.get("set", {}), f"{where}: set"),
-        flags=_flag_values(flag_values, f"{where}: flags"),
-        gates=_mapping(merged.get("gates", {}), f"{where}: gates"),
-    )
+    _known(merged, list(get_type_hints(Phase)), where)
+    _check_name(merged.get("name"), where)
+    return section(Phase, merged, where)
 
 
-def watch(raw: Any, where: str) -> Watch:
-    """Returns the `watch` section of a plan. Raises UsageError; rules are known by shape alone."""
-    raw = _given(raw, [f.name for f in fields(Watch)], where)
-    rules = _mapping(raw.pop("rules", {}), f"{where}: rules")
-    spans = {key: _number(value, key, where, "seconds", 0.0) for key, value in raw.items()}
-    return Watch(**spans, rules={
-        name: _watch_rule(given, f"{where}: rule {name!r}") for name, given in rules.items()
-    })  # fmt: skip
+def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
+    """Returns a section of a plan by its annotations, with what of it is `read` already.
+
+    Null, as plan.json has it, is not given. Raises UsageError.
+    """
+    raw, kinds = _mapping(raw, where), get_type_hints(cls)
+    _known(raw, list(kinds), where)
+    for key, value in raw.items():
+        if value is not None:
+            read[key] = _read(value, kinds[key], key, where)
+    return cls(**read)
 
 
-def _watch_rule(raw: Any, where: str) -> WatchRule:
-    raw = _given(raw, [f.name for f in fields(WatchRule)], where)
-    action = raw.pop("action", None)
-    if action not in (None, *WATCH_ACTIONS):
-        known = ", ".join(WATCH_ACTIONS)
-        raise UsageError(f"{where}: 'action' cannot be {action!r}; it is one of {known}")
-    return WatchRule(action=action, **{
-        key: _number(value, key, where, "seconds", JUST_BELOW_0) if key == "for_s"
-        else _number(value, key, where, "its unit", 0.0)
-        for key, value in raw.items()
-    })  # fmt: skip
-
-
-def _given(raw: Any, known: list[str], where: str) -> dict[str, Any]:
-    """Returns what a section gives; null, as plan.json has it, is not given."""
-    raw = _mapping(raw, where)
-    _known(raw, known, where)
-    return {key: value for key, value in raw.items() if value is not None}
-
-
-def _number(value: Any, key: str, where: str, unit: str, above: float) -> float:
-    """Returns a finite number above a bound. Raises UsageError."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not above < value < LARGEST_NUMBER:
-        raise UsageError(f"{where}: {key!r} cannot be {value!r}; it is a number of {unit}")
-    return float(value)
-
-
-def _restart(raw: Any, where: str) -> Restart:
-    raw = _mapping({"when": raw} if isinstance(raw, str) else raw, where)
-    _known(raw, [f.name for f in fields(Restart)], where)
-    held = asdict(Restart()) | raw
-    when = held["when"]
-    if when not in RESTART_WHEN:
-        raise UsageError(f"{where}: 'when' cannot be {when!r}; it is {', '.join(RESTART_WHEN)}")
-    attempts = held["attempts"]
-    if isinstance(attempts, bool) or not isinstance(attempts, int) or not 1 <= attempts <= 1000:
-        raise UsageError(f"{where}: 'attempts' cannot be {attempts!r}; it is 1 to 1000")
-    backoff_s = _number(held["backoff_s"], "backoff_s", where, "seconds", JUST_BELOW_0)
-    if backoff_s > LONGEST_BACKOFF_S:
-        raise UsageError(f"{where}: 'backoff_s' is at most {LONGEST_BACKOFF_S:g} seconds")
-    return Restart(when, attempts, backoff_s)
+def _read(value: Any, kind: Any, key: str, where: str) -> Any:
+    inside, parts = f"{where}: {key}", get_args(kind)
+    if is_dataclass(kind):
+        return section(kind, value, inside)
+    if get_origin(kind) is Mapping:
+        held = _mapping(value, inside)
+        if is_dataclass(parts[1]):
+            return {name: section(parts[1], x, f"{inside}: {name!r}") for name, x in held.items()}
+        return _flag_values(held, inside) if parts[1] is str else held
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise UsageError(f"{where}: {key!r} must be a list of words")
+        return tuple(str(word) for word in value)
+    if NoneType in parts:  # what may be left out
+        return _read(value, parts[0], key, where)
+    kind, limits = parts or kind, LIMITS.get(key, ANY_SPAN)
+    try:
+        return convert(" ".join(value.split()) if isinstance(value, str) else value, kind, *limits)
+    except ValueError:
+        unit = " seconds" if key.endswith("_s") else ""
+        raise UsageError(
+            f"{where}: {key!r} cannot be {value!r}; it takes {takes(kind, *limits)}{unit}"
+        ) from None
 
 
 def _flag_values(raw: Any, where: str) -> dict[str, str]:
@@ -266,15 +229,8 @@ def _mapping(raw: Any, where: str) -> dict[str, Any]:
     return {str(key): value for key, value in raw.items()}
 
 
-def _text(raw: Any, where: str) -> str:
-    if not isinstance(raw, str):
-        raise UsageError(f"{where} must be a text, not a {type(raw).__name__}")
-    return " ".join(raw.split())
-
-
-def _name(raw: Any, where: str) -> str:
+def _check_name(raw: Any, where: str) -> None:
     if not isinstance(raw, str) or not NAME.fullmatch(raw):
         raise UsageError(
             f"{where}: the name {raw!r} must be lower-case letters, digits, '_', '.' or '-'"
         )
-    return raw

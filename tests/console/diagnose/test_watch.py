@@ -259,7 +259,9 @@ def test_garbage_never_raises(found, figure, more):
 
 
 def test_a_plan_changes_threshold_duration_and_action_of_a_rule():
-    watch = plan.watch({"rules": {"disk": {"threshold": 4, "for_s": 0, "action": "halt"}}}, "x")
+    watch = plan.section(
+        Watch, {"rules": {"disk": {"threshold": 4, "for_s": 0, "action": "halt"}}}, "x"
+    )
     rule = next(rule for rule in Watchdog(watch).rules if rule.name == "disk")
     assert (rule.threshold, rule.for_s, rule.action) == (4, 0, "halt")
     assert rule.clear == pytest.approx(4.8)
@@ -288,4 +290,4 @@ def test_a_plan_with_rules_comes_back_from_plan_json_as_it_was():
 )
 def test_wrong_rules_are_refused_with_a_sentence(rules, said):
     with pytest.raises(UsageError, match=re.escape(said)):
-        check(plan.watch({"rules": rules}, "watch"), "watch")
+        check(plan.section(Watch, {"rules": rules}, "watch"), "watch")

@@ -40,6 +40,14 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ({"watch": {"stall_floor": 3}}, "did you mean 'stall_floor_s'"),
         ({"watch": {"stall_floor_s": -1}}, "seconds"),
         ({"gpus": -2}, "gpus"),
+        ({"watch": {"rules": {"disk": {"for_s": "soon"}}}}, "'for_s' cannot be 'soon'; it takes"),
+        ({"restart": "always"}, "'when' cannot be 'always'; it takes one of never, crash, stall"),
+        ({"restart": {"attempts": 0}}, "it takes a whole number from 1 to 1000"),
+        ({"restart": {"backoff_s": 601}}, "it takes a number from 0 to 600 seconds"),
+        ({"restart": 3}, "restart must be key: value lines"),
+        ({"about": ["x"]}, "'about' cannot be ['x']; it takes a text"),
+        ({"phases": [{"name": "a", "args": "x"}]}, "'args' must be a list"),
+        ({"phases": [{"name": "a", "module": " -c"}]}, "'module' cannot start with '-'"),
         ({"env": ["A"]}, "key: value"),
         ({"phases": [{"name": "a", "args": ["x\0y"]}]}, r"control character '\x00'"),
         ({"phases": [{"name": "a", "set": {"k": "\x1b[2J"}}]}, r"control character '\x1b'"),
@@ -58,14 +66,16 @@ def test_a_wrong_plan_is_refused_with_one_sentence(change, words):
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["name", "phases", "flags", "set", "gates", "watch", "x"]),
+    | st.dictionaries(st.sampled_from(["name", "phases", "flags", "set", "gates", "watch", "rules",
+                                       "restart", "when", "args", "nproc", "env", "gpus", "x"]),
                       inner, max_size=4),
     max_leaves=12,
 ))  # fmt: skip
 def test_any_document_is_a_plan_or_a_usage_error(document):
     if isinstance(document, dict):
-        with contextlib.suppress(UsageError):
-            plan.parse(document, "p.yaml")
+        for given_too in ({}, MINIMAL):
+            with contextlib.suppress(UsageError):
+                plan.parse(document | given_too, "p.yaml")
 
 
 @given(st.text(max_size=300))
@@ -120,6 +130,13 @@ def test_a_flag_is_a_finite_number(text):
         if flag.kind == "float":
             with pytest.raises(UsageError, match=f"{flag.name} cannot be '{text}'"):
                 flags.parse(flag.name, text)
+
+
+def test_null_is_not_given_and_a_word_is_when_to_restart():
+    phase = {"name": "a", "nproc": None, "config": None}
+    loaded = plan.parse({"name": "p", "phases": [phase], "restart": "stall", "watch": None}, "p")
+    assert (loaded.phases[0], loaded.watch) == (plan.Phase("a"), plan.Watch())
+    assert loaded.restart == plan.Restart("stall")
 
 
 def test_plans_survive_yaml_and_back():
