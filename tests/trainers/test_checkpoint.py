@@ -188,8 +188,15 @@ def test_weights_and_settings_go_into_one_safetensors_file(tmp_path, capsys):
         assert json.loads(file.metadata()["settings"]) == {"a.b": 1}
         for name, weight in parts.model.state_dict().items():
             assert torch.equal(file.get_tensor(name), weight)
-    assert export.main([str(tmp_path), str(target)]) == 15
-    assert "has no checkpoint that verifies: there is none" in capsys.readouterr().err
+    for words, code, says in (
+        ((tmp_path, target), 15, "has no checkpoint that verifies: there is none"),
+        ((tmp_path / "run", tmp_path / "no" / "x"), 15, "cannot write"),
+        ((tmp_path / "run",), 13, "target"),
+    ):
+        capsys.readouterr()
+        assert export.main([str(word) for word in words]) == code
+        assert says in (error := capsys.readouterr().err)
+        assert error.count("\n") == 1
 
 
 def save_for_ever(run: Path) -> None:
