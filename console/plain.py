@@ -103,6 +103,8 @@ def status_lines(state: RunState) -> Iterator[str]:
         yield f"  newest pulse or record read: {duration(state.data_age_s)} old"
     if state.armed and state.state in LIVE_STATES:
         yield f"  armed: {state.armed}"
+    if state.backend:
+        yield f"  attention: {state.backend}"
     if state.directory_blocked_s >= 1:
         yield (
             f"  the run directory has not taken a write for {duration(state.directory_blocked_s)}; "

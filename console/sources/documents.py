@@ -233,7 +233,8 @@ def backend(env: Mapping[str, Any]) -> str:
     """Returns the effective backend in words, "" before rank 0 has written it."""
     held = env.get("backend")
     if isinstance(held, dict):
-        return ", ".join(f"{clean(str(k), 40)} {clean(str(v), 80)}" for k, v in held.items())
+        routes = list(held.items())[:8]
+        return ", ".join(f"{clean(str(k), 40)} {clean(str(v), 200)}" for k, v in routes)
     return clean(held, 200) if isinstance(held, str) else ""
 
 

@@ -11,7 +11,7 @@ from console.model import LaunchState, RunState
 from console.plain import shell_line
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, rule, wrap
+from console.tui.rows import Row, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
@@ -33,10 +33,17 @@ def live_launch(snapshot: Snapshot | None) -> tuple[RunState, LaunchState] | Non
     return (state, launch) if state and launch and launch.under_way else None
 
 
-def command_rows(title: str, line: str, note: str, width: int, height: int) -> list[Row]:
-    """Returns the command, wrapped; what is set in the environment stands out."""
+def command_rows(title: str, line: str, routes: str, width: int, height: int) -> list[Row]:
+    """Returns the command, wrapped; what is set in the environment stands out.
+
+    How the attention is really computed stands in the heading, or below it where that is too short.
+    """
+    note = f"attention: {routes}" if routes else "y copies it"
     rows = [rule(title, width, note)]
-    for text in wrap(line, width - 1, height - 1):
+    if note not in text_of(rows[0]):
+        rows = [rule(title, width, "y copies it")]
+        rows += [((text, "dim"),) for text in wrap(note, width - 1, max(1, height - 2))]
+    for text in wrap(line, width - 1, max(1, height - len(rows))):
         words: list[tuple[str, str]] = []
         for word in text.split():
             name, is_set, _ = word.partition("=")
@@ -80,7 +87,8 @@ class Command(DraftPanel):
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
         title, line = self.line(snapshot)
-        return command_rows(title, line or "…", "y copies it", width, height)
+        live = live_launch(snapshot)
+        return command_rows(title, line or "…", live[0].backend if live else "", width, height)
 
 
 class Checks(DraftPanel):
@@ -173,7 +181,7 @@ class Launch(Scrolls, View):
         if self.snapshot is None:
             return
         tall = height >= 30
-        lines = len(wrap(command.line(self.snapshot)[1], width - 1, 7 if tall else 2)) or 1
+        lines = len(command.rows(self.snapshot, width, 8 if tall else 3)) - 1
         state = self.snapshot.state
         both = 2 if state and state.gates and not live_launch(self.snapshot) else 1
         check = max(2, len(checks.rows(self.snapshot, width, (9 if tall else 3) * both)))

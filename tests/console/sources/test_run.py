@@ -31,6 +31,13 @@ def launch(tmp_path):
     return path
 
 
+def test_the_routes_of_the_attention_stand_in_the_status_and_are_harmless(launch):
+    held = {"cmp": "masked", "win": "banded (flash-attn is not installed)\x1b[31m\x1b]0;x\x07"}
+    directory.document(launch / "0-first" / rundir.ENV, {"v": 1, "backend": held})
+    lines = list(plain.status_lines(RunSource(launch).poll()))
+    assert "  attention: cmp masked, win banded (flash-attn is not installed)" in lines
+
+
 def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
     run = launch / "0-first"
     for step in (1, 2, 3):

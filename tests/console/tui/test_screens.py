@@ -137,6 +137,22 @@ def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails():
         assert part in whole, whole
 
 
+def test_the_route_that_the_attention_takes_stands_at_the_command():
+    """In its heading where that is long enough; a flag that is not followed says why."""
+    routes = "cmp masked, sel causal, win banded"
+    state = dataclasses.replace(recorded.running(), backend=routes)
+    text = seen(state, keys=("2",))
+    assert re.search(f"command of phase 2 plumbing ─+ attention: {routes}", text), text
+    assert "Attention works." in text
+    refused = f"{routes} (flash-attn is not installed)"
+    text = seen(dataclasses.replace(state, backend=refused), keys=("2",))
+    assert f"attention: {refused}" in text
+    assert "torchrun -m trainers.ddp" in text
+    text = seen(dataclasses.replace(state, backend=recorded.HOSTILE), keys=("2",))
+    assert "[red]boo[/red]" in text
+    assert all(line.isprintable() for line in text.splitlines())
+
+
 def test_header_and_launch_view_tell_the_same_step():
     held = recorded.phases()
     behind = dataclasses.replace(held[1], steps=39)
