@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from console.tui.rows import Row, wrap
+from console.tui.rows import Row, safe, wrap
 from console.tui.widgets.lines import Lines
 
 KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
@@ -33,10 +33,9 @@ class Answer(Lines):
         """Shows a text: `ok`, `error`, or `wait` while it is not known."""
         self.text = text
         self._until = time.monotonic() + KEEP_S[level]
-        rows = answer_rows(text, level, self.screen.size.width)
-        self.styles.height = len(rows)
+        self.shown = tuple(map(safe, answer_rows(text, level, self.screen.size.width)))
+        self.styles.height = len(self.shown)
         self._strips.clear()
-        self.shown = tuple(rows)
         self.refresh()
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from textual import events
 
-from console.tui.rows import Row, fill, rule, text_of
+from console.tui.rows import Row, fill, rule, safe, text_of
 from console.tui.widgets.lines import Lines
 
 MARK = "› "
@@ -57,7 +57,7 @@ class Picker(Lines, can_focus=True):
     def prepare(self, width: int, height: int) -> None:
         """Draws before the first layout, so that the first picture has it."""
         self.styles.height = height
-        self.shown = tuple(self.drawn(width, height))
+        self.shown = tuple(map(safe, self.drawn(width, height)))
 
     def drawn(self, width: int, height: int) -> list[Row]:
         """Returns the rows for a size."""

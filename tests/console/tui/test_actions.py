@@ -16,7 +16,7 @@ from console.tui.widgets.confirm import question_rows
 from console.tui.widgets.flags import next_value
 from tests.console.sources import directory
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, drive, picture, until
+from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
 from trainers.contract.errors import ContractError
 from trainers.contract.flags import FLAGS
 
@@ -134,6 +134,17 @@ def test_a_refusal_is_one_sentence_on_the_screen():
         await until(pilot, lambda: "✗ rank 1 does not catch it" in picture(app))
         await pilot.press("escape")
         await until(pilot, lambda: "does not catch" not in picture(app))
+
+    drive(app, body)
+
+
+def test_an_answer_is_text_and_no_command_to_the_terminal():
+    app = app_on(recorded.running(), actions=Asked(text=recorded.HOSTILE))
+
+    async def body(pilot):
+        await pilot.press("D", "y")
+        await until(pilot, lambda: "[red]boo[/red]" in picture(app))
+        assert all(line.isprintable() for line in lines(app))
 
     drive(app, body)
 
