@@ -11,79 +11,54 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from textual.app import App
-from textual.message import Message
+from typing import TYPE_CHECKING, Any
 
 from trainers.contract.errors import ContractError
+
+if TYPE_CHECKING:
+    from console.tui.main import ConsoleApp
 
 ANSWER_S = 15.0
 LIMIT_S = 20.0
 
 
-Then = Callable[[Any], object]
-Failed = Callable[[str], object]
+def beside(
+    app: ConsoleApp,
+    label: str,
+    work: Callable[[], Any],
+    then: Callable[[Any], object],
+    failed: Callable[[str], object] | None = None,
+) -> None:
+    """Runs `work` in a thread; `then` gets its result, `failed` the sentence of its error.
 
+    Without `failed` the screen says it. What comes after the time limit is dropped.
+    """
+    fail = failed or (lambda sentence: app.say(sentence, "error"))
+    settled = False
 
-class Done(Message):
-    """A deed ended: with a result, or with an error's sentence."""
+    def settle(end: Callable[[Any], object], outcome: Any) -> None:
+        nonlocal settled
+        if app.is_running and not settled:
+            settled = True
+            end(outcome)
+            app.feed.nudge()
 
-    def __init__(self, number: int, result: Any, error: str):
-        super().__init__()
-        self.number, self.result, self.error = number, result, error
+    def body() -> None:
+        try:
+            end, outcome = then, work()
+        except (ContractError, OSError) as problem:
+            end, outcome = fail, str(problem) or type(problem).__name__
+        except Exception as mistake:
+            text = f"{label} failed: {type(mistake).__name__}: {mistake}; please report it"
+            end, outcome = fail, text
+        app.call_later(settle, end, outcome)
 
-
-class Deeds:
-    """Starts deeds and knows which are not done. `finish` hands each result out once."""
-
-    def __init__(self, app: App[Any]):
-        self._app = app
-        self._last = 0
-        self._open: dict[int, tuple[Then, Failed | None]] = {}
-
-    def start(
-        self,
-        label: str,
-        work: Callable[[], Any],
-        then: Then,
-        failed: Failed | None = None,
-    ) -> None:
-        """Runs `work` in a thread; `then` gets its result, `failed` the sentence of its error."""
-        self._last += 1
-        number = self._last
-        self._open[number] = then, failed
-
-        def body() -> None:
-            result, error = None, ""
-            try:
-                result = work()
-            except (ContractError, OSError) as problem:
-                error = str(problem) or type(problem).__name__
-            except Exception as mistake:
-                error = f"{label} failed: {type(mistake).__name__}: {mistake}; please report it"
-            self._app.post_message(Done(number, result, error))
-
-        threading.Thread(target=body, name=f"deed-{label}", daemon=True).start()
-        late = (
-            f"{label}: no answer within {LIMIT_S:.0f} s; the directory may be frozen, "
-            "and what was asked may still happen"
-        )
-        self._app.set_timer(LIMIT_S, lambda: self._give_up(Done(number, None, late)))
-
-    def _give_up(self, done: Done) -> None:
-        if done.number in self._open:
-            self._app.post_message(done)
-
-    def finish(self, done: Done, say: Failed) -> None:
-        """Hands a result to who waits for it; drops one that is late or was given up."""
-        then, failed = self._open.pop(done.number, (None, None))
-        if then is None:
-            return
-        if done.error:
-            (failed or say)(done.error)
-        else:
-            then(done.result)
+    late = (
+        f"{label}: no answer within {LIMIT_S:.0f} s; the directory may be frozen, "
+        "and what was asked may still happen"
+    )
+    threading.Thread(target=body, name=f"deed-{label}", daemon=True).start()
+    app.set_timer(LIMIT_S, lambda: settle(fail, late))
 
 
 def request(path: Path, action: str, args: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from console.model import LaunchState, RunState
 from console.tui import questions
+from console.tui.deeds import beside
 from console.tui.questions import CannotAsk, Choice, Question, Target
 from trainers.contract import rundir
 
@@ -103,7 +104,7 @@ class Doing:
         """Asks the supervisor for something, beside the screen, and shows its answer."""
         self.me.say(f"{action}: asked …", "wait")
         work = partial(self.me.request, path, action, args)
-        self.me.deeds.start(action, work, self.me.say)
+        beside(self.me, action, work, self.me.say)
 
     # --- launching -----------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class Doing:
             app.repaint_view()
 
         work = partial(self.actions.prepare, draft.options(self.actions))
-        app.deeds.start("check", work, done, failed)
+        beside(app, "check", work, done, failed)
 
     async def do_launch(self) -> None:
         """Goes on with the launch that waits, or asks whether to launch the draft."""
@@ -149,7 +150,7 @@ class Doing:
             app.feed.follow(path)
             app.run_worker(app.show_view("dashboard"))
 
-        app.deeds.start("launch", lambda: actions.launch(options, actions.who()), launched)
+        beside(app, "launch", lambda: actions.launch(options, actions.who()), launched)
 
     def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None:
         """Asks the supervisor to change a flag for the next phase."""

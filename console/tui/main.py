@@ -6,6 +6,7 @@ import gc
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,10 +15,9 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Key
-from textual.message import Message
 
 from console.tui import copying, keys
-from console.tui.deeds import Deeds, Done, request
+from console.tui.deeds import request
 from console.tui.doing import Doing, preload
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
@@ -37,14 +37,6 @@ if TYPE_CHECKING:
     from console.sources.run import RunSource
 
 TICK_S = 1.0
-
-
-class Fresh(Message):
-    """The feed has made a snapshot."""
-
-    def __init__(self, snapshot: Snapshot):
-        super().__init__()
-        self.snapshot = snapshot
 
 
 def bindings() -> list[Binding]:
@@ -90,8 +82,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self._actions = actions
         self.request = request
         self.book = LogBook()
-        self.feed = Feed(self._deliver, wanted_series, path, root, opener)
-        self.deeds = Deeds(self)
+        self.feed = Feed(partial(self.call_later, self.take), wanted_series, path, root, opener)
         self.snapshot: Snapshot | None = None
         self.paused = False
         self.view_name = "dashboard"
@@ -141,15 +132,14 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         gc.freeze()
         gc.enable()
 
-    def _deliver(self, snapshot: Snapshot) -> None:
-        self.post_message(Fresh(snapshot))
-
     @property
     def view(self) -> View:
         return self.views[self.view_name]
 
-    def on_fresh(self, message: Fresh) -> None:
-        snapshot = message.snapshot
+    def take(self, snapshot: Snapshot) -> None:
+        """Shows what the feed has read; what comes while the screen is taken apart is dropped."""
+        if not self.is_running:
+            return
         if self.snapshot is None:
             self._first(snapshot)
         self.snapshot = snapshot
@@ -249,10 +239,6 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Draws the view again from what is known."""
         if self.snapshot is not None:
             self.view.take(self.snapshot)
-
-    def on_done(self, done: Done) -> None:
-        self.deeds.finish(done, lambda sentence: self.say(sentence, "error"))
-        self.feed.nudge()
 
     def say(self, text: str, level: str = "ok") -> None:
         """Shows what became of a deed."""

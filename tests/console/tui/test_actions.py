@@ -9,7 +9,6 @@ import pytest
 
 from console.tui import questions
 from console.tui.deeds import request
-from console.tui.main import Fresh
 from console.tui.questions import CannotAsk
 from console.tui.rows import text_of
 from console.tui.widgets.confirm import question_rows
@@ -77,7 +76,7 @@ def test_the_target_is_frozen_when_the_question_opens():
         await pilot.press("D")
         await until(pilot, lambda: "Dump the stacks of 2 ranks?" in picture(app))
         other = recorded.running(id="another/0-run", path="/nowhere/another/0-run")
-        app.on_fresh(Fresh(dataclasses.replace(app.snapshot, state=other)))
+        app.take(dataclasses.replace(app.snapshot, state=other))
         await pilot.pause()
         assert "1-plumbing" in picture(app)
         await pilot.press("y")
@@ -302,7 +301,7 @@ def test_the_picture_is_held_and_let_go():
         await pilot.press("p")
         await until(pilot, lambda: "picture paused" in picture(app))
         later = dataclasses.replace(app.snapshot, state=recorded.running(step=77))
-        app.on_fresh(Fresh(later))
+        app.take(later)
         await pilot.pause()
         assert "41/100" in picture(app)
         await pilot.press("p")

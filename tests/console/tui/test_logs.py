@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from console.model import LogLine
-from console.tui.main import Fresh
 from console.tui.widgets.logtail import BACKLOG
 from tests.console.tui import recorded
 from tests.console.tui.recorded import app_on, drive, lines, picture, until
@@ -92,7 +91,7 @@ def test_what_is_held_in_the_log_stays_when_lines_come(logged):
         snapshot = dataclasses.replace(
             app.snapshot, log=tuple(LogLine("r0", f"new {i}") for i in range(5)), log_begins=False
         )
-        app.on_fresh(Fresh(snapshot))
+        app.take(snapshot)
         await pilot.pause()
         assert lines(app)[3:20] == before
         await pilot.press("G")
@@ -100,7 +99,7 @@ def test_what_is_held_in_the_log_stays_when_lines_come(logged):
         assert "new 4" in picture(app)
         await pilot.press("g")
         many = tuple(LogLine("r0", f"later {i}") for i in range(BACKLOG))
-        app.on_fresh(Fresh(dataclasses.replace(snapshot, log=many)))
+        app.take(dataclasses.replace(snapshot, log=many))
         await pilot.pause()
         assert "later 0 " in f"{lines(app)[3]} "
         assert "[all]  r0" in lines(app)[2]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from console.sources.stacks import Frame, Stack, Thread
 from console.tui.feed import Snapshot, find_newest
-from console.tui.main import Fresh
 from console.tui.rows import text_of, width_of
 from console.tui.screens.dashboard import shape
 from console.tui.widgets.alertline import alert_row, notices
@@ -220,11 +219,11 @@ def test_the_picture_that_nothing_changes_sends_nothing():
         before = {widget: widget.repaints for widget in app.query(Lines)}
         again = dataclasses.replace(app.snapshot, log=(), log_begins=False)
         for _ in range(3):
-            app.on_fresh(Fresh(again))
+            app.take(again)
             await pilot.pause()
         assert {widget: widget.repaints for widget in app.query(Lines)} == before
         state = dataclasses.replace(again.state, step=42)
-        app.on_fresh(Fresh(dataclasses.replace(again, state=state)))
+        app.take(dataclasses.replace(again, state=state))
         changed = {w.id for w in app.query(Lines) if w.repaints != before[w]}
         assert changed == {"header"}
 
