@@ -15,7 +15,7 @@ from statistics import median
 
 from console.diagnose.readings import Past, Readings
 from console.diagnose.stall import diagnose, furthest_behind, limit_s
-from console.model import Level
+from console.model import Gpu, Level
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import WATCH_ACTIONS, Watch
 
@@ -108,27 +108,25 @@ def _throughput_drop(_now: Readings, past: Past, _watch: Watch) -> Found | None:
     return Found(ratio, f"throughput has fallen to at most {ratio:.0%} of this run's own before")
 
 
-def _non_finite(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    first = _rank0(now)
-    if first is None:
-        return None
-    return Found(float(past.nonfinite), f"the loss of step {first} is not finite")
+def _in_a_row(count: Callable[[Past], int], sentence: str) -> Measure:
+    """Counts rank 0's progress records in a row; the sentence names `count` and `step`."""
+
+    def measure(now: Readings, past: Past, _watch: Watch) -> Found | None:
+        if 0 not in now.progress:
+            return None
+        held = count(past)
+        return Found(float(held), sentence.format(count=held, step=now.progress[0].step))
+
+    return measure
 
 
-def _zero_gradient(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    first = _rank0(now)
-    if first is None:
-        return None
-    count = past.zero_grads
-    return Found(float(count), f"the gradient norm is zero in {count} records up to step {first}")
-
-
-def _gate_collapse(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    first = _rank0(now)
-    if first is None:
-        return None
-    count = past.collapsed
-    return Found(float(count), f"the gate uses one branch only, {count} records up to step {first}")
+_non_finite = _in_a_row(lambda past: past.nonfinite, "the loss of step {step} is not finite")
+_zero_gradient = _in_a_row(
+    lambda past: past.zero_grads, "the gradient norm is zero in {count} records up to step {step}"
+)
+_gate_collapse = _in_a_row(
+    lambda past: past.collapsed, "the gate uses one branch only, {count} records up to step {step}"
+)
 
 
 def _gate_never_learned(_now: Readings, past: Past, _watch: Watch) -> Found | None:
@@ -181,21 +179,6 @@ def _loader_slow(now: Readings, _past: Past, _watch: Watch) -> Found | None:
     return Found(share, f"rank {rank} waits for data in {min(share, 1.0):.0%} of its step time")
 
 
-def _gpu_lost(now: Readings, _past: Past, _watch: Watch) -> Found | None:
-    if not now.gpus:
-        return None
-    lost = [gpu for gpu in now.gpus if gpu.state == "lost"]
-    return Found(float(len(lost)), "; ".join(f"GPU {gpu.index} is {gpu.why}" for gpu in lost))
-
-
-def _xid(now: Readings, _past: Past, _watch: Watch) -> Found | None:
-    if not now.gpus:
-        return None
-    named = [gpu for gpu in now.gpus if gpu.xid]
-    text = "; ".join(f"the driver reports Xid {gpu.xid} on GPU {gpu.index}" for gpu in named)
-    return Found(float(len(named)), text)
-
-
 def _ecc(now: Readings, past: Past, _watch: Watch) -> Found | None:
     risen = [
         (gpu.ecc_uncorrected - past.ecc.get(gpu.index, 0), gpu.index) for gpu in now.gpus
@@ -207,12 +190,20 @@ def _ecc(now: Readings, past: Past, _watch: Watch) -> Found | None:
     return Found(float(count), f"GPU {index} had {count} uncorrected memory errors in this run")
 
 
-def _throttle(now: Readings, _past: Past, _watch: Watch) -> Found | None:
-    if not now.gpus:
-        return None
-    slow = [gpu for gpu in now.gpus if gpu.throttle]
-    text = "; ".join(f"GPU {gpu.index} is slowed down ({gpu.throttle})" for gpu in slow)
-    return Found(float(len(slow)), text)
+def _gpus_with(test: Callable[[Gpu], object], sentence: str) -> Measure:
+    """Counts the GPUs of which something is true, with a sentence for each `gpu`."""
+
+    def measure(now: Readings, _past: Past, _watch: Watch) -> Found | None:
+        found = [gpu for gpu in now.gpus if test(gpu)]
+        text = "; ".join(sentence.format(gpu=gpu) for gpu in found)
+        return Found(float(len(found)), text) if now.gpus else None
+
+    return measure
+
+
+_gpu_lost = _gpus_with(lambda gpu: gpu.state == "lost", "GPU {gpu.index} is {gpu.why}")
+_xid = _gpus_with(lambda gpu: gpu.xid, "the driver reports Xid {gpu.xid} on GPU {gpu.index}")
+_throttle = _gpus_with(lambda gpu: gpu.throttle, "GPU {gpu.index} is slowed down ({gpu.throttle})")
 
 
 def _imbalance(_now: Readings, past: Past, _watch: Watch) -> Found | None:
@@ -238,11 +229,6 @@ def _clock(now: Readings, past: Past, _watch: Watch) -> Found | None:
     if ahead > past.jump_s:
         return Found(ahead, f"the newest record is {ahead:.0f} s in the future")
     return Found(past.jump_s, f"the wall clock jumped by {past.jump_s:.0f} s")
-
-
-def _rank0(now: Readings) -> int | None:
-    """Returns the step of the newest progress record of rank 0."""
-    return now.progress[0].step if 0 in now.progress else None
 
 
 TABLE: tuple[Rule, ...] = (
