@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache
@@ -54,12 +53,8 @@ class Document:
 
     def read(self) -> dict[str, Any]:
         """Returns the object; the last good one while the file cannot be read."""
-        try:
-            status = os.lstat(self.path)
-        except OSError:
-            return self._record
-        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if stamp == self._stamp:
+        stamp = rundir.stamp(self.path)
+        if stamp is None or stamp == self._stamp:
             return self._record
         self._stamp = stamp
         record = rundir.read_json(self.path)

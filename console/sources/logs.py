@@ -22,7 +22,8 @@ class _File:
     def __init__(self, run: Path, path: Path, source: str):
         self._run, self.path, self.source = run, path, source
         self._kept = rundir.kept_log(path)
-        self._part = self._kept_part()
+        self._part = rundir.stamp(self._kept)
+        """Of the newest part that was cut off."""
         self._offset = -1
         self._inode = 0
         self._carry = b""
@@ -53,21 +54,13 @@ class _File:
             self._carry = b""
         return lines
 
-    def _kept_part(self) -> tuple[int, int]:
-        """Returns what tells the newest part that was cut off from an older one."""
-        try:
-            status = os.stat(self._kept, follow_symlinks=False)
-        except OSError:
-            return 0, 0
-        return status.st_ino, status.st_mtime_ns
-
     def _is_cut(self, size: int) -> bool:
         """Says whether the file begins anew, also when it has grown past the offset again.
 
         The cut follows after the part that was copied has its name: until then, the file is as
         long as that part.
         """
-        part = self._kept_part()
+        part = rundir.stamp(self._kept)
         new = part != self._part and size < jsonl.size_bytes(self._kept, self._run)
         if new:
             self._part = part

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from console.history import Points
 from console.model import LIVE_STATES, LogLine, RunState
+from trainers.contract import rundir
 
 if TYPE_CHECKING:
     from console.sources.logs import LogSource
@@ -53,7 +54,6 @@ def open_source(path: Path) -> RunSource:
 def find_newest(root: Path) -> Path | None:
     """Returns the newest launch under `root` that still lives, else the newest, None without."""
     from console.sources import documents, launches
-    from trainers.contract import rundir
 
     found = launches.launches(root)[:50]
     for path in found:
@@ -88,7 +88,7 @@ class Feed:
         self._state: RunState | None = None
         self._logs: LogSource | None = None
         self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
-        self._stamps: tuple[int, ...] = ()
+        self._stamps: list[object] = []
         self._nudged = threading.Event()
         self._taken = threading.Event()
         self._stopped = False
@@ -177,17 +177,11 @@ class Feed:
             self._stacks = (mark, stacks.latest(run, [rank.rank for rank in state.ranks]))
         return self._stacks[1]
 
-    def _stamp(self) -> tuple[int, ...]:
+    def _stamp(self) -> list[object]:
         source = self._source
         if source is None or source.run_path is None:
-            return ()
-        stamps = []
-        for name in STAMPED:
-            try:
-                stamps.append(os.stat(source.run_path / name).st_mtime_ns)
-            except OSError:
-                stamps.append(0)
-        return tuple(stamps)
+            return []
+        return [rundir.stamp(source.run_path / name) for name in STAMPED]
 
     def _wait(self) -> None:
         behind = self._state is not None and self._state.behind_bytes > 0
