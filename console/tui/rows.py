@@ -83,44 +83,27 @@ def rule(title: str, width: int, right: str = "", focused: bool = False, line: s
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
     """Breaks text at spaces into lines of at most `width` cells, at most `limit` of them."""
-    lines: list[str] = []
-    line = ""
-    width = max(2, width)
-    for word in text.split():
-        while cell_len(word) > width:
-            if line:
-                lines.append(line)
-                line = ""
-            head = set_cell_size(word, width).rstrip()
-            lines.append(head)
-            word = word[len(head) :]
-        if line and cell_len(line) + 1 + cell_len(word) > width:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
-    if line:
-        lines.append(line)
-    if len(lines) > limit:
-        last = cut(" ".join(lines[limit - 1 :]), width)
-        head, blank, _ = last.rpartition(" ")
-        lines = [*lines[: limit - 1], f"{head} …" if blank else last]
-    return lines
+    text = " ".join(text.split())
+    if not text:
+        return []
+    *lines, last = chop(text, max(2, width), limit, 0)
+    whole_words, blank, _ = last.rpartition(" ")
+    return [*lines, f"{whole_words} …" if blank and not text.endswith(last) else last]
 
 
-def chop(text: str, width: int, limit: int = 20) -> list[str]:
+def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
     """Breaks text into lines of at most `width` cells, at spaces where there are any; blanks stay.
 
-    Unlike `wrap` it keeps the spacing of the text: logs are often tables.
+    Unlike `wrap` it keeps the spacing of the text: logs are often tables. A space before `first`
+    (the middle of the line) is none to break at.
     """
     lines: list[str] = []
     while cell_len(text) > width and len(lines) < limit - 1:
-        head = set_cell_size(text, width).rstrip("\0")
-        space = head.rfind(" ", width // 2)
-        head = head[:space] if space > 0 else head.rstrip()
-        head = head or text[:1]
-        lines.append(head)
-        text = text[len(head) :].lstrip(" ")
+        reach = len(set_cell_size(text, width + 1))
+        space = text.rfind(" ", width // 2 if first is None else first, reach)
+        head = text[:space] if space > 0 else set_cell_size(text, width).rstrip()
+        lines.append(head or text[:1])
+        text = text[len(lines[-1]) :].lstrip(" ")
     return [*lines, cut(text, width)]
 
 
