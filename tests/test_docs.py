@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from console.cli import build_parser
-from console.tui import keys
+from docs.keys import as_markdown
 from trainers.contract import rundir
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ def test_make_targets_exist(target):
 
 
 def test_the_keys_in_the_documents_are_those_of_the_table():
-    assert keys.as_markdown() in (ROOT / "docs/keys.md").read_text()
+    assert as_markdown() in (ROOT / "docs/keys.md").read_text()
 
 
 def test_the_run_directory_document_names_every_file_of_the_contract():

@@ -101,14 +101,3 @@ BUTTONS: tuple[tuple[str, str], ...] = (
 def for_view(view: str) -> tuple[Key, ...]:
     """Returns the keys that do something in a view, in the order of the table."""
     return tuple(key for key in TABLE if view in key.views)
-
-
-def as_markdown() -> str:
-    """Returns the table for the documents."""
-    lines = ["| key | does | where |", "| --- | --- | --- |"]
-    for key in TABLE:
-        names = " ".join(f"`{NAMES.get(name, name)}`" for name in key.keys)
-        where = "everywhere" if key.views == VIEWS else ", ".join(key.views)
-        asks = f" (asks; {key.asks})" if key.asks else ""
-        lines.append(f"| {names} | {key.help}{asks} | {where} |")
-    return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ from console.tui.screens.launch import Launch
 from console.tui.screens.logs import LogView
 from console.tui.screens.stall import Stall
 from console.tui.widgets.footer import footer_row
+from docs.keys import as_markdown
 
 CLASSES = {"dashboard": Dashboard, "launch": Launch, "stall": Stall, "logs": LogView}
 TAKEN_BY_TERMINALS = {"ctrl+a", "ctrl+b", "ctrl+s", "ctrl+q", "ctrl+z"}
@@ -67,7 +68,7 @@ def test_the_help_names_every_key_of_the_view(view):
 
 
 def test_the_documents_are_drawn_from_the_table():
-    text = keys.as_markdown()
+    text = as_markdown()
     assert all(key.help in text for key in keys.TABLE)
     assert len(text.splitlines()) == len(keys.TABLE) + 2
     assert text in (Path(__file__).parents[3] / "docs" / "keys.md").read_text()
