@@ -72,9 +72,13 @@ def short(value: float | None) -> str:
 
 
 def figure(value: float, unit: str) -> str:
-    """Returns a figure in its unit."""
+    """Returns a figure in its unit; losses and entropies with three decimals, as they are read."""
     if not math.isfinite(value):
         return str(value)
+    if unit in ("nats", "nats/token"):
+        return f"{value:.3f}"
+    if unit == "tokens":
+        return short(value)
     if unit == "share":
         return f"{value * 100:.1f} %" if value < 0.9995 else "100 %"
     if unit == "MiB":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from console.model import Figure, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, cut, fill, rule
+from console.tui.rows import Row, fill, rule
 from console.tui.widgets.lines import Panel
 
 OLD_S = 30.0
@@ -47,6 +47,7 @@ LINES: tuple[Line, ...] = (
     Line("bytes right", ("bytes_right",)),
     Line("entropy", ("gate_entropy_mean",), _gate_min),
     Line("grad norm", ("grad_norm",)),
+    Line("saved step", ("checkpoint_step",)),
     Line("lr", ("lr",)),
     Line("MFU", ("mfu",)),
     Line("memory", ("gpu_mem_reserved", "rss_mib"), lambda figures: "largest"),
@@ -64,11 +65,15 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
     rows = [rule("now", width)]
     label_width, value_width = 11, 8
     note_width = width - label_width - value_width - 1
+    figures = dict(state.figures)
+    saved = state.checkpoint.removeprefix("step_")
+    if saved.isdecimal():
+        figures["checkpoint_step"] = Figure(float(saved), "", "", now)
     for line in LINES:
-        figure = next((state.figures[n] for n in line.names if n in state.figures), None)
+        figure = next((figures[name] for name in line.names if name in figures), None)
         if figure is None or (line.only_above is not None and figure.value <= line.only_above):
             continue
-        note = line.note(state.figures)
+        note = line.note(figures)
         old = now - figure.at
         if old > OLD_S and state.data_age_s is not None:
             note = f"{fmt.age(old)} old"
@@ -77,33 +82,16 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
         rows.append(
             (
                 (fill(line.label, label_width), "dim"),
-                (fill(value_text(line.names[0], figure), value_width, right=True), "strong"),
+                (fill(fmt.figure(figure.value, figure.unit), value_width, right=True), "strong"),
                 (" " + note if len(note) <= note_width else "", "dim"),
             )
         )
-        if line.label == "entropy" and (shares := _branches(state.figures)):
+        if line.label == "entropy" and (shares := _branches(figures)):
             label = fill("cmp sel win", label_width)
             rows.append(((label, "dim"), (f" {shares} %", "strong")))
-    if state.checkpoint:
-        digits = state.checkpoint.removeprefix("step_")
-        saved = fmt.count(int(digits)) if digits.isdecimal() else cut(digits, value_width)
-        rows.insert(
-            min(len(rows), 7),
-            ((fill("saved step", label_width), "dim"),
-             (fill(saved, value_width, right=True), "strong")),
-        )  # fmt: skip
     if len(rows) == 1:
         rows.append((("no figures yet", "dim"),))
     return rows[:height]
-
-
-def value_text(name: str, figure: Figure) -> str:
-    """Returns the value; the loss with three decimals, as it is read."""
-    if name in ("loss", "gate_entropy_mean"):
-        return f"{figure.value:.3f}"
-    if name == "tokens_total":
-        return fmt.short(figure.value)
-    return fmt.figure(figure.value, figure.unit)
 
 
 class FiguresPanel(Panel):
