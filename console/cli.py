@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 from console.commands import output
 from console.commands.output import OutputError
 from console.sources import launches
+from trainers.contract import environ
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
@@ -36,7 +38,7 @@ EXITS: dict[int, str] = {
 ANSWER_S = 15.0
 LONGEST_S = 86_400.0
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 5, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,13 +71,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def screen(options: argparse.Namespace) -> int:
-    """Opens the screen on a run, or on the plan that fits this machine."""
+    """Opens the screen on a run, or on the plan that fits this machine.
+
+    Garbage is not collected until the first picture stands: nothing of the start-up is garbage.
+    """
     if not output.is_terminal():
         raise UsageError("the screen needs a terminal; use a subcommand (nsa-console --help)")
     path = launches.find(options.run, options.root) if options.run else None
-    from console.tui.app import run
+    from console.tui.terminal import detect
 
-    return run(path, options.plan, options.root, options.mouse)
+    terminal = detect(environ.snapshot(), options.mouse)
+    if terminal.dumb:
+        raise UsageError(
+            "this terminal cannot show the screen (TERM is dumb or not set); "
+            "use `nsa-console watch RUN --plain`"
+        )
+    gc.disable()
+    from console.tui import palette
+    from console.tui.main import ConsoleApp
+
+    palette.ascii_only = terminal.ascii_only
+    app = ConsoleApp(path, options.plan, options.root, terminal)
+    app.run(mouse=terminal.mouse)
+    app.feed.stop()
+    return FAILED if app.return_code else 0
 
 
 def watch(options: argparse.Namespace) -> int:

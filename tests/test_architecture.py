@@ -108,7 +108,7 @@ def test_the_environment_is_read_in_one_module():
         ("import trainers.settings", ("torch", "numpy", "datasets")),
         ("import console.cli", ("torch", "numpy", "pandas", "textual", "yaml", "psutil")),
         ("import console.supervisor.__main__", ("torch", "numpy", "pandas", "textual")),
-        ("import console.tui.app", ("torch", "numpy", "pandas", "datasets")),
+        ("import console.tui.main", ("torch", "numpy", "pandas", "datasets")),
         (
             "import sys; sys.argv = ['x', 'status', '--json', 'latest']\n"
             "from console.cli import main\nassert main() == 0",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rich.style import Style
 
 STYLES: dict[str, Style] = {
@@ -35,15 +33,16 @@ STATE_STYLE = {
 }  # fmt: skip
 LEVEL_STYLE = {"info": "info", "warn": "warn", "crit": "crit"}
 
-_plain: Callable[[str], str] | None = None
-
-
-def use(plain: Callable[[str], str] | None) -> None:
-    """Says how text is made plain for a terminal without UTF-8; None for any other."""
-    global _plain
-    _plain = plain
+PLAIN = str.maketrans(
+    "─│…–·×→←↓↑◂▸›✓✗○●▏▎▍▌▋▊▉█°", "-|~-.x><vv<>>+x.*::::####o"
+)  # fmt: skip
+"""One ASCII character for each one that the screen draws, so that columns keep their places."""
+ascii_only = False
+"""Of a terminal without UTF-8."""
 
 
 def drawn(text: str) -> str:
-    """Returns text as the terminal can show it."""
-    return text if _plain is None else _plain(text)
+    """Returns text as the terminal can show it, cell for cell."""
+    if not ascii_only or text.isascii():
+        return text
+    return "".join(c if c.isascii() else "?" for c in text.translate(PLAIN))

@@ -7,11 +7,6 @@ from dataclasses import dataclass
 
 from console.tui.chartmath import Mode
 
-PLAIN = str.maketrans(
-    "─│…–·×→←↓↑◂▸›✓✗○●▏▎▍▌▋▊▉█°", "-|~-.x><vv<>>+x.*::::####o"
-)  # fmt: skip
-"""One ASCII character for each one that the screen draws, so that columns keep their places."""
-
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
@@ -21,12 +16,6 @@ class Terminal:
     ascii_only: bool = False
     mouse: bool = False
     dumb: bool = False
-
-    def plain(self, text: str) -> str:
-        """Returns text as this terminal can show it, cell for cell."""
-        if not self.ascii_only or text.isascii():
-            return text
-        return "".join(c if c.isascii() else "?" for c in text.translate(PLAIN))
 
 
 def detect(environment: Mapping[str, str], mouse: bool | None) -> Terminal:

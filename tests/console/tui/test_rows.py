@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from console.tui import format as fmt
-from console.tui import rows
+from console.tui import palette, rows
 from console.tui.terminal import Terminal, detect
 from console.tui.widgets.chart import LABEL, Chart, Time, chart_rows, scale_label
 
@@ -129,6 +131,7 @@ def test_terminals_without_utf8_or_cursor_control_are_known():
 
 @given(texts)
 def test_plain_text_is_ascii_and_as_long(text):
-    plain = Terminal(ascii_only=True).plain(text)
+    with patch.object(palette, "ascii_only", True):
+        plain = palette.drawn(text)
     assert plain.isascii()
     assert len(plain) == len(text)
