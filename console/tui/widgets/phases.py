@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from console.model import RESULTS, Gate, PhaseState
-from console.sources.documents import setting_int
+from console.sources import documents
 from console.tui import format as fmt
 from console.tui.palette import STATE_STYLE
 from console.tui.rows import Row, columns, fill, rule, width_of, wrap
@@ -18,14 +20,9 @@ SIGNS = {"pass": ("✓", "ok"), "fail": ("✗", "crit"), "unknown": ("?", "warn"
 
 def planned_phases(plan: Any) -> tuple[PhaseState, ...]:
     """Returns the phases of a plan that has not been launched."""
-    return tuple(
-        PhaseState(
-            index=i, name=phase.name, proves=phase.proves, state="next" if i == 0 else "later",
-            why="", result="", steps=None, started_ts=None, ended_ts=None, dir="",
-            steps_planned=setting_int({"set": phase.set}, "train.steps"),
-        )
-        for i, phase in enumerate(plan.phases)
-    )  # fmt: skip
+    planned = {"phases": [asdict(phase) for phase in plan.phases]}
+    state = {"phases": [{"state": "next"}]}
+    return documents.launch_state(Path(), plan.name, planned, state).phases
 
 
 def phase_rows(
