@@ -109,11 +109,10 @@ class LogView(Scrolls, View):
         if self.book.epoch != self._seen[0]:
             self.bottom = self.at = None
         self._seen = seen
-        self._sources = list(dict.fromkeys((ALL, *(line.source for line in self.book.lines))))
+        held = self.book.lines
+        self._sources = list(dict.fromkeys((ALL, *(line.source for _, line in held))))
         every = self.source == ALL
-        self._lines = [
-            held for held in self.book.since(0) if every or held[1].source == self.source
-        ]
+        self._lines = [entry for entry in held if every or entry[1].source == self.source]
 
     def redraw(self) -> None:
         pane = self.query_one(LogPane)
