@@ -19,16 +19,11 @@ from console.plans.preflight import Check
 from console.sources import launches
 from console.sources.run import RunSource
 from console.supervisor import orders, start
-from console.supervisor.orders import FlagValue, Orders
+from console.supervisor.orders import Orders
 from console.supervisor.requests import ACTIONS, Action, Mailbox, check
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
 from trainers.contract.plan import BETWEEN, Between, Phase, Plan
-
-__all__ = [
-    "ACTIONS", "Action", "Check", "LaunchOptions", "Prepared", "PreparedPhase", "answer", "launch",
-    "prepare", "send", "who",
-]  # fmt: skip
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 ANSWER_POLL_S = 0.05
@@ -57,27 +52,12 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedPhase:
-    """What would be started: the command, its flags with origins, its whole environment."""
-
-    name: str
-    argv: tuple[str, ...]
-    flags: Mapping[str, FlagValue]
-    environment: Mapping[str, str]
-    settings: Mapping[str, Mapping[str, Any]]
-
-    def shell(self) -> str:
-        """Returns the flags and the command as one line for a shell."""
-        return shell_line(self.argv, {name: flag.value for name, flag in self.flags.items()})
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that was checked and not begun."""
+    """A launch that was checked and not begun; `phases` are what their run.json would hold."""
 
     plan: Plan
     directory: Path
-    phases: tuple[PreparedPhase, ...]
+    phases: tuple[Mapping[str, Any], ...]
     checks: tuple[Check, ...]
     orders: Orders
 
@@ -85,21 +65,32 @@ class Prepared:
     def ok(self) -> bool:
         return not any(check.result == "fail" for check in self.checks)
 
+    def shell(self, index: int) -> str:
+        """Returns the flags and the command of a phase as one line for a shell."""
+        phase = self.phases[index]
+        flags = {name: flag["value"] for name, flag in phase["flags"].items()}
+        return shell_line(phase["argv"], flags)
+
     def as_dict(self) -> dict[str, Any]:
+        shown = ("argv", "flags", "environment", "settings")
         return {
             "plan": self.plan.name, "ok": self.ok, "directory": str(self.directory),
             "inherited": sorted(orders.inherited()), "may_inherit": list(environ.INHERITED),
             "hook": self.orders.hook.as_dict(),
             "checks": [asdict(item) for item in self.checks],
-            "phases": [asdict(phase) | {"shell": phase.shell()} for phase in self.phases],
+            "phases": [
+                {key: phase[key] for key in shown}
+                | {"name": phase["phase"], "shell": self.shell(index)}
+                for index, phase in enumerate(self.phases)
+            ],
         }  # fmt: skip
 
     def lines(self) -> list[str]:
         """Returns checks, commands and environments as text."""
         found = [f"{item.result:<8} {item.name}: {item.text}" for item in self.checks]
-        for phase in self.phases:
-            found += [f"phase {phase.name}", f"  {phase.shell()}", "  environment:"]
-            found += [f"    {name}={shlex.quote(v)}" for name, v in phase.environment.items()]
+        for index, phase in enumerate(self.phases):
+            found += [f"phase {phase['phase']}", f"  {self.shell(index)}", "  environment:"]
+            found += [f"    {name}={shlex.quote(v)}" for name, v in phase["environment"].items()]
         return found
 
 
@@ -116,8 +107,8 @@ def prepare(options: LaunchOptions) -> Prepared:
         start.git_facts(catalog.PROJECT), settings.load(),
     )  # fmt: skip
     case = preflight.Case(plan, directory, options.devices, given.hook)
-    checks = preflight.run(case, lambda index: given.settings(index, given.flags(index, {})))
-    phases = tuple(_prepared_phase(given, index, directory) for index in range(len(plan.phases)))
+    phases = tuple(_run_record(given, index, directory) for index in range(len(plan.phases)))
+    checks = preflight.run(case, [phase["settings"] for phase in phases])
     return Prepared(plan, directory, phases, checks, given)
 
 
@@ -204,18 +195,13 @@ def _directory(options: LaunchOptions, plan: str) -> Path:
     return path
 
 
-def _prepared_phase(given: Orders, index: int, directory: Path) -> PreparedPhase:
-    phase = given.plan.phases[index]
-    chosen = given.flags(index, {})
-    run = directory / f"{index}-{phase.name}"
+def _run_record(given: Orders, index: int, directory: Path) -> Mapping[str, Any]:
+    run = directory / f"{index}-{given.plan.phases[index].name}"
     contract = {
         environ.RUN_DIR: str(run.absolute()), environ.RUN_ID: f"{given.launch}/{run.name}",
         environ.ATTEMPT: "1",
     }  # fmt: skip
-    argv = orders.argv(phase, given.plan.watch.grace_s, rundir.logs(run, 1))
-    resolved = given.settings(index, chosen)
-    environment = orders.environment(phase, chosen, contract)
-    return PreparedPhase(phase.name, tuple(argv), chosen, environment, resolved)
+    return given.run_record(index, run, given.flags(index, {}), contract)
 
 
 def adopt(path: Path, sure: bool = False) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -196,11 +196,11 @@ CHECKS: Mapping[str, Callable[[Case], Found]] = {
 }  # fmt: skip
 
 
-def run(case: Case, settings: Callable[[int], Mapping[str, object]]) -> tuple[Check, ...]:
-    """Returns all checks; `settings` resolves a phase's and raises UsageError by itself."""
+def run(case: Case, settings: Sequence[Mapping[str, object]]) -> tuple[Check, ...]:
+    """Returns all checks; `settings` are those of the phases, which do fit together."""
     checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
-    for index, phase in enumerate(case.plan.phases):
-        count = len(settings(index))
+    for phase, resolved in zip(case.plan.phases, settings, strict=True):
+        count = len(resolved)
         text = f"{count} settings fit together" if count else "a foreign program, not checked"
         checks.append(Check(f"config {phase.name}", "pass", text))
     return tuple(checks)

@@ -38,7 +38,7 @@ class Draft:
 
     def shell(self) -> str:
         """Returns the exact command of the first phase, with its flags."""
-        return self.prepared.phases[0].shell() if self.prepared is not None else ""
+        return self.prepared.shell(0) if self.prepared is not None else ""
 
     def planned_flags(self) -> Mapping[str, str]:
         """Returns what the first phase gets as flags of the plan, else as settings."""
@@ -47,7 +47,7 @@ class Draft:
         from console.sources.documents import decided  # not for the first picture
 
         plan, first = self.prepared.plan, self.prepared.phases[0]
-        return {**decided(first.settings), **plan.env, **plan.phases[0].flags}
+        return {**decided(first["settings"]), **plan.env, **plan.phases[0].flags}
 
     def question(self, host: str) -> questions.Question:
         """Returns what is asked before the launch. Raises CannotAsk when it would be refused."""

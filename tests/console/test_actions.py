@@ -72,16 +72,17 @@ def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
     before = listing(tmp_path)
     prepared = actions.prepare(chosen)
     assert listing(tmp_path) == before == ["tested.yaml"]
-    assert [phase.name for phase in prepared.phases] == ["one", "two"]
+    assert [phase["phase"] for phase in prepared.phases] == ["one", "two"]
     first = prepared.phases[0]
-    assert first.argv[1:3] == ("-m", "torch.distributed.run")
-    assert first.argv[first.argv.index("--nproc-per-node") + 1] == "3"
-    assert first.argv[first.argv.index("--max-restarts") + 1] == "0"
-    assert first.environment["NCCL_DEBUG"] == "WARN"
-    assert first.flags["NCCL_DEBUG"].origin == "--flag"
-    assert first.flags["CUDA_VISIBLE_DEVICES"].origin == "--devices"
-    assert first.environment["PYTHONUNBUFFERED"] == "1"
-    assert str(ROOT) in first.environment["PYTHONPATH"]
+    argv, environment = first["argv"], first["environment"]
+    assert argv[1:3] == ["-m", "torch.distributed.run"]
+    assert argv[argv.index("--nproc-per-node") + 1] == "3"
+    assert argv[argv.index("--max-restarts") + 1] == "0"
+    assert environment["NCCL_DEBUG"] == "WARN"
+    assert first["flags"]["NCCL_DEBUG"]["origin"] == "--flag"
+    assert first["flags"]["CUDA_VISIBLE_DEVICES"]["origin"] == "--devices"
+    assert environment["PYTHONUNBUFFERED"] == "1"
+    assert str(ROOT) in environment["PYTHONPATH"]
     text = "\n".join(prepared.lines())
     assert "NCCL_DEBUG=WARN" in text
     assert prepared.as_dict()["phases"][0]["shell"] in text
@@ -91,7 +92,7 @@ def test_only_the_allow_list_reaches_a_training(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "x")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("LD_PRELOAD", "")
-    environment = actions.prepare(options(tmp_path)).phases[0].environment
+    environment = actions.prepare(options(tmp_path)).phases[0]["environment"]
     assert not {"SECRET_KEY", "NCCL_DEBUG", "LD_PRELOAD"} & set(environment)
     assert environment["PATH"] == os.environ["PATH"]
 
@@ -103,10 +104,10 @@ def test_our_flags_in_the_shell_are_taken_with_their_origin_below_the_command_li
     monkeypatch.setenv("NSA_ACCUM", "2")
     chosen = LaunchOptions(plan="cpu_smoke", root=tmp_path, flags={"NSA_LR": "0.5"})
     phase = actions.prepare(chosen).phases[0]
-    assert (phase.flags["NSA_LR"].value, phase.flags["NSA_LR"].origin) == ("0.5", "--flag")
-    assert (phase.flags["NSA_ACCUM"].value, phase.flags["NSA_ACCUM"].origin) == ("2", "shell")
-    assert phase.environment["NSA_ACCUM"] == "2"
-    assert phase.settings["train.accumulate"] == {"value": 2, "origin": "flag NSA_ACCUM"}
+    assert phase["flags"]["NSA_LR"] == {"value": "0.5", "origin": "--flag"}
+    assert phase["flags"]["NSA_ACCUM"] == {"value": "2", "origin": "shell"}
+    assert phase["environment"]["NSA_ACCUM"] == "2"
+    assert phase["settings"]["train.accumulate"] == {"value": 2, "origin": "flag NSA_ACCUM"}
     monkeypatch.setenv("NSA_ACUM", "2")
     with pytest.raises(UsageError, match="did you mean 'NSA_ACCUM'"):
         actions.prepare(chosen)
@@ -118,10 +119,10 @@ def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):
         sets={"train.steps": "7"}, flags={"NSA_LR": "0.5"},
     )  # fmt: skip
     (phase,) = actions.prepare(chosen).phases
-    assert phase.settings["train.steps"] == {"value": 7, "origin": "--set"}
-    assert phase.settings["train.lr"] == {"value": 0.5, "origin": "flag NSA_LR"}
-    assert phase.settings["data.source"]["origin"] == "plan"
-    assert "train.steps=7" in phase.argv
+    assert phase["settings"]["train.steps"] == {"value": 7, "origin": "--set"}
+    assert phase["settings"]["train.lr"] == {"value": 0.5, "origin": "flag NSA_LR"}
+    assert phase["settings"]["data.source"]["origin"] == "plan"
+    assert "train.steps=7" in phase["argv"]
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,10 @@ def test_a_program_that_looks_like_an_option_of_torchrun_is_refused(tmp_path, ke
 def test_shell_metacharacters_in_args_are_one_argument_each(tmp_path):
     words = ["; touch pwned", "$(touch pwned)", "`id`", "a\nb", "&& x", "--max-restarts=9", "*"]
     phases = [{"name": "one", "script": str(MEMBER), "args": words}]
-    chosen = LaunchOptions(plan=plan(tmp_path, phases=phases), root=tmp_path)
-    (phase,) = actions.prepare(chosen).phases
-    assert phase.argv[-len(words) - 1 :] == (str(MEMBER), *words)
-    assert shlex.split(phase.shell()) == list(phase.argv)
+    prepared = actions.prepare(LaunchOptions(plan=plan(tmp_path, phases=phases), root=tmp_path))
+    (phase,) = prepared.phases
+    assert phase["argv"][-len(words) - 1 :] == [str(MEMBER), *words]
+    assert shlex.split(prepared.shell(0)) == phase["argv"]
 
 
 def test_what_a_training_inherits_is_shown_before_the_start(tmp_path, monkeypatch):
@@ -194,9 +194,9 @@ def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monke
         (hostile / package / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.chdir(hostile)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    environment = actions.prepare(LaunchOptions(plan="cpu_smoke", root=tmp_path)).phases[0]
+    phase = actions.prepare(LaunchOptions(plan="cpu_smoke", root=tmp_path)).phases[0]
     command = [sys.executable, "-m", "trainers.ddp", "--help"]
-    subprocess.run(command, env=dict(environment.environment), timeout=100, check=True,
+    subprocess.run(command, env=phase["environment"], timeout=100, check=True,
                    capture_output=True)  # fmt: skip
     assert not (tmp_path / "ran").exists()
     path = actions.launch(options(tmp_path), "tester")
@@ -205,4 +205,4 @@ def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monke
     finally:
         end(path)
     assert "supervisor pid" in log
-    assert str(ROOT) in environment.environment["PYTHONPATH"]
+    assert str(ROOT) in phase["environment"]["PYTHONPATH"]

@@ -28,8 +28,8 @@ def case(tmp_path, directory=None, devices="", **document):
     return preflight.Case(plan, directory or tmp_path / "launch", devices)
 
 
-def checks(given, settings=lambda _: {}):
-    return {check.name: check for check in preflight.run(given, settings)}
+def checks(given):
+    return {check.name: check for check in preflight.run(given, [{}] * len(given.plan.phases))}
 
 
 def test_the_projects_plans_are_found_from_anywhere(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_plan_without_gpus_trains_on_the_cpu_also_where_there_is_one(tmp_path)
     for plan in catalog.plans():
         prepared = actions.prepare(actions.LaunchOptions(plan=plan.name, root=tmp_path))
         for phase in prepared.phases if plan.gpus == 0 else ():
-            assert phase.settings["train.device"]["value"] == "cpu", (plan.name, phase.name)
+            assert phase["settings"]["train.device"]["value"] == "cpu", phase["run"]
 
 
 def test_this_machine_passes_for_a_small_plan(tmp_path):
@@ -135,11 +135,9 @@ def test_flags_of_the_shell_are_named_with_what_becomes_of_them(tmp_path, monkey
 
 
 def test_settings_that_do_not_fit_are_an_error_and_not_a_row(tmp_path):
-    def resolve(_index):
-        raise UsageError("train.steps cannot be 0")
-
-    with pytest.raises(UsageError, match="steps cannot be 0"):
-        checks(case(tmp_path), resolve)
+    options = actions.LaunchOptions("cpu_smoke", sets={"train.steps": "0"}, root=tmp_path)
+    with pytest.raises(UsageError, match=r"train\.steps"):
+        actions.prepare(options)
 
 
 def test_a_rule_that_restarts_needs_a_policy(tmp_path):
