@@ -14,6 +14,7 @@ from statistics import median
 
 from console.diagnose.stall import Seen
 from console.model import Gpu
+from console.sources import documents
 from trainers.contract import jsonl
 
 UNIFORM_NATS = math.log(3)
@@ -52,13 +53,9 @@ class Progress:
 def progress_of(record: Mapping[str, object]) -> Progress:
     """Returns the figures of a progress record, whatever its fields hold."""
     steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < math.inf]
-    found = {name: jsonl.number(record, name) for name in (
-        "loss", "grad_norm", "toks_per_s", "gate_entropy_mean", "gate_max_gate",
-        "gate_collapse_frac", "dt_fetch_s", "dt_forward_s",
-    )}  # fmt: skip
     highest = jsonl.number(record, "gate_entropy_max")
-    return Progress(
-        jsonl.integer(record, "rank") or 0, jsonl.integer(record, "step") or 0, **found,
+    return documents.read(
+        Progress, record,
         gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
         step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,
     )  # fmt: skip
