@@ -229,7 +229,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     rundir.check_ours(folder)
     run = _run_to_halt(path) if action == "halt" else None
     if run is not None and RunSource(run).poll().state in UNSERVED_STATES:
-        _halt(run, by)
+        halt(run, by)
         return ""
     _must_be_served(folder, mailbox)
     name = f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
@@ -244,7 +244,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     except OSError as error:
         if run is None:
             raise RefusedError(f"cannot write a request into {box}: {error.strerror}") from error
-        _halt(run, by)
+        halt(run, by)
         return ""
     return name
 
@@ -318,7 +318,7 @@ def _run_to_halt(path: Path) -> Path | None:
         return None
 
 
-def _halt(run: Path, by: str) -> None:
+def halt(run: Path, by: str) -> None:
     """Writes `.HALT` where no supervisor does. Raises RefusedError when that fails too."""
     rundir.check_ours(run)
     try:

@@ -18,7 +18,6 @@ from console.sources import launches
 from console.sources.sanitize import clean
 from console.supervisor import outside
 from trainers.contract import rundir
-from trainers.contract.errors import RefusedError
 from trainers.contract.plan import Watch
 
 
@@ -27,15 +26,7 @@ def watchdog(options: argparse.Namespace) -> int:
     path = launches.find(options.run, options.root)
     if options.halt:
         rundir.check_ours(path)
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        return _follow(path, options)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _follow(path: Path, options: argparse.Namespace) -> int:
-    """Looks once an interval until the run has ended."""
+    signal.signal(signal.SIGTERM, _leave)
     source = outside.source(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
@@ -82,15 +73,9 @@ def _take(change: Change, run: Path, halted: set[Path], options: argparse.Namesp
 
 def _halt(run: Path, anomaly: str) -> str:
     """Writes `.anomaly_type` and `.HALT`, unless somebody halts already; returns what was done."""
-    rundir.check_ours(run)
     if (run / rundir.HALT).exists():
         return f"{rundir.HALT} is there already"
-    try:
-        rundir.ask(run, rundir.HALT, f"watchdog {actions.who()}")
-    except OSError as error:
-        raise RefusedError(
-            f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks go on"
-        ) from error
+    actions.halt(run, f"watchdog {actions.who()}")
     # A full disk takes the empty .HALT, and may not take its reason.
     with contextlib.suppress(OSError):
         rundir.write_atomic(run / rundir.ANOMALY, f"{anomaly}\n")
