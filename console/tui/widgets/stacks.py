@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from console.diagnose.stall import spans
 from console.sources.stacks import Frame, Stack
@@ -14,31 +13,20 @@ LEAST_WIDTH = 36
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Ranks whose main threads stood at the same place in the same dump."""
+def grouped(stacks: Mapping[int, Stack]) -> list[list[Stack]]:
+    """Returns the stacks whose main threads stood at the same place in the same dump together.
 
-    ranks: tuple[int, ...]
-    frames: tuple[Frame, ...]
-    ts: float
-
-
-def grouped(stacks: Mapping[int, Stack]) -> list[Group]:
-    """Returns the groups, the smallest first: who differs from the many stands out."""
+    The smallest group comes first: who differs from the many stands out.
+    """
     by_place: dict[tuple[object, ...], list[Stack]] = {}
-    for rank in sorted(stacks):
-        stack = stacks[rank]
-        frames = stack.threads[0].frames if stack.threads else ()
-        by_place.setdefault((stack.ts, *(f.short for f in frames)), []).append(stack)
-    groups = [
-        Group(
-            tuple(stack.rank for stack in held),
-            held[0].threads[0].frames if held[0].threads else (),
-            held[0].ts,
-        )
-        for held in by_place.values()
-    ]
-    return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))
+    for _, stack in sorted(stacks.items()):
+        place = (stack.ts, *(frame.short for frame in _frames(stack)))
+        by_place.setdefault(place, []).append(stack)
+    return sorted(by_place.values(), key=lambda group: (len(group), group[0].rank))
+
+
+def _frames(stack: Stack) -> tuple[Frame, ...]:
+    return stack.threads[0].frames if stack.threads else ()
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -48,11 +36,9 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 def top_frame(stack: Stack | None) -> Frame | None:
     """Returns the innermost frame of the rank's own code, else the innermost one."""
-    if stack is None or not stack.threads or not stack.threads[0].frames:
-        return None
-    frames = stack.threads[0].frames
+    frames = _frames(stack) if stack else ()
     own = (frame for frame in frames if not any(part in frame.file for part in _LIBRARY))
-    return next(own, frames[0])
+    return next(own, frames[0] if frames else None)
 
 
 def stack_rows(
@@ -67,10 +53,10 @@ def stack_rows(
     groups = grouped(stacks)
     if not groups:
         return [rule("stacks", width), (("no dump yet; D dumps the stacks of all ranks", "dim"),)]
-    newest = max(group.ts for group in groups)
-    groups.sort(key=lambda group: (odd not in group.ranks, group.ts < newest))
-    alike = [group for group in groups if group.ts == newest]
-    columns = [_column(rank, group, alike, odd, now) for group in groups for rank in group.ranks]
+    newest = max(stack.ts for stack in stacks.values())
+    groups.sort(key=lambda group: (all(s.rank != odd for s in group), group[0].ts < newest))
+    alike = [group for group in groups if group[0].ts == newest]
+    columns = [_column(stack, group, alike, odd, now) for group in groups for stack in group]
     columns += [_silent(rank, odd) for rank in ranks if rank not in stacks]
     count = max(1, min(len(columns), width // LEAST_WIDTH))
     first = min(first, len(columns) - count)
@@ -88,14 +74,14 @@ def stack_rows(
 
 
 def _column(
-    rank: int, group: Group, alike: Sequence[Group], odd: int | None, now: float
+    stack: Stack, group: list[Stack], alike: list[list[Stack]], odd: int | None, now: float
 ) -> list[tuple[str, str]]:
-    most = max(len(other.ranks) for other in alike)
+    rank, most = stack.rank, max(map(len, alike))
     old = group not in alike
-    alone = len(group.ranks) == 1 and odd is None
-    differs = not old and len(alike) > 1 and (rank == odd or alone or len(group.ranks) < most)
-    others = [other for other in group.ranks if other != rank]
-    age = f"{fmt.age(now - group.ts)} ago"
+    alone = len(group) == 1 and odd is None
+    differs = not old and len(alike) > 1 and (rank == odd or alone or len(group) < most)
+    others = [other.rank for other in group if other is not stack]
+    age = f"{fmt.age(now - stack.ts)} ago"
     note = (
         f"  {age}, no stack since" if old
         else f" ◂ differs  {age}" if differs
@@ -103,9 +89,9 @@ def _column(
         else f"  {age}"
     )  # fmt: skip
     lines = [(f"rank {rank}{note}", "crit" if differs else "warn" if old else "strong")]
-    if not group.frames:
+    if not _frames(stack):
         return [*lines, ("no frame in the dump", "dim")]
-    for frame in group.frames:
+    for frame in _frames(stack):
         library = any(part in frame.file for part in _LIBRARY)
         lines.append((frame.short, "dim" if library or old else ""))
     return lines
