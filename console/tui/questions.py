@@ -61,14 +61,10 @@ def _living(state: RunState | None) -> RunState:
     return state
 
 
-def _run(state: RunState) -> Target:
+def _target(state: RunState, launch: LaunchState | None = None) -> Target:
+    of = launch or state
     pids = tuple(rank.pid for rank in state.ranks if rank.pid and not rank.exit)
-    return Target(state.path, state.id, state.host, pids)
-
-
-def _launch(launch: LaunchState, state: RunState) -> Target:
-    pids = tuple(rank.pid for rank in state.ranks if rank.pid)
-    return Target(launch.path, launch.id, state.host, pids)
+    return Target(of.path, of.id, state.host, pids)
 
 
 def _facts(target: Target, loses: str) -> tuple[tuple[str, str], ...]:
@@ -82,7 +78,7 @@ def _facts(target: Target, loses: str) -> tuple[tuple[str, str], ...]:
 
 
 def dump(state: RunState | None) -> Question:
-    target = _run(_living(state))
+    target = _target(_living(state))
     facts = _facts(target, "nothing; ranks that do not catch the signal are left out")
     title = f"Dump the stacks of {_ranks(len(target.pids))}?"
     return Question(title, facts, target, (Choice("Dump", "dump"),))
@@ -92,13 +88,13 @@ def halt(state: RunState | None) -> Question:
     launch = _shown(state).launch
     rest = ", ".join(phase.name for phase in launch.rest) if launch else ""
     if state is not None and launch is not None and launch.state == "waiting":
-        target = _launch(launch, state)
+        target = _target(state, launch)
         facts = (
             ("launch", target.name), ("loses", "nothing that has run"), ("not run", rest or "none"),
         )  # fmt: skip
         return Question("End this launch here?", facts, target, (Choice("End it", "halt"),))
     state = _living(state)
-    target = _run(state)
+    target = _target(state)
     step = f" (now at {state.step:,})" if state.step is not None else ""
     facts = _facts(target, "nothing: all ranks stop at the same step and save")
     if rest:
@@ -108,7 +104,7 @@ def halt(state: RunState | None) -> Question:
 
 def checkpoint(state: RunState | None) -> Question:
     state = _living(state)
-    target = _run(state)
+    target = _target(state)
     saved = f"; the last is {state.checkpoint}" if state.checkpoint else ""
     facts = _facts(target, f"nothing: all ranks save after their step and go on{saved}")
     return Question("Save a checkpoint now?", facts, target, (Choice("Save", "checkpoint"),))
@@ -119,7 +115,7 @@ def adopt(state: RunState | None) -> Question:
     launch = state.launch
     if launch is None or "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; only a lost supervisor is replaced")
-    target = _launch(launch, state)
+    target = _target(state, launch)
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
     facts = (
         *_facts(target, "nothing: ranks that live go on and are watched again"),
@@ -138,7 +134,7 @@ def kill(state: RunState | None) -> Question:
     if (launch := _shown(state).launch) is not None and launch.state == "waiting":
         return halt(state)
     state = _living(state)
-    target = _run(state)
+    target = _target(state)
     saved = f"the last is {state.checkpoint}" if state.checkpoint else "none is saved"
     facts = _facts(target, f"the steps since the last checkpoint; {saved}")
     choices = (Choice("Stop", "stop"), Choice("Kill", "kill", {"yes": True}))
@@ -148,7 +144,7 @@ def kill(state: RunState | None) -> Question:
 
 
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
-    target = _run(_shown(state))
+    target = _target(_shown(state))
     if not alert:
         stays = "this cannot be acknowledged: it goes when its cause goes"
         raise CannotAsk(stays if text else "there is no alert to acknowledge")
@@ -161,7 +157,7 @@ def proceed(state: RunState) -> Question:
     launch = state.launch
     if launch is None or launch.state != "waiting":
         raise CannotAsk(_why_not(state))
-    target = _launch(launch, state)
+    target = _target(state, launch)
     following = launch.rest[0] if launch.rest else None
     name = following.name if following else "the next"
     changed = ", ".join(f"{flag.name}={flag.value}" for flag in launch.next_flags) or "none changed"
