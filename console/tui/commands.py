@@ -35,9 +35,6 @@ def command_row(key: Key) -> Row:
 class Commands(Overlay):
     """Types, chooses, does."""
 
-    DEFAULT_CSS = """
-    Commands Input { height: 1; border: none; padding: 0; background: ansi_default; }
-    """
     BINDINGS = [  # noqa: RUF012 - the framework's own type
         Binding("down,ctrl+n,tab", "move(1)", show=False),
         Binding("up,ctrl+p,shift+tab", "move(-1)", show=False),

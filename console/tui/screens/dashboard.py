@@ -130,7 +130,7 @@ class Dashboard(View):
             panel.chart, panel.span_s = chart, self.span_s
 
     def _apply(self, now: Shape) -> None:
-        self.set_height(self.query_one("#top"), now.top)
+        self.query_one("#top").styles.height = now.top
         figures = self.query_one("#figures")
         figures.display = now.figures_width > 0
         figures.styles.width = now.figures_width or 1
@@ -141,7 +141,7 @@ class Dashboard(View):
             self.query_one(f"#charts{row}").display = row * max(1, now.per_row) < now.charts
         log = self.query_one("#log")
         log.display = now.log > 1
-        self.set_height(log, max(1, now.log))
+        log.styles.height = max(1, now.log)
 
     def _change_span(self, by: int) -> None:
         spans = chartmath.SPANS_S

@@ -185,13 +185,13 @@ class Launch(Scrolls, View):
         state = self.snapshot.state
         both = 2 if state and state.gates and not live_launch(self.snapshot) else 1
         check = max(2, len(checks.rows(self.snapshot, width, (9 if tall else 3) * both)))
-        self.set_height(command, 1 + lines)
-        self.set_height(checks, check)
+        command.styles.height = 1 + lines
+        checks.styles.height = check
         if wide:
             phases.styles.height = "1fr"
         else:
             room = max(2, height - LEAST_FLAGS - 1 - lines - check)
-            self.set_height(phases, len(phases.rows(self.snapshot, width, room)))
+            phases.styles.height = len(phases.rows(self.snapshot, width, room))
 
     def scroll_by(self, by: int) -> None:
         self.picker.focus()

@@ -182,8 +182,8 @@ class Stall(Scrolls, View):
         if state is None or not height:
             return
         evidence = len(state.verdict.evidence) + 1 if state.verdict else 2
-        self.set_height(self.picker, min(len(state.ranks) + 1, max(3, height // 2 - 1)))
-        self.set_height(self.query_one(EvidencePanel), min(evidence, max(3, height // 4)))
+        self.picker.styles.height = min(len(state.ranks) + 1, max(3, height // 2 - 1))
+        self.query_one(EvidencePanel).styles.height = min(evidence, max(3, height // 4))
 
     def _shift(self, by: int) -> None:
         panel = self.query_one(StacksPanel)

@@ -67,8 +67,3 @@ class View(Widget):
     def copied(self) -> str:
         """Returns what `y` copies."""
         return shown_text(self.query(Lines))
-
-    def set_height(self, widget: Widget, height: int) -> None:
-        """Sets a height only when it differs: a layout costs a repaint."""
-        if widget.styles.height is None or widget.styles.height.value != height:
-            widget.styles.height = height

@@ -33,7 +33,7 @@ class Confirm(Overlay):
     """Calls `then` with the choice; No and Escape call nothing."""
 
     DEFAULT_CSS = """
-    Confirm Input { height: 1; border: none; padding: 0 2; background: ansi_default; }
+    Confirm Input { padding: 0 2; }
     Confirm #hint { width: 1fr; }
     """
     BINDINGS = [  # noqa: RUF012 - the framework's own type

@@ -15,10 +15,6 @@ from console.tui.widgets.overlay import Overlay
 class Editor(Overlay):
     """Calls `then` with the text; `check` returns what is wrong with it, "" for nothing."""
 
-    DEFAULT_CSS = """
-    Editor Input { height: 1; border: none; padding: 0; background: ansi_default; }
-    """
-
     def __init__(
         self, title: str, value: str, hint: str, check: Callable[[str], str],
         then: Callable[[str], object],

@@ -28,6 +28,7 @@ class Overlay(Widget):
     DEFAULT_CSS = """
     Overlay { width: 100%; height: auto; layout: vertical; background: ansi_default; }
     Overlay > .buttons { layout: horizontal; height: 1; }
+    Overlay Input { height: 1; border: none; padding: 0; background: ansi_default; }
     """
 
     class Closed(Message):
