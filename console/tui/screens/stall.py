@@ -16,7 +16,7 @@ from console.tui.rows import Row, columns, cut, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
-from console.tui.widgets.ranks import PROCESS_WORDS
+from console.tui.widgets.ranks import PROCESS_WORDS, place_cells
 from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
 
 if TYPE_CHECKING:
@@ -95,11 +95,8 @@ def _rank_cells(
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
     process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
-    texts = {
+    texts = place_cells(rank, style, style) | {
         "rank": (str(rank.rank), style or "strong"),
-        "step": (fmt.count(pulse.step) if pulse else fmt.DASH, style),
-        "phase": (pulse.phase if pulse else fmt.DASH, style),
-        "for": (fmt.span(pulse.since_s) if pulse else fmt.DASH, style),
         "process": (process, style),
         "use": (use, ""),
         "power": (power, ""),

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from console.model import Gpu, Rank, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, columns, cut, rule
+from console.tui.rows import Row, columns, rule
 from console.tui.widgets.header import RED_S
 from console.tui.widgets.lines import Panel
 
 WIDE = 70
 PID, MARK = 7, " ◂"
 PROCESS_WORDS = {"T": "stopped", "t": "traced", "Z": "zombie", "gone": "gone", "D": ""}
-Cell = tuple[str, int, str]
+Cells = dict[str, tuple[str, str]]
+"""Text and style of a rank's cells by the name of their column."""
 Column = tuple[str, int]
+BAR = ""
+"""The column without a heading."""
 
 
 def rank_rows(state: RunState, width: int, height: int) -> list[Row]:
@@ -38,7 +41,7 @@ def _table(
     digits = max(3 if has_gpus else 4, len(str(max(rank.rank for rank in ranks))))
     shown = _worst_first(state, ranks, height - 1)
     layout = _layout(state, has_gpus, wide, width, digits)
-    rows = [_heading(layout, has_gpus)]
+    rows = [columns((name, w, "dim" if i else "title") for i, (name, w) in enumerate(layout))]
     rows += [_row(state, rank, has_gpus, wide, layout) for rank in shown]
     if len(shown) < len(ranks):
         hidden = len(ranks) - len(shown)
@@ -69,13 +72,13 @@ def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int
     """Returns heading and width of the columns; a negative width aligns right."""
     memory = max((g.mem_total_mib or 0 for g in _gpus(state)), default=0) >= 100 * 1024
     if has_gpus and wide:
-        fixed = [("", digits), ("util", -4), ("", 0), ("mem", -11 if memory else -9),
+        fixed = [("GPU", digits), ("util", -4), (BAR, 0), ("mem", -11 if memory else -9),
                  ("power", -9), ("temp", -4)]  # fmt: skip
     elif has_gpus:
-        fixed = [("", digits), ("util", -4), ("", 0), ("mem", -8 if memory else -6),
+        fixed = [("GPU", digits), ("util", -4), (BAR, 0), ("mem", -8 if memory else -6),
                  ("watt", -4), ("°C", -2)]  # fmt: skip
     else:
-        fixed = [("", digits), ("cpu", -4), ("", 0), ("mem", -8 if wide else -5)]
+        fixed = [("rank", digits), ("cpu", -4), (BAR, 0), ("mem", -8 if wide else -5)]
     fixed += [("step", -8 if wide else -7), ("phase", 9), ("for", -4)]
     used = sum(abs(w) for _, w in fixed) + len(fixed) - 1
     if wide:
@@ -91,83 +94,77 @@ def _gpus(state: RunState) -> Sequence[Gpu]:
     return state.gpus or [rank.gpu for rank in state.ranks if rank.gpu is not None]
 
 
-def _heading(layout: list[Column], has_gpus: bool) -> Row:
-    name = "GPU" if has_gpus else "rank"
-    return columns([(name, layout[0][1], "title"), *((name, w, "dim") for name, w in layout[1:])])
-
-
 def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[Column]) -> Row:
-    widths = [w for _, w in layout]
-    last = len(layout) - sum(name in ("age", "pid") for name, _ in layout)
     stale = rank.age_s is not None and rank.age_s > RED_S
     base = "dim" if stale else ""
     guilty = state.verdict is not None and state.verdict.rank == rank.rank
-    cells: list[Cell] = [(str(rank.rank), widths[0], "crit" if guilty else "strong")]
-    if has_gpus:
-        cells += _gpu_cells(rank.gpu, widths[1:6], wide, base)
+    wrong = rank.exit or PROCESS_WORDS.get(rank.state, "")
+    (name, digits), *rest = layout
+    cells: Cells = {
+        name: (str(rank.rank), "crit" if guilty else "strong"),
+        "age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
+        "pid": (str(rank.pid or ""), "dim"),
+    } | place_cells(rank, base, "crit" if wrong or guilty else base, wrong)
+    if not has_gpus:
+        cells |= _cpu_cells(rank, dict(layout)[BAR], wide, base)
+    elif rank.gpu is not None and rank.gpu.state == "ok":
+        cells |= _gpu_cells(rank.gpu, dict(layout)[BAR], wide, base)
     else:
-        cells += _cpu_cells(rank, widths[1:4], base)
-    cells += _position_cells(rank, widths[last - 3 : last], base, guilty)
-    more = {"age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
-            "pid": (str(rank.pid or ""), "dim")}  # fmt: skip
-    cells += [(more[name][0], width, more[name][1]) for name, width in layout[last:]]
-    row = columns(cells)
+        room = sum(abs(width) for _, width in rest[:5]) + 4
+        layout = [(name, digits), ("why", room), *rest[5:]]
+        cells["why"] = _lost_cell(rank.gpu)
+    row = columns((cells[name][0], width, cells[name][1]) for name, width in layout)
     return (*row, (MARK, "crit")) if guilty else row
 
 
-def _gpu_cells(gpu: Gpu | None, widths: list[int], wide: bool, base: str) -> list[Cell]:
-    room = sum(abs(w) for w in widths) + len(widths) - 1
+def _lost_cell(gpu: Gpu | None) -> tuple[str, str]:
     if gpu is None:
-        return [("no GPU", room, "dim")]
-    if gpu.state != "ok":
-        word = "GPU LOST" if gpu.state == "lost" else f"GPU {gpu.state}"
-        return [(cut(f"{word} {gpu.why}".rstrip(), room), room, "crit")]
-    share = None if gpu.util_pct is None else gpu.util_pct / 100
-    full, rest = fmt.bar(share, widths[1])
+        return "no GPU", "dim"
+    word = "GPU LOST" if gpu.state == "lost" else f"GPU {gpu.state}"
+    return f"{word} {gpu.why}".rstrip(), "crit"
+
+
+def _gpu_cells(gpu: Gpu, bar: int, wide: bool, base: str) -> Cells:
     used, total = gpu.mem_used_mib, gpu.mem_total_mib
-    if wide:
-        memory = f"{_whole_gib(used)}/{_whole_gib(total)} GiB" if total else fmt.gib(used)
-        temperature = fmt.DASH if gpu.temp_c is None else f"{gpu.temp_c:.0f} C"
-        power = fmt.watts(gpu.power_w, gpu.power_limit_w)
-    else:
-        memory = f"{_whole_gib(used)}/{_whole_gib(total)}G"
-        temperature = fmt.DASH if gpu.temp_c is None else f"{gpu.temp_c:.0f}"
-        power = fmt.watts(gpu.power_w)
-    hot = gpu.temp_c is not None and gpu.temp_c >= 85
-    return [
-        (fmt.percent(gpu.util_pct), widths[0], base),
-        (full + rest, widths[1], base or "data"),
-        (memory, widths[2], base),
-        (power, widths[3], base),
-        (temperature, widths[4], "warn" if hot else base),
-    ]
+    memory = f"{_whole_gib(used)}/{_whole_gib(total)}{' GiB' if wide else 'G'}"
+    degrees = fmt.DASH if gpu.temp_c is None else f"{gpu.temp_c:.0f}"
+    heat = "warn" if gpu.temp_c is not None and gpu.temp_c >= 85 else base
+    return {
+        "util": (fmt.percent(gpu.util_pct), base),
+        BAR: _bar_cell(gpu.util_pct, bar, base),
+        "mem": (memory if total or not wide else fmt.gib(used), base),
+        "power": (fmt.watts(gpu.power_w, gpu.power_limit_w), base),
+        "watt": (fmt.watts(gpu.power_w), base),
+        "temp": (degrees if gpu.temp_c is None else f"{degrees} C", heat),
+        "°C": (degrees, heat),
+    }
 
 
 def _whole_gib(mib: float | None) -> str:
     return fmt.DASH if mib is None else f"{mib / 1024:.0f}"
 
 
-def _cpu_cells(rank: Rank, widths: list[int], base: str) -> list[Cell]:
+def _bar_cell(percent: float | None, width: int, base: str) -> tuple[str, str]:
+    return "".join(fmt.bar(percent and percent / 100, width)), base or "data"
+
+
+def _cpu_cells(rank: Rank, bar: int, wide: bool, base: str) -> Cells:
     if rank.exit or rank.state == "gone":
-        return [(fmt.DASH, widths[0], base), ("", widths[1], ""), (fmt.DASH, widths[2], base)]
-    share = None if rank.cpu_pct is None else rank.cpu_pct / 100
-    full, rest = fmt.bar(share, widths[1])
-    memory = fmt.gib(rank.rss_mib) if abs(widths[2]) >= 8 else fmt.short_gib(rank.rss_mib)
-    return [
-        (fmt.percent(rank.cpu_pct), widths[0], base),
-        (full + rest, widths[1], base or "data"),
-        (memory, widths[2], base),
-    ]
+        return {"cpu": (fmt.DASH, base), BAR: ("", ""), "mem": (fmt.DASH, base)}
+    return {
+        "cpu": (fmt.percent(rank.cpu_pct), base),
+        BAR: _bar_cell(rank.cpu_pct, bar, base),
+        "mem": (fmt.gib(rank.rss_mib) if wide else fmt.short_gib(rank.rss_mib), base),
+    }
 
 
-def _position_cells(rank: Rank, widths: list[int], base: str, guilty: bool) -> list[Cell]:
-    wrong = rank.exit or PROCESS_WORDS.get(rank.state, "")
+def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
+    """Returns at which step and in which phase a rank is, or what is wrong with it, since when."""
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong or (pulse.phase if pulse else fmt.DASH)
-    style = "crit" if wrong or guilty else base
     since = fmt.span(pulse.since_s) if pulse else fmt.DASH
-    return [(step, widths[0], base), (phase, widths[1], style), (since, widths[2], style)]
+    return {"step": (step, base), "phase": (phase, style), "for": (since, style)}
 
 
 class Ranks(Panel):
