@@ -40,8 +40,6 @@ def eta(seconds: float | None) -> str:
     if seconds < 600:
         tens = round(seconds / 10) * 10
         return f"{tens // 60}m{tens % 60:02d}"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f}m"
     return age(seconds)
 
 
