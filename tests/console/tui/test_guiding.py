@@ -13,6 +13,7 @@ from console.sources.stacks import Frame, Stack, Thread
 from console.tui.feed import Snapshot
 from console.tui.rows import rule, text_of, width_of
 from console.tui.widgets.answer import KEEP_S
+from console.tui.widgets.picker import Picker
 from console.tui.widgets.stacks import stack_rows
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, Asked, app_on, drive, lines, picture, until
@@ -174,6 +175,25 @@ def test_a_key_that_does_nothing_is_said():
         await until(pilot, lambda: "nothing found" in picture(app))
         await pilot.press("enter")
         await until(pilot, lambda: app.overlay is None)
+
+    drive(app, body)
+
+
+def reversed_in(picker: Picker) -> list[str]:
+    return [text for row in picker.shown for text, style in row if style == "cursor"]
+
+
+def test_a_list_does_not_look_as_if_it_took_the_keys_that_a_field_takes():
+    app = app_on(recorded.waiting())
+
+    async def body(pilot):
+        await pilot.press("2")
+        flags = app.query_one("#flags", Picker)
+        await until(pilot, lambda: reversed_in(flags))
+        app.feed.stop()
+        await pilot.press("enter")
+        await until(pilot, lambda: "a number of at least 0" in picture(app))
+        assert not reversed_in(flags)
 
     drive(app, body)
 
