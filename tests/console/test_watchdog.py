@@ -88,7 +88,7 @@ def run(tmp_path):
 
 def test_a_run_that_has_gone_silent_is_halted_once(run):
     with watchdog(run, "--halt", "--interval", "0.1") as process:
-        until((run / rundir.HALT).exists, process)
+        until((run / rundir.ANOMALY).exists, process)
         assert "watchdog" in (run / rundir.HALT).read_text()
         (run / rundir.HALT).unlink()
         directory.beat(run, 0, 100, loss="nan")
@@ -215,7 +215,8 @@ def test_a_silent_run_of_the_ancestor_is_seen_by_its_own_rhythm(tmp_path):
 def test_a_loss_that_is_not_finite_halts_a_run_of_the_ancestor(tmp_path):
     path = ancestor(tmp_path / "nan", 60, 1, loss="NaN")
     with watchdog(path, "--halt", "--interval", "0.1") as process:
-        until((path / rundir.HALT).exists, process)
+        until((path / rundir.ANOMALY).exists, process)
+    assert (path / rundir.HALT).exists()
     assert (path / rundir.ANOMALY).read_text() == "nan_loss\n"
 
 
