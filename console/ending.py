@@ -48,9 +48,8 @@ class End:
     """Killed by the supervisor because it outlived another rank's failure."""
     at: str = ""
     """Where the exception in its log was raised: "train.py:41"."""
-    fatal: str = ""
     fatal_at: str = ""
-    """What faulthandler wrote when it crashed, and where it was: "forward (model.py:88)"."""
+    """Where it was when it crashed, as faulthandler wrote: "forward (model.py:88)"."""
     said: str = ""
     """Its last record."""
     ts: float | None = None

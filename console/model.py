@@ -80,6 +80,7 @@ class Gpu:
     """The last critical error number of the driver."""
     ecc_uncorrected: int | None = None
     """Memory errors since the driver was loaded that could not be corrected."""
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)

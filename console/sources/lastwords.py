@@ -24,7 +24,7 @@ _ASIDE = ("Exception ignored in", "Exception in thread")
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
 _THROWN = re.compile(r"terminate called after throwing an instance of '(.*)'")
 _WHAT = re.compile(r"\s+what\(\): +(.*)")
-_FATAL = re.compile(r"Fatal Python error: (.*)")
+_FATAL = "Fatal Python error: "
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
 
 
@@ -32,14 +32,13 @@ _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
 class LastWords:
     """The last error in a log; every field is "" when the log has none.
 
-    `at` is "train.py:41", where the exception was raised; `fatal` is what faulthandler calls the
-    end of the process ("Segmentation fault"), `fatal_at` is "forward (model.py:88)". Both places
-    are the innermost that is not in a library, or the innermost of all.
+    `at` is "train.py:41", where the exception was raised; `fatal_at` is "forward (model.py:88)",
+    where faulthandler saw the process end. Both are the innermost place that is not in a library,
+    or the innermost of all.
     """
 
     error: str = ""
     at: str = ""
-    fatal: str = ""
     fatal_at: str = ""
 
 
@@ -50,8 +49,7 @@ def read(log: bytes, rank: int | None = None) -> LastWords:
         if (line := _own(raw[:MAX_LINE], rank)) is not None
     ]  # fmt: skip
     error, at = _last_exception(lines)
-    fatal, fatal_at = _fatal(lines)
-    return LastWords(clean(error, MAX_ERROR).strip(), at, fatal, fatal_at)
+    return LastWords(clean(error, MAX_ERROR).strip(), at, _fatal(lines))
 
 
 def _own(line: str, rank: int | None) -> str | None:
@@ -102,23 +100,21 @@ def _place(frames: list[tuple[str, int]]) -> str:
     return f"{clean(file.rpartition('/')[2], 80)}:{line}"
 
 
-def _fatal(lines: list[str]) -> tuple[str, str]:
-    """Returns what faulthandler says of the end, and where the thread was that died."""
-    at = next((i for i in range(len(lines) - 1, -1, -1) if _FATAL.match(lines[i])), None)
+def _fatal(lines: list[str]) -> str:
+    """Returns where the thread was that died, as faulthandler says it; "" where it does not."""
+    at = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith(_FATAL)), None)
     if at is None:
-        return "", ""
-    head = _FATAL.match(lines[at])
-    what = clean(head[1], 80).strip() if head else ""
+        return ""
     current = next(
         (i for i in range(at, len(lines)) if lines[i].startswith("Current thread")), None
     )
     if current is None:
-        return what, ""
+        return ""
     threads = stacks.parse("\n".join(lines[current:]))
     frames = threads[0].frames if threads else ()
     own = [frame for frame in frames if not _LIBRARY.search(frame.file)]
     if not frames:
-        return what, ""
+        return ""
     top = (own or list(frames))[0]
     name = clean(top.file.rpartition("/")[2], 80)
-    return what, f"{clean(top.function, 80)} ({name}:{top.line})"
+    return f"{clean(top.function, 80)} ({name}:{top.line})"

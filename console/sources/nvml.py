@@ -31,7 +31,6 @@ class Reading:
     """The newest answer of one device, and when (monotonic seconds) it came."""
 
     gpu: Gpu
-    uuid: str
     at: float
 
 
@@ -53,21 +52,19 @@ class Nvml:
 
     def __init__(self, period_s: float = 1.0):
         self.period_s = period_s
-        self.why = "no NVIDIA driver"
         self._readings: dict[int, Reading] = {}
         self._stop = threading.Event()
 
     def start(self) -> None:
         """Starts the threads where there is a driver; the first rows come a little later."""
         if has_driver():
-            self.why = "NVML has not answered yet"
             self._spawn("nvml", self._discover)
 
     def stop(self) -> None:
         self._stop.set()
 
-    def rows(self) -> list[tuple[Gpu, str]]:
-        """Returns each GPU's newest row with its UUID; one that went silent says for how long."""
+    def rows(self) -> list[Gpu]:
+        """Returns each GPU's newest row; one that went silent says for how long."""
         now = time.monotonic()
         rows = []
         for _, reading in sorted(self._readings.items()):
@@ -77,7 +74,7 @@ class Nvml:
                     gpu, state="error", why=f"NVML has not answered for {silent:.0f} s",
                     util_pct=None, power_w=None, temp_c=None, sm_mhz=None,
                 )  # fmt: skip
-            rows.append((gpu, reading.uuid))
+            rows.append(gpu)
         return rows
 
     def _spawn(self, name: str, work: Callable[..., None], *args: Any) -> None:
@@ -89,13 +86,11 @@ class Nvml:
         try:
             pynvml.nvmlInit()
             count = pynvml.nvmlDeviceGetCount()
-        except pynvml.NVMLError as error:
-            self.why = f"NVML: {error}"
+        except pynvml.NVMLError:
             return
-        self.why = ""
         for index in range(count):
             empty = Gpu(index, "GPU", "error", why="NVML has not answered yet")
-            self._readings[index] = Reading(empty, "", time.monotonic())
+            self._readings[index] = Reading(empty, time.monotonic())
             self._spawn(f"nvml-{index}", self._follow, pynvml, index)
 
     def _follow(self, nvml: Any, index: int) -> None:
@@ -103,8 +98,7 @@ class Nvml:
         device = _Device(nvml, index)
         while not self._stop.is_set():
             begun = time.monotonic()
-            gpu = device.read()
-            self._readings[index] = Reading(gpu, device.uuid, time.monotonic())
+            self._readings[index] = Reading(device.read(), time.monotonic())
             self._stop.wait(max(0.05, self.period_s - (time.monotonic() - begun)))
 
 
@@ -114,7 +108,7 @@ class _Device:
     def __init__(self, nvml: Any, index: int):
         self._nvml, self._index = nvml, index
         self._handle: Any = None
-        self.uuid, self._name = "", "GPU"
+        self._uuid, self._name = "", "GPU"
         self._limit_w: float | None = None
         self._total_mib: float | None = None
         self._events: Any = None
@@ -136,14 +130,14 @@ class _Device:
             return Gpu(
                 self._index, self._name, "lost" if lost else "error",
                 power_limit_w=self._limit_w, mem_total_mib=self._total_mib, why=why,
-                xid=self._xid or None,
+                xid=self._xid or None, uuid=self._uuid,
             )  # fmt: skip
 
     def _open(self) -> None:
         nvml = self._nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(self._index)
         self._name = _text(nvml.nvmlDeviceGetName(handle))
-        self.uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+        self._uuid = _text(nvml.nvmlDeviceGetUUID(handle))
         limit = self._optional(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         self._limit_w = None if limit is None else limit / 1000
         self._handle = handle
@@ -183,6 +177,7 @@ class _Device:
             why=f"Xid {self._xid}" if self._xid else "",
             throttle=", ".join(word for bit, word in THROTTLES.items() if held & bit),
             xid=self._xid or None,
+            uuid=self._uuid,
             ecc_uncorrected=self._optional(
                 nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
                 nvml.NVML_VOLATILE_ECC,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from console.supervisor.directory import Directory
-from trainers.contract import jsonl
 
 DROPPED = "dropped"
 SETTLED_S = 10.0
@@ -15,14 +14,11 @@ SETTLED_S = 10.0
 
 
 class Alerts:
-    """Owns what is open; `event` writes it down. `held` are those that a former supervisor left."""
+    """Owns what is open; `event` writes it down."""
 
-    def __init__(
-        self, event: Callable[..., dict[str, Any]], directory: Directory,
-        held: Iterable[Mapping[str, Any]] = (),
-    ):  # fmt: skip
+    def __init__(self, event: Callable[..., dict[str, Any]], directory: Directory):
         self._event, self._directory = event, directory
-        self._open = {name: dict(each) for each in held if (name := jsonl.text(each, "alert"))}
+        self._open: dict[str, dict[str, Any]] = {}
         self._dropped, self._dropped_at = directory.dropped, 0.0
 
     def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> bool:

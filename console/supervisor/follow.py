@@ -287,6 +287,6 @@ def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: i
     last = words or LastWords()
     return End(
         rank, code, worker.signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
-        last.error, worker.culled, at=last.at, fatal=last.fatal, fatal_at=last.fatal_at,
+        last.error, worker.culled, at=last.at, fatal_at=last.fatal_at,
         said=story.said.get(rank, ""), ts=worker.over_ts,
     )  # fmt: skip

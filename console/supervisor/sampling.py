@@ -43,7 +43,7 @@ class Sampler:
         self.phases = {evidence.rank: evidence.phase for evidence in seen}
         return {
             "v": VERSION, "ts": time.time(), "mono": now, "host": self._host, "attempt": attempt,
-            "gpus": [asdict(gpu) | {"uuid": uuid} for gpu, uuid in self._nvml.rows()],
+            "gpus": [asdict(gpu) for gpu in self._nvml.rows()],
             "ranks": rows, "disk": self.disk,
             "load1": round(os.getloadavg()[0], 2),
         }  # fmt: skip
