@@ -27,12 +27,11 @@ _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Brok
 
 _SIZE = r"[\d.]+ ?(?:[KMGT]?i?B|bytes)"
 _ASKED = re.compile(rf"[Tt]ried to allocate ({_SIZE})")
-_FREE = (
-    re.compile(rf"GPU (?P<gpu>\d+) has a total capaci?ty of (?P<total>{_SIZE}) of which "
-               rf"(?P<free>{_SIZE}) is free"),
-    re.compile(rf"\(GPU (?P<gpu>\d+); (?P<total>{_SIZE}) total capacity;.*?(?P<free>{_SIZE}) free"),
-)  # fmt: skip
-"""torch 2 and torch 1, c10/cuda/CUDACachingAllocator.cpp (2.1 and 2.2 write "capacty")."""
+_FREE = re.compile(
+    rf"GPU (?P<gpu>\d+) has a total capacity of (?P<total>{_SIZE}) of which "
+    rf"(?P<free>{_SIZE}) is free"
+)
+"""c10/cuda/CUDACachingAllocator.cpp"""
 _GPU_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|out of GPU memory"
 )
@@ -76,7 +75,7 @@ def out_of_memory(text: str, code: int | None = None) -> str:
         return f"out of host memory{_asked(text)}; {HOST_ADVICE}"
     if not _GPU_MEMORY.search(text):
         return f"out of memory{_asked(text)}; {GPU_ADVICE}" if code == OUT_OF_MEMORY else ""
-    held = next((m for pattern in _FREE if (m := pattern.search(text))), None)
+    held = _FREE.search(text)
     free = f", {held['free']} of {held['total']} free on GPU {held['gpu']}" if held else ""
     return f"out of GPU memory{_asked(text)}{free}; {GPU_ADVICE}"
 

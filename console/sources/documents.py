@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from console.model import (
     LEVELS,
@@ -97,12 +97,14 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     str: lambda record, key: line(record, key, ""),
     float: lambda record, key: jsonl.number(record, key) or 0.0,
     float | None: jsonl.number,
+    bool: lambda record, key: record.get(key) is True,
     int: lambda record, key: jsonl.integer(record, key) or 0,
     int | None: jsonl.integer,
     tuple[str, ...]: words,
     Level: _one_of(LEVELS, "warn"),
     Result: _one_of(RESULTS, "unknown"),
     Sure: _one_of(("high", "medium"), "low"),
+    State: _one_of(get_args(State), ""),
 }
 """How a field of the model is read from a JSON object, by its type."""
 _types = cache(get_type_hints)

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from console.ending import End, Facts, decide
-from console.model import Alert, State
+from console.model import EXIT_CODES, Alert, State
 from console.sources import process
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 STATES: frozenset[str] = frozenset(get_args(State))
-ENDED: frozenset[str] = frozenset(
-    ("halted", "stopped", "completed", "failed", "crashed", "killed", "lost")
-)
+ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
 """What another host's process has not said for so long is not believed to live."""
 STOPPED = "T t"

@@ -7,17 +7,16 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
-from console.model import State
-from console.sources import documents, process
+from console.sources import documents, presence, process
 from console.supervisor.orders import FlagValue
 from console.supervisor.restart import Ended
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
 from trainers.contract.errors import RefusedError
 
-FINAL = frozenset(("halted", "stopped", "completed", "failed", "crashed", "killed"))
+FINAL = presence.ENDED - {"lost"}
 """States after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 MAX_ENDED = 10_000
@@ -67,16 +66,8 @@ def attempt(token: str) -> int:
 
 def ended(held: Mapping[str, Any]) -> list[Ended]:
     """Returns how the attempts before ended, as supervisor.json tells it."""
-    states = get_args(State)
-    return [
-        Ended(
-            cast(State, state), jsonl.text(entry, "why")[:400],
-            jsonl.integer(entry, "checkpoint") or 0, jsonl.text(entry, "signature")[:400],
-            entry.get("hopeless") is True, entry.get("wanted") is True,
-        )
-        for entry in documents.entries(held, "ended")[-MAX_ENDED:]
-        if (state := jsonl.text(entry, "state")) in states
-    ]  # fmt: skip
+    told = documents.entries(held, "ended")[-MAX_ENDED:]
+    return [each for entry in told if (each := documents.read(Ended, entry)).state]
 
 
 def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:

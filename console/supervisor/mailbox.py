@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from console.supervisor import requests
@@ -17,40 +16,34 @@ Execute = Callable[[Request], Outcome | None]
 """Does what is asked; None: the answer follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A request that was taken; its file may still be seen until it is removed."""
-
-    path: Path
-    done: bool = False
-
-
 class Mailbox:
     """Owns which requests were seen; a second file with the same id is answered, not executed."""
 
     def __init__(self, directory: Directory, attempt_in: Callable[[Path], int]):
         self._directory, self._attempt_in = directory, attempt_in
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[Path, bool]] = {}
+        """The file of each request that was taken, which may still be seen until it is removed, and
+        whether it is done."""
 
     def remember(self, answered: Mapping[str, Path]) -> None:
         """Takes requests as answered that a former supervisor answered: id and mailbox."""
         for name, box in list(answered.items())[-REMEMBERED:]:
-            self._known[name] = _Known(box, done=True)
+            self._known[name] = box, True
 
     def take(self, found: Sequence[Request], execute: Execute) -> bool:
         """Executes what is new and answers it, unless the answer is to follow; False: none was."""
         new = False
         for request in found:
-            known = self._known.get(request.id)
-            if known is not None and (known.path == request.path or not known.done):
+            path, done = self._known.get(request.id, (None, False))
+            if path is not None and (path == request.path or not done):
                 continue
             new = True
-            if known is not None and not request.error:
+            if path is not None and not request.error:
                 self.answer(request, (False, "a request with this id was executed already", []))
                 continue
             if len(self._known) >= REMEMBERED:
                 self._known.pop(next(iter(self._known)))
-            self._known[request.id] = _Known(request.path)
+            self._known[request.id] = request.path, False
             folder, asked = request.path.parent.parent, request.action or "something"
             self._directory.event(
                 folder, self._attempt_in(folder), "request", f"{asked} asked",
@@ -64,7 +57,7 @@ class Mailbox:
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events beside the mailbox and empties the mailbox of it."""
         ok, text, detail = outcome
-        self._known[request.id] = _Known(request.path, done=True)
+        self._known[request.id] = request.path, True
         folder = request.path.parent.parent
         self._directory.event(
             folder, self._attempt_in(folder), "answer", text, "info" if ok else "warn",
