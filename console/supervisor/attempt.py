@@ -282,7 +282,7 @@ class Attempt:
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
-        self.watching.look(sample, seen, ending)
+        self.watching.look(self._sampler, seen, ending)
 
     def _begin_collecting(self) -> None:
         self.decided()
@@ -350,14 +350,14 @@ class Attempt:
         """Returns everything that the state depends on."""
         ends = [self.end_of(worker) for worker in self.tree.workers.values()
                 if worker.over_ts is not None]  # fmt: skip
-        phases, verdict = self._sampler.phases.values(), self.watching.verdict
+        verdict = self.watching.verdict
         return Facts(
             spawned=self.tree.spawned,
             over=self.stage == "over",
             asked=self.asked,
             by=self.by,
             halt_file=self.halt_file,
-            halting_ranks=sum(phase == "halt" for phase in phases),
+            halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
             step=self.step,
             verdict=verdict.sentence if verdict else "",
             agent_code=self.tree.agent_status,
@@ -366,7 +366,8 @@ class Attempt:
             order=tuple(self.tree.order),
             halt_steps=self.story.halts,
             reason=self.story.reason,
-            told=len(self.story.codes) == self.born.phase.nproc or not self.story.steps,
+            told=all(self.story.code(rank) is not None for rank in range(self.born.phase.nproc))
+            or not self.story.steps,
             agent_signal=self._agent_signal,
             ending=self._ending,
             broken=self._broken,

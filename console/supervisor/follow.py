@@ -190,10 +190,8 @@ class Story:
         self.first_step = FIRST_STEP
         """Of this attempt: behind the checkpoint that it went on from."""
         self.errors: dict[int, str] = {}
-        self.codes: dict[int, int] = {}
-        """Exit codes that ranks announced in their last record; an exit without one is orderly."""
-        self.said: dict[int, str] = {}
-        """What each rank wrote last."""
+        self.last: dict[int, Mapping[str, Any]] = {}
+        """The newest record of each rank."""
         self.progress: dict[int, Progress] = {}
         """The newest progress record of each rank."""
         self.newest_ts: float | None = None
@@ -206,6 +204,7 @@ class Story:
         """Takes in one heartbeat."""
         self.summary.take(record)
         rank, step = record["rank"], record["step"]
+        self.last[rank] = record
         self.steps[rank] = max(step, self.steps.get(rank, 0))
         if record["msg"] == "resume":
             self.first_step = max(step + 1, self.first_step)
@@ -217,17 +216,18 @@ class Story:
             self.halts[rank] = step
         if record["msg"] in ("halt", "exit"):
             self.reason = self.reason or jsonl.text(record, "reason")[:80]
-        said = jsonl.text(record, "reason")
-        self.said[rank] = clean(f"{record['msg']}: {said}" if said else str(record["msg"]), 200)
         error = clean(error_of(record), 400)
         if error:
             self.errors.setdefault(rank, error)
-        code = jsonl.integer(record, "exit_code")
-        if code is not None or record["msg"] == "exit":
-            self.codes[rank] = code or 0
         steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < LONGEST_STEP_S]
         if steps_s:
             self._take_durations(record, rank, steps_s)
+
+    def code(self, rank: int) -> int | None:
+        """Returns the exit code that a rank's last record announces; an exit without is orderly."""
+        last = self.last.get(rank, {})
+        code = jsonl.integer(last, "exit_code")
+        return 0 if code is None and last.get("msg") == "exit" else code
 
     def take_fresh(self) -> tuple[Progress, ...]:
         """Returns the progress records since the last call; whoever watches asks for them."""
@@ -283,10 +283,11 @@ def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: i
     """
     rank, code = worker.rank, worker.code
     if code is None and worker.signal is None:
-        code = story.codes.get(rank)
-    last = words or LastWords()
+        code = story.code(rank)
+    last, record = words or LastWords(), story.last.get(rank, {})
+    said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return End(
         rank, code, worker.signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
         last.error, worker.culled, at=last.at, fatal_at=last.fatal_at,
-        said=story.said.get(rank, ""), ts=worker.over_ts,
+        said=clean(said, 200), ts=worker.over_ts,
     )  # fmt: skip

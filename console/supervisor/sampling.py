@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.stall import Seen
+from console.model import Gpu
 from console.sources import process
 from console.sources.nvml import Nvml
 from console.supervisor.follow import Story
@@ -25,14 +26,14 @@ class Sampler:
         self._meter = process.Meter()
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
-        self._pulses: dict[int, Path] = {}
+        self.gpus: tuple[Gpu, ...] = ()
+        self.rss_mib: dict[int, float] = {}
         self.seen: tuple[Seen, ...] = ()
-        self.phases: dict[int, str] = {}
 
     def sample(
         self, workers: Sequence[Worker], story: Story, attempt: int, begun: float
     ) -> dict[str, Any]:
-        """Returns one sample; `seen` then holds the same moment as evidence."""
+        """Returns one sample; `seen`, `gpus` and `rss_mib` then hold the same moment."""
         now = time.monotonic()
         rows, seen = [], []
         for worker in sorted(workers, key=lambda w: w.rank):
@@ -40,10 +41,11 @@ class Sampler:
             rows.append(row)
             seen.append(evidence)
         self.seen = tuple(seen)
-        self.phases = {evidence.rank: evidence.phase for evidence in seen}
+        self.gpus = tuple(self._nvml.rows())
+        self.rss_mib = {row["rank"]: row["rss_mib"] for row in rows if row["rss_mib"] is not None}
         return {
             "v": VERSION, "ts": time.time(), "mono": now, "host": self._host, "attempt": attempt,
-            "gpus": [asdict(gpu) for gpu in self._nvml.rows()],
+            "gpus": [asdict(gpu) for gpu in self.gpus],
             "ranks": rows, "disk": self.disk,
             "load1": round(os.getloadavg()[0], 2),
         }  # fmt: skip
@@ -55,10 +57,7 @@ class Sampler:
         ended = process.Use("Z" if worker.unreaped else process.GONE)
         use = self._meter.look(pid) if worker.over_ts is None else ended
         state = use.state
-        path = self._pulses.get(worker.rank)
-        if path is None:
-            path = self._pulses[worker.rank] = rundir.pulse(self._folder, worker.rank)
-        found = pulse.read(path)
+        found = pulse.read(rundir.pulse(self._folder, worker.rank))
         if found is not None and found.pid != pid:
             found = None
         row: dict[str, Any] = {
@@ -79,6 +78,6 @@ class Sampler:
             found.collectives, story.p99_s(worker.rank, found.phase),
             # A program that went on without a word may take its first step anywhere.
             story.first_step if attempt == 1 or story.steps.get(worker.rank) else found.step,
-            story.codes.get(worker.rank) if worker.code is None else worker.code,
+            story.code(worker.rank) if worker.code is None else worker.code,
         )  # fmt: skip
         return row, seen

@@ -11,11 +11,12 @@ from typing import Any
 from console.diagnose.readings import Readings
 from console.diagnose.stall import Seen, diagnose
 from console.diagnose.watch import Change, Watchdog
-from console.model import Verdict
-from console.sources import documents, process
+from console.model import Gpu, Verdict
+from console.sources import process
 from console.supervisor.alerts import Alerts
 from console.supervisor.follow import Story
-from trainers.contract import VERSION, jsonl, rundir
+from console.supervisor.sampling import Sampler
+from trainers.contract import VERSION, rundir
 from trainers.contract.plan import Watch
 
 LONGEST_STILL_S = 1e9
@@ -44,13 +45,14 @@ class Watching:
         """Returns what a stall is set to do."""
         return next(rule.action for rule in self._dog.rules if rule.name == STALL)
 
-    def look(self, sample: Mapping[str, Any], seen: Sequence[Seen], ending: bool) -> None:
-        """Takes a sample and its evidence; `seen` is empty while nobody is to be waited for.
+    def look(self, now: Sampler, seen: Sequence[Seen], ending: bool) -> None:
+        """Takes the last sample; `seen` is empty while nobody is to be waited for.
 
         Nothing more is done to ranks that are being ended.
         """
         self._take_verdict(diagnose(seen, self._watch, time.time()))
-        for change in self._dog.look(readings(sample, seen, self._story)):
+        found = readings(self._story, seen, now.rss_mib, now.gpus, now.disk)
+        for change in self._dog.look(found):
             if change.kind != "act" or not ending:
                 self._take(change)
 
@@ -91,17 +93,11 @@ class Watching:
 
 
 def readings(
-    sample: Mapping[str, Any], seen: Sequence[Seen], story: Story, records_only: bool = False
-) -> Readings:
-    """Returns one moment from a line of samples, which may hold anything, and the records."""
-    disk = jsonl.mapping(sample, "disk")
-    here = sample.get("host", rundir.host_name()) == rundir.host_name()
+    story: Story, seen: Sequence[Seen], rss_mib: Mapping[int, float], gpus: tuple[Gpu, ...],
+    disk: Mapping[str, float], here: bool = True, records_only: bool = False,
+) -> Readings:  # fmt: skip
+    """Returns one moment from samples and records; `here` says that the ranks are on this host."""
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
-    rss_mib = {
-        rank: rss for entry in documents.entries(sample, "ranks")
-        if (rank := jsonl.integer(entry, "rank")) is not None
-        and (rss := jsonl.number(entry, "rss_mib")) is not None
-    }  # fmt: skip
     return Readings(
         mono=time.monotonic(),
         ts=time.time(),
@@ -112,8 +108,8 @@ def readings(
         rss_mib=rss_mib,
         host_total_mib=total_mib,
         host_free_mib=free_mib,
-        gpus=documents.gpus(sample),
-        disk_free_gib=jsonl.number(disk, "free_gib"),
-        checkpoint_gib=jsonl.number(disk, "checkpoint_gib"),
+        gpus=gpus,
+        disk_free_gib=disk.get("free_gib"),
+        checkpoint_gib=disk.get("checkpoint_gib"),
         newest_ts=story.newest_ts,
     )
