@@ -21,6 +21,7 @@ from console.model import Rank, RunState
 from console.sources import ancestor, presence, process
 from console.sources.run import RunSource
 from console.supervisor.follow import Disk, Story
+from console.supervisor.watching import readings
 from trainers.contract import heartbeat, jsonl, plan, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
@@ -125,19 +126,12 @@ class Contract:
         return Moment(run, state.attempt, self._watch, self._readings(state))
 
     def _readings(self, state: RunState) -> Readings:
-        story, disk = self._records.story, _disk(self._disk)
         pulsed = tuple(seen for rank in state.ranks if (seen := self._pulsed(rank, state)))
         idle = state.state in ENDING or self.over
-        here = state.host in ("", rundir.host_name())
-        total_mib, free_mib = process.host_memory_mib() if here else (None, None)
-        return Readings(
-            mono=time.monotonic(), ts=time.time(),
-            seen=() if idle else pulsed or self._records.seen(), records_only=not pulsed,
-            fresh=story.take_fresh(), progress=story.progress,
-            rss_mib={r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None},
-            host_total_mib=total_mib, host_free_mib=free_mib, gpus=state.gpus,
-            disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
-            newest_ts=story.newest_ts,
+        rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
+        return readings(
+            self._records.story, () if idle else pulsed or self._records.seen(), rss_mib,
+            state.gpus, _disk(self._disk), state.host in ("", rundir.host_name()), not pulsed,
         )  # fmt: skip
 
     def _pulsed(self, rank: Rank, state: RunState) -> Seen | None:
@@ -186,11 +180,9 @@ class Ancestor:
             return None
         if ancestor.has_ended(self._run, self._records.newest_ts):
             self.over = "the run has ended: metrics.json is its last word"
-        story, disk = self._records.story, _disk(self._disk)
-        now = Readings(
-            mono=time.monotonic(), ts=time.time(), seen=() if self.over else self._records.seen(),
-            records_only=True, fresh=story.take_fresh(), progress=story.progress,
-            disk_free_gib=disk.get("free_gib"), newest_ts=story.newest_ts,
+        now = readings(
+            self._records.story, () if self.over else self._records.seen(), {}, (),
+            _disk(self._disk), False, True,
         )  # fmt: skip
         return Moment(self._run, self._attempt, ancestor.WATCH, now)
 
