@@ -12,9 +12,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from trainers.contract import rundir
 
@@ -22,65 +24,50 @@ WELL = "ok"
 GRACE_S = 2.0
 LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
 CHUNK_BYTES = 1 << 16
+LAST_OUTPUT_S = 0.5
+"""What left the group may hold its output open."""
 
 
-class Program:
-    """One program and what it printed; `how` says how it ended."""
+def run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[str, bytes]:
+    """Runs a program, with TERM after the limit and KILL after `GRACE_S` more; returns how it was,
+    and the beginning of what it printed. Raises OSError or ValueError where it cannot be started.
 
-    def __init__(self, argv: Sequence[str], folder: Path):
-        self.process = subprocess.Popen(
-            argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self._out = self.process.stdout.fileno()
-        os.set_blocking(self._out, False)
-        self.output = bytearray()
+    The group gets KILL before its first process is reaped: its number is still ours then.
+    """
+    process = subprocess.Popen(
+        argv, cwd=folder, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    output = bytearray()
+    reader = threading.Thread(target=_drain, args=(process.stdout, output), daemon=True)
+    reader.start()
+    pidfd = os.pidfd_open(process.pid)
+    late = not select.select([pidfd], [], [], limit_s)[0]
+    if late:
+        _signal(process.pid, signal.SIGTERM)
+        select.select([pidfd], [], [], GRACE_S)
+    _signal(process.pid, signal.SIGKILL)
+    code = process.wait()
+    reader.join(LAST_OUTPUT_S)
+    if late:
+        how = f"took longer than {limit_s:g} s and was ended"
+    elif code < 0:
+        how = f"was killed by signal {-code}"
+    else:
+        how = f"returned {code}" if code else WELL
+    return how, bytes(output)
 
-    def wait(self, limit_s: float) -> str:
-        """Waits for the end, TERM after the limit, KILL after `GRACE_S` more; returns how it was.
 
-        The group gets KILL before its first process is reaped: its number is still ours then.
-        """
-        poller = select.poll()
-        pidfd = os.pidfd_open(self.process.pid)
-        poller.register(pidfd, select.POLLIN)
-        poller.register(self._out, select.POLLIN)
-        begun = time.monotonic()
-        steps = [(begun + limit_s, signal.SIGTERM), (begun + limit_s + GRACE_S, signal.SIGKILL)]
-        late = False
-        while True:
-            left_s = max(0.0, steps[0][0] - time.monotonic()) if steps else 3600.0
-            ready = dict(poller.poll(left_s * 1000))
-            if self._out in ready and not self._read():
-                poller.unregister(self._out)
-            if pidfd in ready:
-                break
-            if steps and time.monotonic() >= steps[0][0]:
-                late = True
-                self._signal(steps.pop(0)[1])
-        self._signal(signal.SIGKILL)
-        self._read()
-        code = self.process.wait()
-        if late:
-            return f"took longer than {limit_s:g} s and was ended"
-        if code < 0:
-            return f"was killed by signal {-code}"
-        return f"returned {code}" if code else WELL
+def _drain(out: IO[bytes], output: bytearray) -> None:
+    """Takes what is printed, of which the beginning is kept."""
+    while data := out.read(CHUNK_BYTES):
+        output += data[: MAX_OUTPUT_BYTES - len(output)]
 
-    def _signal(self, number: signal.Signals) -> None:
-        """Signals the group; a program of another user's rights is out of reach."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
 
-    def _read(self) -> bool:
-        """Takes what was printed, of which the beginning is kept; False at its end."""
-        try:
-            data = os.read(self._out, CHUNK_BYTES)
-        except BlockingIOError:
-            return True
-        self.output += data[: MAX_OUTPUT_BYTES - len(self.output)]
-        return bool(data)
+def _signal(group: int, number: signal.Signals) -> None:
+    """Signals the group; a program of another user's rights is out of reach."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
 
 
 def write_log(folder: Path, text: str, output: bytes) -> None:
@@ -100,13 +87,10 @@ def main() -> int:
     told, limit_s, folder, *argv = sys.argv[1:]
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     os.set_inheritable(int(told), False)
-    output = b""
     try:
-        run = Program(argv, Path(folder))
+        how, output = run(argv, Path(folder), float(limit_s))
     except (OSError, ValueError) as error:
-        how = f"cannot be started: {getattr(error, 'strerror', None) or error}"
-    else:
-        how, output = run.wait(float(limit_s)), bytes(run.output)
+        how, output = f"cannot be started: {getattr(error, 'strerror', None) or error}", b""
     os.write(int(told), how.encode("utf-8", "replace"))
     write_log(Path(folder), f"{argv[0]}: {how}", output)
     return 0
