@@ -48,39 +48,77 @@ def refusal(pid: int) -> str:
     return ""
 
 
-class Dump:
-    """One asked dump of some ranks. `poll` until it is done; nothing here waits."""
+class Dumps:
+    """The one dump that may be under way, and who waits for it. `keep` stores a rank's stack.
 
-    def __init__(self, run: Path, live: Path | None, unix_ms: int):
-        self._run, self._live, self.unix_ms = run, live, unix_ms
-        self._began = time.monotonic()
-        self.parts: list[_Part] = []
+    `poll` until it is done; nothing here waits.
+    """
 
-    def ask(self, rank: int, handle: process.Handle) -> None:
-        """Signals one rank, if it would survive it."""
-        live, run = self._live, self._run
-        source = rundir.live_stack(live, rank) if live else rundir.stackdump(run, rank)
-        part = _Part(rank, handle, source, _size(source), self._where(rank), refusal(handle.pid))
-        if not part.result and not handle.send(signal.SIGUSR1):
-            part.result = "is gone"
-        self.parts.append(part)
+    def __init__(self, keep: Callable[[Path, bytes], None]):
+        self._keep = keep
+        self._asked: list[Request] = []
+        self._parts: list[_Part] = []
+        self._run = Path()
+        self._live: Path | None = None
+        self._unix_ms, self._began = 0, 0.0
 
-    def ranks(self) -> set[int]:
-        return {part.rank for part in self.parts}
+    @property
+    def busy(self) -> bool:
+        return bool(self._parts)
 
-    def poll(self, keep: Callable[[Path, bytes], None]) -> bool:
-        """Takes what has come; True when every rank has an end. `keep` stores a whole dump."""
+    def ask(
+        self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
+    ) -> Outcome | None:
+        """Signals the ranks that a request names; None: the answer follows, see `poll`."""
+        rank = request.args.get("rank")
+        wanted = sorted(alive) if rank is None else [rank]
+        if not alive:
+            return False, "no rank is running, so there is no stack", []
+        if rank is not None and rank not in alive:
+            return False, f"rank {rank} is not running", []
+        if self._parts and not {part.rank for part in self._parts} >= set(wanted):
+            return False, "another dump is under way; ask again in two seconds", []
+        self._asked.append(request)
+        self.begin(run, live, {each: alive[each] for each in wanted})
+        return None
+
+    def begin(self, run: Path, live: Path | None, alive: Mapping[int, process.Handle]) -> None:
+        """Signals those of these ranks that would survive it, unless a dump is under way."""
+        if self._parts:
+            return
+        self._run, self._live = run, live
+        self._unix_ms, self._began = time.time_ns() // 1_000_000, time.monotonic()
+        for rank, handle in sorted(alive.items()):
+            source = rundir.live_stack(live, rank) if live else rundir.stackdump(run, rank)
+            size, where = jsonl.size_bytes(source), self._where(rank)
+            part = _Part(rank, handle, source, size, where, refusal(handle.pid))
+            if not part.result and not handle.send(signal.SIGUSR1):
+                part.result = "is gone"
+            self._parts.append(part)
+
+    def poll(self, answer: Callable[[Request, Outcome], None]) -> None:
+        """Takes what the ranks wrote, and answers when each has an end."""
         waited_s = time.monotonic() - self._began
-        for part in self.parts:
+        for part in self._parts:
             if part.result:
                 continue
             part.data = jsonl.read_bytes(part.source, MAX_DUMP_BYTES, part.offset)
             whole = END_MARK.encode() in part.data and part.data.endswith(b"\n")
             if whole or waited_s > WAIT_S:
-                self._finish(part, whole, keep)
+                self._finish(part, whole)
             elif waited_s > LAST_RESORT_AFTER_S and not (part.data or part.tried):
                 self._press(part)
-        return all(part.result for part in self.parts)
+        if self._parts and all(part.result for part in self._parts):
+            self._end(self._outcome(), answer)
+
+    def abandon(self, answer: Callable[[Request, Outcome], None]) -> None:
+        """Answers who still waits: the ranks are gone."""
+        self._end((False, "the ranks ended before they answered", []), answer)
+
+    def _end(self, outcome: Outcome, answer: Callable[[Request, Outcome], None]) -> None:
+        asked, self._asked, self._parts = self._asked, [], []
+        for request in asked:
+            answer(request, outcome)
 
     def _where(self, rank: int) -> tuple[int, str] | None:
         found = pulse.read(rundir.pulse(self._live, rank)) if self._live else None
@@ -97,88 +135,30 @@ class Dump:
             part.pressed = process.catches(part.handle.pid, LAST_RESORT)
             part.pressed = part.pressed and part.handle.send(LAST_RESORT)
 
-    def _finish(self, part: _Part, whole: bool, keep: Callable[[Path, bytes], None]) -> None:
+    def _finish(self, part: _Part, whole: bool) -> None:
         if not part.data:
             part.result = f"did not answer within {WAIT_S:g} s"
             return
-        name = f"stackdump_rank{part.rank}_{self.unix_ms}.txt"
-        keep(self._run / name, part.data)
+        name = f"stackdump_rank{part.rank}_{self._unix_ms}.txt"
+        self._keep(self._run / name, part.data)
         part.result = f"dumped: {name}"
         if part.pressed and b"=== rank" not in part.data:
             part.result += " (native code holds the GIL: the main thread alone could be read)"
         elif not whole:
             part.result += f" (what came within {WAIT_S:g} s: its end is missing)"
 
-    def answer(self) -> Outcome:
+    def _outcome(self) -> Outcome:
         """Returns whether any stack came, a sentence, and each rank's result."""
-        dumped = [part.rank for part in self.parts if part.result.startswith("dumped")]
-        detail = [f"rank {part.rank} {part.result}" for part in self.parts]
-        if len(dumped) == len(self.parts):
+        dumped = [part.rank for part in self._parts if part.result.startswith("dumped")]
+        detail = [f"rank {part.rank} {part.result}" for part in self._parts]
+        if len(dumped) == len(self._parts):
             text = f"stacks of {_count(dumped)} dumped"
         else:
-            rest = "; ".join(d for d, p in zip(detail, self.parts, strict=True)
+            rest = "; ".join(d for d, p in zip(detail, self._parts, strict=True)
                              if p.rank not in dumped)  # fmt: skip
             text = f"stacks of {_count(dumped)} dumped; {rest}" if dumped else f"no stack: {rest}"
         return bool(dumped), text, detail
 
 
-class Dumps:
-    """The one dump that may be under way, and who waits for it. `keep` stores a rank's stack."""
-
-    def __init__(self, keep: Callable[[Path, bytes], None]):
-        self._keep = keep
-        self._open: Dump | None = None
-        self._asked: list[Request] = []
-
-    @property
-    def busy(self) -> bool:
-        return self._open is not None
-
-    def ask(
-        self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
-    ) -> Outcome | None:
-        """Signals the ranks that a request names; None: the answer follows, see `poll`."""
-        rank = request.args.get("rank")
-        wanted = sorted(alive) if rank is None else [rank]
-        if not alive:
-            return False, "no rank is running, so there is no stack", []
-        if rank is not None and rank not in alive:
-            return False, f"rank {rank} is not running", []
-        if self._open is not None and not self._open.ranks() >= set(wanted):
-            return False, "another dump is under way; ask again in two seconds", []
-        self._asked.append(request)
-        if self._open is None:
-            self.begin(run, live, {each: alive[each] for each in wanted})
-        return None
-
-    def begin(self, run: Path, live: Path | None, alive: Mapping[int, process.Handle]) -> None:
-        """Signals these ranks, unless a dump is under way."""
-        if self._open is None and alive:
-            self._open = Dump(run, live, time.time_ns() // 1_000_000)
-            for rank, handle in sorted(alive.items()):
-                self._open.ask(rank, handle)
-
-    def poll(self, answer: Callable[[Request, Outcome], None]) -> None:
-        """Takes what the ranks wrote, and answers when all have."""
-        if self._open is not None and self._open.poll(self._keep):
-            self._end(self._open.answer(), answer)
-
-    def abandon(self, answer: Callable[[Request, Outcome], None]) -> None:
-        """Answers who still waits: the ranks are gone."""
-        self._end((False, "the ranks ended before they answered", []), answer)
-
-    def _end(self, outcome: Outcome, answer: Callable[[Request, Outcome], None]) -> None:
-        asked, self._asked, self._open = self._asked, [], None
-        for request in asked:
-            answer(request, outcome)
-
-
 def _count(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
