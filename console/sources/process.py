@@ -20,8 +20,9 @@ from pathlib import Path
 from trainers.contract import environ, rundir
 
 GONE = "gone"
-_CPU, _STARTED, _RSS = slice(11, 13), 19, 21
-"""Fields of /proc/PID/stat behind the name: user and system time, start time, resident pages."""
+_CPU, _STARTED, _RSS, _EXIT = slice(11, 13), 19, 21, 49
+"""Fields of /proc/PID/stat behind the name: user and system time, start time, resident pages, and
+the wait status."""
 _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
@@ -78,24 +79,14 @@ def _read(path: str) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the direct children of a process."""
+    """Returns the direct children of a process; none of one that is just going."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     except OSError:
-        return _children_by_scan(pid)
-    return found
-
-
-def _children_by_scan(pid: int) -> list[int]:
-    """For kernels without `children` files, and for a process that is just going."""
-    import psutil
-
-    try:
-        return [child.pid for child in psutil.Process(pid).children()]
-    except psutil.Error:
         return []
+    return found
 
 
 def state(pid: int) -> str:
@@ -192,14 +183,10 @@ def _zombie_status(pid: int, start_ticks: int) -> int | None:
     Where the kernel hides that field it shows 0; `hold` has read the environment, for which it
     asks for the same right.
     """
-    try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    fields = _stat(pid)
+    if len(fields) <= _EXIT or fields[0] != b"Z" or int(fields[_STARTED]) != start_ticks:
         return None
-    fields = data.rpartition(b")")[2].split()
-    if len(fields) < 50 or fields[0] != b"Z" or int(fields[19]) != start_ticks:
-        return None
-    return int(fields[49])
+    return int(fields[_EXIT])
 
 
 def _reaped_status(fd: int) -> int | None:

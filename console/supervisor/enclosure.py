@@ -1,14 +1,13 @@
 """A cgroup of version 2 around the processes of a run, where the machine allows it.
 
-It also holds what has lost the token of its environment, and ends all of it at once. It needs the
-right to make one: root, or a delegated unit (`systemd-run --user --scope`). Without, the token scan
-does what it can.
+It also holds what has lost the token of its environment, and ends all of it at once. It needs Linux
+5.14 and the right to make one: root, or a delegated unit (`systemd-run --user --scope`). Without,
+the token scan does what it can.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 from console.sources import kernel, process
@@ -28,17 +27,8 @@ class Enclosure:
         return [pid for file in self._folder.rglob(PROCS) for pid in kernel.inside(file.parent)]
 
     def kill(self) -> None:
-        """Sends KILL to every process inside; before Linux 5.14 to one after the other."""
-        if _write(self._folder / KILL, "1"):
-            return
-        for pid in self.pids():
-            try:
-                fd = os.pidfd_open(pid)
-            except OSError:
-                continue
-            if pid in self.pids():
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-            os.close(fd)
+        """Sends KILL to every process inside."""
+        _write(self._folder / KILL, "1")
 
     def remove(self) -> None:
         """Takes the cgroup away if it is empty."""
@@ -57,7 +47,7 @@ def around(pid: int, token: str) -> Enclosure | None:
             folder.mkdir(mode=0o755, exist_ok=True)
         except OSError:
             return None
-        if _write(folder / PROCS, str(pid)):
+        if (folder / KILL).exists() and _write(folder / PROCS, str(pid)):
             for child in process.children(pid):
                 _write(folder / PROCS, str(child))
             return Enclosure(folder)

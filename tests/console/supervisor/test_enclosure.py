@@ -49,11 +49,8 @@ def tree(home):
     inside.remove()
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["cgroup.kill", "one by one"])
-def test_what_has_no_token_and_another_session_ends_too(tree, at_once, monkeypatch):
+def test_what_has_no_token_and_another_session_ends_too(tree):
     process, folder, inside = tree
-    if not at_once:  # as before Linux 5.14
-        monkeypatch.setattr(enclosure, "KILL", "cgroup.is-not-there")
     inside.kill()
     assert process.wait(20) == -9
     while inside.pids():
