@@ -6,13 +6,12 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.causes import OomEvidence
 from console.ending import End, Facts, decide
 from console.model import RANK_GONE, Gate, State
 from console.plans import gates
@@ -34,6 +33,8 @@ from trainers.contract.plan import Phase, Watch
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
 """What can be asked, each stronger than the one before."""
+ENDED_FROM_HERE = ENDINGS[1:]
+"""In these the supervisor itself ends the ranks."""
 AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
 HAND_OVER_S = 0.005
@@ -53,62 +54,48 @@ class Services:
     hooks: Hooks
 
 
-@dataclass(frozen=True, slots=True)
-class Born:
-    """What an attempt is started with; `live` is the memory-backed directory of the pulses."""
-
-    run: Path
-    number: int
-    phase: Phase
-    watch: Watch
-    token: str
-    live: Path | None
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
 class Attempt:
     """Owns the processes of one attempt; `tick` moves it on, `decided` is its state.
 
-    `prepare` runs first, on the directory's thread. `event` writes into the run's events, and
-    `changed` is called when what supervisor.json holds has changed. `actions` are what watch rules
-    do beside the plan's, `former` is the attempt before. With `held`, a former supervisor's
-    document, the attempt takes over the processes that are there instead of starting.
+    `live` is the memory-backed directory of the pulses. `prepare` runs first, on the directory's
+    thread. `event` writes into the run's events, and `changed` is called when what supervisor.json
+    holds has changed. `actions` are what watch rules do beside the plan's, `former` is the attempt
+    before. With `held`, a former supervisor's document, the attempt takes over the processes that
+    are there instead of starting.
     """
 
     def __init__(
-        self, born: Born, services: Services, prepare: Callable[[], None],
-        event: Callable[..., dict[str, Any]], changed: Callable[[], None], alerts: Alerts,
-        actions: Mapping[str, str], former: Attempt | None = None,
-        held: Mapping[str, Any] | None = None,
+        self, run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Path | None,
+        argv: Sequence[str], environment: Mapping[str, str], services: Services,
+        prepare: Callable[[], None], event: Callable[..., dict[str, Any]],
+        changed: Callable[[], None], alerts: Alerts, actions: Mapping[str, str],
+        former: Attempt | None = None, held: Mapping[str, Any] | None = None,
     ):  # fmt: skip
-        self.born, self.event, self._changed = born, event, changed
+        self._run, self._number, self._phase, self._watch = run, number, phase, watch
+        self._live, self._argv, self._environment = live, argv, environment
+        self.event, self._changed = event, changed
         self.stage: Stage = "prepare"
+        self.known = Facts(world=phase.nproc)
+        """What was told; what follows from processes and records is added by `facts`."""
         self.gates: tuple[Gate, ...] = ()
         self.story = Story()
         self._directory = services.directory
         self.alerts = alerts
         self.watching = Watching(
-            born.watch, actions, born.run, alerts, self.story, event, services.directory.document,
-            changed,
-        )  # fmt: skip
-        self.tree = Tree(born.token, born.phase.nproc, services.poller)
-        self.halt_file = self.behind = False
-        self.files = Files(
-            born.run, born.number, born.phase.nproc, former.files if former else None
-        )  # fmt: skip
-        self._rotation = Rotation(rundir.logs(born.run, born.number))
+            watch, actions, run, alerts, self.story, event, services.directory.document, changed
+        )
+        self.tree = Tree(token, phase.nproc, services.poller)
+        self.behind = False
+        self.files = Files(run, number, phase.nproc, former.files if former else None)
+        self._rotation = Rotation(rundir.logs(run, number))
         self._rotated: Job[list[str]] | None = None
         self._news: deque[News] = deque()
-        self._sampler = Sampler(services.nvml, born.live or born.run)
+        self._sampler = Sampler(services.nvml, live or run)
         self._begun = time.monotonic()
-        self.asked = self.by = self._failure = self._agent_signal = self._ending = ""
         self._words: Mapping[int, LastWords] = {}
         self._died_at: dict[int, int] = {}
         """The step of each ended rank's last pulse: its last records may be lost."""
         self._oom_before = kernel.snapshot()
-        self._oom: OomEvidence | None = None
-        self._broken = False
         self.checkpoint = 0
         """The step of the newest checkpoint at its end."""
         self._caught_up, self.began = held is None, True
@@ -145,10 +132,10 @@ class Attempt:
         """
         if self.stage in ("collect", "over"):
             return "the ranks have ended already; no further phase starts"
-        if self.asked and ENDINGS.index(action) <= ENDINGS.index(self.asked):
-            return f"{self.asked} is under way, asked by {self.by}"
-        self.asked, self.by = action, by
-        grace_s = self.born.watch.grace_s
+        asked, grace_s = self.known.asked, self._watch.grace_s
+        if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
+            return f"{asked} is under way, asked by {self.known.by}"
+        self._learn(asked=action, by=by)
         if action == "halt":
             return ".HALT is written; all ranks stop at the same step and save"
         if action == "kill":
@@ -159,8 +146,8 @@ class Attempt:
 
     def give_up(self, why: str) -> None:
         """Stops the ranks and ends the attempt here and now: the supervisor itself is broken."""
-        self.tree.terminate(self.born.watch.grace_s)
-        until = time.monotonic() + 2 * self.born.watch.grace_s
+        self.tree.terminate(self._watch.grace_s)
+        until = time.monotonic() + 2 * self._watch.grace_s
         while time.monotonic() < until:
             time.sleep(0.05)
             try:
@@ -173,8 +160,8 @@ class Attempt:
                 break
         with suppress(OSError):
             self.tree.kill()
-        self.stage, self._failure = "over", why
-        self._broken = True
+        self.stage = "over"
+        self._learn(failure=why, broken=True)
         self.tree.close()
 
     def abandon(self) -> None:
@@ -195,7 +182,7 @@ class Attempt:
     def _prepare(self) -> int:
         """Makes the directories; returns the descriptor of torchrun's log."""
         self._prepare_run()
-        logs = rundir.logs(self.born.run, self.born.number)
+        logs = rundir.logs(self._run, self._number)
         rundir.make_directory(logs)
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
 
@@ -215,23 +202,24 @@ class Attempt:
             os.close(log_fd)
 
     def _spawn(self, log_fd: int) -> None:
-        if self.asked:
-            self._never_began(f"{self.asked} was asked by {self.by} before the start")
+        if self.known.asked:
+            asked, by = self.known.asked, self.known.by
+            self._never_began(f"{asked} was asked by {by} before the start")
             return
-        self.tree.spawn(self.born.argv, self.born.environment, log_fd)
+        self.tree.spawn(self._argv, self._environment, log_fd)
         self._begun, self.stage = time.monotonic(), "run"
-        name = self.born.phase.name
-        self.event("phase", f"{name}: torchrun started as pid {self.tree.agent_pid}")
+        self.event("phase", f"{self._phase.name}: torchrun started as pid {self.tree.agent_pid}")
         self._changed()
 
     def _never_began(self, why: str) -> None:
-        self._failure, self.began = why, False
+        self.began = False
+        self._learn(failure=why)
         self._begin_collecting()
 
     def _watch_it(self) -> None:
         changed = self.tree.look()
         if self.tree.enforce():
-            self.event("note", f"KILL after {self.born.watch.grace_s:g} s of grace", "warn")
+            self.event("note", f"KILL after {self._watch.grace_s:g} s of grace", "warn")
         self._watch_agent()
         self._watch_ranks()
         now = time.monotonic()
@@ -266,7 +254,7 @@ class Attempt:
 
     def _watch_ranks(self) -> None:
         """Ends the others of a rank that failed also where torchrun's log cannot tell of it."""
-        if self._ending or self.asked or self.tree.agent_over or not self.tree.alive():
+        if self.known.ending or self.known.asked or self.tree.agent_over or not self.tree.alive():
             return
         late = time.time() - UNTOLD_S
         if any(w.over_ts is not None and w.over_ts < late and (w.signal or w.code)
@@ -274,11 +262,11 @@ class Attempt:
             self._take_ending()
 
     def _sample(self) -> None:
-        born, workers = self.born, list(self.tree.workers.values())
-        sample = self._sampler.sample(workers, self.story, born.number, self._begun)
-        path = rundir.samples(born.run, rundir.host_name())
+        workers = list(self.tree.workers.values())
+        sample = self._sampler.sample(workers, self.story, self._number, self._begun)
+        path = rundir.samples(self._run, rundir.host_name())
         self._directory.put(path, jsonl.encode(sample))
-        ending = bool(self._ending) or self.asked in ("restart", "stop", "kill")
+        ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
@@ -296,13 +284,15 @@ class Attempt:
             rest = self._collected.value
         except OSError as error:
             rest = Rest()
-            self._failure = self._failure or f"the run directory cannot be read: {error}"
+            why = self.known.failure or f"the run directory cannot be read: {error}"
+            self._learn(failure=why)
         self._take_news()
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
         self.checkpoint = rest.checkpoint
-        self._words, self._oom = rest.last, kernel.since(self._oom_before)
-        self.gates = gates.evaluate(self.story.summary, self.born.phase.gates)
+        self._words = rest.last
+        self._learn(oom=kernel.since(self._oom_before))
+        self.gates = gates.evaluate(self.story.summary, self._phase.gates)
         self.watching.verdict, self.stage = None, "over"
         self.alerts.clear_all("the attempt has ended")
         self.tree.close()
@@ -324,9 +314,10 @@ class Attempt:
         self._caught_up = self._caught_up or bool(news.disk and not news.behind)
         for record in news.records:
             self.story.take(record)
-        self.halt_file = self.halt_file or news.halt_file
-        self._agent_signal = self._agent_signal or news.agent_signal
-        if news.ending and not self._ending and self.asked not in ("restart", "stop", "kill"):
+        known = self.known
+        self._learn(halt_file=known.halt_file or news.halt_file,
+                    agent_signal=known.agent_signal or news.agent_signal)  # fmt: skip
+        if news.ending and not known.ending and known.asked not in ENDED_FROM_HERE:
             self._take_ending()
         if news.disk:
             self._sampler.disk = news.disk
@@ -335,28 +326,28 @@ class Attempt:
         """torchrun ends the ranks: because one is gone, unless it got a signal itself."""
         if self.stage != "run":
             return
-        grace_s = self.born.watch.grace_s
+        grace_s = self._watch.grace_s
         self.tree.expire(grace_s)
         self.tree.look()
         gone = [w.rank for w in self.tree.workers.values() if w.over_ts is not None]
         who = f"rank {', '.join(map(str, gone))}" if gone else "a rank"
-        self._ending = (
-            f"{who} is gone, torchrun ends the others; what is left after {grace_s:g} s is killed"
-        )
-        if not self._agent_signal:
-            self.alerts.raise_(RANK_GONE, self._ending, "crit")
+        self._learn(ending=f"{who} is gone, torchrun ends the others; what is left after "
+                    f"{grace_s:g} s is killed")  # fmt: skip
+        if not self.known.agent_signal:
+            self.alerts.raise_(RANK_GONE, self.known.ending, "crit")
+
+    def _learn(self, **told: Any) -> None:
+        self.known = replace(self.known, **told)
 
     def facts(self) -> Facts:
         """Returns everything that the state depends on."""
         ends = [self.end_of(worker) for worker in self.tree.workers.values()
                 if worker.over_ts is not None]  # fmt: skip
         verdict = self.watching.verdict
-        return Facts(
+        return replace(
+            self.known,
             spawned=self.tree.spawned,
             over=self.stage == "over",
-            asked=self.asked,
-            by=self.by,
-            halt_file=self.halt_file,
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
             step=self.step,
             verdict=verdict.sentence if verdict else "",
@@ -366,14 +357,8 @@ class Attempt:
             order=tuple(self.tree.order),
             halt_steps=self.story.halts,
             reason=self.story.reason,
-            told=all(self.story.code(rank) is not None for rank in range(self.born.phase.nproc))
+            told=all(self.story.code(rank) is not None for rank in range(self._phase.nproc))
             or not self.story.steps,
-            agent_signal=self._agent_signal,
-            ending=self._ending,
-            broken=self._broken,
-            world=self.born.phase.nproc,
-            failure=self._failure,
-            oom=self._oom,
         )
 
     @property
@@ -384,7 +369,7 @@ class Attempt:
 
     def end_of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""
-        rank, live = worker.rank, self.born.live
+        rank, live = worker.rank, self._live
         if rank not in self._died_at and live is not None:
             found = pulse.read(rundir.pulse(live, rank))
             mine = found is not None and found.pid == worker.handle.pid

@@ -241,7 +241,9 @@ class Launch:
         if run.state != "completed":
             return f"{run.state}: {run.why}"
         if result == "pass":
-            return self._ended_by or (f"{rundir.HALT} is there" if run.attempt.halt_file else "")
+            return self._ended_by or (
+                f"{rundir.HALT} is there" if run.attempt.known.halt_file else ""
+            )
         missed = [f"{g.name} {g.result} ({_value(g.value)} {g.unit}, bound {g.bound})"
                   for g in run.attempt.gates if g.result != "pass"]  # fmt: skip
         return "gate " + "; gate ".join(missed)

@@ -14,7 +14,7 @@ from console.model import State
 from console.plans import gates
 from console.supervisor import inheritance, orders, restart
 from console.supervisor.alerts import Alerts
-from console.supervisor.attempt import Attempt, Born, Services
+from console.supervisor.attempt import Attempt, Services
 from console.supervisor.live import Live
 from console.supervisor.orders import FlagValue, Orders
 from trainers.contract import VERSION, environ, jsonl, rundir
@@ -169,14 +169,12 @@ class Run:
         self, former: Attempt | None = None, held: Mapping[str, Any] | None = None
     ) -> Attempt:
         argv = orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.path, self.number))
-        born = Born(
-            self.path, self.number, self.phase, self.watch, self._token, self.live, tuple(argv),
-            self._environment | self._contract(),
-        )  # fmt: skip
         on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
         return Attempt(
-            born, self._services, self._prepare if self.number == 1 else self._check, self.event,
-            self._publish, self.alerts, on_stall, former, held,
+            self.path, self.number, self.phase, self.watch, self._token, self.live, argv,
+            self._environment | self._contract(), self._services,
+            self._prepare if self.number == 1 else self._check, self.event, self._publish,
+            self.alerts, on_stall, former, held,
         )  # fmt: skip
 
     def _check(self) -> None:
@@ -199,7 +197,7 @@ class Run:
     def _wait(self) -> None:
         """Starts the next attempt when its time has come; a `.HALT` ends the waiting."""
         self.attempt.tick()
-        if self.attempt.halt_file:
+        if self.attempt.known.halt_file:
             self._conclude("halted", f"{rundir.HALT} is there; before: {self._ended[-1].why}")
         elif self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
@@ -212,7 +210,7 @@ class Run:
         facts = self.attempt.facts()
         return restart.Ended(
             state, why, self.attempt.checkpoint, signature(facts), deterministic(facts),
-            self.attempt.asked == "restart",
+            self.attempt.known.asked == "restart",
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -222,7 +220,8 @@ class Run:
         if self.attempt.stage != "over":
             return self._become(state, why)
         self._ended.append(self._ended_as(state, why))
-        ending = self._final or self.attempt.halt_file or self.attempt.asked == "halt"
+        known = self.attempt.known
+        ending = self._final or known.halt_file or known.asked == "halt"
         ending = ending or not self.attempt.began
         again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
         if isinstance(again, str):
@@ -263,14 +262,15 @@ class Run:
         """Replaces supervisor.json."""
         self._refreshed = time.monotonic()
         tree, verdict = self.attempt.tree, self.attempt.watching.verdict
+        known = self.attempt.known
         agent = tree.agent
         torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
         record = rundir.identity() | {
             "v": VERSION, "run": self.id, "state": self.state, "why": self.why,
             "since_ts": self.since_ts, "attempt": self.number,
             "launch": self.orders.launch, "torchrun": torchrun,
-            "workers": self.attempt.workers(), "asked": self.attempt.asked,
-            "asked_by": self.attempt.by, "ended": [asdict(each) for each in self._ended],
+            "workers": self.attempt.workers(), "asked": known.asked,
+            "asked_by": known.by, "ended": [asdict(each) for each in self._ended],
             "live_dir": "" if self.over else str(self.live or ""),
             "watch": asdict(self.watch), "armed": self._armed(),
             "verdict": asdict(verdict) if verdict else None, "updated_ts": time.time(),
