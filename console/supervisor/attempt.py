@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from console.sources import kernel
 from console.sources.lastwords import LastWords
 from console.sources.nvml import Nvml
 from console.supervisor.alerts import Alerts
-from console.supervisor.directory import Directory, Job
+from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.hooks import Hooks
 from console.supervisor.rotation import Rotation
@@ -27,7 +27,6 @@ from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
 from trainers.contract import jsonl, pulse, rundir
-from trainers.contract.errors import ContractError
 from trainers.contract.plan import Phase, Watch
 
 Stage = Literal["prepare", "run", "collect", "over"]
@@ -37,7 +36,6 @@ ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
 AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
-HAND_OVER_S = 0.005
 LONG_COLLECTING_S = 3.0
 UNTOLD_S = 5.0
 """Within this torchrun says that it ends the others of a rank that failed."""
@@ -88,8 +86,6 @@ class Attempt:
         self.behind = False
         self.files = Files(run, number, phase.nproc, former.files if former else None)
         self._rotation = Rotation(rundir.logs(run, number))
-        self._rotated: Job[list[str]] | None = None
-        self._news: deque[News] = deque()
         self._sampler = Sampler(services.nvml, live or run)
         self._begun = time.monotonic()
         self._words: Mapping[int, LastWords] = {}
@@ -102,10 +98,8 @@ class Attempt:
         self._sampled = self._rotated_at = self._ended_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
-        self._prepared: Job[int] | None = None
-        self._collected: Job[Rest] | None = None
         if held is None:
-            self._prepared = services.directory.job(self._prepare)
+            services.directory.job(self._prepare, self._begin)
         else:
             self.tree.adopt(held)
             self.stage = "run"
@@ -117,13 +111,8 @@ class Attempt:
 
     def tick(self) -> None:
         """Does what is due; never waits."""
-        self._take_news()
-        {"prepare": self._begin, "run": self._watch_it, "collect": self._conclude,
-         "over": lambda: None}[self.stage]()  # fmt: skip
-
-    def look(self, heartbeats: bool) -> None:
-        """Reads the run's files; runs on the directory's thread. The next tick takes it in."""
-        self._news.append(self.files.look(heartbeats))
+        if self.stage == "run":
+            self._watch_it()
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
@@ -186,12 +175,8 @@ class Attempt:
         rundir.make_directory(logs)
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
 
-    def _begin(self) -> None:
-        if self._prepared is None or not self._prepared.done:
-            return
-        try:
-            log_fd = self._prepared.value
-        except (OSError, ContractError) as error:
+    def _begin(self, log_fd: int | None, error: Exception | None) -> None:
+        if log_fd is None:
             self._never_began(f"the run directory cannot be prepared: {error}")
             return
         try:
@@ -234,15 +219,14 @@ class Attempt:
 
     def _rotate(self, now: float) -> None:
         """Bounds the logs; those of an end are left whole."""
-        if self._rotated is not None:
-            if not self._rotated.done:
-                return
-            job, self._rotated = self._rotated, None
-            for sentence in job.value if job.error is None else ():
-                self.event("note", sentence, "warn")
         if now - self._rotated_at >= ROTATE_EVERY_S and not self.tree.agent_over:
-            self._rotated_at = now
-            self._rotated = self._directory.job(self._rotation.look)
+            self._rotated_at = math.inf  # no two at once
+            self._directory.job(self._rotation.look, self._take_rotated)
+
+    def _take_rotated(self, told: Sequence[str] | None, _: object) -> None:
+        self._rotated_at = time.monotonic()
+        for sentence in told or ():
+            self.event("note", sentence, "warn")
 
     def _watch_agent(self) -> None:
         if self.tree.agent_over and self.tree.alive():
@@ -275,18 +259,25 @@ class Attempt:
     def _begin_collecting(self) -> None:
         self.decided()
         self.stage, self._ended_at = "collect", time.monotonic()
-        self._collected = self._directory.job(lambda: self.files.rest(self._hand_over))
+        self._read_on()
 
-    def _conclude(self) -> None:
-        if self._collected is None or not self._collected.done:
-            return
-        try:
-            rest = self._collected.value
-        except OSError as error:
+    def _read_on(self) -> None:
+        """Reads the next part of what is left of the records, then what is read once."""
+        self._directory.job(lambda: self.files.look(True), self._take_part)
+
+    def _take_part(self, news: News | None, _: object) -> None:
+        if news is not None:
+            self.take(news)
+        if news is not None and news.behind:
+            self._read_on()
+        else:
+            self._directory.job(self.files.rest, self._conclude)
+
+    def _conclude(self, rest: Rest | None, error: Exception | None) -> None:
+        if rest is None:
             rest = Rest()
             why = self.known.failure or f"the run directory cannot be read: {error}"
             self._learn(failure=why)
-        self._take_news()
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
         self.checkpoint = rest.checkpoint
@@ -299,17 +290,8 @@ class Attempt:
 
     # --- facts ---------------------------------------------------------------------------------
 
-    def _take_news(self) -> None:
-        while self._news:
-            self._take(self._news.popleft())
-
-    def _hand_over(self, news: News) -> None:
-        """Leaves news for the next tick; the directory's thread reads no more until it is taken."""
-        self._news.append(news)
-        while news.behind and self._news and self.stage == "collect":
-            time.sleep(HAND_OVER_S)
-
-    def _take(self, news: News) -> None:
+    def take(self, news: News) -> None:
+        """Takes in what a look at the run's files found."""
         self.behind = news.behind
         self._caught_up = self._caught_up or bool(news.disk and not news.behind)
         for record in news.records:

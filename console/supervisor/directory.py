@@ -6,11 +6,13 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from trainers.contract import VERSION, jsonl, rundir
+from trainers.contract.errors import ContractError
 from trainers.contract.recorder import Item, Recorder
 
 T = TypeVar("T")
@@ -28,44 +30,16 @@ def event_record(
     } | more  # fmt: skip
 
 
-class Job(Generic[T]):
-    """Work for the directory's thread whose result somebody waits for, without blocking.
-
-    Whatever it raises is raised where the result is taken; the thread goes on.
-    """
-
-    def __init__(self, work: Callable[[], T], on_done: Callable[[], None]):
-        self._work, self._on_done = work, on_done
-        self.done = False
-        self.error: Exception | None = None
-        self._value: T | None = None
-
-    def __call__(self) -> None:
-        try:
-            self._value = self._work()
-        except Exception as error:
-            self.error = error
-        finally:
-            self.done = True
-            self._on_done()
-
-    @property
-    def value(self) -> T:
-        """Returns the result. Raises the error that the work raised."""
-        if self.error is not None:
-            raise self.error
-        return self._value  # type: ignore[return-value]
-
-
 class Directory(Recorder):
     """Writes events, documents and samples in the order they were asked for.
 
-    `on_done` is called on this thread when a job has its result, and when a look is due: `changed`
-    is then set.
+    `on_done` is called on this thread when a job has its result, for `deliver`, and when a look is
+    due: `changed` is then set.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None):
         self._on_done = on_done
+        self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
         self._documents: dict[Path, Mapping[str, Any]] = {}
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents that the disk did not take; only this thread touches it."""
@@ -96,11 +70,44 @@ class Directory(Recorder):
             self.changed = True
             self._on_done()
 
-    def job(self, work: Callable[[], T]) -> Job[T]:
-        """Queues work that reads or writes; ask `done` later."""
-        job = Job(work, self._on_done)
-        self.call(job)
-        return job
+    def job(
+        self, work: Callable[[], T], then: Callable[[T | None, Exception | None], object]
+    ) -> None:
+        """Queues work that reads or writes; `deliver` hands its result to `then`, or its error."""
+
+        def done() -> None:
+            value, error = None, None
+            try:
+                value = work()
+            except Exception as failure:
+                error = failure
+            self._results.append((then, value, error))
+            self._on_done()
+
+        self.call(done)
+
+    def deliver(self) -> None:
+        """Hands over the results of jobs, on the thread of who calls.
+
+        Raises what a job raised that tells neither of the disk nor of the directory: a mistake.
+        """
+        while self._results:
+            then, value, error = self._results.popleft()
+            if error is not None and not isinstance(error, OSError | ContractError):
+                raise error
+            then(value, error)
+
+    def ask(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
+        """Leaves a file for the ranks to find, `.HALT` or one of `rundir.ASKS`.
+
+        `deliver` tells `then` why it could not be written, "" when it was.
+        """
+
+        def told(_: object, error: Exception | None) -> None:
+            reason = getattr(error, "strerror", None) or error
+            then(f"cannot write {name}: {reason}; the ranks go on" if reason else "")
+
+        self.job(lambda: rundir.ask(run, name, by), told)
 
     def event(
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",

@@ -7,7 +7,7 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,16 +116,8 @@ class Files:
             self._take_records(news)
         return news
 
-    def rest(self, take: Callable[[News], None]) -> Rest:
-        """Hands over everything that is left to read after the ranks have ended, and returns what
-        is read once."""
-        news = self._news()
-        self._take_records(news)
-        while news.behind:
-            take(news)
-            news = News()
-            self._take_records(news)
-        take(news)
+    def rest(self) -> Rest:
+        """Returns what is read once, when all processes have ended."""
         log = self._end_of(self._log)
         last = {}
         for rank in range(self._world):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from console.diagnose.watch import Change
 from console.plans import gates
 from console.supervisor import inheritance, live
-from console.supervisor.asks import Asks
 from console.supervisor.attempt import Services
 from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
@@ -51,9 +50,8 @@ class Launch:
         self._next_flags: dict[str, dict[str, Any]] = {}
         self._mailbox = Mailbox(self._directory, self._attempt_in)
         self._dumps = Dumps(self._keep)
-        self._asks = Asks(self._directory)
         self._acts: list[tuple[Run, Change]] = []
-        self._lookout = Lookout(self._directory, path)
+        self._lookout = Lookout(self._directory, path, self._take_requests)
         self._ended_by = ""
         self._last_look = self.over = False
         self._refreshed = 0.0
@@ -94,9 +92,9 @@ class Launch:
 
         What a look finds wakes the main loop: where that is soon enough, all is done then at once.
         """
+        self._directory.deliver()
         if self._look_around() and self.quiet:
             return
-        self._asks.poll()
         self._dumps.poll(self._mailbox.answer)
         self._services.hooks.poll()
         if self.run is not None:
@@ -152,7 +150,9 @@ class Launch:
         word = f"{rule.anomaly or rule.name}\n"
         self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
         if action == "halt":
-            self._asks.leave(path, rundir.HALT, by, lambda why: self._halted_by_rule(run, by, why))
+            self._directory.ask(
+                path, rundir.HALT, by, lambda why: self._halted_by_rule(run, by, why)
+            )
         else:
             self._end_by(action, by)
 
@@ -259,20 +259,18 @@ class Launch:
     # --- requests ------------------------------------------------------------------------------
 
     def _look_around(self) -> bool:
-        """Takes what the last look brought and begins the next if it is due; says whether it did.
-
-        Nobody's question is left without an answer: after the end it looks until nothing is new.
-        """
-        found = self._lookout.take()
-        if found is not None:
-            new = self._mailbox.take(found, self._execute)
-            self.over = self._last_look and not new
+        """Begins the next look if it is due; says whether it did."""
         every_s = math.inf if self.quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
         begun = self._lookout.begin(runs, attempt, every_s)
         self._last_look = self.state == "ended" if begun else self._last_look
         return begun
+
+    def _take_requests(self, found: Sequence[Request]) -> None:
+        """Nobody's question is left without an answer: after the end it looks until none is new."""
+        new = self._mailbox.take(found, self._execute)
+        self.over = self._last_look and not new
 
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
@@ -288,7 +286,7 @@ class Launch:
         """Leaves `.HALT` first; the answer follows."""
         if self.run is None:
             return self._do_end(request)
-        self._asks.leave(
+        self._directory.ask(
             self.run.path, rundir.HALT, request.by,
             lambda why: self._mailbox.answer(request, self._halted(request.by, why)),
         )  # fmt: skip
@@ -300,7 +298,7 @@ class Launch:
             return False, "no rank is running that could do it", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project obeys at the end of its step"
-        self._asks.leave(
+        self._directory.ask(
             run.path, name, request.by,
             lambda why: self._mailbox.answer(request, (not why, why or text, [])),
         )  # fmt: skip

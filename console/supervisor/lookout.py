@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from console.supervisor import requests
 from console.supervisor.attempt import Attempt
-from console.supervisor.directory import Directory, Job
+from console.supervisor.directory import Directory
+from console.supervisor.follow import News
 from console.supervisor.requests import Request
 from trainers.contract import rundir
 
@@ -21,27 +22,17 @@ class Lookout:
     """Owns the looks, never two at once; each runs on the directory's thread.
 
     One is due once a second, then at heartbeats too, and at once when a file that is watched, or a
-    mailbox, has another stamp; without that no mailbox is read that was empty.
+    mailbox, has another stamp; without that no mailbox is read that was empty. `take` gets the
+    requests that one found.
     """
 
-    def __init__(self, directory: Directory, launch: Path):
-        self._directory, self._launch = directory, launch
+    def __init__(self, directory: Directory, launch: Path, take: Callable[[list[Request]], object]):
+        self._directory, self._launch, self._take = directory, launch, take
         self._watched: list[Path] = []
         self._stamps: list[object] = []
-        self._look: Job[list[Request]] | None = None
+        self.under_way = False
         self._looked = self._beat = self._changed_at = 0.0
         directory.watch(self._glance)
-
-    @property
-    def under_way(self) -> bool:
-        return self._look is not None
-
-    def take(self) -> list[Request] | None:
-        """Returns the requests that the last look found, None before it is done."""
-        if self._look is None or not self._look.done:
-            return None
-        ended, self._look = self._look, None
-        return [] if isinstance(ended.error, OSError) else ended.value
 
     def begin(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
         """Begins a look if one is due, or the last is so long ago; says whether it did.
@@ -51,7 +42,7 @@ class Lookout:
         now, changed = time.monotonic(), self._directory.changed
         second = int(now) != int(self._beat)
         due = second or changed or now - self._looked >= every_s
-        if self._look is not None or not due:
+        if self.under_way or not due:
             return False
         self._looked, self._directory.changed = now, False
         heartbeats = second or (attempt is not None and attempt.behind)
@@ -61,7 +52,7 @@ class Lookout:
         self._watched = [*(folder / rundir.REQUESTS for folder in folders), *files]
         at = attempt if attempt is not None and attempt.stage in ("run", "over") else None
 
-        def look() -> list[Request]:
+        def look() -> tuple[list[Request], News | None]:
             self._directory.looked()
             self._glance()
             found: list[Request] = []
@@ -69,11 +60,17 @@ class Lookout:
             for folder in () if settled else folders:
                 found += requests.scan(folder, "launch" if folder == self._launch else "run")
             self._changed_at = time.monotonic() if found else self._changed_at
-            if at is not None:
-                at.look(heartbeats)
-            return found
+            return found, at.files.look(heartbeats) if at is not None else None
 
-        self._look = self._directory.job(look)
+        def take(found: tuple[list[Request], News | None] | None, _: object) -> None:
+            self.under_way = False
+            asked, news = found or ([], None)
+            if at is not None and news is not None:
+                at.take(news)
+            self._take(asked)
+
+        self.under_way = True
+        self._directory.job(look, take)
         return True
 
     def _glance(self) -> bool:

@@ -59,10 +59,13 @@ class Trial:
         self.tree.spawn((*agent, str(PROGRAMS / "ends.py"), mode), environment, log)
         os.close(log)
 
-    def look(self) -> None:
+    def look(self) -> bool:
+        """Takes what is new; says whether there is more."""
         self.tree.look()
-        for record in self.files.look(heartbeats=True).records:
+        news = self.files.look(heartbeats=True)
+        for record in news.records:
             self.story.take(record)
+        return news.behind
 
     def wait(self, reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -81,7 +84,9 @@ class Trial:
     def ended(self) -> Facts:
         """Waits for the end and returns what is known of it."""
         self.wait(self.tree.is_over)
-        rest = self.files.rest(lambda news: [self.story.take(each) for each in news.records])
+        while self.look():
+            pass
+        rest = self.files.rest()
         self.tree.take_log(rest.log)
         ends = [end_of(w, self.story, rest.last[r]) for r, w in self.tree.workers.items()]
         return Facts(

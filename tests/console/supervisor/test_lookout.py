@@ -24,15 +24,18 @@ def directory(woken):
     held.close(20)
 
 
-def looked(lookout, woken, runs):
-    """Looks until there is nothing more to look at, and returns what was found."""
-    found = []
+def wait(lookout, directory, woken):
+    """Waits for the end of a look."""
+    while lookout.under_way:
+        assert woken.wait(20)
+        woken.clear()
+        directory.deliver()
+
+
+def look(lookout, directory, woken, runs):
+    """Looks until there is nothing more to look at."""
     while lookout.begin(runs, None, math.inf):
-        while (new := lookout.take()) is None:
-            assert woken.wait(20)
-            woken.clear()
-        found += new
-    return found
+        wait(lookout, directory, woken)
 
 
 def test_a_request_wakes_and_is_found_where_looks_are_due_by_a_change_alone(
@@ -41,24 +44,26 @@ def test_a_request_wakes_and_is_found_where_looks_are_due_by_a_change_alone(
     run = tmp_path / "0-one"
     box = run / rundir.REQUESTS
     rundir.make_directory(box)
-    lookout = Lookout(directory, tmp_path)
+    found = []
+    lookout = Lookout(directory, tmp_path, found.extend)
     for name in ("first", "second"):
-        assert looked(lookout, woken, [run]) == []
+        look(lookout, directory, woken, [run])
+        assert found == []
         rundir.write_json(box / f"{name}.json", {
             "v": 1, "id": name, "action": "note", "args": {"text": "x"}, "by": "x",
         })  # fmt: skip
         while not directory.changed:
             assert woken.wait(20)
             woken.clear()
-        assert {request.id for request in looked(lookout, woken, [run])} == {name}
+        look(lookout, directory, woken, [run])
+        assert {request.id for request in found} == {name}
+        found.clear()
         (box / f"{name}.json").unlink()
 
 
 def test_no_two_looks_are_under_way_at_once(tmp_path, directory, woken):
-    lookout = Lookout(directory, tmp_path)
+    lookout = Lookout(directory, tmp_path, lambda found: None)
     assert lookout.begin([], None, 0.0)
     assert not lookout.begin([], None, 0.0)
-    while lookout.take() is None:
-        assert woken.wait(20)
-        woken.clear()
+    wait(lookout, directory, woken)
     assert lookout.begin([], None, 0.0)

@@ -239,7 +239,4 @@ def test_an_exception_that_was_just_rotated_still_explains_the_end(run):
     log = rundir.rank_log(run, 1, 0)
     append(log, numbered(0, 800) + b"ValueError: the batch of step 5 is broken\n")
     assert rotation(run).look()
-    assert (
-        Files(run, 1, 1).rest(lambda news: None).last[0].error
-        == "ValueError: the batch of step 5 is broken"
-    )
+    assert Files(run, 1, 1).rest().last[0].error == "ValueError: the batch of step 5 is broken"
