@@ -27,7 +27,7 @@ def watchdog(options: argparse.Namespace) -> int:
     if options.halt:
         rundir.check_ours(path)
     signal.signal(signal.SIGTERM, _leave)
-    source = outside.source(path)
+    source = outside.Contract(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()

@@ -10,17 +10,21 @@ from typing import Any
 
 from console.history import History
 from console.model import LEVELS, Alert, Figure, Gpu
-from console.sources import documents
+from console.sources import ancestor, documents
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
+Taken = Callable[[Path, dict[str, Any]], object]
 
 
 class Records:
-    """Follows heartbeats, samples and events of one run; `history` gets what is charted."""
+    """Follows heartbeats, samples and events of one run; `history` gets what is charted.
 
-    def __init__(self, run: Path, history: History):
-        self.run, self.history = run, history
+    `taken` gets each heartbeat of the newest attempt.
+    """
+
+    def __init__(self, run: Path, history: History, taken: Taken):
+        self.run, self.history, self._taken = run, history, taken
         self.attempt = 1
         self.last: dict[int, dict[str, Any]] = {}
         self.progress: dict[int, dict[str, Any]] = {}
@@ -81,15 +85,22 @@ class Records:
             if name in self._tails or not name.endswith(".jsonl") or len(self._tails) > MAX_RANKS:
                 continue
             if name.startswith("heartbeat_rank"):
-                self._tails[name] = heartbeat.tail(self.run / name)
+                self._tails[name] = self._heartbeats(name)
             elif name.startswith("samples_"):
                 self._tails[name] = jsonl.Tail(self.run / name, lambda record: record)
+
+    def _heartbeats(self, name: str) -> jsonl.Tail:
+        rank = name.removeprefix("heartbeat_rank").removesuffix(".jsonl")
+        if rank.isdecimal() and ancestor.is_one(self.run):
+            return ancestor.Heartbeats(self.run, int(rank)).tail
+        return heartbeat.tail(self.run / name)
 
     def _take_heartbeat(self, record: dict[str, Any]) -> None:
         if record["attempt"] > self.attempt:
             self._begin_attempt(record["attempt"])
         if record["attempt"] != self.attempt or record["rank"] >= MAX_RANKS:
             return
+        self._taken(self.run, record)
         rank, at = record["rank"], jsonl.number(record, "ts") or 0.0
         self.last[rank] = record
         self.last_step = max(self.last_step, record["step"])

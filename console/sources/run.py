@@ -14,7 +14,7 @@ from console.history import History
 from console.model import Alert, Gpu, LaunchState, Pulse, Rank, RunState, State
 from console.sources import documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of
-from console.sources.records import MAX_RANKS, Records
+from console.sources.records import MAX_RANKS, Records, Taken
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
@@ -25,11 +25,14 @@ WHOLE_BYTES = 1 << 30
 class RunSource:
     """Follows a run, or a launch's current run. One thread at a time may `poll`.
 
-    One `poll` reads about `limit_bytes` of records; the state says how much is left.
+    One `poll` reads about `limit_bytes` of records; the state says how much is left. `taken` gets
+    the run and each heartbeat of its newest attempt.
     """
 
-    def __init__(self, path: Path, limit_bytes: int = WHOLE_BYTES):
-        self._limit_bytes = limit_bytes
+    def __init__(
+        self, path: Path, limit_bytes: int = WHOLE_BYTES, taken: Taken = lambda *_: None
+    ):  # fmt: skip
+        self._limit_bytes, self._taken = limit_bytes, taken
         self.launch_path = launch_of(path)
         self._fixed = None if is_launch(path) else path
         self.run_path: Path | None = self._fixed
@@ -47,7 +50,7 @@ class RunSource:
             return _empty(self.launch_path, launch, self._troubles())
         if self._reader is None or self._reader.run != run:
             self.history = History()
-            self._reader = Records(run, self.history)
+            self._reader = Records(run, self.history, self._taken)
         supervisor = self._document(run / rundir.SUPERVISOR)
         reader = self._reader
         reader.poll(jsonl.integer(supervisor, "attempt"), self._limit_bytes)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from console import plain
 from console.diagnose.cadence import Cadence
@@ -22,14 +21,12 @@ from console.sources import ancestor, presence, process
 from console.sources.run import RunSource
 from console.supervisor.follow import Disk, Story
 from console.supervisor.watching import readings
-from trainers.contract import heartbeat, jsonl, plan, rundir
+from trainers.contract import jsonl, plan, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
 
 ENDING = frozenset(("halting", "stopping", "restarting"))
 """In these, ranks may stand still: they are being ended."""
-MAX_RANKS = 1024
-READS_A_POLL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +37,6 @@ class Moment:
     attempt: int
     watch: Watch
     readings: Readings
-
-
-class Source(Protocol):
-    """A run directory; `over` says how the run ended, "" while it has not."""
-
-    over: str
-    exit_code: int
-
-    def poll(self) -> Moment | None:
-        """Returns what is there now, None before there is a run."""
-        ...
-
-
-def source(path: Path) -> Source:
-    """Returns the reader of a launch or run, whichever system wrote it."""
-    return Ancestor(path) if ancestor.is_one(path) else Contract(path)
 
 
 class _Records:
@@ -79,13 +60,6 @@ class _Records:
         return tuple(cadence.seen(rank, now) for rank, cadence in stepping.items())
 
 
-def _drain(tail: jsonl.Tail) -> Iterable[dict[str, Any]]:
-    for _ in range(READS_A_POLL):
-        yield from tail.poll()
-        if tail.offset >= tail.size_bytes:
-            return
-
-
 def _disk(disk: Disk) -> dict[str, float]:
     with contextlib.suppress(OSError):
         return disk.look()
@@ -93,19 +67,24 @@ def _disk(disk: Disk) -> dict[str, float]:
 
 
 class Contract:
-    """A run of the contract, or a launch's current one."""
+    """A run, or a launch's current one; `over` says how the run ended, "" while it has not."""
 
     over, exit_code = "", 0
 
     def __init__(self, path: Path):
-        self._source = RunSource(path)
+        self._source = RunSource(path, taken=self._take)
         self._of: tuple[Path, int] | None = None
-        self._begin(path)
 
-    def _begin(self, run: Path) -> None:
-        self._watch = _watch_of(run)
-        self._records, self._disk = _Records(self._watch), Disk(run)
-        self._tails: dict[int, jsonl.Tail] = {}
+    def _follow(self, run: Path, attempt: int) -> None:
+        """Begins anew with another run or attempt."""
+        if self._of != (run, attempt):
+            self._of, self._old = (run, attempt), ancestor.is_one(run)
+            self._watch = ancestor.WATCH if self._old else _watch_of(run)
+            self._records, self._disk = _Records(self._watch), Disk(run)
+
+    def _take(self, run: Path, record: dict[str, Any]) -> None:
+        self._follow(run, record["attempt"])
+        self._records.take(record)
 
     def poll(self) -> Moment | None:
         """Returns what is there now, None before the launch has a run."""
@@ -115,23 +94,19 @@ class Contract:
             self.exit_code = plain.exit_code(state)
         if run is None:
             return None
-        if self._of != (run, state.attempt):
-            self._of = (run, state.attempt)
-            self._begin(run)
-        for rank in state.ranks[:MAX_RANKS]:
-            path = rundir.heartbeat(run, rank.rank)
-            for record in _drain(self._tails.setdefault(rank.rank, heartbeat.tail(path))):
-                if record["attempt"] == state.attempt and record["rank"] == rank.rank:
-                    self._records.take(record)
+        self._follow(run, state.attempt)
+        if self._old and ancestor.has_ended(run, self._records.newest_ts):
+            self.over = "the run has ended: metrics.json is its last word"
         return Moment(run, state.attempt, self._watch, self._readings(state))
 
     def _readings(self, state: RunState) -> Readings:
         pulsed = tuple(seen for rank in state.ranks if (seen := self._pulsed(rank, state)))
         idle = state.state in ENDING or self.over
+        here = not self._old and state.host in ("", rundir.host_name())
         rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
         return readings(
             self._records.story, () if idle else pulsed or self._records.seen(), rss_mib,
-            state.gpus, _disk(self._disk), state.host in ("", rundir.host_name()), not pulsed,
+            state.gpus, _disk(self._disk), here, not pulsed,
         )  # fmt: skip
 
     def _pulsed(self, rank: Rank, state: RunState) -> Seen | None:
@@ -154,40 +129,3 @@ def _watch_of(run: Path) -> Watch:
         return plan.section(Watch, jsonl.mapping(born, "watch"), rundir.RUN)
     except UsageError:
         return Watch()
-
-
-class Ancestor:
-    """A run of the ancestor system: heartbeats are all that it tells."""
-
-    over, exit_code = "", 0
-
-    def __init__(self, run: Path):
-        self._run, self._disk = run, Disk(run)
-        self._heartbeats: dict[int, ancestor.Heartbeats] = {}
-        self._records, self._attempt = _Records(ancestor.WATCH), 0
-
-    def poll(self) -> Moment | None:
-        """Returns what is there now, None before there is a record."""
-        for rank in range(MAX_RANKS):
-            held = self._heartbeats.get(rank)
-            if held is None:
-                if not rundir.heartbeat(self._run, rank).is_file():
-                    break
-                held = self._heartbeats[rank] = ancestor.Heartbeats(self._run, rank)
-            for record in _drain(held.tail):
-                self._take(record)
-        if not self._attempt:
-            return None
-        if ancestor.has_ended(self._run, self._records.newest_ts):
-            self.over = "the run has ended: metrics.json is its last word"
-        now = readings(
-            self._records.story, () if self.over else self._records.seen(), {}, (),
-            _disk(self._disk), False, True,
-        )  # fmt: skip
-        return Moment(self._run, self._attempt, ancestor.WATCH, now)
-
-    def _take(self, record: dict[str, Any]) -> None:
-        if record["attempt"] > self._attempt:
-            self._records, self._attempt = _Records(ancestor.WATCH), record["attempt"]
-        if record["attempt"] == self._attempt:
-            self._records.take(record)

@@ -23,26 +23,6 @@ from trainers.contract.pulse import PulseWriter
 ROOT = Path(__file__).parents[2]
 QUICK = {"stall_floor_s": 0.5, "startup_s": 0.5, "stall_act_s": 1.0}
 HANG_GUARD_S = 60
-BOOT = (
-    '{"ts": %f, "iso": "%s", "pid": 22412, "rank": %d, "step": 0, "msg": "boot", "phase": "start"}'
-)
-PROGRESS = (
-    '{"ts": %f, "iso": "2026-11-20T15:17:04.151594Z", "pid": 22412, "rank": 0, "step": %d, "msg": '
-    '"progress", "loss": %s, "toks_per_s": 297.40469675232174, "grad_norm": 0.0, '
-    '"gate_entropy_mean": 1.0985525846481323, "gate_entropy_min": 1.0982354879379272, '
-    '"gate_max_gate": 0.34433916211128235, "gate_collapse_frac": 0.0, "gate_branch_shares": '
-    '[0.33628594875335693, 0.33264023065567017, 0.3310738503932953], "fb_total_fallbacks": 0, '
-    '"sel_k_mean": 49.0, "sel_k_max": 128, "sel_rows": 1024, "sel_pct_at_max": 0.0078125}'
-)
-STEP_END = (
-    '{"ts": %f, "iso": "2026-11-20T15:17:04.151711Z", "pid": 22412, "rank": 0, "step": %d, '
-    '"msg": "step_end", "phase": "end"}'
-)
-DUMP = (
-    '{"ts": %f, "iso": "2026-11-20T15:17:04.151711Z", "pid": 22412, "rank": 0, "step": 0, '
-    '"msg": "watchdog_dump", "path": "x"}'
-)
-"""Lines as the ancestor wrote them."""
 
 
 @contextmanager
@@ -174,24 +154,9 @@ def test_nothing_is_written_through_a_link(run, tmp_path):
         assert "stall" not in process.stdout.read()
 
 
-def ancestor(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:
-    """A directory of the ancestor: records at steps 0, 1, 20, 40, 60, the last `age_s` old."""
-    path.mkdir()
-    last = time.time() - age_s
-    steps = (1, 20, 40, 60)
-    lines = [BOOT % (last - gap_s * 3.1, "2026-11-20T15:16:54Z", 0)]
-    for back, step in zip((3, 2, 1, 0), steps, strict=True):
-        at = last - back * gap_s
-        lines += [PROGRESS % (at, step, loss), STEP_END % (at + 1e-4, step), DUMP % (at + 190)]
-    rundir.heartbeat(path, 0).write_text("\n".join(lines[:-1]) + "\n")
-    rank1 = BOOT % (last - gap_s * 3.1, "2026-11-20T15:16:54Z", 1)
-    rundir.heartbeat(path, 1).write_text(rank1 + "\n")
-    return path
-
-
 def test_a_slow_run_of_the_ancestor_is_no_stall_and_its_zero_gradient_none(tmp_path):
     """35 minutes between two records, a rank that writes none, a gradient norm that is always 0."""
-    path = ancestor(tmp_path / "slow", 35 * 60, 34 * 60)
+    path = directory.ancestor(tmp_path / "slow", 35 * 60, 34 * 60)
     with watchdog(path, "--halt", "--interval", "0.1") as process:
         time.sleep(3)
         code, lines = said(process, signal.SIGTERM)
@@ -200,7 +165,7 @@ def test_a_slow_run_of_the_ancestor_is_no_stall_and_its_zero_gradient_none(tmp_p
 
 
 def test_a_silent_run_of_the_ancestor_is_seen_by_its_own_rhythm(tmp_path):
-    path = ancestor(tmp_path / "silent", 60, 3600)
+    path = directory.ancestor(tmp_path / "silent", 60, 3600)
     with watchdog(path, "--halt", "--interval", "0.1") as process:
         line = json.loads(process.stdout.readline())
         assert (line["kind"], line["rule"]) == ("raise", "stall")
@@ -213,7 +178,7 @@ def test_a_silent_run_of_the_ancestor_is_seen_by_its_own_rhythm(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_halts_a_run_of_the_ancestor(tmp_path):
-    path = ancestor(tmp_path / "nan", 60, 1, loss="NaN")
+    path = directory.ancestor(tmp_path / "nan", 60, 1, loss="NaN")
     with watchdog(path, "--halt", "--interval", "0.1") as process:
         until((path / rundir.ANOMALY).exists, process)
     assert (path / rundir.HALT).exists()
@@ -221,7 +186,7 @@ def test_a_loss_that_is_not_finite_halts_a_run_of_the_ancestor(tmp_path):
 
 
 def test_in_words_a_change_is_a_line_with_the_time_of_day(tmp_path):
-    path = ancestor(tmp_path / "nan", 60, 1, loss="NaN")
+    path = directory.ancestor(tmp_path / "nan", 60, 1, loss="NaN")
     (path / "metrics.json").write_text("{}")
     os.utime(path / "metrics.json")
     done = subprocess.run(

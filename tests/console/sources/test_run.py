@@ -68,6 +68,21 @@ def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
     assert state.launch.phases[1].state == "later"
 
 
+def test_a_directory_of_the_ancestor_opens_too_with_what_it_has(tmp_path):
+    path = directory.ancestor(tmp_path / "old", 60, 5)
+    state = RunSource(path).poll()
+    assert (state.state, state.step, state.attempt) == ("unsupervised", 60, 1)
+    assert [rank.rank for rank in state.ranks] == [0, 1]
+    assert state.figures["loss"].value == 5.72
+    assert state.figures["gate_entropy_mean"].value == pytest.approx(1.0986, abs=1e-4)
+    assert "grad_norm" not in state.figures
+    again = rundir.heartbeat(path, 0).read_text().replace("22412", "22413").replace(": 60,", ": 7,")
+    with rundir.heartbeat(path, 0).open("a") as stream:
+        stream.write(again)
+    state = RunSource(path).poll()
+    assert (state.attempt, state.step) == (2, 40)
+
+
 def test_new_records_arrive_by_the_next_look_and_the_history_grows(launch):
     run = launch / "0-first"
     source = RunSource(launch)
