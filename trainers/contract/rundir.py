@@ -58,9 +58,9 @@ def rank_log(run: Path, attempt: int, rank: int) -> Path:
     return logs(run, attempt) / f"rank{rank}.log"
 
 
-def kept_log(log: Path, age: int = 1) -> Path:
-    """What a log held before its last rotation, or before the one of that age."""
-    return log.with_name(f"{log.name}.{age}")
+def kept_log(log: Path) -> Path:
+    """What a log held before its last rotation."""
+    return log.with_name(f"{log.name}.1")
 
 
 def pulse(live: Path, rank: int) -> Path:
