@@ -16,7 +16,7 @@ MAX_LINE_BYTES = 64 << 10
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
-class _File:
+class Log:
     """Follows one text file from its last `BACKLOG_BYTES` on, through rotations."""
 
     def __init__(self, run: Path, path: Path, source: str):
@@ -29,6 +29,7 @@ class _File:
         self._carry = b""
 
     def poll(self) -> list[bytes]:
+        """Returns the lines that are new since the last call."""
         fd = jsonl.open_regular(self.path, self._run)
         if fd is None:
             return []
@@ -84,7 +85,7 @@ class LogSource:
 
     def __init__(self, run: Path, attempt: int = 1):
         self.run, self.attempt = run, attempt
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, Log] = {}
         self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
 
     def poll(self) -> list[LogLine]:
@@ -113,7 +114,7 @@ class LogSource:
             match = _RANK_LOG.fullmatch(name)
             source = f"r{int(match[1])}" if match else name.removesuffix(".log")
             if name not in self._files and name.endswith(".log"):
-                self._files[name] = _File(self.run, directory / name, clean(source, 16))
+                self._files[name] = Log(self.run, directory / name, clean(source, 16))
 
 
 def _event_line(record: dict[str, object]) -> LogLine | None:

@@ -18,6 +18,7 @@ from console.ending import End, error_of
 from console.plans.gates import Summary
 from console.sources import documents, lastwords, process
 from console.sources.lastwords import LastWords
+from console.sources.logs import Log
 from console.sources.sanitize import clean
 from console.supervisor.tree import Worker
 from trainers.contract import heartbeat, jsonl, rundir
@@ -32,8 +33,6 @@ LOOK_BYTES = 512 << 10
 LOG_TAIL_BYTES = 256 << 10
 CLOSING = b"closing signal SIG"
 DEATH = re.compile(rb"Received (\d{1,2}) death signal")
-OVERLAP_BYTES = 64
-"""Longer than what is searched for: a write may end in the middle of it."""
 
 
 @dataclass(slots=True)
@@ -97,8 +96,7 @@ class Files:
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self.watched = (run / rundir.HALT, self._log)
         """What `look` is wanted for at once when it changes."""
-        self._log_offset = 0
-        self._log_stamp: tuple[int, int, int] | None = None
+        self._torchrun = Log(run, self._log, "torchrun")
         self._disk = Disk(run)
         self._world = world
         self._tails = former._tails if former is not None else deque(
@@ -130,22 +128,10 @@ class Files:
 
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
-        halt_file = os.path.lexists(self._run / rundir.HALT)
-        stamp = rundir.stamp(self._log)
-        if stamp == self._log_stamp:
-            return News(halt_file=halt_file)
-        data = b""
-        if jsonl.size_bytes(self._log, self._run) < self._log_offset:
-            kept = rundir.kept_log(self._log)
-            data = jsonl.read_bytes(kept, LOG_TAIL_BYTES, self._log_offset, self._run)
-            self._log_offset = 0
-        fresh = jsonl.read_bytes(self._log, LOG_TAIL_BYTES, self._log_offset, self._run)
-        self._log_offset += max(0, len(fresh) - OVERLAP_BYTES)
-        data += fresh
-        self._log_stamp = stamp if len(fresh) < LOG_TAIL_BYTES else None
+        data = b"\n".join(self._torchrun.poll())
         death = DEATH.search(data)
         return News(
-            halt_file=halt_file,
+            halt_file=os.path.lexists(self._run / rundir.HALT),
             ending=CLOSING in data,
             agent_signal=process.signal_name(int(death[1])) if death else "",
         )
