@@ -27,6 +27,8 @@ from trainers.contract.plan import BETWEEN, Between, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 ANSWER_POLL_S = 0.05
+WHO_SERVES_BYTES = 8 << 20
+"""Of a run's records, enough to tell whether a supervisor serves it."""
 UNSERVED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
 """In these no supervisor answers; ranks may live, also where this host cannot see them."""
 
@@ -228,7 +230,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     folder, mailbox = _mailbox(path, ACTIONS[action])
     rundir.check_ours(folder)
     run = _run_to_halt(path) if action == "halt" else None
-    if run is not None and RunSource(run).poll().state in UNSERVED_STATES:
+    if run is not None and RunSource(run, WHO_SERVES_BYTES).poll().state in UNSERVED_STATES:
         halt(run, by)
         return ""
     _must_be_served(folder, mailbox)

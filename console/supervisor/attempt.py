@@ -63,11 +63,11 @@ class Attempt:
     """
 
     def __init__(
-        self, run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Path | None,
-        argv: Sequence[str], environment: Mapping[str, str], services: Services,
-        prepare: Callable[[], None], event: Callable[..., dict[str, Any]],
-        changed: Callable[[], None], alerts: Alerts, actions: Mapping[str, str],
-        former: Attempt | None = None, held: Mapping[str, Any] | None = None,
+        self, services: Services, alerts: Alerts, *,
+        run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Path | None,
+        argv: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None],
+        event: Callable[..., dict[str, Any]], changed: Callable[[], None],
+        actions: Mapping[str, str], former: Attempt | None, held: Mapping[str, Any] | None,
     ):  # fmt: skip
         self._run, self._number, self._phase, self._watch = run, number, phase, watch
         self._live, self._argv, self._environment = live, argv, environment

@@ -171,10 +171,12 @@ class Run:
         argv = orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.path, self.number))
         on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
         return Attempt(
-            self.path, self.number, self.phase, self.watch, self._token, self.live, argv,
-            self._environment | self._contract(), self._services,
-            self._prepare if self.number == 1 else self._check, self.event, self._publish,
-            self.alerts, on_stall, former, held,
+            self._services, self.alerts,
+            run=self.path, number=self.number, phase=self.phase, watch=self.watch,
+            token=self._token, live=self.live, argv=argv,
+            environment=self._environment | self._contract(),
+            prepare=self._prepare if self.number == 1 else self._check,
+            event=self.event, changed=self._publish, actions=on_stall, former=former, held=held,
         )  # fmt: skip
 
     def _check(self) -> None:
