@@ -7,25 +7,31 @@ from torch import Tensor
 from nsa.attend import attend
 from nsa.compress import weights_in_chunks
 from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig, selection_blocks
-from nsa.precision import no_autocast, widen
+from nsa.precision import widen
 from nsa.tables import cached_table
 
 
 @cached_table
-def overlap(
+def shares(
     n_cmp: int, n_slc: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """`[n_cmp, n_slc]`: the part of each compressed block that lies in each selection block.
+) -> tuple[Tensor, Tensor]:
+    """The compressed blocks that lie in each selection block, ascending, `[terms, n_slc]`, and the
+    part of each that does, 0 where there are fewer.
 
     This is eq. 9 read as overlap, as every public kernel does (with l=32, d=16, l'=64 the weights
     are 1/2, 1, 1, 1, 1/2 for blocks 4j-1 … 4j+3; taken literally the indices of eq. 9 point to
     earlier tokens), and it holds for any l, d and l'.
     """
-    start = torch.arange(n_cmp, device=device)[:, None] * config.block_stride
-    block = torch.arange(n_slc, device=device)[None, :] * config.select_block_size
-    end = torch.minimum(start + config.block_size, block + config.select_block_size)
-    shared = (end - torch.maximum(start, block)).clamp_min(0)
-    return shared.to(dtype) / config.block_size
+    size, stride, wide = config.block_size, config.block_stride, config.select_block_size
+    begin = torch.arange(n_slc, device=device) * wide
+    terms = (size + wide - 2) // stride + 1 if n_cmp else 0
+    term = torch.arange(terms, device=device)[:, None]
+    block = term - (size - 1 - begin).div(stride, rounding_mode="floor")
+    start = block * stride
+    shared = torch.minimum(start + size, begin + wide) - torch.maximum(start, begin)
+    outside = (block < 0) | (block >= n_cmp) | (shared < 0)
+    share = shared.masked_fill(outside, 0).to(dtype) / size
+    return block.clamp(0, n_cmp - 1), share
 
 
 @cached_table
@@ -54,18 +60,31 @@ def causal_in_blocks(
 
 
 @torch.no_grad()
+def importance(p_cmp: Tensor, config: NSAConfig, n_slc: int) -> Tensor:
+    """p_slc (eq. 9): `p_cmp` `[..., n]` of the first n compressed blocks → `[..., n_slc]`.
+
+    Summed term by term: selection blocks that share the same terms have the same score to the last
+    bit wherever they stand, and whatever is masked, so ties break alike on every route. A matrix
+    product rounds by position.
+    """
+    blocks, parts = shares(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
+    p_slc = p_cmp.new_zeros(*p_cmp.shape[:-1], n_slc)
+    for block, part in zip(blocks, parts, strict=True):
+        p_slc += p_cmp.index_select(-1, block) * part
+    return p_slc
+
+
+@torch.no_grad()
 def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
     """p_slc (eq. 9, 10) of the queries `[B, H, S, Dk]` of tokens first, first + 1, … over
     compressed keys `[B, G, N, Dk]`: `[B, G, S, blocks]`. 0 for the blocks that a query does not
     see, whose products are left out."""
-    n_cmp, n_slc = k_cmp.shape[2], selection_blocks(config, first + q.shape[2])
+    n_slc = selection_blocks(config, first + q.shape[2])
     p_slc = widen(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
-    shares = overlap(n_cmp, n_slc, config, q.device, p_slc.dtype)
     size, stride = config.block_size, config.block_stride
     for rows, p_cmp in weights_in_chunks(q, k_cmp, size, stride, first):
-        n, begun = p_cmp.shape[-1], selection_blocks(config, first + rows.stop)
-        with no_autocast(q.device):
-            p_slc[:, :, rows, :begun] = p_cmp @ shares[:n, :begun]
+        begun = selection_blocks(config, first + rows.stop)
+        p_slc[:, :, rows, :begun] = importance(p_cmp, config, begun)
     return p_slc
 
 

@@ -15,8 +15,8 @@ from nsa.select import (
     attend_selected,
     block_mask,
     block_scores,
+    importance,
     merged_ranges,
-    overlap,
     top_blocks,
 )
 
@@ -34,7 +34,7 @@ def sparse(**changes):
 
 
 def test_weights_of_the_papers_shape():
-    weights = overlap(13, 4, NSAConfig(), torch.device("cpu"), torch.float32)
+    weights = importance(torch.eye(13), NSAConfig(), 4)
     assert weights[:, 1].tolist() == [0, 0, 0, 0.5, 1, 1, 1, 0.5, 0, 0, 0, 0, 0]
     assert weights[:, 0].tolist() == [1, 1, 1, 0.5, *[0] * 9]
 
@@ -44,12 +44,24 @@ def test_each_compressed_block_is_shared_out_whole(size, stride, select, seq_len
     config = sparse(block_size=size, block_stride=min(size, stride), select_block_size=select)
     n_cmp = max(0, (seq_len - size) // config.block_stride + 1)
     n_slc = -(-seq_len // select)
-    weights = overlap(n_cmp, n_slc, config, torch.device("cpu"), torch.float64)
+    weights = importance(torch.eye(n_cmp, dtype=torch.float64), config, n_slc)
     for i in range(n_cmp):
         tokens = range(i * config.block_stride, i * config.block_stride + size)
         for j in range(n_slc):
             inside = sum(token // select == j for token in tokens)
             assert weights[i, j].item() == pytest.approx(inside / size)
+
+
+def test_blocks_that_share_the_same_terms_have_the_same_score_to_the_last_bit():
+    config = sparse(block_size=7, block_stride=3, select_block_size=1)
+    p_cmp = torch.rand(64, 40, dtype=torch.float64).softmax(-1)
+    for n_slc in range(120, 128):  # wherever the vectors of the machine end
+        p_slc = importance(p_cmp, config, n_slc)
+        for j in range(6, 120, 3):
+            assert (p_slc[:, j + 1] == p_slc[:, j + 2]).all()
+        seen = importance(p_cmp[:, :20], config, n_slc)
+        masked = importance(p_cmp.masked_fill(torch.arange(40) >= 20, 0), config, n_slc)
+        assert (seen == masked).all()
 
 
 def test_first_and_two_local_blocks_are_always_in_and_counted():
