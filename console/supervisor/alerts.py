@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from console.supervisor.directory import Directory
+from trainers.contract.recorder import REPLACED
 
 DROPPED = "dropped"
 SETTLED_S = 10.0
@@ -42,7 +43,10 @@ class Alerts:
         return dict(self._open)
 
     def watch_writes(self) -> None:
-        """Raises an alert while the run directory does not take records."""
+        """Raises an alert while the run directory does not take records; notes files replaced."""
+        while self._directory.replaced:
+            path = self._directory.replaced.popleft()
+            self._event("note", f"{path.parent.name}/{path.name} {REPLACED}", "warn")
         now, dropped = time.monotonic(), self._directory.dropped
         if dropped > self._dropped:
             self._dropped, self._dropped_at = dropped, now

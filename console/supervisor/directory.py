@@ -37,12 +37,17 @@ class Directory(Recorder):
     due: `changed` is then set.
     """
 
+    check_every_s = 0.0
+    """Events are few, and an answer that nobody can read is a question without one."""
+
     def __init__(self, on_done: Callable[[], None] = lambda: None):
         self._on_done = on_done
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
         self._documents: dict[Path, Mapping[str, Any]] = {}
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents that the disk did not take; only this thread touches it."""
+        self.replaced: deque[Path] = deque()
+        """Files that somebody removed or replaced, for whoever says it."""
         self._lock = threading.Lock()
         self.changed = False
         self._glance: Callable[[], bool] = lambda: False
@@ -117,6 +122,9 @@ class Directory(Recorder):
         record = event_record(attempt, kind, text, level, by, **more)
         self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
         return record
+
+    def _replaced(self, path: Path) -> None:
+        self.replaced.append(path)
 
     def document(self, path: Path, record: Mapping[str, Any]) -> None:
         """Replaces a JSON document as a whole; of several that wait only the newest is written."""

@@ -6,6 +6,7 @@ disk is, records are dropped and counted. A frozen filesystem stops this thread 
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -18,6 +19,10 @@ from trainers.contract import heartbeat, rundir
 
 MAX_WAITING = 10_000
 STDOUT = Path("<stdout>")
+REPLACED = (
+    "was removed or replaced by somebody while the run goes on: records go on in the file that is "
+    "there now, and it may lack those from before"
+)
 Item = tuple[Path, Any]
 
 
@@ -27,9 +32,13 @@ class Recorder:
     `put` costs the caller a queue insertion. Heartbeats travel as dicts and are encoded here.
     """
 
+    check_every_s = 1.0
+    """How often it is looked whether a file is still the one at its path."""
+
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Item | Callable[[], None] | None] = queue.SimpleQueue()
-        self._descriptors: dict[Path, int] = {STDOUT: 1}
+        self._descriptors: dict[Path, tuple[int, float]] = {STDOUT: (1, math.inf)}
+        """Of each file, and when to look whether it is still there."""
         self._torn: set[Path] = set()
         self._failed: set[Path] = set()
         self.dropped = 0
@@ -85,7 +94,7 @@ class Recorder:
                 self.trouble = f"{error.strerror}: {error.filename or 'write failed'}"
                 self._say_once(error)
             self._busy_since = 0.0
-        for path, fd in self._descriptors.items():
+        for path, (fd, _) in self._descriptors.items():
             if path != STDOUT:
                 os.close(fd)
 
@@ -95,9 +104,7 @@ class Recorder:
 
     def _write(self, path: Path, record: dict[str, Any] | bytes) -> None:
         data = heartbeat.encode(record) if isinstance(record, dict) else record
-        fd = self._descriptors.get(path)
-        if fd is None:
-            fd = self._descriptors[path] = rundir.open_append(path)
+        fd = self._file(path)
         if path in self._torn:
             data = b"\n" + data
         written = os.write(fd, data)
@@ -108,12 +115,54 @@ class Recorder:
         else:
             self._torn.discard(path)
 
+    def _file(self, path: Path) -> int:
+        """Returns a descriptor of what is at `path`: somebody may have removed or replaced it."""
+        fd, check_at = self._descriptors.get(path, (None, 0.0))
+        now = time.monotonic()
+        if fd is None:
+            fd = rundir.open_append(path)
+        elif now < check_at:
+            return fd
+        elif not _is_at(path, fd):
+            self._reopen(path, fd)
+        self._descriptors[path] = fd, now + self.check_every_s
+        return fd
+
+    def _reopen(self, path: Path, fd: int) -> None:
+        """Puts what is at `path` behind the descriptor; the last line there may lack its end.
+
+        A file that was moved away is written to while nothing can be put into its place.
+        """
+        try:
+            new = rundir.open_append(path)
+        except OSError:
+            if os.fstat(fd).st_nlink:
+                return
+            raise
+        os.dup2(new, fd, inheritable=False)
+        os.close(new)
+        (self._torn.add if os.fstat(fd).st_size else self._torn.discard)(path)
+        self._replaced(path)
+
+    def _replaced(self, path: Path) -> None:
+        """Says that what was written to `path` before may not be in it."""
+        self._say(f"{path.name} {REPLACED}")
+
     def _say_once(self, error: OSError) -> None:
         where = Path(str(error.filename)) if error.filename else Path("run directory")
         if where not in self._failed:
             self._failed.add(where)
-            message = f"records are dropped and counted, training goes on: {error}\n"
-            try:
-                os.write(2, message.encode("utf-8", "replace"))
-            except OSError:
-                self.dropped += 1
+            self._say(f"records are dropped and counted, training goes on: {error}")
+
+    def _say(self, message: str) -> None:
+        try:
+            os.write(2, f"{message}\n".encode("utf-8", "replace"))
+        except OSError:
+            self.dropped += 1
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except OSError:
+        return False

@@ -116,6 +116,15 @@ def test_a_request_is_executed_once(launched):
     assert [a["ok"] for a in answers(launched) if a["request"] == "d1"] == [True, False]
 
 
+def test_events_that_somebody_removed_go_on_with_every_answer(launched):
+    for folder in (launched.path, launched.run()):
+        (folder / rundir.EVENTS).unlink()
+    assert launched.ask("dump")["ok"]
+    assert launched.ask("set-flag", name="NSA_LR", value="1")["text"].startswith("there is no next")
+    told = launched.wait(lambda: [e for e in launched.events(0) if e["kind"] == "note"], 5)
+    assert "0-one/events.jsonl was removed or replaced" in told[0]["text"]
+
+
 def test_two_dumps_at_once_are_one_dump_with_two_answers(launched):
     sent = [actions.send(launched.path, "dump", {}, f"operator {n}") for n in (1, 2)]
     found = [actions.answer(launched.path, request, 10) for request in sent]

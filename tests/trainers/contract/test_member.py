@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -361,3 +362,34 @@ def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatc
     os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
     assert recorder.close(20)
     assert (tmp_path / "f").read_bytes().count(b"\n") == 10_000
+
+
+def test_records_go_on_in_the_file_that_is_there_when_somebody_replaced_it(tmp_path, capfd):
+    recorder, path, aside = Recorder(), tmp_path / "f.jsonl", tmp_path / "aside"
+    recorder.check_every_s = 0.0
+
+    def write(word: bytes) -> None:
+        done = threading.Event()
+        recorder.put(path, b'"%s"\n' % word)
+        recorder.call(done.set)
+        assert done.wait(10)
+
+    write(b"before")
+    path.unlink()
+    write(b"after a removal")
+    assert path.read_text() == '"after a removal"\n'
+    rundir.write_atomic(path, '"edited, no newline at the end"')
+    write(b"after a replacement")
+    assert path.read_text().split("\n")[1:] == ['"after a replacement"', ""]
+    path.rename(aside)
+    path.symlink_to("/etc/passwd")
+    write(b"what was moved is still written to")
+    assert "still written" in aside.read_text()
+    aside.unlink()
+    write(b"lost")
+    assert recorder.dropped == 1
+    path.unlink()
+    write(b"last")
+    assert recorder.close(10)
+    assert path.read_text() == '"last"\n'
+    assert capfd.readouterr().err.count("f.jsonl was removed or replaced") == 3
