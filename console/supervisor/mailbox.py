@@ -21,9 +21,9 @@ class Mailbox:
 
     def __init__(self, directory: Directory, attempt_in: Callable[[Path], int]):
         self._directory, self._attempt_in = directory, attempt_in
-        self._known: dict[str, tuple[Path, bool]] = {}
-        """The file of each request that was taken, which may still be seen until it is removed, and
-        whether it is done."""
+        self._known: dict[str, tuple[Path | None, bool]] = {}
+        """The file of each request that was taken, None once it is removed, and whether the request
+        is done."""
 
     def remember(self, answered: Mapping[str, Path]) -> None:
         """Takes requests as answered that a former supervisor answered: id and mailbox."""
@@ -34,16 +34,16 @@ class Mailbox:
         """Executes what is new and answers it, unless the answer is to follow; False: none was."""
         new = False
         for request in found:
-            path, done = self._known.get(request.id, (None, False))
-            if path is not None and (path == request.path or not done):
+            known = self._known.get(request.key)
+            if known is not None and (known[0] == request.path or not known[1]):
                 continue
             new = True
-            if path is not None and not request.error:
+            if known is not None and not request.error:
                 self.answer(request, (False, "a request with this id was executed already", []))
                 continue
             if len(self._known) >= REMEMBERED:
                 self._known.pop(next(iter(self._known)))
-            self._known[request.id] = request.path, False
+            self._known[request.key] = request.path, False
             folder, asked = request.path.parent.parent, request.action or "something"
             self._directory.event(
                 folder, self._attempt_in(folder), "request", f"{asked} asked",
@@ -57,10 +57,21 @@ class Mailbox:
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events beside the mailbox and empties the mailbox of it."""
         ok, text, detail = outcome
-        self._known[request.id] = request.path, True
+        self._known[request.key] = request.path, True
         folder = request.path.parent.parent
         self._directory.event(
             folder, self._attempt_in(folder), "answer", text, "info" if ok else "warn",
             request=request.id, action=request.action, ok=ok, detail=detail, asked_by=request.by,
         )  # fmt: skip
-        self._directory.call(lambda: requests.remove(request.path))
+        self._directory.job(
+            lambda: requests.remove(request.path), lambda _, error: error or self._removed(request)
+        )
+
+    def _removed(self, request: Request) -> None:
+        """Takes that another file may have the name."""
+        if self._known.get(request.key) != (request.path, True):
+            return
+        if request.named:
+            self._known[request.key] = None, True
+        else:
+            del self._known[request.key]

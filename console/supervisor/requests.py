@@ -6,6 +6,7 @@ checked against the table before anything happens.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -125,7 +126,10 @@ def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request file. `error` says why it cannot be executed, "" when it can."""
+    """One request file. `error` says why it cannot be executed, "" when it can.
+
+    Whoever asks may have `named` it; else it has an id from the name of its file.
+    """
 
     path: Path
     id: str
@@ -133,6 +137,12 @@ class Request:
     args: Mapping[str, Any]
     by: str
     error: str = ""
+    named: bool = False
+
+    @property
+    def key(self) -> str:
+        """What is executed once: the id that was given, else the file."""
+        return self.id if self.named else str(self.path)
 
 
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
@@ -158,26 +168,27 @@ def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
 
 def _read(path: Path, mailbox: Mailbox) -> Request:
     name = path.name.removesuffix(".json")
-    identifier = name if IDENTIFIER.fullmatch(name) else "invalid"
+    if not IDENTIFIER.fullmatch(name):
+        name = f"unnamed-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
     try:
         foreign = os.lstat(path).st_uid != os.geteuid()
     except OSError:
         foreign = False
     if foreign:
-        return Request(path, identifier, "", {}, "?", "the request file belongs to somebody else")
+        return Request(path, name, "", {}, "?", "the request file belongs to somebody else")
     record = rundir.read_json(path, MAX_REQUEST_BYTES, path.parents[1])
     if record is None:
-        return Request(path, identifier, "", {}, "?", "the request is no small JSON object")
-    by = jsonl.text(record, "by", "?")[:200]
+        return Request(path, name, "", {}, "?", "the request is no small JSON object")
     action, args = jsonl.text(record, "action"), record.get("args", {})
-    named = jsonl.text(record, "id")
-    identifier = named if IDENTIFIER.fullmatch(named) else identifier
-    if record.get("v") != VERSION or not isinstance(args, dict):
-        return Request(path, identifier, action[:80], {}, by, "the request is not of version 1")
-    try:
-        return Request(path, identifier, action, check(action, args, mailbox), by)
-    except UsageError as error:
-        return Request(path, identifier, action[:80], {}, by, str(error))
+    by, error = jsonl.text(record, "by", "?")[:200], "the request is not of version 1"
+    if record.get("v") == VERSION and isinstance(args, dict):
+        try:
+            args, error = check(action, args, mailbox), ""
+        except UsageError as wrong:
+            error = str(wrong)
+    given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
+    identifier = given[0] if given else name
+    return Request(path, identifier, action[:80], args, by, error, named=given is not None)
 
 
 def remove(path: Path) -> None:
@@ -187,4 +198,4 @@ def remove(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError:
-        path.rename(path.with_name(f".refused-{path.name}"))
+        path.rename(path.with_name(f".refused-{os.urandom(4).hex()}"))

@@ -116,6 +116,52 @@ def test_a_request_is_executed_once(launched):
     assert [a["ok"] for a in answers(launched) if a["request"] == "d1"] == [True, False]
 
 
+@pytest.mark.parametrize("name", ["again.json", f"{'long' * 20}.json", f"{'longer' * 14}.json"])
+def test_a_name_without_an_id_may_be_used_again(launched, name):
+    for text in (f"first {name}", f"second {name}"):
+        drop(launched, name, action="note", args={"text": text})
+        launched.wait(lambda: not (launched.run() / rundir.REQUESTS / name).exists(), 5)
+    texts = [e["text"] for e in launched.events(0) if e["kind"] == "note"]
+    assert [f"first {name}", f"second {name}"] == [text for text in texts if name in text]
+    last = answers(launched)[-2:]
+    assert [(a["ok"], a["action"]) for a in last] == [(True, "note")] * 2
+    assert requests.IDENTIFIER.fullmatch(last[0]["request"])
+
+
+def test_an_id_that_was_used_is_refused_under_any_name_and_its_file_goes(launched):
+    file = launched.run() / rundir.REQUESTS / "f1.json"
+    for text in ("f1 once", "f1 once", "", b"garbage", "f1 once"):
+        if isinstance(text, bytes):
+            file.write_bytes(text)
+        else:
+            drop(launched, "f1.json", id="f1", action="note", args={"text": text})
+        launched.wait(lambda: not file.exists(), 5)
+    assert [a["ok"] for a in answers(launched) if a["request"] == "f1"] == [True] + [False] * 4
+    assert [e["text"] for e in launched.events(0) if e["kind"] == "note"].count("f1 once") == 1
+
+
+def test_a_heap_that_comes_twice_under_the_same_names_goes_twice(launched):
+    box = launched.run() / rundir.REQUESTS
+    names = [f"0000{n:02}.json" for n in range(requests.MAX_REQUESTS_A_LOOK)]
+    for _ in range(2):
+        for name in names:
+            (box / name).write_bytes(b"garbage")
+        launched.wait(lambda: not any((box / name).exists() for name in names), 10)
+    assert launched.ask("note", launched.run(), text="behind the heap")["ok"]
+    told = [a["text"] for a in answers(launched) if a["request"] == "000000"]
+    assert told == ["the request is no small JSON object"] * 2
+
+
+def test_what_cannot_be_removed_holds_up_no_request_and_is_no_lost_record(launched):
+    box = launched.run() / rundir.REQUESTS
+    long = box / ("0" * 248)
+    long.mkdir()
+    (long / "kept").touch()
+    launched.wait(lambda: not long.exists(), 5)
+    time.sleep(1.2)
+    assert "dropped" not in {e.get("alert") for e in launched.events(0)}
+
+
 def test_events_that_somebody_removed_go_on_with_every_answer(launched):
     for folder in (launched.path, launched.run()):
         (folder / rundir.EVENTS).unlink()
