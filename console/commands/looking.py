@@ -118,21 +118,22 @@ def logs(options: argparse.Namespace) -> int:
     pattern = _pattern(options.grep or "")
     reader = LogSource(run.run_path, state.attempt)
     wanted = None if options.rank is None else f"r{options.rank}"
-    over = not options.follow
+    over = not options.follow or plain.is_over(state)
     while True:
-        while fresh := reader.poll():
+        changed = (reader.run, reader.attempt) != (run.run_path, state.attempt)
+        while fresh := reader.poll(over or changed):
             for line in fresh:
                 if wanted in (None, line.source) and pattern.search(line.text):
                     text = f"{line.source:<8} {line.text}"
                     show(options.json, {"source": line.source, "text": line.text}, [text])
-        state = run.poll()
-        if (reader.run, reader.attempt) != (run.run_path, state.attempt):
+        if changed:
             reader = LogSource(run.run_path, state.attempt)
         elif over:
             return 0
         else:
             time.sleep(LOGS_POLL_S)
-        over = plain.is_over(state)
+            state = run.poll()
+            over = plain.is_over(state)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

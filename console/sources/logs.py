@@ -17,19 +17,20 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one text file from its last `BACKLOG_BYTES` on, through rotations."""
+    """Follows one text file from its last `BACKLOG_BYTES` on, through rotations; where it is
+    shorter, from the last ones before its rotation."""
 
     def __init__(self, run: Path, path: Path, source: str):
         self._run, self.path, self.source = run, path, source
         self._kept = rundir.kept_log(path)
-        self._part = rundir.stamp(self._kept)
+        self._part: object = None
         """Of the newest part that was cut off."""
         self._offset = -1
         self._inode = 0
         self._carry = b""
 
-    def poll(self) -> list[bytes]:
-        """Returns the lines that are new since the last call."""
+    def poll(self, over: bool = False) -> list[bytes]:
+        """Returns the lines that are new since the last call; `over`: also one without its end."""
         fd = jsonl.open_regular(self.path, self._run)
         if fd is None:
             return []
@@ -37,6 +38,10 @@ class Log:
             status = os.fstat(fd)
             if self._offset < 0:
                 self._offset = max(0, status.st_size - BACKLOG_BYTES)
+                self._part = rundir.stamp(self._kept)
+                before = BACKLOG_BYTES - status.st_size
+                if before > 0:
+                    self._carry = jsonl.read_bytes(self._kept, before, below=self._run)
             elif status.st_ino != self._inode:
                 self._offset, self._carry = 0, b""
             elif self._is_cut(status.st_size):
@@ -50,7 +55,8 @@ class Log:
             os.close(fd)
         self._offset += len(data)
         *lines, self._carry = (self._carry + data).split(b"\n")
-        if len(self._carry) > MAX_LINE_BYTES:
+        rest = over and self._carry and self._offset >= status.st_size
+        if len(self._carry) > MAX_LINE_BYTES or rest:
             lines.append(self._carry)
             self._carry = b""
         return lines
@@ -88,12 +94,12 @@ class LogSource:
         self._files: dict[str, Log] = {}
         self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
 
-    def poll(self) -> list[LogLine]:
-        """Returns the lines that are new since the last call."""
+    def poll(self, over: bool = False) -> list[LogLine]:
+        """Returns the lines that are new since the last call; `over` as in `Log.poll`."""
         self._discover()
         fresh = [line for record in self._events.poll() if (line := _event_line(record))]
         for file in self._files.values():
-            for raw in file.poll():
+            for raw in file.poll(over):
                 text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
                 if text.strip():
                     fresh.append(LogLine(file.source, text))

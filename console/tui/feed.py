@@ -147,22 +147,22 @@ class Feed:
             text = f"{path} cannot be read: {error.strerror}"
             return Snapshot(at, now, self._state, trouble=text)
         run = source.run_path
-        log, begins = self._poll_logs(run, state.attempt)
+        log, begins = self._poll_logs(run, state)
         charts = {name: source.history.series(name) for name in self._wanted(state)}
         stacks = self._poll_stacks(run, state)
         self._stamps = self._stamp()
         return Snapshot(at, now, state, charts, stacks, log, begins)
 
-    def _poll_logs(self, run: Path | None, attempt: int) -> tuple[tuple[LogLine, ...], bool]:
+    def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
         if run is None:
             return (), False
         from console.sources.logs import LogSource
 
         held = self._logs
-        begins = held is None or (held.run, held.attempt) != (run, attempt)
+        begins = held is None or (held.run, held.attempt) != (run, state.attempt)
         if held is None or begins:
-            held = self._logs = LogSource(run, attempt)
-        return tuple(held.poll()), begins
+            held = self._logs = LogSource(run, state.attempt)
+        return tuple(held.poll(over=state.state not in LIVE_STATES)), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
         if run is None or not self.wants_stacks:

@@ -17,6 +17,7 @@ from console.model import LaunchState, PhaseState
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.tui import recorded
+from tests.faults.scene import console as nsa_console
 from trainers.contract import rundir
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +218,7 @@ def test_followed_logs_go_on_with_the_next_phase(tmp_path):
     for name in ("0-first", "1-second"):
         log = rundir.rank_log(directory.run(launch / name), 1, 0)
         log.parent.mkdir(parents=True)
-        log.write_text(f"words of {name}\n")
+        log.write_text(f"words of {name}\nlast words of {name}")
     process = subprocess.Popen(
         [sys.executable, "-m", "console", "logs", str(launch), "-f"],
         stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -227,7 +228,10 @@ def test_followed_logs_go_on_with_the_next_phase(tmp_path):
         held = json.loads((launch / rundir.PLAN_STATE).read_text())
         directory.run(launch / "1-second", state="completed")
         directory.document(launch / rundir.PLAN_STATE, held | {"phase": 1, "state": "ended"})
-        assert process.communicate(timeout=10)[0].strip() == "r0       words of 1-second"
+        told = process.communicate(timeout=10)[0]
+        last = "r0       words of 1-second\nr0       last words of 1-second\n"
+        assert told == f"r0       last words of 0-first\n{last}"
         assert process.returncode == 0
+        assert nsa_console("logs", launch) == (0, last, "")
     finally:
         process.kill()

@@ -88,6 +88,11 @@ def test_logs_of_all_ranks_come_merged_and_only_once(tmp_path):
     with (logs / "rank0.log").open("ab") as stream:
         stream.write(b" line\n")
     assert [line.text for line in source.poll()] == ["half line"]
+    with (logs / "rank0.log").open("ab") as stream:
+        stream.write(b"last words")
+    assert source.poll() == []
+    assert [line.text for line in source.poll(over=True)] == ["last words"]
+    assert source.poll(over=True) == []
 
 
 def test_no_log_is_read_through_a_link(tmp_path):

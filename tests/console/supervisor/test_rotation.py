@@ -200,6 +200,23 @@ def test_the_log_screen_shows_every_line_once_across_a_rotation(run):
     assert source.poll() == []
 
 
+def test_who_looks_after_a_cut_sees_what_was_before_it_once_and_also_without_a_newline(run):
+    log, rotates = rundir.rank_log(run, 1, 0), rotation(run)
+    append(log, numbered(0, 800))
+    early = LogSource(run)
+    early._discover()
+    assert rotates.look()
+    append(log, b"line 00000800 x\n")
+    for source in (LogSource(run), early):
+        shown = [line.text.split()[1] for line in source.poll()]
+        assert shown == [f"{n:08d}" for n in range(801)]
+        assert source.poll() == []
+    append(log, b"=" * LIMIT)
+    assert rotates.look()
+    (line,) = LogSource(run).poll(over=True)[-1:]
+    assert line.text.startswith("====")
+
+
 def test_a_reader_that_lags_behind_still_gets_the_newest_lines(run):
     log, source = rundir.rank_log(run, 1, 0), LogSource(run)
     append(log, b"begin\n")

@@ -50,6 +50,18 @@ def test_logs_follow_filter_and_find(logged, size):
     drive(app, body, size)
 
 
+def test_the_last_words_of_a_run_that_is_over_need_no_newline(logged):
+    with (logged / "logs" / "attempt1" / "rank0.log").open("a") as stream:
+        stream.write("last words")
+    app = app_on(dataclasses.replace(recorded.running(), state="crashed"), run=logged)
+
+    async def body(pilot):
+        await pilot.press("4")
+        await until(pilot, lambda: "last words" in picture(app))
+
+    drive(app, body, SIZES[0])
+
+
 HOSTILE_LINES = (
     "漢字" * 90, "e\u0301" * 200, "👩‍👩‍👧" * 40, "\x1b]0;title\x07\x1b[2J\x1b[31mred",
     "\x9b31m\x90q\x9c", "tab\there\rback", "\u202eright to left", "\u200b" * 300,
