@@ -233,7 +233,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     if run is not None and RunSource(run, WHO_SERVES_BYTES).poll().state in UNSERVED_STATES:
         halt(run, by)
         return ""
-    _must_be_served(folder, mailbox)
+    supervisor = _must_be_served(folder, mailbox)
     name = f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
     record = {
         "v": VERSION, "id": name, "action": action, "args": converted, "by": by, "ts": time.time(),
@@ -245,7 +245,10 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
         rundir.write_atomic(box / f"{name}.json", jsonl.encode(record))
     except OSError as error:
         if run is None:
-            raise RefusedError(f"cannot write a request into {box}: {error.strerror}") from error
+            raise RefusedError(
+                f"cannot write a request into {box}: {error.strerror}; without one, "
+                f"kill -TERM {supervisor} (its supervisor) stops the run"
+            ) from error
         halt(run, by)
         return ""
     return name
@@ -299,8 +302,8 @@ def _mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
     return top, "launch"
 
 
-def _must_be_served(folder: Path, mailbox: Mailbox) -> None:
-    """Raises RefusedError when no supervisor would look into the mailbox (any more)."""
+def _must_be_served(folder: Path, mailbox: Mailbox) -> int:
+    """Returns the pid of the supervisor that looks into the mailbox; RefusedError without one."""
     name = launches.launch_id(folder) if mailbox == "launch" else folder.name
     document = rundir.PLAN_STATE if mailbox == "launch" else rundir.SUPERVISOR
     record = rundir.read_json(folder / document) or {}
@@ -308,8 +311,10 @@ def _must_be_served(folder: Path, mailbox: Mailbox) -> None:
     over = state == "ended" if mailbox == "launch" else state not in LIVE_STATES
     if over:
         raise RefusedError(f"{name} is over ({why or state or 'no state'}); nothing was asked")
-    if not rundir.is_alive(jsonl.mapping(record, "supervisor") if mailbox == "launch" else record):
+    owner = jsonl.mapping(record, "supervisor") if mailbox == "launch" else record
+    if not rundir.is_alive(owner):
         raise RefusedError(f"the supervisor of {name} is gone, so nobody would answer")
+    return owner["pid"]
 
 
 def _run_to_halt(path: Path) -> Path | None:

@@ -15,6 +15,7 @@ from console import actions, plain
 from console.sources import process
 from console.sources.run import RunSource
 from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
 
 from .conftest import PROGRAMS, phase, write_plan
 
@@ -134,6 +135,8 @@ def test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept(begin, sm
     resize(small, (space.f_blocks - space.f_bfree + 2) * space.f_frsize)
     started.wait(lambda: "dropped" in {alert.id for alert in look(started).alerts}, 20)
     time.sleep(1)
+    with pytest.raises(RefusedError, match=rf"No space .* kill -TERM {supervisor['pid']} .* stops"):
+        actions.send(started.path, "stop", {}, "tester")
     (started.run() / rundir.HALT).touch()
     started.wait(lambda: look(started).state == "halted", 20)
     assert rundir.is_alive(supervisor)
