@@ -27,7 +27,7 @@ from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
     0: "done; healthy; completed with all gates passed",
-    1: "a gate or a check failed",
+    1: "a gate or a check failed; not healthy now: stalled, unsupervised",
     2: "wrong words",
     3: "no such run",
     4: "refused; halted or stopped by someone",

@@ -32,7 +32,9 @@ RANK_GONE = "rank-gone"
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
-"""What `--wait` and `status` return for a run that ended; a live one is 0."""
+"""What `--wait` and `status` return for a run that ended; a live one is 0 while it is healthy."""
+UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
+"""Live, and not as it should be: it needs somebody."""
 
 
 @dataclass(frozen=True, slots=True)

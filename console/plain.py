@@ -12,6 +12,7 @@ from console.model import (
     EXIT_CODES,
     LIVE_STATES,
     RANK_GONE,
+    UNHEALTHY_STATES,
     Gate,
     LaunchState,
     PhaseState,
@@ -19,7 +20,7 @@ from console.model import (
     RunState,
 )
 
-GATE_FAILED = 1
+NOT_GOOD = 1
 
 
 def duration(seconds: float | None) -> str:
@@ -48,15 +49,16 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def exit_code(state: RunState) -> int:
-    """Returns the documented exit code for a state: gates first, then how the run ended.
+    """Returns the documented exit code for a state: how the run is or ended, then its gates.
 
     A run that lost a rank has crashed already, also while its other ranks are being ended.
     """
     code = EXIT_CODES.get(state.state, 0)
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
-    if code == 0 and any(gate.result != "pass" for gate in state.gates):
-        return GATE_FAILED
+    gates_failed = any(gate.result != "pass" for gate in state.gates)
+    if code == 0 and (gates_failed or state.state in UNHEALTHY_STATES):
+        return NOT_GOOD
     return code
 
 
@@ -70,7 +72,7 @@ def launch_exit_code(launch: LaunchState) -> int:
         if code:
             return code
         if phase.result not in ("", "pass"):
-            return GATE_FAILED
+            return NOT_GOOD
     if all(phase.state == "completed" for phase in launch.phases):
         return 0
     return EXIT_CODES["halted" if launch.state == "ended" else "lost"]

@@ -97,7 +97,7 @@ def _check_run(options: argparse.Namespace) -> int:
     code = plain.exit_code(state)
     why = f": {state.why}" if state.why else ""
     end = "go" if code == 0 else f"no go; {state.id} is {state.state}{why}"
-    if state.state in LIVE_STATES and not state.gates:
+    if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
     gates = plain.as_json(state)["gates"]
     record = {"id": state.id, "state": state.state, "gates": gates, "exit_code": code}

@@ -178,7 +178,7 @@ def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, 
     pids = run.pids()
     words = scene.inject(run, lambda: order(orders, 1, f"gil {2 * STILL_S}"), verdict_of("behind"))
     assert "rank 1 is behind: in forward of step" in words
-    assert console("status", run.path)[0] == 0
+    assert console("status", run.path)[0] == 1
     answer = run.ask("dump")
     assert answer["ok"], answer
     assert re.search(r"rank 1 dumped: \S+ \(native code holds the GIL", answer["detail"][1])
