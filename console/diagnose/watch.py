@@ -18,6 +18,8 @@ from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
 """Of the time between two looks so much counts as looked at, more where looks are rarer."""
+STALL = "stall"
+"""The rule on pulses that stand still."""
 Kind = Literal["raise", "clear", "act"]
 
 
@@ -121,5 +123,18 @@ class Watchdog:
     def _long_enough(self, rule: Rule, state: _State, found: Found) -> bool:
         """Says whether a strong action is due: bad enough, long enough, and looked at so long."""
         looked_s = (STRONG_TIMES - 1) * max(rule.for_s, found.limit_s)
-        act_s = max(STRONG_TIMES * found.limit_s, self.watch.stall_act_s) if found.limit_s else 0.0
+        act_s = self._act_s(found.limit_s) if found.limit_s else 0.0
         return rule.grave(found.value) and state.grave_s >= looked_s and found.stood_s >= act_s
+
+    def _act_s(self, limit_s: float) -> float:
+        """Returns how long a stall lasts before a strong action answers it."""
+        return max(STRONG_TIMES * limit_s, self.watch.stall_act_s)
+
+    def stall_words(self) -> str:
+        """Says what a stall is answered with, and when."""
+        limit_s = self.watch.stall_floor_s
+        action = next(rule.action for rule in self.rules if rule.name == STALL)
+        text = f"if it stalls for {limit_s:g} s: alert"
+        if action in STRONG:
+            return f"{text}, after {self._act_s(limit_s) - limit_s:g} s more {action}"
+        return f"{text} only" if action == "warn" else f"{text}, then {action}"

@@ -20,6 +20,7 @@ from trainers.contract.flags import DEVICES
 
 WHOLE_BYTES = 1 << 30
 """What one look reads at most where nobody waits for it."""
+UNARMED = "nothing, no supervisor lives"
 
 
 class RunSource:
@@ -103,7 +104,7 @@ class RunSource:
             verdict=documents.verdict(supervisor),
             gates=gates,
             bounds=documents.bounds(born),
-            armed=documents.line(supervisor, "armed", ""),
+            armed=documents.line(supervisor, "armed", "") if state != "unsupervised" else UNARMED,
             launch=launch,
             skipped_records=reader.skipped,
             directory_blocked_s=blocked or 0.0,

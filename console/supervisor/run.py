@@ -282,9 +282,7 @@ class Run:
     def _armed(self) -> str:
         """Says what happens by itself when the run stalls or crashes."""
         policy = self.orders.plan.restart
-        on_stall = self.attempt.watching.on_stall()
-        text = f"if it stalls for {self.watch.stall_floor_s:g} s: alert"
-        text += " only" if on_stall == "warn" else f", then {on_stall}"
+        text = self.attempt.watching.on_stall()
         if policy.when == "never":
             return text
         return f"{text}; if it crashes: restart, {restart.left(self._ended, policy)} left"

@@ -10,7 +10,7 @@ from typing import Any
 
 from console.diagnose.readings import Readings
 from console.diagnose.stall import Seen, diagnose
-from console.diagnose.watch import Change, Watchdog
+from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
 from console.supervisor.alerts import Alerts
@@ -20,7 +20,6 @@ from trainers.contract import VERSION, rundir
 from trainers.contract.plan import Watch
 
 LONGEST_STILL_S = 1e9
-STALL = "stall"
 
 
 class Watching:
@@ -42,8 +41,8 @@ class Watching:
         self._acts: list[Change] = []
 
     def on_stall(self) -> str:
-        """Returns what a stall is set to do."""
-        return next(rule.action for rule in self._dog.rules if rule.name == STALL)
+        """Says what a stall is answered with, and when."""
+        return self._dog.stall_words()
 
     def look(self, now: Sampler, seen: Sequence[Seen], ending: bool) -> None:
         """Takes the last sample; `seen` is empty while nobody is to be waited for.
