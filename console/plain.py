@@ -48,11 +48,14 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def exit_code(state: RunState) -> int:
+def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for a state: how the run is or ended, then its gates.
 
-    A run that lost a rank has crashed already, also while its other ranks are being ended.
+    With `whole` that of its launch, when that is over. A run that lost a rank has crashed already,
+    also while its other ranks are being ended.
     """
+    if whole and state.launch and is_over(state):
+        return launch_exit_code(state.launch)
     code = EXIT_CODES.get(state.state, 0)
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
@@ -78,10 +81,24 @@ def launch_exit_code(launch: LaunchState) -> int:
     return EXIT_CODES["halted" if launch.state == "ended" else "lost"]
 
 
-def as_json(state: RunState) -> dict[str, Any]:
+def outcome(state: RunState) -> tuple[str, str]:
+    """Returns how a launch is, in a word and a sentence: as its run, unless it ended otherwise."""
+    launch = state.launch
+    code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
+    if launch is None or code == 0:
+        return state.state, state.why
+    failed = any(phase.result == "fail" for phase in launch.phases)
+    gates = "gate failed" if failed else "gate unknown"
+    words = {NOT_GOOD: gates, EXIT_CODES["halted"]: "halted"}
+    word = words.get(code, state.state) if state.state == "completed" else state.state
+    left = ", ".join(phase.name for phase in launch.rest if phase.state in ("next", "later"))
+    return word, launch.why + (f"; not run: {left}" if left else "")
+
+
+def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
     """Returns a run's state as plain data; the names are documented and stay."""
     record = dataclasses.asdict(state)
-    record["exit_code"] = exit_code(state)
+    record["exit_code"] = exit_code(state, whole)
     return record
 
 
@@ -96,11 +113,9 @@ def progress(state: RunState) -> str:
     return f"step {state.step:,}"
 
 
-def status_lines(state: RunState) -> Iterator[str]:
+def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     """Yields the lines of `status`: the state, ranks, figures, alerts, gates."""
-    yield f"{state.id}  {state.state.upper()}  {progress(state)}"
-    if state.why:
-        yield f"  {state.why}"
+    yield from _state_lines(state, whole)
     if state.data_age_s is not None:
         yield f"  newest pulse or record read: {duration(state.data_age_s)} old"
     if state.armed and state.state in LIVE_STATES:
@@ -127,6 +142,16 @@ def status_lines(state: RunState) -> Iterator[str]:
         yield f"  checkpoint {state.checkpoint}"
     if state.launch:
         yield from launch_lines(state.launch)
+
+
+def _state_lines(state: RunState, whole: bool) -> Iterator[str]:
+    word, why = outcome(state)
+    if whole and state.launch and word != state.state:
+        yield f"{state.launch.id}  {word.upper()}  {why}"
+    again = f"attempt {state.attempt}  " if state.attempt > 1 else ""
+    yield f"{state.id}  {state.state.upper()}  {again}{progress(state)}"
+    if state.why:
+        yield f"  {state.why}"
 
 
 def rank_line(rank: Rank) -> str:
@@ -191,7 +216,8 @@ class Changes:
                 yield f"Gate {gate_line(gate)}."
         yield from self._phases_ended(phases[current:])
         if state.launch and self._new("launch", f"{state.launch.state}|{state.launch.why}"):
-            why = f": {state.launch.why}" if state.launch.why else ""
+            why = outcome(state)[1] if state.launch.state == "ended" else state.launch.why
+            why = f": {why}" if why else ""
             yield f"Launch {state.launch.id} is {state.launch.state}{why}."
         if state.state == "running" and now - self._figures_at >= self._every_s:
             self._figures_at = now

@@ -30,11 +30,12 @@ def runs(options: argparse.Namespace) -> int:
         launch = state.launch
         if launch is None:
             continue
+        word, why = plain.outcome(state)
         rows.append(
             {
                 "id": launch.id, "path": str(path), "plan": launch.plan, "launch": launch.state,
-                "phase": launch.current or "-", "state": state.state, "step": state.step,
-                "why": state.why,
+                "phase": launch.current or "-", "state": word, "step": state.step, "why": why,
+                "attempt": state.attempt, "exit_code": plain.exit_code(state, whole=True),
             }
         )  # fmt: skip
     none = f"no runs under {options.root}; start one with nsa-console launch PLAN"
@@ -44,14 +45,17 @@ def runs(options: argparse.Namespace) -> int:
 
 def _run_line(row: dict[str, Any]) -> str:
     step = "-" if row["step"] is None else f"{row['step']:,}"
-    return f"{row['id']:<32} {row['phase']:<12} {row['state']:<12} step {step:<8} {row['why']}"
+    again = f"attempt {row['attempt']}; " * (row["attempt"] > 1)
+    place = f"{row['phase']:<12} {row['state']:<12} step {step:<8}"
+    return f"{row['id']:<32} {place} {again}{row['why']}"
 
 
 def status(options: argparse.Namespace) -> int:
     """Says how one run is."""
-    state = source(options).poll()
-    show(options.json, plain.as_json(state), plain.status_lines(state))
-    return plain.exit_code(state)
+    run = source(options)
+    state = run.poll()
+    show(options.json, plain.as_json(state, run.whole), plain.status_lines(state, run.whole))
+    return plain.exit_code(state, run.whole)
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -70,10 +74,9 @@ def follow(run: RunSource, as_json: bool, interval_s: float = 1.0) -> int:
         if plain.is_over(state):
             break
         time.sleep(interval_s)
-    code = plain.launch_exit_code(state.launch) if state.launch else plain.exit_code(state)
     if as_json:
-        emit(plain.as_json(state) | {"exit_code": code})
-    return code
+        emit(plain.as_json(state, run.whole))
+    return plain.exit_code(state, run.whole)
 
 
 def check(options: argparse.Namespace) -> int:
@@ -93,10 +96,11 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 
 def _check_run(options: argparse.Namespace) -> int:
-    state = source(options).poll()
-    code = plain.exit_code(state)
-    why = f": {state.why}" if state.why else ""
-    end = "go" if code == 0 else f"no go; {state.id} is {state.state}{why}"
+    run = source(options)
+    state = run.poll()
+    code = plain.exit_code(state, run.whole)
+    word, why = plain.outcome(state) if run.whole else (state.state, state.why)
+    end = "go" if code == 0 else f"no go; {state.id} is {word}{': ' * bool(why)}{why}"
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
     gates = plain.as_json(state)["gates"]

@@ -35,7 +35,9 @@ class RunSource:
     ):  # fmt: skip
         self._limit_bytes, self._taken = limit_bytes, taken
         self.launch_path = launch_of(path)
-        self._fixed = None if is_launch(path) else path
+        self.whole = is_launch(path)
+        """A launch was asked for, and not one run of it."""
+        self._fixed = None if self.whole else path
         self.run_path: Path | None = self._fixed
         self._documents: dict[Path, documents.Document] = {}
         self.history = History()

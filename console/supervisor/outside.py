@@ -91,7 +91,7 @@ class Contract:
         state, run = self._source.poll(), self._source.run_path
         if plain.is_over(state):
             self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
-            self.exit_code = plain.exit_code(state)
+            self.exit_code = plain.exit_code(state, self._source.whole)
         if run is None:
             return None
         self._follow(run, state.attempt)

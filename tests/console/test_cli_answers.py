@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from console import cli, plain
 from console.diagnose.watch import Watchdog
 from console.sources.run import RunSource
 from tests.console.sources import directory
+from trainers.contract import rundir
 from trainers.contract.plan import Watch
 
 
@@ -55,3 +58,48 @@ def test_nothing_is_armed_where_no_supervisor_lives(launch, capsys):
 def test_what_is_armed_says_when_it_comes(action, act_s, text):
     watch = Watch(stall_floor_s=10, stall_act_s=act_s)
     assert Watchdog(watch, {"stall": action}).stall_words() == text
+
+
+def test_a_further_attempt_is_told_in_status_and_in_the_list(launch, capsys):
+    run = directory.run(launch / "0-first")
+    assert "attempt" not in said(capsys, "status", launch)[1]
+    directory.run(run, attempt=2)
+    assert "RUNNING  attempt 2" in said(capsys, "status", launch)[1]
+    assert "attempt 2" in said(capsys, "--root", launch.parents[1], "runs")[1]
+
+
+def ended(launch, why: str, result: str, gate: str) -> None:
+    """The launch ended after its first phase, which completed."""
+    run = directory.run(launch / "0-first", state="completed", why="all ranks done after step 100")
+    gates = [{"name": "no_stall", "value": 1.0, "bound": "= 0", "result": gate}]
+    directory.document(run / rundir.GATES, {"gates": gates})
+    phases = [{"name": "first", "state": "completed", "result": result, "dir": "0-first"}]
+    held = rundir.read_json(launch / rundir.PLAN_STATE)
+    directory.document(
+        launch / rundir.PLAN_STATE, held | {"state": "ended", "why": why, "phases": phases}
+    )
+
+
+@pytest.mark.parametrize(
+    ("why", "gate", "code", "word"),
+    [
+        ("first: gate no_stall fail (1 stalls, bound = 0)", "fail", 1, "gate failed"),
+        ("halt asked by ann before the next phase", "pass", 4, "halted"),
+    ],
+)
+def test_the_end_of_a_launch_is_the_same_wherever_it_is_asked_for(
+    launch, capsys, why, gate, code, word
+):
+    ended(launch, why, gate, gate)
+    listed = said(capsys, "--root", launch.parents[1], "runs")[1]
+    assert f" {word} " in listed
+    assert f"{why}; not run: second" in listed
+    (row,) = json.loads(said(capsys, "--root", launch.parents[1], "runs", "--json")[1])
+    assert row["exit_code"] == code
+    for command in ("status", "check", "watch --plain", "watchdog"):
+        told, out, _ = said(capsys, *command.split(), launch)
+        assert (command, told) == (command, code)
+        assert "not run: second" in out or command == "watchdog"
+        assert "\ngo\n" not in out
+    assert said(capsys, "status", launch)[1].startswith(f"toy-20261121-030000  {word.upper()}  ")
+    assert said(capsys, "status", launch / "0-first")[0] == (1 if gate == "fail" else 0)
