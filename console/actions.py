@@ -313,7 +313,9 @@ def _must_be_served(folder: Path, mailbox: Mailbox) -> int:
         raise RefusedError(f"{name} is over ({why or state or 'no state'}); nothing was asked")
     owner = jsonl.mapping(record, "supervisor") if mailbox == "launch" else record
     if not rundir.is_alive(owner):
-        raise RefusedError(f"the supervisor of {name} is gone, so nobody would answer")
+        top = launches.launch_of(folder)
+        advice = f"; nsa-console adopt {shlex.quote(str(top))} gives it a new one" if top else ""
+        raise RefusedError(f"the supervisor of {name} is gone, so nobody would answer{advice}")
     return owner["pid"]
 
 
