@@ -125,6 +125,9 @@ class Attempt:
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is under way, asked by {self.known.by}"
         self._learn(asked=action, by=by)
+        if action == "halt" and self.watching.verdict:
+            return (".HALT is written; the run is stalled, and ranks obey when all step again; "
+                    "stop ends them")  # fmt: skip
         if action == "halt":
             return ".HALT is written; all ranks stop at the same step and save"
         if action == "kill":

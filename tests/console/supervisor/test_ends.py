@@ -26,6 +26,9 @@ def test_a_rank_that_hangs_is_named_with_who_waits_and_term_to_the_supervisor_st
     assert (verdict["phase"], verdict["step"]) == ("forward", 30)
     assert "rank 1 is behind: in forward of step 30" in verdict["sentence"]
     assert "rank 0 waits in backward" in verdict["sentence"]
+    answer = started.ask("halt")["text"]
+    assert answer.startswith(".HALT is written; the run is stalled")
+    assert "stop ends them" in answer
     os.kill(started.plan_state["supervisor"]["pid"], signal.SIGTERM)
     ended = started.wait_end(20)
     assert started.state()["state"] == "stopped"
