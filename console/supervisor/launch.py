@@ -355,7 +355,8 @@ class Launch:
 
     def _do_proceed(self, request: Request) -> Outcome:
         if self.state != "waiting":
-            return False, "the plan does not wait; nothing was started", []
+            now = self._phases[self._index]["name"]
+            return False, f"{now} is still running, the plan does not wait; nothing was started", []
         phase, wanted = self._phases[self._index + 1]["name"], request.args.get("phase")
         if wanted not in (None, phase):
             return False, f"the next phase is {phase!r}, not {wanted!r}; nothing was started", []

@@ -160,6 +160,11 @@ class Claim:
         )
 
     def _in_use(self) -> RefusedError:
+        if self._adopt:
+            return RefusedError(
+                f"{self.directory} has a supervisor ({owner(self.directory)}); there is nothing to "
+                "take over"
+            )
         return RefusedError(
             f"{self.directory} is in use by {owner(self.directory)}; "
             "watch that one, or give another directory with --run-dir"

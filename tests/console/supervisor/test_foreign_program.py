@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from console import actions
 from console.plans import gates
 from console.sources import process
 from console.supervisor import requests
 from trainers.contract import rundir
 from trainers.contract.dumps import END_MARK
+from trainers.contract.errors import RefusedError
 
 from .conftest import PROGRAMS, phase
 
@@ -68,7 +70,10 @@ def test_a_flag_for_the_next_phase_is_in_its_workers_and_not_in_this_ones(launch
 
 def test_the_next_phase_waits_for_proceed_and_is_born_with_the_flag(launched):
     refused = launched.ask("proceed")
-    assert not refused["ok"]
+    assert (refused["ok"], "one is still running" in refused["text"]) == (False, True)
+    pid = launched.plan_state["supervisor"]["pid"]
+    with pytest.raises(RefusedError, match=rf"has a supervisor .*pid {pid} .* to take over$"):
+        actions.adopt(launched.path)
     launched.wait(lambda: launched.plan_state["state"] == "waiting")
     assert launched.plan_state["phases"][0]["result"] == "pass"
     gates = rundir.read_json(launched.run(0) / rundir.GATES)["gates"]

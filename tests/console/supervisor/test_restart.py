@@ -121,7 +121,7 @@ def test_a_new_supervisor_takes_over_what_lives_and_goes_on_with_the_plan(begin)
         phase("one", "member.py", 250), phase("two", "member.py", 5), shell=STUB,
     )  # fmt: skip
     started.wait_steps(3)
-    with pytest.raises(RefusedError, match="in use"):
+    with pytest.raises(RefusedError, match="has a supervisor"):
         actions.adopt(started.path)
     owner, pids = started.plan_state["supervisor"]["pid"], started.pids()
     os.kill(owner, signal.SIGKILL)
