@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 from console import plain
-from console.commands.output import emit, say, show
+from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, tell
 from console.model import LIVE_STATES, RunState
 from console.sources import launches
 from console.sources.run import RunSource
+from console.sources.sanitize import clean
 from trainers.contract import rundir
 from trainers.contract.errors import NotFoundError, UsageError
 
@@ -24,6 +25,8 @@ def source(options: argparse.Namespace) -> RunSource:
 
 def runs(options: argparse.Namespace) -> int:
     """Lists launches, newest first."""
+    if options.root != launches.ROOT and not options.root.is_dir():
+        raise NotFoundError(f"there is no directory {options.root}, so no runs")
     rows = []
     for path in launches.launches(options.root)[: options.limit]:
         state = RunSource(path).poll()
@@ -83,7 +86,15 @@ def check(options: argparse.Namespace) -> int:
     """Says go or no go: the preflight of a plan, or the gates of a run so far."""
     from console.plans import catalog
 
-    return _check_plan(options) if catalog.is_plan(options.run) else _check_run(options)
+    if catalog.is_plan(options.run):
+        return _check_plan(options)
+    try:
+        return _check_run(options)
+    except (NotFoundError, UsageError):
+        if plan := catalog.misspelt(options.run):
+            text = f"{options.run!r} is no plan, and names no one run; did you mean {plan!r}?"
+            raise UsageError(text) from None
+        raise
 
 
 def _check_plan(options: argparse.Namespace) -> int:
@@ -184,7 +195,7 @@ def plans(options: argparse.Namespace) -> int:
     """Prints the registry of plans."""
     from console.plans import catalog
 
-    found, lines = catalog.plans(), []
+    (found, wrong), lines = catalog.plans(), []
     for plan in found:
         lines.append(f"{plan.name}: {plan.about}")
         for phase in plan.phases:
@@ -192,4 +203,6 @@ def plans(options: argparse.Namespace) -> int:
             lines.append(f"  {phase.name:<12} {phase.nproc} processes; {phase.proves}")
             lines.append(f"  {'':<12} gates: {gates or 'none'}")
     show(options.json, [plan.as_dict() for plan in found], lines)
-    return 0
+    for sentence in wrong:
+        tell(clean(sentence, MAX_SENTENCE_CHARS))
+    return UsageError.exit_code if wrong else 0

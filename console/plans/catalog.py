@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from console.diagnose import rules
@@ -73,6 +74,18 @@ def load(name: str) -> Plan:
     return plan
 
 
-def plans() -> list[Plan]:
-    """Returns every plan that can be found by name. Raises UsageError for a broken one."""
-    return [load(name) for name in files()]
+def misspelt(name: str) -> str:
+    """Returns the plan that a word may mean which is none, "" where no name is near."""
+    near = difflib.get_close_matches(name, files(), n=1)
+    return near[0] if near and not name.startswith(near[0]) else ""
+
+
+def plans() -> tuple[list[Plan], list[str]]:
+    """Returns every plan that can be found by name, and what is wrong with the others."""
+    found, wrong = [], []
+    for name in files():
+        try:
+            found.append(load(name))
+        except UsageError as error:
+            wrong.append(str(error))
+    return found, wrong

@@ -113,3 +113,29 @@ def test_who_finds_no_supervisor_is_told_how_to_get_one(launch, capsys, words):
     for path in (launch, launch / "0-first"):
         code, _, err = said(capsys, *words.format(path).split())
         assert (code, f"nsa-console adopt {launch} gives it a new one" in err) == (4, True), err
+
+
+def test_a_broken_plan_hides_no_other(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "configs" / "plans"
+    folder.mkdir(parents=True)
+    (folder / "broken.yaml").write_text("phases: [")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = said(capsys, "plans")
+    assert (code, "cpu_smoke: " in out) == (2, True)
+    assert ("broken.yaml" in err, len(err.splitlines())) == (True, 1)
+    code, out, _ = said(capsys, "plans", "--json")
+    assert (code, "cpu_smoke" in [plan["name"] for plan in json.loads(out)]) == (2, True)
+
+
+def test_a_plan_that_is_misspelt_is_no_run_to_check(tmp_path, capsys):
+    for stamp in ("20261121-030000", "20261121-040000"):
+        directory.launch(tmp_path, "cpu_smoke", stamp)
+    code, _, err = said(capsys, "--root", tmp_path, "check", "cpu_smok")
+    assert (code, "did you mean 'cpu_smoke'" in err) == (2, True), err
+    code, _, err = said(capsys, "--root", tmp_path, "check", "cpu_smoke-2026")
+    assert (code, "fits 2 runs" in err) == (2, True), err
+
+
+def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
+    code, _, err = said(capsys, "--root", tmp_path / "nowhere", "runs")
+    assert (code, f"there is no directory {tmp_path / 'nowhere'}" in err) == (3, True)

@@ -34,7 +34,7 @@ def checks(given):
 
 def test_the_projects_plans_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "cpu_smoke" in [plan.name for plan in catalog.plans()]
+    assert "cpu_smoke" in [plan.name for plan in catalog.plans()[0]]
     assert catalog.is_plan("cpu_smoke")
     assert not catalog.is_plan("latest")
     assert catalog.project_file("configs/plans/cpu_smoke.yaml").is_file()
@@ -70,7 +70,7 @@ def test_the_bound_of_a_gate_is_a_finite_number(tmp_path, bound):
 
 
 def test_a_plan_without_gpus_trains_on_the_cpu_also_where_there_is_one(tmp_path):
-    for plan in catalog.plans():
+    for plan in catalog.plans()[0]:
         prepared = actions.prepare(actions.LaunchOptions(plan=plan.name, root=tmp_path))
         for phase in prepared.phases if plan.gpus == 0 else ():
             assert phase["settings"]["train.device"]["value"] == "cpu", phase["run"]
