@@ -21,6 +21,8 @@ from console.model import (
 )
 
 NOT_GOOD = 1
+COUNTED = ("records", "stalls", "steps")
+"""Units of which there can be one."""
 
 
 def duration(seconds: float | None) -> str:
@@ -35,6 +37,12 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def counted(count: int, thing: str) -> str:
+    """Returns how many there are of a thing, in the plural where it is not one."""
+    plural = "" if count == 1 else "es" if thing.endswith("s") else "s"
+    return f"{count:,} {thing}{plural}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -128,7 +136,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
             "training goes on"
         )
     if state.skipped_records:
-        yield f"  {state.skipped_records} records could not be read and were skipped"
+        yield f"  {counted(state.skipped_records, 'record')} could not be read, skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
     for name, figure in state.figures.items():
         yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}"
@@ -174,11 +182,20 @@ def rank_line(rank: Rank) -> str:
     return "  ".join(parts)
 
 
+def gate_value(gate: Gate) -> str:
+    """Returns the measured value of a gate in the unit of its bound."""
+    if gate.value is None:
+        return "not measured"
+    unit = gate.unit.removesuffix("s") if gate.value == 1 and gate.unit in COUNTED else gate.unit
+    return f"{number(gate.value)} {unit}".strip()
+
+
 def gate_line(gate: Gate) -> str:
     mark = {"pass": "ok  ", "fail": "FAIL", "unknown": "??  "}[gate.result]
-    value = f"{number(gate.value)} {gate.unit}".strip()
     why = f"; {gate.why}" if gate.why else ""
-    return f"{mark} {gate.name}: {value} ({gate.bound}; {gate.window}; {gate.source}){why}"
+    return (
+        f"{mark} {gate.name}: {gate_value(gate)} ({gate.bound}; {gate.window}; {gate.source}){why}"
+    )
 
 
 def launch_lines(launch: LaunchState) -> Iterator[str]:
@@ -186,7 +203,7 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
     for phase in launch.phases:
         mark = ">" if phase.index == launch.phase else " "
         result = f"  gates {phase.result}" if phase.state == "completed" else ""
-        yield f"  {mark} {phase.index} {phase.name:<12} {phase.state}{result}"
+        yield f"  {mark} {phase.numbered:<14} {phase.state}{result}"
     for flag in launch.next_flags:
         yield f"    next phase: {flag.name}={flag.value} (set by {flag.by})"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from console import plain
 from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, tell
-from console.model import LIVE_STATES, RunState
+from console.model import LIVE_STATES, LaunchState, RunState
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -27,7 +27,7 @@ def runs(options: argparse.Namespace) -> int:
     """Lists launches, newest first."""
     if options.root != launches.ROOT and not options.root.is_dir():
         raise NotFoundError(f"there is no directory {options.root}, so no runs")
-    rows = []
+    rows, lines = [], []
     for path in launches.launches(options.root)[: options.limit]:
         state = RunSource(path).poll()
         launch = state.launch
@@ -41,15 +41,17 @@ def runs(options: argparse.Namespace) -> int:
                 "attempt": state.attempt, "exit_code": plain.exit_code(state, whole=True),
             }
         )  # fmt: skip
+        lines.append(_run_line(rows[-1], launch))
     none = f"no runs under {options.root}; start one with nsa-console launch PLAN"
-    show(options.json, rows, map(_run_line, rows) if rows else [none])
+    show(options.json, rows, lines or [none])
     return 0
 
 
-def _run_line(row: dict[str, Any]) -> str:
+def _run_line(row: dict[str, Any], launch: LaunchState) -> str:
+    phase = launch.phases[launch.phase].numbered if launch.phases else "-"
     step = "-" if row["step"] is None else f"{row['step']:,}"
     again = f"attempt {row['attempt']}; " * (row["attempt"] > 1)
-    place = f"{row['phase']:<12} {row['state']:<12} step {step:<8}"
+    place = f"{phase:<14} {row['state']:<12} step {step:<8}"
     return f"{row['id']:<32} {place} {again}{row['why']}"
 
 
@@ -200,7 +202,9 @@ def plans(options: argparse.Namespace) -> int:
         lines.append(f"{plan.name}: {plan.about}")
         for phase in plan.phases:
             gates = ", ".join(f"{name} {bound}" for name, bound in phase.gates.items())
-            lines.append(f"  {phase.name:<12} {phase.nproc} processes; {phase.proves}")
+            lines.append(
+                f"  {phase.name:<12} {plain.counted(phase.nproc, 'process')}; {phase.proves}"
+            )
             lines.append(f"  {'':<12} gates: {gates or 'none'}")
     show(options.json, [plan.as_dict() for plan in found], lines)
     for sentence in wrong:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.diagnose.watch import Change
+from console.plain import gate_value
 from console.plans import gates
 from console.supervisor import inheritance, live
 from console.supervisor.attempt import Services
@@ -244,8 +245,8 @@ class Launch:
             return self._ended_by or (
                 f"{rundir.HALT} is there" if run.attempt.known.halt_file else ""
             )
-        missed = [f"{g.name} {g.result} ({_value(g.value)} {g.unit}, bound {g.bound})"
-                  for g in run.attempt.gates if g.result != "pass"]  # fmt: skip
+        missed = [f"{gate.name} {gate.result} ({gate_value(gate)}, bound {gate.bound})"
+                  for gate in run.attempt.gates if gate.result != "pass"]  # fmt: skip
         return "gate " + "; gate ".join(missed)
 
     def _end(self, why: str) -> None:
@@ -394,7 +395,3 @@ class Launch:
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         })  # fmt: skip
-
-
-def _value(value: float | None) -> str:
-    return "no value" if value is None else f"{value:.4g}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console.model import LaunchState, RunState
+from console.plain import counted
 from console.tui import questions
 from console.tui.deeds import beside
 from console.tui.questions import CannotAsk, Choice, Question, Target
@@ -178,7 +179,7 @@ class Doing:
             self.me.say("there is nothing to copy here", "error")
             return
         self.me.copy_to_clipboard(text)
-        copied = f"copied {len(text.splitlines())} lines to the clipboard"
+        copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
         try:
             self.me.say(f"{copied} and to {save('copied.txt', text)}")
         except OSError as error:

@@ -8,6 +8,7 @@ import pytest
 
 from console import cli, plain
 from console.diagnose.watch import Watchdog
+from console.model import Gate
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -139,3 +140,22 @@ def test_a_plan_that_is_misspelt_is_no_run_to_check(tmp_path, capsys):
 def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
     code, _, err = said(capsys, "--root", tmp_path / "nowhere", "runs")
     assert (code, f"there is no directory {tmp_path / 'nowhere'}" in err) == (3, True)
+
+
+def test_text_counts_phases_as_the_screen_does(launch, capsys):
+    directory.run(launch / "0-first")
+    assert "> 1 first " in said(capsys, "status", launch)[1]
+    assert " 1 first " in said(capsys, "--root", launch.parents[1], "runs")[1]
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "text"),
+    [
+        ("stalls", 1.0, "1 stall"), ("stalls", 0.0, "0 stalls"), ("stalls", 2.0, "2 stalls"),
+        ("share", 0.004, "0.004 share"), ("nats/token", None, "not measured"),
+        ("", 0.5, "0.5"),
+    ],
+)  # fmt: skip
+def test_the_value_of_a_gate_stands_in_the_unit_of_its_bound(unit, value, text):
+    gate = Gate("g", value, unit, "whole run", "s", "≥ 0.9", "fail")
+    assert plain.gate_value(gate) == text

@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from console.model import LaunchState, RunState
-from console.plain import shell_line
+from console.plain import counted, shell_line
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
 from console.tui.rows import Row, rule, text_of, wrap
@@ -71,7 +71,9 @@ class Phases(DraftPanel):
         if plan is None:
             return [rule("phases", width), ((self.draft.trouble or "reads the plan …", "dim"),)]
         rows = phase_rows(planned_phases(plan), 0, self.draft.between, width, height, snapshot.now)
-        heading = rule(f"plan {plan.name}", width, f"{len(plan.phases)} phases, L launches")
+        heading = rule(
+            f"plan {plan.name}", width, f"{counted(len(plan.phases), 'phase')}, L launches"
+        )
         return [heading, *rows[1:]]
 
 

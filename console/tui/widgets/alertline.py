@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from console.model import BAD_STATES, LEVELS, Alert, Gate, LaunchState, Level, RunState
+from console.plain import counted, gate_value
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
 from console.tui.palette import LEVEL_STYLE
@@ -47,7 +48,9 @@ def notices(snapshot: Snapshot, late_s: float = 0.0) -> list[Notice]:
     found += _of_launch(state.launch)
     found += _of_gates(state.gates)
     if state.skipped_records:
-        found.append(Notice("info", f"{state.skipped_records:,} records could not be read"))
+        found.append(
+            Notice("info", f"{counted(state.skipped_records, 'record')} could not be read")
+        )
     return sorted(found, key=lambda notice: LEVELS.index(notice.level))
 
 
@@ -99,15 +102,6 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     if gates and passed == len(gates):
         return [Notice("info", f"all {passed} gates of this phase pass")]
     return []
-
-
-def gate_value(gate: Gate) -> str:
-    """Returns the measured value of a gate in its unit."""
-    if gate.value is None:
-        return "not measured"
-    if gate.unit in ("share", "s", "MiB", "GiB", "ms"):
-        return fmt.figure(gate.value, gate.unit)
-    return f"{fmt.figure(gate.value, '')} {gate.unit}".strip()
 
 
 def alert_row(found: list[Notice], width: int, at: int = 0) -> Row:

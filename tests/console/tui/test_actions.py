@@ -341,7 +341,7 @@ def test_what_is_shown_is_copied_to_a_file(tmp_path, monkeypatch):
 
     async def body(pilot):
         await pilot.press("2", "y")
-        await until(pilot, lambda: "copied 1 lines" in picture(app))
+        await until(pilot, lambda: "copied 1 line " in picture(app))
         text = (tmp_path / "nsa-console" / "copied.txt").read_text()
         assert text == "OMP_NUM_THREADS=1 torchrun -m trainers.ddp --config configs/tiny_cpu.yaml\n"
 

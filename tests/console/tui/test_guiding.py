@@ -127,7 +127,7 @@ def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
         await until(pilot, lambda: "✓ python" in picture(app), 20)
         assert "gates of plumbing, which ended" in picture(app)
         found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)
-        assert found.startswith("✗ bytes_right: 41.0 % (≥ 0.9)")
+        assert found.startswith("✗ bytes_right: 0.41 share (≥ 0.9)")
 
     drive(app, body)
 

@@ -172,9 +172,9 @@ def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
 def test_a_failed_gate_is_on_the_alert_line_and_on_the_launch_view():
     state = recorded.gates_failed()
     running = dataclasses.replace(state, launch=recorded.launch("running"))
-    assert "gate bytes_right failed: 41.0 %, must be ≥ 0.9" in seen(running)
+    assert "gate bytes_right failed: 0.41 share, must be ≥ 0.9" in seen(running)
     text = seen(state, keys=("2",))
-    assert "✗ bytes_right: 41.0 % (≥ 0.9)" in text
+    assert "✗ bytes_right: 0.41 share (≥ 0.9)" in text
     assert "1 of 2 pass" in text
 
 
