@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from console.model import RESULTS, Gate, Result
+from console.plain import counted
 from trainers.contract import jsonl
 from trainers.contract.errors import UsageError, did_you_mean
 
@@ -102,7 +103,9 @@ def _loss_finite(s: Summary) -> Measured:
     first = s.first_nonfinite_step
     why = f"first non-finite loss at step {first}" if first is not None else ""
     seen = s.nonfinite or s.last_losses
-    return Measured(float(s.nonfinite) if seen else None, f"all {s.records} records", why)
+    return Measured(
+        float(s.nonfinite) if seen else None, f"all {counted(s.records, 'record')}", why
+    )
 
 
 def _loss_fall(s: Summary) -> Measured:
@@ -117,7 +120,7 @@ def _loss_fall(s: Summary) -> Measured:
 def _toks_per_s(s: Summary) -> Measured:
     ordered = sorted(s.toks_per_s)
     median = ordered[len(ordered) // 2] if ordered else None
-    return Measured(median, f"median of the last {len(ordered)} records")
+    return Measured(median, f"median of the last {counted(len(ordered), 'record')}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ TABLE: tuple[Rule, ...] = (
          "heartbeat_rank*.jsonl, metrics.json", "no progress record"),
     Rule("loss_finite", "records", "yes", _loss_finite, RANK0, "no loss was recorded"),
     Rule("grad_norm_above", "", "above",
-         lambda s: Measured(s.grad_norm_min, f"lowest of {s.records} records"), RANK0,
+         lambda s: Measured(s.grad_norm_min, f"lowest of {counted(s.records, 'record')}"), RANK0,
          "no grad_norm was recorded"),
     Rule("no_stall", "stalls", "yes", lambda s: Measured(float(s.stalls), "whole run"),
          "events.jsonl"),
