@@ -99,7 +99,7 @@ def screen(options: argparse.Namespace) -> int:
 
 def watch(options: argparse.Namespace) -> int:
     """Follows one run until it ends: the screen, or one sentence a change."""
-    if not options.plain and not options.json:
+    if not (options.plain or options.json or options.until_waiting):
         return screen(options)
     from console.commands import looking
 
@@ -268,6 +268,8 @@ LOOKING: tuple[Command, ...] = (
             ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"), (
         _run(),
         option("--plain", action="store_true", help="one sentence a change, no screen"),
+        option("--until-waiting", action="store_true",
+               help="as --plain, and return when the plan waits for `do RUN proceed`"),
         option("--interval", type=seconds, default=1.0, metavar="SECONDS",
                help="time between two looks (default: %(default)s)"),
     ), "Without --plain and --json: the screen. --json prints the status at the end.\n",

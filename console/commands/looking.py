@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from console import plain
 from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, tell
-from console.model import LIVE_STATES, LaunchState, RunState
+from console.model import LIVE_STATES, LaunchState, RunState, State
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -17,6 +20,8 @@ from trainers.contract import rundir
 from trainers.contract.errors import NotFoundError, UsageError
 
 LOGS_POLL_S = 0.5
+ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
+"""In these a run has not taken all its steps."""
 
 
 def source(options: argparse.Namespace) -> RunSource:
@@ -59,26 +64,49 @@ def status(options: argparse.Namespace) -> int:
     """Says how one run is."""
     run = source(options)
     state = run.poll()
-    show(options.json, plain.as_json(state, run.whole), plain.status_lines(state, run.whole))
+    lines = [*plain.status_lines(state, run.whole), *_go_on(state)]
+    show(options.json, plain.as_json(state, run.whole), lines)
     return plain.exit_code(state, run.whole)
+
+
+def _go_on(state: RunState) -> Iterator[str]:
+    """Yields how a phase that was ended goes on from its checkpoint, where a plan has its name."""
+    launch = state.launch
+    if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
+        return
+    from console.plans import catalog
+
+    name = next((p.name for p in launch.phases if p.dir == Path(state.path).name), "")
+    if name and catalog.is_plan(launch.plan):
+        words = [launch.plan, "--phase", name, "--set", f"checkpoint.resume={state.path}"]
+        command = f"nsa-console launch {shlex.join(words)}"
+        yield f"  go on from its checkpoint, with that launch's options: {command}"
 
 
 def watch(options: argparse.Namespace) -> int:
     """Follows one run until it ends, in one sentence a change."""
-    return follow(source(options), options.json, options.interval)
+    return follow(source(options), options.json, options.interval, options.until_waiting)
 
 
-def follow(run: RunSource, as_json: bool, interval_s: float = 1.0) -> int:
-    """Says what changes until nothing more comes; returns the exit code of the end."""
+def follow(
+    run: RunSource, as_json: bool, interval_s: float = 1.0, until_waiting: bool = False
+) -> int:
+    """Says what changes until nothing more comes; returns the exit code of the end.
+
+    With `until_waiting` nothing more comes of a plan that waits either.
+    """
     changes = plain.Changes()
     while True:
         state = run.poll()
         for sentence in changes.sentences(state, time.monotonic()):
             if not as_json:
                 say(sentence)
-        if plain.is_over(state):
+        waits = state.launch is not None and state.launch.state == "waiting"
+        if plain.is_over(state) or (until_waiting and waits):
             break
         time.sleep(interval_s)
+    for line in () if as_json else _go_on(state):
+        say(line.strip())
     if as_json:
         emit(plain.as_json(state, run.whole))
     return plain.exit_code(state, run.whole)

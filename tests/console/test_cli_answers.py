@@ -159,3 +159,25 @@ def test_text_counts_phases_as_the_screen_does(launch, capsys):
 def test_the_value_of_a_gate_stands_in_the_unit_of_its_bound(unit, value, text):
     gate = Gate("g", value, unit, "whole run", "s", "≥ 0.9", "fail")
     assert plain.gate_value(gate) == text
+
+
+def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
+    directory.run(launch / "0-first", state="completed")
+    state = rundir.read_json(launch / rundir.PLAN_STATE)
+    directory.document(launch / rundir.PLAN_STATE, state | {"state": "waiting", "why": "proceed"})
+    code, out, _ = said(capsys, "watch", launch, "--until-waiting")
+    assert (code, "is waiting: proceed." in out) == (0, True)
+
+
+def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
+    launch = directory.launch(tmp_path / "artifacts", "cpu_smoke")
+    run = directory.run(launch / "0-first", state="halted")
+    assert "go on" not in said(capsys, "status", launch)[1]
+    (run / rundir.CHECKPOINTS).mkdir()
+    (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
+    command = f"nsa-console launch cpu_smoke --phase first --set checkpoint.resume={run}"
+    sentence = f"go on from its checkpoint, with that launch's options: {command}\n"
+    assert sentence in said(capsys, "status", launch)[1]
+    state = rundir.read_json(launch / rundir.PLAN_STATE)
+    directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})
+    assert sentence in said(capsys, "watch", launch, "--plain")[1]
