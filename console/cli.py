@@ -184,6 +184,11 @@ def at_least(least: int, what: str) -> Callable[[str], int]:
     return convert
 
 
+def log_name(text: str) -> int | str:
+    """Returns a rank, or the name of another log of a run."""
+    return text if text in ("sup", "torchrun") else at_least(0, "a rank; ranks count from 0")(text)
+
+
 # --- commands --------------------------------------------------------------------------------
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -289,7 +294,8 @@ LOOKING: tuple[Command, ...] = (
             "A plan: can it start here and now? A run: its gates.\n"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
-        _run(), RANK,
+        _run(),
+        option("--rank", type=log_name, metavar="R", help="only this rank, or sup, torchrun"),
         option("--grep", type=word, metavar="RE", help="only lines with this regex"),
         option("-f", "--follow", action="store_true", help="go on until the run ends"),
     )),

@@ -158,11 +158,11 @@ def logs(options: argparse.Namespace) -> int:
     state = run.poll()
     if run.run_path is None:
         raise NotFoundError(f"{options.run} has no run yet, so no logs")
-    if options.rank is not None and not options.follow:
+    if isinstance(options.rank, int) and not options.follow:
         _must_have_rank(run, state, options.rank)
     pattern = _pattern(options.grep or "")
     reader = LogSource(run.run_path, state.attempt)
-    wanted = None if options.rank is None else f"r{options.rank}"
+    wanted = f"r{options.rank}" if isinstance(options.rank, int) else options.rank
     over = not options.follow or plain.is_over(state)
     while True:
         changed = (reader.run, reader.attempt) != (run.run_path, state.attempt)

@@ -181,3 +181,12 @@ def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
     state = rundir.read_json(launch / rundir.PLAN_STATE)
     directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})
     assert sentence in said(capsys, "watch", launch, "--plain")[1]
+
+
+def test_logs_of_the_supervisor_are_asked_for_as_the_screen_names_them(launch, capsys):
+    run = directory.run(launch / "0-first")
+    directory.event(run, "note", text="the disk was full", level="info")
+    rundir.rank_log(run, 1, 0).parent.mkdir(parents=True)
+    rundir.rank_log(run, 1, 0).write_text("words of a rank\n")
+    code, out, _ = said(capsys, "logs", launch, "--rank", "sup")
+    assert (code, "the disk was full" in out, "words of a rank" in out) == (0, True, False)
