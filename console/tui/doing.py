@@ -163,13 +163,7 @@ class Doing:
     # --- the picture ---------------------------------------------------------------------------
 
     def do_pause(self) -> None:
-        """Holds the picture; the header says so, and goes on to tell state and age."""
-        app = self.me
-        app.paused = not app.paused
-        app.header.paused = app.paused
-        app.header.redraw()
-        if not app.paused and app.snapshot is not None:
-            app._paint(app.snapshot)
+        self.me.hold(not self.me.paused)
 
     def do_copy(self) -> None:
         from console.tui.copying import save

@@ -93,6 +93,8 @@ class Feed:
         self._taken = threading.Event()
         self._stopped = False
         self.wants_stacks = False
+        self.paused = False
+        """Leaves new log lines where they are until the picture is let go."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="feed", daemon=True).start()
@@ -154,7 +156,7 @@ class Feed:
         return Snapshot(at, now, state, charts, stacks, log, begins)
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
-        if run is None:
+        if run is None or self.paused:
             return (), False
         from console.sources.logs import LogSource
 

@@ -56,7 +56,7 @@ TABLE: tuple[Key, ...] = (
     Key("acknowledge", ("A",), "Acknowledge the alert in the second line", "ack", 2,
         asks="it stays as a note"),
     Key("next_alert", ("a",), "Show the next of the alerts in the second line"),
-    Key("pause", ("p",), "Hold the picture still, and let it go again", "pause", 1),
+    Key("pause", ("p",), "Hold the picture, or let it go; another view lets it go", "pause", 1),
     Key("copy", ("y",), "Copy what is shown: to the clipboard (OSC 52) and to a file", "copy", 1),
     Key("span_less", ("[",), "Charts: a shorter time", "span", 0, views=("dashboard",)),
     Key("span_more", ("]",), "Charts: a longer time", views=("dashboard",)),

@@ -84,6 +84,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.book = LogBook()
         self.feed = Feed(partial(self.call_later, self.take), wanted_series, path, root, opener)
         self.snapshot: Snapshot | None = None
+        self.picture: Snapshot | None = None
         self.paused = False
         self.view_name = "dashboard"
         self.chosen_by_hand = False
@@ -144,14 +145,21 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             self._first(snapshot)
         self.snapshot = snapshot
         self.book.take(snapshot)
-        if not self.paused:
-            self._paint(snapshot)
-        self.feed.taken()
-
-    def _paint(self, snapshot: Snapshot) -> None:
         for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
-        self.view.take(snapshot)
+        if not self.paused:
+            self.picture = snapshot
+            self.view.take(snapshot)
+        self.feed.taken()
+
+    def hold(self, paused: bool) -> None:
+        """Holds what the view shows, or lets it go. State, age and alerts are told all the same."""
+        self.paused = self.feed.paused = self.header.paused = paused
+        self.header.redraw()
+        if not paused:
+            self.picture = self.snapshot
+            self.repaint_view()
+            self.feed.nudge()
 
     def _first(self, snapshot: Snapshot) -> None:
         """With no run there is nothing to look at yet: what can be launched is shown instead."""
@@ -168,6 +176,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Shows a view; it is made when it is first looked at."""
         if not self.body.is_attached:
             return
+        if self.paused and name != self.view_name:
+            self.hold(False)
         if name not in self.views:
             module = import_module(f"console.tui.screens.{name}")
             self.views[name] = module.make(self)
@@ -237,8 +247,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
 
     def repaint_view(self) -> None:
         """Draws the view again from what is known."""
-        if self.snapshot is not None:
-            self.view.take(self.snapshot)
+        if self.picture is not None:
+            self.view.take(self.picture)
 
     def say(self, text: str, level: str = "ok") -> None:
         """Shows what became of a deed."""

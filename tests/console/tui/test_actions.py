@@ -294,18 +294,37 @@ def test_leaving_asks_nothing_and_sends_nothing():
         assert app.return_value == 0
 
 
-def test_the_picture_is_held_and_let_go():
+def test_a_held_picture_hides_no_stall_and_looks_like_no_frozen_directory():
+    app = app_on(recorded.running(8, True))
+
+    async def body(pilot):
+        await pilot.press("p")
+        await until(pilot, lambda: "picture paused" in lines(app)[0])
+        held = lines(app)[2:-2]
+        app.feed._source.states = [recorded.stalled()]
+        app.feed.nudge()
+        await until(pilot, lambda: "STALLED" in lines(app)[0])
+        assert "picture paused" in lines(app)[0]
+        assert lines(app)[1].startswith("! CRIT rank 3: no step for 74 s")
+        assert lines(app)[2:-2] == held
+        await pilot.press("p")
+        await until(pilot, lambda: "◂" in picture(app))
+        assert "picture paused" not in picture(app)
+
+    drive(app, body)
+
+
+@pytest.mark.parametrize("key", "234")
+def test_another_view_is_another_picture_and_shows_what_is(key):
     app = app_on(recorded.running())
 
     async def body(pilot):
         await pilot.press("p")
-        await until(pilot, lambda: "picture paused" in picture(app))
-        later = dataclasses.replace(app.snapshot, state=recorded.running(step=77))
-        app.take(later)
-        await pilot.pause()
-        assert "41/100" in picture(app)
-        await pilot.press("p")
-        await until(pilot, lambda: "picture paused" not in picture(app))
+        await until(pilot, lambda: "picture paused" in lines(app)[0])
+        app.feed._source.states = [recorded.crashed()]
+        await pilot.press(key)
+        await until(pilot, lambda: "picture paused" not in lines(app)[0])
+        await until(pilot, lambda: app.view.snapshot.state.state == "crashed")
 
     drive(app, body)
 
