@@ -6,8 +6,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from console.model import LaunchState
 from console.tui import questions
 from console.tui.questions import CannotAsk
+
+
+def coming(launch: LaunchState) -> Mapping[str, str]:
+    """Returns what the supervisor would give the phase after the current one, {} after the last.
+
+    The flags that it would be born with, else what its settings decide. Raises ContractError.
+    """
+    if not launch.rest:
+        return {}
+    from console.sources.documents import decided
+    from console.supervisor import orders
+
+    given, index = orders.load(Path(launch.path)), launch.rest[0].index
+    pending = {flag.name: orders.FlagValue(flag.value, flag.by) for flag in launch.next_flags}
+    flags = given.flags(index, pending)
+    held = decided(given.settings(index, flags))
+    return {**held, **{name: flag.value for name, flag in flags.items()}}
 
 
 class Draft:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console.history import Points
-from console.model import LIVE_STATES, LogLine, RunState
+from console.model import LIVE_STATES, LaunchState, LogLine, RunState
+from console.tui.draft import coming
 from trainers.contract import rundir
+from trainers.contract.errors import ContractError
 
 if TYPE_CHECKING:
     from console.sources.logs import LogSource
@@ -43,6 +45,9 @@ class Snapshot:
     """The log lines that are new; `log_begins` says that they start another log."""
     log_begins: bool = False
     trouble: str = ""
+    coming: Mapping[str, str] = field(default_factory=dict)
+    """What the next phase would get, by flag, else `coming_trouble` says why it is not known."""
+    coming_trouble: str = ""
 
 
 def open_source(path: Path) -> RunSource:
@@ -92,7 +97,8 @@ class Feed:
         self._nudged = threading.Event()
         self._taken = threading.Event()
         self._stopped = False
-        self.wants_stacks = False
+        self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
+        self.wants_stacks = self.wants_coming = False
         self.paused = False
         """Leaves new log lines where they are until the picture is let go."""
 
@@ -152,8 +158,9 @@ class Feed:
         log, begins = self._poll_logs(run, state)
         charts = {name: source.history.series(name) for name in self._wanted(state)}
         stacks = self._poll_stacks(run, state)
+        following, why_not = self._poll_coming(state.launch)
         self._stamps = self._stamp()
-        return Snapshot(at, now, state, charts, stacks, log, begins)
+        return Snapshot(at, now, state, charts, stacks, log, begins, "", following, why_not)
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
         if run is None or self.paused:
@@ -178,6 +185,17 @@ class Feed:
 
             self._stacks = (mark, stacks.latest(run, [rank.rank for rank in state.ranks]))
         return self._stacks[1]
+
+    def _poll_coming(self, launch: LaunchState | None) -> tuple[Mapping[str, str], str]:
+        if launch is None or not launch.under_way or not self.wants_coming:
+            return {}, ""
+        mark = (launch.path, launch.phase, launch.next_flags)
+        if self._coming[0] != mark:
+            try:
+                self._coming = (mark, coming(launch), "")
+            except ContractError as error:
+                self._coming = (mark, {}, str(error))
+        return self._coming[1:]
 
     def _stamp(self) -> list[object]:
         source = self._source

@@ -186,6 +186,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             view.display = held == name
         self.view_name = name
         self.feed.wants_stacks = name == "stall"
+        self.feed.wants_coming = name == "launch"
         self.footer.draw(name)
         self.view.arrive()
         self.repaint_view()

@@ -112,6 +112,13 @@ class Checks(DraftPanel):
         return rows + check_rows(self.draft.checks, width, height)
 
 
+class FlagList(Picker):
+    """Its rows are made for its width."""
+
+    def on_resize(self) -> None:
+        self.query_ancestor(Launch).fill()
+
+
 class Launch(Scrolls, View):
     DEFAULT_CSS = """
     Launch { layout: vertical; }
@@ -129,7 +136,7 @@ class Launch(Scrolls, View):
     def compose(self) -> ComposeResult:
         with Container(id="plan"):
             yield Phases(self.draft, "phases")
-            yield Picker("flags", "flags")
+            yield FlagList("flags", "flags")
         yield Command(self.draft, "command")
         yield Checks(self.draft, "checks")
 
@@ -140,24 +147,22 @@ class Launch(Scrolls, View):
 
     def take(self, snapshot: Snapshot) -> None:
         super().take(snapshot)
-        self._fill()
+        self.fill()
 
-    def on_resize(self) -> None:
-        super().on_resize()
-        self.call_after_refresh(self._fill)
-
-    def _fill(self) -> None:
+    def fill(self) -> None:
         snapshot = self.snapshot
         if snapshot is None or not self.size.width:
             return
         if live := live_launch(snapshot):
             state, launch = live
-            when = launch.rest[0].numbered if launch.rest else "no phase left"
+            when = launch.rest[0].numbered if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
-            planned = {**dict.fromkeys(state.decided, ""), **state.environment}
-            self._items = flag_list.items(now, planned, changed, when, None)
-            self.picker.heading = f"flags now → {when}"
+            self._items = flag_list.items(now, snapshot.coming or None, changed, when, None)
+            why_not = snapshot.coming_trouble and f": not known, {snapshot.coming_trouble}"
+            self.picker.heading = (
+                f"flags now → {when}{why_not}" if when else "flags now, no phase left"
+            )
         else:
             draft = self.draft
             planned = draft.planned_flags()
@@ -240,7 +245,7 @@ class Launch(Scrolls, View):
             return
         name = item.flag.name
         hint = f"{registry.expected(item.flag)}; empty takes the change back.  {item.flag.help}"
-        value = item.following if item.changed else ""
+        value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
             Editor(name, value, hint, lambda text: _trouble(name, text),
                    lambda text: self._set(name, text or None))
@@ -257,7 +262,7 @@ class Launch(Scrolls, View):
         self._changed()
 
     def _changed(self) -> None:
-        self._fill()
+        self.fill()
         self.console.prepare()
 
     def copied(self) -> str:

@@ -19,26 +19,28 @@ class Item:
 
     flag: Flag | None
     now: str
-    following: str
+    following: str | None
+    """None where nothing comes, or is known of it."""
     when: str
     changed: bool
 
 
 def items(
-    now: Mapping[str, str], planned: Mapping[str, str], changed: Mapping[str, str], when: str,
-    between: str | None,
+    now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],
+    when: str, between: str | None,
 ) -> list[Item]:  # fmt: skip
     """Returns all flags of the registry, by group, with the value now and the one to come.
 
-    `planned` is what the plan gives the next phase, `changed` what the operator set on top;
-    `between` is shown first where it can be chosen.
+    `coming` is what the next phase gets, None where nothing comes or nothing is known of it;
+    `changed` is what the operator set for it. `between` is shown first where it can be chosen.
     """
     found = []
     if between is not None:
         found.append(Item(None, between, between, "launch", False))
     for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
         here = now.get(flag.name, flag.default)
-        value = changed.get(flag.name, planned.get(flag.name, here))
+        planned = None if coming is None else coming.get(flag.name, flag.default)
+        value = changed.get(flag.name, planned)
         is_changed = flag.name in changed
         found.append(Item(flag, here, value, when if is_changed else "", is_changed))
     return found
@@ -66,8 +68,8 @@ def item_rows(found: list[Item], width: int) -> list[Row]:
             (name, GROUP, "dim"),
             (item.flag.name, NAME, "strong" if item.changed else ""),
             (item.now or UNSET, value, "" if item.now else "dim"),
-            ("→", 1, "dim"),
-            (item.following or UNSET, value, style),
+            ("" if item.following is None else "→", 1, "dim"),
+            ("" if item.following is None else item.following or UNSET, value, style),
             ("*" if item.changed else " ", 1, "warn"),
         ]
         rows.append(columns([*cells, (item.when, when, "dim")] if when else cells))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.model import PendingFlag
 from console.sources.stacks import Frame, Stack, Thread
 from console.tui.feed import Snapshot, find_newest
 from console.tui.rows import text_of, width_of
@@ -22,6 +23,7 @@ from console.tui.widgets.stacks import rank_list, stack_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, until
+from trainers.contract import rundir
 
 SIZES = [(80, 24), (120, 40)]
 
@@ -57,7 +59,7 @@ def seen(state, size=(80, 24), keys=()):
         await until(pilot, lambda: bool(app.query_one("#header", Lines).shown))
         for key in keys:
             await pilot.press(key)
-        await pilot.pause(0.05)
+        await pilot.pause(0.1)
         found.append(picture(app))
 
     drive(app, body, size)
@@ -117,11 +119,11 @@ def test_a_waiting_launch_says_which_key_goes_on():
     assert "Attention works." in text
 
 
-def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails():
+def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(tmp_path):
     """Six flags, the chosen one marked by a sign, on the smallest terminal."""
     held = recorded.phases()
     more = [dataclasses.replace(held[2], index=i, name=f"late{i}") for i in range(3, 7)]
-    launch = recorded.launch(phases=(*held, *more))
+    launch = planned(tmp_path, phases=(*held, *more))
     bounds = {"steps_done": "100", "no_stall": "True", "bytes_right": "0.9"}
     state = recorded.running(launch=launch, bounds=bounds)
     text = seen(state, keys=("2", "j", "j"))
@@ -268,10 +270,53 @@ def test_pids_stand_beside_the_ranks_of_a_small_terminal():
     assert all(len(line) <= 50 for line in text)
 
 
-def test_the_flags_show_what_the_config_decides_for_those_that_are_unset():
-    state = dataclasses.replace(recorded.running(), decided={"NSA_LR": "0.0025"})
-    (line,) = [x for x in seen(state, keys="2").splitlines() if "NSA_LR " in x]
-    assert re.search(r"NSA_LR +0\.0025 +→ –", line)
+def planned(folder, **given):
+    """A launch of cpu_smoke whose plan.json stands in `folder`."""
+    from console import actions
+
+    orders = actions.prepare(actions.LaunchOptions("cpu_smoke", run_dir=folder)).orders
+    env = {**orders.plan.env, "NSA_SEL_RANGES_V2": "0"}
+    orders = dataclasses.replace(orders, plan=dataclasses.replace(orders.plan, env=env))
+    rundir.write_json(folder / rundir.PLAN, orders.as_dict(NOW))
+    return recorded.launch(path=str(folder), **given)
+
+
+def flag_line(text, name):
+    return next(line for line in text.splitlines() if f" {name} " in line)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp_path, size):
+    """Not what the current one has: a flag of this phase alone is gone, the plan's own stay."""
+    flags = (PendingFlag("NSA_ACCUM", "3", "op@gpu01", NOW),)
+    launch = planned(tmp_path, next_flags=flags)
+    state = recorded.running(
+        launch=launch, environment={"NSA_LR": "0.002", "OMP_NUM_THREADS": "1"},
+        decided={"NSA_LR": "0.002", "NSA_ACCUM": "1", "NSA_OPT_FUSED": "0"},
+    )  # fmt: skip
+    text = seen(state, size, keys=("2",))
+    assert "flags now → 3 recall" in text
+    assert re.search(r"NSA_LR +0\.002 +→ 0\.0025\b", flag_line(text, "NSA_LR")), text
+    assert re.search(r"NSA_ACCUM +1 +→ 3 +\*", flag_line(text, "NSA_ACCUM")), text
+    assert re.search(r"NSA_OPT_FUSED +0 +→ [01]\b", flag_line(text, "NSA_OPT_FUSED")), text
+    end = seen(state, (size[0], 70), keys=("2",))
+    assert re.search(r"OMP_NUM_THREADS +1 +→ 1", flag_line(end, "OMP_NUM_THREADS")), end
+    assert re.search(r"NSA_SEL_RANGES_V2 .*→ 0", flag_line(end, "NSA_SEL_RANGES_V2")), end
+
+
+def test_after_the_last_phase_nothing_is_next(tmp_path):
+    launch = planned(tmp_path, phase=2, phases=recorded.phases(2))
+    state = recorded.running(launch=launch, environment={"NSA_DRILL": "kill@30:1"})
+    text = seen(state, (80, 60), keys=("2",))
+    assert "flags now, no phase left" in text
+    assert re.search(r"NSA_DRILL +kill@30:1$", flag_line(text + "\n", "NSA_DRILL")), text
+
+
+def test_a_plan_that_cannot_be_read_is_said_and_nothing_is_made_up():
+    state = recorded.running(environment={"NSA_LR": "0.002"})
+    text = seen(state, keys=("2",))
+    assert "flags now → 3 recall: not known, /nowhere" in text
+    assert re.search(r"NSA_LR +0\.002$", flag_line(text, "NSA_LR")), text
 
 
 def test_a_directory_that_takes_no_writes_is_said():
