@@ -114,7 +114,7 @@ Part = tuple[int, Sequence[Row]]
 def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
     """Joins parts with `gap` blanks; what does not fit is shortened, the least important first.
 
-    A part goes from form to form and at last away, before the next more important one is touched.
+    What does not fit in its last form either goes away, again the least important first.
     """
     chosen = [0] * len(parts)
     order = sorted(range(len(parts)), key=lambda i: parts[i][0])
@@ -133,10 +133,11 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
         return tuple(joined)
 
     row = build()
-    for index in order:
-        while width_of(row) > width and chosen[index] < len(parts[index][1]):
-            chosen[index] += 1
-            row = build()
+    for away in (0, 1):
+        for index in order:
+            while width_of(row) > width and chosen[index] < len(parts[index][1]) - 1 + away:
+                chosen[index] += 1
+                row = build()
     return clip(row, width)
 
 

@@ -76,7 +76,9 @@ def _of_state(state: RunState, has_more: bool) -> list[Notice]:
         why = state.why or "the supervisor is gone; the ranks still run"
         return [Notice("warn", why, "R new supervisor")]
     if state.state == "restarting":
-        return [Notice("warn", f"restarting: {state.why}", "H end it")]
+        begins, _, cause = state.why.partition(": ")
+        why = f"{cause}; {begins}" if cause else begins
+        return [Notice("warn", f"restarting: {why}", "H end it")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
     told = state.state in ("halting", "halted", "stopping", "stopped")
     if (told or early) and state.why:

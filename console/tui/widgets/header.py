@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 
-from console.model import RunState
+from console.model import LIVE_STATES, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
 from console.tui.palette import STATE_STYLE
-from console.tui.rows import BLANK, Part, Row, cut, fit
+from console.tui.rows import BLANK, Part, Row, cut, fit, width_of
 from console.tui.widgets.lines import Panel
 
 AMBER_S, RED_S = 3.0, 10.0
 FULL_NAME_WIDTH = 150
+LONGEST, GAP = 999, 2
+ACT, LEFT = re.compile(r"then (\w+)"), re.compile(r"restart, (\d+) left")
+"""What answers a stall, and how many restarts answer crashes, in the sentence of what is armed."""
 PUNCTUAL_S = 2.5
 """A snapshot a second is due; only what is later than this adds to the age of the data."""
 
@@ -26,19 +30,22 @@ def header_row(snapshot: Snapshot, width: int, late_s: float = 0.0, paused: bool
             (8, [(("no run", "dim"),)]),
         ]
         return fit(parts, width)
+    host: Row = ((f"{state.host} ×{state.world}", "dim"),)
+    held: list[Row] = [(("picture paused", "caution"),), (("paused", "caution"),)]
+    attempt: list[Row] = [((f"{word} {state.attempt}", "warn"),) for word in ("attempt", "att")]
     parts = [
         (9, _name(state, width)),
         (10, [_state(state, snapshot.now)]),
+        (10, held if paused else [BLANK]),
+        (7, attempt if state.attempt > 1 else [BLANK]),
         (4, _phase(state)),
         (8, _progress(state)),
         (6, _eta(state)),
-        (2, [((f"{state.host} ×{state.world}", "dim"),)] if state.world else [BLANK]),
+        (2, [host if state.world else BLANK, BLANK]),
         (9, [_freshness(state, snapshot.now, late_s)]),
-        (3, _armed(state)),
     ]
-    if paused:
-        parts.insert(2, (10, [(("picture paused", "caution"),)]))
-    return fit(parts, width)
+    room = width - width_of(fit(parts, LONGEST)) - GAP
+    return fit([*parts, (5, _armed(state, room))], width, GAP)
 
 
 def _name(state: RunState, width: int) -> list[Row]:
@@ -107,10 +114,20 @@ def _freshness(state: RunState, now: float, late_s: float) -> Row:
     return ((f"data {fmt.age(age)}{' old' if age > AMBER_S else ''}", style),)
 
 
-def _armed(state: RunState) -> list[Row]:
-    if not state.armed:
+def _armed(state: RunState, room: int) -> list[Row]:
+    """What happens by itself: the sentence where all of it has room, else in words.
+
+    Nothing does where nobody watches.
+    """
+    watched = state.state in LIVE_STATES and state.state != "unsupervised"
+    if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return [BLANK]
-    return [((cut(state.armed, limit), "dim"),) for limit in (80, 40, 28)]
+    act = ACT.search(state.armed)
+    left = LEFT.search(state.armed)
+    again = f" ↻{left[1]}" if left else ""
+    short = f"armed: {act[1] if act else 'alert'}{again}"
+    forms = [state.armed] if width_of(((state.armed, ""),)) <= room else []
+    return [((form, "dim"),) for form in (*forms, short)]
 
 
 class Header(Panel):

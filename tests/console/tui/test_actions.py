@@ -299,17 +299,17 @@ def test_a_held_picture_hides_no_stall_and_looks_like_no_frozen_directory():
 
     async def body(pilot):
         await pilot.press("p")
-        await until(pilot, lambda: "picture paused" in lines(app)[0])
+        await until(pilot, lambda: "paused" in lines(app)[0])
         held = lines(app)[2:-2]
         app.feed._source.states = [recorded.stalled()]
         app.feed.nudge()
         await until(pilot, lambda: "STALLED" in lines(app)[0])
-        assert "picture paused" in lines(app)[0]
+        assert "paused" in lines(app)[0]
         assert lines(app)[1].startswith("! CRIT rank 3: no step for 74 s")
         assert lines(app)[2:-2] == held
         await pilot.press("p")
         await until(pilot, lambda: "◂" in picture(app))
-        assert "picture paused" not in picture(app)
+        assert "paused" not in picture(app)
 
     drive(app, body)
 
@@ -320,10 +320,10 @@ def test_another_view_is_another_picture_and_shows_what_is(key):
 
     async def body(pilot):
         await pilot.press("p")
-        await until(pilot, lambda: "picture paused" in lines(app)[0])
+        await until(pilot, lambda: "paused" in lines(app)[0])
         app.feed._source.states = [recorded.crashed()]
         await pilot.press(key)
-        await until(pilot, lambda: "picture paused" not in lines(app)[0])
+        await until(pilot, lambda: "paused" not in lines(app)[0])
         await until(pilot, lambda: app.view.snapshot.state.state == "crashed")
 
     drive(app, body)

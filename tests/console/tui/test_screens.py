@@ -69,9 +69,44 @@ def seen(state, size=(80, 24), keys=()):
 def test_the_dashboard_says_which_run_how_far_how_fresh_and_what_is_armed():
     text = seen(recorded.running(), (120, 40))
     for part in ("cpu_smoke 0315 plumbing", "RUNNING", "phase 2/3", "step 41/100 41%", "ETA 1m00",
-                 "data 1s", "if it stalls: dump", "no alert", "tok/s", "41,020", "2.318",
+                 "data 1s", "armed: dump", "no alert", "tok/s", "41,020", "2.318",
                  "p99 1.31 s"):  # fmt: skip
         assert part in text, text
+
+
+ARMED = {
+    "if it stalls for 10 s: alert only": "armed: alert",
+    "if it stalls for 10 s: alert, then dump": "armed: dump",
+    "if it stalls for 9 s: alert, then halt; if it crashes: restart, 2 left": "armed: halt ↻2",
+    "if it stalls for 9 s: alert, then dump; if it crashes: restart, 9 left": "armed: dump ↻9",
+}
+
+
+@pytest.mark.parametrize("armed", list(ARMED))
+def test_the_smallest_header_says_how_far_how_fresh_and_what_is_armed(armed):
+    snapshot = Snapshot(0.0, NOW, recorded.running(armed=armed))
+    header = text_of(header_row(snapshot, 80))
+    for part in ("cpu_smoke", "plumbing", "RUNNING", "41/100", "ETA 1m00", "data 1s", ARMED[armed]):
+        assert part in header, header
+    assert armed in text_of(header_row(snapshot, 200))
+
+
+def test_nothing_is_armed_where_nobody_watches():
+    for make in (recorded.unsupervised, recorded.waiting, recorded.crashed):
+        for width in (80, 200):
+            header = text_of(header_row(Snapshot(0.0, NOW, make()), width))
+            assert "armed" not in header and "stalls" not in header
+
+
+def test_a_further_attempt_is_counted_and_its_reason_stands_before_what_follows():
+    again = recorded.running(attempt=2)
+    for width in (80, 120):
+        assert re.search("att(empt)? 2", text_of(header_row(Snapshot(0.0, NOW, again), width)))
+        assert " att" not in text_of(header_row(Snapshot(0.0, NOW, recorded.running()), width))
+    why = "attempt 2 begins in 5 s from the checkpoint of step 20: rank 1 was killed by SIGKILL"
+    waits = recorded.running(state="restarting", why=why)
+    line = text_of(alert_row(notices(Snapshot(0.0, NOW, waits)), 80))
+    assert "rank 1 was killed by SIGKILL; attempt 2 begins" in line, line
 
 
 def test_utilisation_stands_beside_watts_memory_and_temperature():
@@ -159,7 +194,7 @@ def test_header_and_launch_view_tell_the_same_step():
     behind = dataclasses.replace(held[1], steps=39)
     state = recorded.running(launch=recorded.launch(phases=(held[0], behind, held[2])))
     text = seen(state, keys=("2",))
-    assert "step 41/100" in text
+    assert "41/100" in text.splitlines()[0]
     assert "39/100" not in text
 
 
