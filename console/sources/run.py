@@ -20,6 +20,8 @@ from trainers.contract.flags import DEVICES
 
 WHOLE_BYTES = 1 << 30
 """What one look reads at most where nobody waits for it."""
+SAMPLED_S = 5.0
+"""An older sample of a process does not say how it is now."""
 UNARMED = "nothing, no supervisor lives"
 
 
@@ -186,27 +188,28 @@ def _ranks(
         found = _live_pulse(live, rank, pid) or _last_pulse(beat) or _sampled_pulse(entry, sample)
         beat_age = presence.age(jsonl.number(beat, "ts"))
         ages = [a for a in (beat_age, found.age_s if found else None) if a is not None]
-        ranks.append(
-            Rank(
-                rank=rank,
-                host=documents.line(worker, "host", documents.line(sample, "host", "")),
-                pid=pid,
-                state=documents.line(entry, "state", ""),
-                cpu_pct=jsonl.number(entry, "cpu_pct"),
-                rss_mib=jsonl.number(entry, "rss_mib"),
-                pulse=found,
-                gpu=gpus.get(_gpu_index(devices, rank if local is None else local)),
-                exit=presence.exit_words(worker, beat),
-                age_s=min(ages) if ages else None,
-            )
+        told = Rank(
+            rank=rank,
+            host=documents.line(worker, "host", documents.line(sample, "host", "")),
+            pid=pid,
+            state=documents.line(entry, "state", ""),
+            cpu_pct=jsonl.number(entry, "cpu_pct"),
+            rss_mib=jsonl.number(entry, "rss_mib"),
+            pulse=found,
+            gpu=gpus.get(_gpu_index(devices, rank if local is None else local)),
+            exit=presence.exit_words(worker, beat),
+            age_s=min(ages) if ages else None,
         )
+        is_old = (presence.age(jsonl.number(sample, "ts")) or 0.0) > SAMPLED_S
+        ranks.append(_at_rest(told) if is_old else told)
     return tuple(ranks)
 
 
 def _at_rest(rank: Rank) -> Rank:
-    """Returns a rank of a run that has ended: the last sample of its use is not of now."""
+    """Returns a rank whose last sample is not of now: its run has ended, or nobody samples it."""
     gpu = rank.gpu and replace(rank.gpu, util_pct=None, power_w=None)
-    return replace(rank, cpu_pct=None, rss_mib=None, gpu=gpu)
+    state = rank.state if rank.state == "gone" else ""
+    return replace(rank, state=state, cpu_pct=None, rss_mib=None, gpu=gpu)
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:

@@ -97,6 +97,12 @@ def halt(state: RunState | None) -> Question:
     target = _target(state)
     step = f" (now at {state.step:,})" if state.step is not None else ""
     facts = _facts(target, "nothing: all ranks stop at the same step and save")
+    if state.state == "stalled":
+        verdict, stands = state.verdict, "they stand"
+        if verdict and verdict.rank is not None:
+            stands = f"rank {verdict.rank} stands in {verdict.phase}"
+        loses = f"ranks obey at the end of a step, and {stands}: nothing happens before all step"
+        facts = (*_facts(target, loses), ("else", "K ends a run that stands"))
     if rest:
         facts = (*facts, ("after", f"the plan ends; not run: {rest}"))
     return Question(f"Halt this run{step}?", facts, target, (Choice("Halt", "halt"),))

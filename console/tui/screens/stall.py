@@ -29,13 +29,20 @@ STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
 def verdict_rows(state: RunState, width: int, now: float) -> list[Row]:
     """Returns the sentence in at most two lines, and how sure it is."""
     verdict = state.verdict
+    if verdict is None and state.state == "unsupervised":
+        adopt = "R gives it a new supervisor, " if state.launch else ""
+        said = f"nobody watches this run: {adopt}nsa-console watchdog {state.id} looks now"
+        heads = ("VERDICT  ", " " * 9)
+        lines = wrap(said, width - 9, 2)
+        return [((head, "title"), (line, "warn")) for head, line in zip(heads, lines, strict=False)]
     if verdict is None:
         calm = {
             "running": "no stall: every rank moves on",
             "stalled": "stalled; the diagnosis is under way",
         }.get(state.state, f"no verdict: the run is {state.state}")
         return [(("VERDICT  ", "title"), (calm, "ok" if state.state == "running" else "dim")), ()]
-    over = "" if state.state == "stalled" else f"  (of {fmt.age(now - verdict.ts)} ago; it is over)"
+    since = "nobody has looked since" if state.state == "unsupervised" else "it is over"
+    over = "" if state.state == "stalled" else f"  (of {fmt.age(now - verdict.ts)} ago; {since})"
     lines = wrap(verdict.sentence + over, width - 9, 2)
     style = "crit" if not over else "dim"
     rows: list[Row] = [(("VERDICT  ", style), (lines[0] if lines else "–", style))]
@@ -110,12 +117,16 @@ def _rank_cells(
     return [*cells, (place, max(0, left), "")]
 
 
-def evidence_rows(verdict: Verdict | None, width: int, height: int) -> list[Row]:
+CALM = {"running": "none: nothing stalls", "unsupervised": "none: nobody watches"}
+
+
+def evidence_rows(state: RunState, width: int, height: int) -> list[Row]:
     """Returns the signs for the verdict, one a line, wrapped as far as there is room."""
+    verdict = state.verdict
     sure = f"how sure: {verdict.sure}" if verdict else ""
     rows = [rule("evidence", width, sure)]
     if verdict is None:
-        return [*rows, (("none: nothing stalls", "dim"),)]
+        return [*rows, ((CALM.get(state.state, "none"), "dim"),)]
     for sign in verdict.evidence:
         for index, line in enumerate(wrap(sign, width - 3, 2)):
             rows.append((("+ " if index == 0 else "  ", "info"), (line, "")))
@@ -142,7 +153,7 @@ class StacksPanel(Panel):
 
 class EvidencePanel(Panel):
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        return evidence_rows(snapshot.state.verdict, width, height) if snapshot.state else []
+        return evidence_rows(snapshot.state, width, height) if snapshot.state else []
 
 
 class Stall(Scrolls, View):

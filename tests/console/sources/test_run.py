@@ -274,6 +274,17 @@ def test_an_end_stays_what_the_supervisor_wrote(launch):
     assert (rank.gpu.util_pct, rank.gpu.mem_used_mib) == (None, 9.0)
 
 
+def test_a_sample_that_is_old_says_nothing_of_now(launch):
+    """A rank that was stopped after the supervisor had gone does not run."""
+    run = launch / "0-first"
+    used = {"state": "R", "cpu_pct": 99.0, "rss_mib": 512.0}
+    directory.sample(run, ts=time.time() - 30, ranks=[used | {"rank": 1}])
+    directory.sample(run, ts=time.time() - 1, host="other", ranks=[used | {"rank": 2}])
+    old, new = RunSource(launch).poll().ranks[1:]
+    assert (old.state, old.cpu_pct, old.rss_mib) == ("", None, None)
+    assert (new.state, new.cpu_pct, new.rss_mib) == ("R", 99.0, 512.0)
+
+
 def test_alerts_open_are_acknowledged_and_clear(launch):
     run = launch / "0-first"
     source = RunSource(launch)

@@ -85,7 +85,8 @@ def running(count: int = 2, with_gpu: bool = False, **given: Any) -> RunState:
         "steps_planned": 100, "eta_s": 60.0, "data_age_s": 0.3,
         "ranks": tuple(rank(r, with_gpu) for r in range(count)),
         "gpus": tuple(gpu(i) for i in range(count)) if with_gpu else (),
-        "figures": figures(), "armed": "if it stalls for 10 s: alert, then dump", "launch": launch(),
+        "figures": figures(), "launch": launch(),
+        "armed": "if it stalls for 10 s: alert, then dump",
         "environment": {"OMP_NUM_THREADS": "1"},
         "argv": ("torchrun", "-m", "trainers.ddp", "--config", "configs/tiny_cpu.yaml"),
     }  # fmt: skip

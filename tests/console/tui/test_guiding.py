@@ -10,6 +10,7 @@ import pytest
 
 from console.model import Alert
 from console.sources.stacks import Frame, Stack, Thread
+from console.tui import questions
 from console.tui.feed import Snapshot
 from console.tui.rows import rule, text_of, width_of
 from console.tui.widgets.answer import KEEP_S
@@ -230,6 +231,49 @@ def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatch):
         await until(pilot, lambda: "does nothing" not in picture(app))
 
     drive(app, body)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_where_nobody_watches_nobody_says_that_nothing_stalls(size):
+    for verdict in (None, recorded.VERDICT):
+        app = app_on(dataclasses.replace(recorded.unsupervised(), verdict=verdict))
+
+        async def body(pilot, app=app, verdict=verdict):
+            await pilot.press("3")
+            await until(pilot, lambda: "VERDICT" in picture(app))
+            assert "nothing stalls" not in picture(app)
+            assert "it is over" not in picture(app)
+            if verdict:
+                assert "nobody has looked since" in picture(app)
+            else:
+                words = " ".join(" ".join(lines(app)[2:4]).split())
+                assert "nobody watches this run: R gives it a new supervisor" in words
+                assert "nsa-console watchdog cpu_smoke-20261120-031500/1-plumbing" in words
+                assert "none: nobody watches" in picture(app)
+
+        drive(app, body, size)
+
+
+def test_a_halt_of_a_run_that_stands_promises_nothing_and_names_what_ends_it():
+    asked = Asked()
+    app = app_on(recorded.stalled(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("H")
+        await until(pilot, lambda: "Halt this run" in picture(app))
+        words = " ".join(picture(app).split())
+        assert "loses nothing" not in words
+        assert "ranks obey at the end of a step, and rank 3 stands in backward" in words
+        assert "K ends a run that stands" in words
+        await pilot.press("y")
+        await until(pilot, lambda: bool(asked.sent))
+
+    drive(app, body)
+    stands = dataclasses.replace(recorded.stalled(), verdict=None)
+    assert (
+        "obey at the end of a step, and they stand" in dict(questions.halt(stands).facts)["loses"]
+    )
+    assert "nothing" in dict(questions.halt(recorded.running()).facts)["loses"]
 
 
 @pytest.mark.parametrize(
