@@ -74,8 +74,17 @@ class Confirm(Overlay):
         for button in self.query(FlatButton):
             button.disabled = button.means is not None and not allowed
 
-    def on_input_submitted(self) -> None:
+        self._hint("")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.value.strip() != self.question.typed:
+            self._hint(f"  that is not {self.question.typed}", "warn")
+            return
         self.query_one("#no").focus()
+        self._hint("  → chooses, enter does it")
+
+    def _hint(self, words: str, style: str = "dim") -> None:
+        self.query_one("#hint", Lines).show([((words, style),)])
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()

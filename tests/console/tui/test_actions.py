@@ -125,6 +125,26 @@ def test_kill_needs_the_name_of_the_run():
     drive(app, body)
 
 
+def test_a_wrong_name_is_said_and_can_be_corrected_at_once():
+    asked = Asked()
+    app = app_on(recorded.running(), actions=asked)
+
+    async def body(pilot):
+        await pilot.press("K")
+        await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
+        await pilot.press(*"2-plumbing", "enter")
+        await until(pilot, lambda: "that is not 1-plumbing" in picture(app))
+        await pilot.press("home", "delete", "1")
+        await until(pilot, lambda: "that is not" not in picture(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: "→ chooses" in picture(app))
+        await pilot.press("right", "enter")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent == [(PATH, "stop", {})]
+
+    drive(app, body)
+
+
 def test_a_refusal_is_one_sentence_on_the_screen():
     app = app_on(recorded.running(), actions=Asked(ok=False, text="rank 1 does not catch it"))
 
