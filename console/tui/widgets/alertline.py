@@ -38,14 +38,14 @@ def notices(snapshot: Snapshot, late_s: float = 0.0) -> list[Notice]:
         found.append(Notice("crit", text))
     state = snapshot.state
     if state is None:
-        return found
+        return found or [Notice("info", "no run; L launches one")]
     if state.directory_blocked_s > BLOCKED_S:
         blocked = fmt.age(state.directory_blocked_s)
         text = f"the run directory does not answer writes for {blocked}; training goes on"
         found.append(Notice("crit", text))
     found += [_of_alert(alert) for alert in state.alerts]
     found += _of_state(state, bool(found))
-    found += _of_launch(state.launch)
+    found += _of_launch(state, state.launch)
     found += _of_gates(state.gates)
     if state.skipped_records:
         found.append(
@@ -86,11 +86,23 @@ def _of_state(state: RunState, has_more: bool) -> list[Notice]:
     return []
 
 
-def _of_launch(launch: LaunchState | None) -> list[Notice]:
-    if launch is None or launch.state != "waiting":
+def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
+    if launch is None or launch.state not in ("waiting", "ended"):
         return []
-    name = launch.rest[0].numbered if launch.rest else "the next phase"
-    return [Notice("warn", f"waits for you before phase {name}", "L go on  E flags  H end")]
+    rest = ", ".join(phase.name for phase in launch.rest)
+    if launch.state == "waiting":
+        name = launch.rest[0].numbered if rest else "the next phase"
+        return [Notice("warn", f"waits for you before phase {name}", "L go on  E flags  H end")]
+    missed = [gate for gate in state.gates if gate.result != "pass"]
+    why = f"{launch.current} {state.state}"
+    if state.state == "completed" and not missed:
+        why = launch.why or why
+    elif state.state == "completed":
+        gate = next((gate for gate in missed if gate.result == "fail"), missed[0])
+        why = f"gate {gate.name} {'failed' if gate.result == 'fail' else 'not judged'}"
+    level: Level = "warn" if missed else "info"
+    text = f"launch over: {why}; not run: {rest}"
+    return [Notice(level, text, "2 gates" if missed else "")] if rest else []
 
 
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:

@@ -122,7 +122,7 @@ def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
     app = app_on(state)
 
     async def body(pilot):
-        assert lines(app)[1].endswith("2 gates")
+        assert lines(app)[1].endswith("2 gates  a 1 of 2")
         await pilot.press("2")
         await until(pilot, lambda: "checks before the launch" in picture(app))
         await until(pilot, lambda: "✓ python" in picture(app), 20)

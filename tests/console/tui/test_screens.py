@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.model import PendingFlag
+from console.model import Gate, PendingFlag
 from console.sources.stacks import Frame, Stack, Thread
 from console.tui.feed import Snapshot, find_newest
 from console.tui.rows import text_of, width_of
@@ -216,6 +216,34 @@ def test_a_failed_gate_is_on_the_alert_line_and_on_the_launch_view():
     assert "1 of 2 pass" in text
 
 
+def test_a_launch_that_is_over_says_why_and_what_does_not_run():
+    gate = Gate("no_stall", 0.0, "", "run", "events", "yes", "fail")
+    held = recorded.waiting()
+    state = dataclasses.replace(held, gates=(gate,), launch=recorded.launch("ended"))
+    said = notices(Snapshot(0.0, NOW, state))
+    line = text_of(alert_row(said, 80))
+    assert "launch over: gate no_stall failed; not run: recall" in line, line
+    assert line.rstrip().endswith("2 gates  a 1 of 2")
+    unknown = dataclasses.replace(gate, result="unknown")
+    for gates, launch, words in (
+        ((unknown,), recorded.launch("ended"), "launch over: gate no_stall not judged; not run"),
+        ((), recorded.launch("ended"), "launch over: plumbing completed; not run: recall"),
+        (
+            (),
+            recorded.launch("ended", why="halt asked by op"),
+            "launch over: halt asked by op; not",
+        ),
+        ((gate,), recorded.launch("ended", phase=2), ""),
+        ((gate,), recorded.launch("running"), ""),
+    ):
+        state = dataclasses.replace(held, gates=gates, launch=launch)
+        text = " ".join(notice.text for notice in notices(Snapshot(0.0, NOW, state)))
+        assert words in text if words else "over" not in text
+    halted = dataclasses.replace(recorded.crashed(), state="halted", why="H by op")
+    levels = [notice.level for notice in notices(Snapshot(0.0, NOW, halted))]
+    assert levels == ["info", "info"]
+
+
 def test_hostile_names_are_text_and_no_markup():
     text = seen(recorded.hostile(), (120, 40))
     assert "[red]boo[/red] [@click=app.bell]x[/]" in text
@@ -233,6 +261,19 @@ def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
             assert part in text, text
 
     drive(app, body)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("key", "13")
+def test_a_view_without_a_run_says_how_to_get_one(key, size, tmp_path):
+    app = app_on(root=tmp_path)
+
+    async def body(pilot):
+        await until(pilot, lambda: "checks before the launch" in picture(app))
+        await pilot.press(key)
+        await until(pilot, lambda: "no run; L launches one" in picture(app))
+
+    drive(app, body, size)
 
 
 @pytest.mark.parametrize(
