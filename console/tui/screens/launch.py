@@ -116,6 +116,7 @@ class FlagList(Picker):
     """Its rows are made for its width."""
 
     def on_resize(self) -> None:
+        super().on_resize()
         self.query_ancestor(Launch).fill()
 
 

@@ -386,7 +386,8 @@ def test_after_the_last_phase_nothing_is_next(tmp_path):
     state = recorded.running(launch=launch, environment={"NSA_DRILL": "kill@30:1"})
     text = seen(state, (80, 60), keys=("2",))
     assert "flags now, no phase left" in text
-    assert re.search(r"NSA_DRILL +kill@30:1$", flag_line(text + "\n", "NSA_DRILL")), text
+    assert re.search(r"NSA_DRILL +kill@30:1$", flag_line(text, "NSA_DRILL")), text
+    assert "…" not in flag_line(seen(state, (120, 40), keys=("2",)), "NSA_LR")
 
 
 def test_a_plan_that_cannot_be_read_is_said_and_nothing_is_made_up():
