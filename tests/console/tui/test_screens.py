@@ -561,7 +561,8 @@ def test_a_mistake_while_reading_is_said_and_reading_goes_on():
 
 @pytest.mark.parametrize("key", ["1", "2", "3"])
 def test_a_resize_leaves_nothing_of_the_old_size(key):
-    state = recorded.stalled()
+    phases = tuple(dataclasses.replace(p, started_ts=None) for p in recorded.phases())
+    state = dataclasses.replace(recorded.stalled(), launch=recorded.launch(phases=phases))
     pictures = []
     for sizes in (((80, 24),), ((120, 40), (80, 24)), ((60, 20), (80, 24))):
         app = app_on(state)
