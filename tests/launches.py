@@ -104,6 +104,10 @@ class Started:
             token = born.get("environment", {}).get("NSA_CONSOLE_TOKEN")
             for pid in process.with_token(token) if token else ():
                 os.kill(pid, signal.SIGKILL)
+            state = rundir.read_json(run / rundir.SUPERVISOR) or {}
+            for worker in state.get("workers", []):  # one that overwrote its environment
+                if rundir.is_alive({"boot_id": state.get("boot_id"), **worker}):
+                    os.kill(worker["pid"], signal.SIGKILL)
             if token:
                 shutil.rmtree(f"/dev/shm/nsa-console-{os.geteuid()}-{token}", ignore_errors=True)
 

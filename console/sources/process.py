@@ -12,12 +12,15 @@ import fcntl
 import os
 import select
 import signal
+import stat
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trainers.contract import environ, rundir
+from trainers.contract import environ, jsonl, rundir
 
 GONE = "gone"
 _CPU, _STARTED, _RSS, _EXIT = slice(11, 13), 19, 21, 49
@@ -175,6 +178,44 @@ def hold(pid: int, token: str) -> Handle | None:
         os.close(fd)
         return None
     return Handle(pid, fd, ticks)
+
+
+def hold_named(owner: Mapping[str, Any], run: Path, logs: Path) -> Handle | None:
+    """Opens the process that a document names and then checks that it is this one, and of the run.
+
+    For a process that has overwritten its environment, as setproctitle does. A document may name
+    anybody's: it has to be this user's, and its output has to go into one of the run's `logs`.
+    """
+    if not rundir.is_alive(owner):
+        return None
+    try:
+        fd = os.pidfd_open(owner["pid"])
+    except OSError:
+        return None
+    if rundir.is_alive(owner) and _writes_into(owner["pid"], run, logs):
+        return Handle(owner["pid"], fd, owner["start_ticks"])
+    os.close(fd)
+    return None
+
+
+def _writes_into(pid: int, run: Path, logs: Path) -> bool:
+    """Says whether a process of this user has a file of `logs` for its output.
+
+    One that is a file of some other folder too (a link) proves nothing.
+    """
+    folder = jsonl.open_inside(logs, run)
+    if folder is None:
+        return False
+    try:
+        found = [os.stat(name, dir_fd=folder, follow_symlinks=False) for name in os.listdir(folder)]
+        ours = {(f.st_dev, f.st_ino) for f in found if stat.S_ISREG(f.st_mode) and f.st_nlink == 1}
+        output = [os.stat(f"/proc/{pid}/fd/{number}") for number in (1, 2)]
+        mine = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+    except OSError:
+        return False
+    finally:
+        os.close(folder)
+    return mine and any((f.st_dev, f.st_ino) in ours for f in output)
 
 
 def _zombie_status(pid: int, start_ticks: int) -> int | None:

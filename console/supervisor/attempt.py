@@ -101,7 +101,7 @@ class Attempt:
         if held is None:
             services.directory.job(self._prepare, self._begin)
         else:
-            self.tree.adopt(held)
+            self.tree.adopt(held, run, number)
             self.stage = "run"
             self._sample()
             if (asked := jsonl.text(held, "asked")) in ENDINGS:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import process
-from trainers.contract import jsonl, rundir
+from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.errors import RefusedError
 
 
@@ -83,6 +83,12 @@ class Live:
                 rundir.write_atomic(self.path / rundir.LIVE_STATUS, jsonl.encode(record))
 
 
+def _beats(path: Path) -> bool:
+    """Says whether a process of the pulses there lives: its token may be overwritten."""
+    pulses = map(pulse.read, path.glob("pulse_rank*"))
+    return any(each and process.state(each.pid) not in (process.GONE, "Z") for each in pulses)
+
+
 def sweep() -> None:
     """Removes what killed supervisors of ours left behind, unless a rank of theirs still runs."""
     for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):
@@ -92,7 +98,7 @@ def sweep() -> None:
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not process.with_token(path.name.removeprefix(_prefix())):
+            if not (process.with_token(path.name.removeprefix(_prefix())) or _beats(path)):
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:
             continue

@@ -2,7 +2,7 @@
 
 The supervisor is the subreaper, so a rank that outlives torchrun becomes its child and leaves a
 real exit status; of those that torchrun reaps the kernel tells it. Everything is found by the
-attempt's token in its environment.
+attempt's token in its environment; a rank that was found is held, whatever becomes of its token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from console.sources import documents, process
@@ -115,11 +116,12 @@ class Tree:
         self._enclosure = enclosure.around(self._popen.pid, self.token)
         self._register(fd)
 
-    def adopt(self, held: Mapping[str, Any]) -> None:
+    def adopt(self, held: Mapping[str, Any], run: Path, number: int) -> None:
         """Takes over the processes that are there; a former supervisor's document may lag behind.
 
-        It only tells how ranks ended that are gone. Exit codes of processes that are no children of
-        ours, and of what ended while nobody looked, may stay unknown.
+        It only tells of ranks that have lost their token, and how those ended that are gone. Exit
+        codes of processes that are no children of ours, and of what ended while nobody looked, may
+        stay unknown.
         """
         found = [(ticks, pid) for pid in process.with_token(self.token)
                  if (ticks := rundir.start_ticks(pid)) is not None]  # fmt: skip
@@ -129,30 +131,45 @@ class Tree:
             if "RANK" in process.environment(pid):
                 self._take_rank(pid)
             elif self.agent is None:
-                self.agent = self._taken(pid)
+                self.agent = self._taken(process.hold(pid, self.token))
+
+        here, logs = {key: held.get(key) for key in ("boot_id", "host")}, rundir.logs(run, number)
+
+        def named(entry: Mapping[str, Any]) -> process.Handle | None:
+            handle = self._taken(process.hold_named(here | dict(entry), run, logs))
+            if handle is not None:
+                self._enclosure = self._enclosure or enclosure.of(handle.pid, self.token)
+            return handle
+
         entries = documents.entries(held, "workers")
         entries.sort(key=lambda e: jsonl.number(jsonl.mapping(e, "exit"), "ts") or math.inf)
         for entry in entries:
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
-                self._adopt_ended(rank, entry)
+                handle = None if entry.get("exit") else named(entry)
+                self._adopt_named(rank, entry, handle)
+        self.agent = self.agent or named(jsonl.mapping(held, "torchrun"))
         if self.agent is None:
             pid = jsonl.integer(jsonl.mapping(held, "torchrun"), "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
             self._agent_ended(None)
 
-    def _adopt_ended(self, rank: int, entry: Mapping[str, Any]) -> None:
+    def _adopt_named(
+        self, rank: int, entry: Mapping[str, Any], handle: process.Handle | None
+    ) -> None:
+        """Takes a rank as the document tells of it; without a handle it has ended."""
         local, over = jsonl.integer(entry, "local_rank") or 0, jsonl.mapping(entry, "exit")
         gone = process.Handle(jsonl.integer(entry, "pid") or 0, -1, 0)
-        self.workers[rank] = worker = Worker(rank, local, gone)
+        self.workers[rank] = worker = Worker(rank, local, handle or gone)
+        if handle is not None:
+            return
         worker.over_ts = jsonl.number(over, "ts") or time.time()
         worker.code, name = jsonl.integer(over, "code"), jsonl.text(over, "signal")
         worker.signal, worker.culled = name or None, over.get("secondary") is True
         self.order.append(rank)
 
-    def _taken(self, pid: int) -> process.Handle | None:
-        """Opens a process of this attempt and watches for its end; None when it is gone."""
-        handle = process.hold(pid, self.token)
+    def _taken(self, handle: process.Handle | None) -> process.Handle | None:
+        """Watches for the end of a process that is held."""
         if handle is not None:
             self._register(handle.fd)
         return handle
@@ -190,15 +207,14 @@ class Tree:
 
     def is_over(self) -> bool:
         """Says whether no process of this attempt is left; ends leftover helpers."""
-        if not self.spawned or not self.agent_over:
+        if not self.spawned or not self.agent_over or self.alive():
             return False
         now = time.monotonic()
         if now - self._scanned < SCAN_EVERY_S and self._left:
             return False
         self._scanned, self._left = now, process.with_token(self.token)
         self._left += self._enclosure.pids() if self._enclosure else []
-        helpers_only = not self.alive()
-        if self._left and helpers_only and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
+        if self._left and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
             self.kill()
         if not self._left:
             self.look()
@@ -293,7 +309,7 @@ class Tree:
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
             return False
-        handle = self._taken(pid) if int(rank) < self.nproc else None
+        handle = self._taken(process.hold(pid, self.token) if int(rank) < self.nproc else None)
         if handle is None:
             return False
         self.workers[int(rank)] = Worker(int(rank), int(local), handle)

@@ -1,0 +1,152 @@
+"""Ranks that overwrote their environment, as setproctitle does: no token tells of them any more."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from console import actions
+from console.sources import kernel, process
+from console.supervisor import live
+from console.supervisor import orders as given
+from console.supervisor.tree import Tree
+from tests.faults.scene import order
+from tests.launches import PROGRAMS, STUB, phase
+from trainers.contract import environ, rundir
+
+AGENT = (sys.executable, str(PROGRAMS / "agent.py"), "2", str(PROGRAMS / "obedient.py"))
+
+
+@pytest.fixture
+def orders(tmp_path_factory):
+    return tmp_path_factory.mktemp("orders")
+
+
+@pytest.fixture
+def run(tmp_path):
+    rundir.logs(tmp_path, 1).mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def tree(run, orders, monkeypatch):
+    """Two ranks that have overwritten their environment, where nobody can make a cgroup."""
+    monkeypatch.setattr(kernel, "unified", lambda pid="self": None)
+    token = secrets.token_hex(8)
+    environment = given.inherited() | {
+        environ.RUN_DIR: str(run), environ.RUN_ID: "test", environ.ATTEMPT: "1",
+        environ.TOKEN: token,
+    }  # fmt: skip
+    found = Tree(token, 2, select.poll())
+    log = rundir.open_append(rundir.logs(run, 1) / rundir.TORCHRUN_LOG)
+    found.spawn((*AGENT, "100000", str(orders)), environment, log)
+    os.close(log)
+    wait(found, lambda: len(found.workers) == 2)
+    for rank in (0, 1):
+        order(orders, rank, "bare")
+        wait(found, lambda rank=rank: not environment_of(found, rank))
+    yield found
+    for worker in found.alive():
+        worker.handle.send(signal.SIGKILL)
+    found.kill()
+    wait(found, lambda: found.is_over() and not found.alive())
+    found.close()
+
+
+def environment_of(tree, rank: int) -> dict[str, str]:
+    return process.environment(tree.workers[rank].handle.pid)
+
+
+def wait(tree, reached, timeout_s: float = 20.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < until, tree.workers
+        tree.look()
+        time.sleep(0.01)
+
+
+def test_an_attempt_is_not_over_while_a_rank_lives_and_kill_reaches_it(tree):
+    tree.agent.send(signal.SIGKILL)
+    wait(tree, lambda: tree.agent_over)
+    for _ in range(5):
+        assert not tree.is_over()
+        tree.look()
+    assert len(tree.alive()) == 2
+    tree.kill()
+    wait(tree, tree.is_over)
+    assert {worker.signal for worker in tree.workers.values()} == {"SIGKILL"}
+
+
+def test_who_takes_over_finds_them_by_what_the_document_and_the_kernel_say(tree, run):
+    tree.agent.send(signal.SIGKILL)
+    wait(tree, lambda: tree.agent_over)
+    workers = [worker.as_dict() for worker in tree.workers.values()]
+    held = rundir.identity() | {"workers": workers, "torchrun": None}
+    after = Tree(tree.token, 2, select.poll())
+    after.adopt(held, run, 1)
+    assert [w.over_ts for w in after.workers.values()] == [None, None]
+    assert [w.as_dict() for w in after.workers.values()] == workers
+    after.kill()
+    wait(after, after.is_over)
+    after.close()
+
+
+@pytest.fixture
+def stranger(run, tmp_path_factory):
+    """A process of this user whose output goes into a log of another run."""
+    other = rundir.logs(tmp_path_factory.mktemp("other"), 1)
+    other.mkdir(parents=True)
+    with (other / "rank0.log").open("w") as log:
+        found = subprocess.Popen(["sleep", "60"], stdout=log, stderr=log)
+    yield found, other
+    found.kill()
+    found.wait()
+
+
+def test_a_document_cannot_name_a_stranger(stranger, run):
+    found, other = stranger
+    known, own = rundir.identity(found.pid), rundir.logs(run, 1)
+    handle = process.hold_named(known, other.parent.parent, other)
+    assert handle is not None
+    handle.close()
+    for change in ({"start_ticks": 1}, {"boot_id": "before"}, {"host": "elsewhere"}, {"pid": -1}):
+        assert process.hold_named(known | change, other.parent.parent, other) is None
+    assert process.hold_named(known, run, own) is None
+    (own / "rank0.log").hardlink_to(other / "rank0.log")
+    assert process.hold_named(known, run, own) is None
+    (own / "rank0.log").unlink()
+    (own / "rank0.log").symlink_to(other / "rank0.log")
+    assert process.hold_named(known, run, own) is None
+    (own / "rank0.log").unlink()
+    own.rmdir()
+    own.symlink_to(other)
+    assert process.hold_named(known, run, own) is None
+
+
+def test_a_new_supervisor_goes_on_with_them_dumps_them_and_ends_them(begin, orders):
+    started = begin(phase("one", "obedient.py", 100_000, orders), shell=STUB)
+    started.wait_steps(3)
+    pids, owner = started.pids(), started.plan_state["supervisor"]
+    for rank in (0, 1):
+        order(orders, rank, "bare")
+        started.wait(lambda rank=rank: not process.environment(pids[rank]))
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    live.sweep()  # as another launch does
+    actions.adopt(started.path)
+    state = started.wait(lambda: (s := started.state())["pid"] != owner["pid"] and s)
+    assert [worker["exit"] for worker in state["workers"]] == [None, None]
+    assert state["live_dir"]
+    answer = started.ask("dump")
+    assert answer["text"] == "stacks of 2 ranks dumped", answer
+    assert started.ask("halt")["ok"]
+    assert started.wait_end(20)["phases"][0]["state"] == "halted"
+    assert [worker["exit"]["code"] for worker in started.state()["workers"]] == [0, 0]
