@@ -22,52 +22,55 @@ def _prefix() -> str:
 class Live:
     """Owns the live directory of an attempt; `path` is None where there is no shared memory.
 
-    A lock that ends with this process says that the directory has an owner. `adopt` takes over the
-    directory of a supervisor that is gone; where there is none, the ranks have none either.
+    A lock that ends with this process says that the directory has an owner. All that the ranks
+    write into lies there before they begin, so that all of them have it or none. `adopt` takes over
+    the directory of a supervisor that is gone; where there is none, the ranks have none either.
     """
 
-    def __init__(self, token: str, adopt: bool = False):
-        self._token, self._lock = token, -1
+    def __init__(self, token: str, nproc: int, attempt: int, adopt: bool = False):
+        self._name, self._nproc, self._lock = f"{_prefix()}{token}", nproc, -1
         self.path: Path | None = None
-        self._open(adopt)
+        self.why = ""
+        """Why there is none."""
+        self._open(attempt, adopt)
 
-    def _open(self, adopt: bool) -> None:
-        token = self._token
+    def _open(self, attempt: int, adopt: bool) -> None:
+        path = rundir.SHARED_MEMORY / self._name
+        unready = path if adopt else path.with_name(f".{self._name}")
         try:
-            self._take(rundir.SHARED_MEMORY / f"{_prefix()}{token}", adopt)
-        except (OSError, RefusedError):
+            if adopt:
+                rundir.check_ours(path)
+            else:
+                unready.mkdir(mode=0o700)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock = os.open(unready, flags)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not adopt:
+                self._furnish(unready, attempt)
+            self.path = unready.rename(path)
+        except (OSError, RefusedError) as error:
+            self.why = getattr(error, "strerror", None) or str(error)
             self._unlock()
+            if not adopt:
+                shutil.rmtree(unready, ignore_errors=True)
 
-    def _take(self, path: Path, adopt: bool) -> None:
-        """Makes the directory, or takes that of a supervisor that is gone; and locks it."""
-        unready = path if adopt else path.with_name(f".{path.name}")
-        if adopt:
-            rundir.check_ours(path)
-        else:
-            unready.mkdir(mode=0o700)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock = os.open(unready, flags)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unready.rename(path)
-        self.path = path
+    def _furnish(self, folder: Path, attempt: int) -> None:
+        """Takes the room for what each rank writes. Raises OSError where there is not enough."""
+        pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
+        for path in (*pulses, rundir.halt_board(folder, attempt)):
+            pulse.mapped(path, pulse.SIZE_BYTES).close()
+        for rank in range(self._nproc):
+            os.close(rundir.open_append(rundir.live_stack(folder, rank)))
 
     def _unlock(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def renew(self) -> None:
-        """Empties the directory before the next attempt; makes it where somebody removed it."""
-        self._clear()
-        if self.path is None or not self.path.is_dir():
-            self._unlock()
-            self._open(adopt=False)
-
-    def _clear(self) -> None:
-        with contextlib.suppress(OSError):
-            for path in self.path.iterdir() if self.path is not None else ():
-                if path.name != rundir.LIVE_STATUS:
-                    path.unlink()
+    def renew(self, attempt: int) -> None:
+        """Makes the directory anew for the next attempt."""
+        self.remove()
+        self._open(attempt, adopt=False)
 
     def remove(self) -> None:
         """Removes the directory; what is already gone is fine."""

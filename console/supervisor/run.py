@@ -55,7 +55,7 @@ class Run:
         held = self._read_held() if adopt else None
         flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
         self._token = secrets.token_hex(8) if held is None else inheritance.token(self._record)
-        self._live = Live(self._token, adopt=adopt)
+        self._live = Live(self._token, self.phase.nproc, self.number, adopt)
         contract = self._contract()
         if held is None:
             self._record = given.run_record(index, path, flags, contract)
@@ -170,7 +170,7 @@ class Run:
     ) -> Attempt:
         argv = orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.path, self.number))
         on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
-        return Attempt(
+        attempt = Attempt(
             self._services, self.alerts,
             run=self.path, number=self.number, phase=self.phase, watch=self.watch,
             token=self._token, live=self.live, argv=argv,
@@ -178,6 +178,13 @@ class Run:
             prepare=self._prepare if self.number == 1 else self._check,
             event=self.event, changed=self._publish, actions=on_stall, former=former, held=held,
         )  # fmt: skip
+        if held is None and self.live is None:
+            self.event(
+                "note", f"nothing can be made in {rundir.SHARED_MEMORY} ({self._live.why}): the "
+                "ranks' pulses come through the run directory, four times a second; make room "
+                "there (for a container, a larger --shm-size)", "warn",
+            )  # fmt: skip
+        return attempt
 
     def _check(self) -> None:
         """Raises RefusedError when the run directory is not there any more."""
@@ -203,8 +210,8 @@ class Run:
             self._conclude("halted", f"{rundir.HALT} is there; before: {self._ended[-1].why}")
         elif self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
-            self._live.renew()
             self.number += 1
+            self._live.renew(self.number)
             self.attempt = self._attempt(self.attempt)
             self._decide()
 

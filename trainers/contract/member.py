@@ -13,7 +13,6 @@ Then the console shows it, dumps its stacks and halts all ranks at the same step
 from __future__ import annotations
 
 import atexit
-import mmap
 import os
 import signal
 import struct
@@ -27,7 +26,7 @@ from typing import Any
 
 from trainers.contract import VERSION, dumps, environ, rundir
 from trainers.contract.errors import UsageError
-from trainers.contract.pulse import PulseWriter
+from trainers.contract.pulse import PulseWriter, mapped
 from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
@@ -165,13 +164,7 @@ class HaltBoard:
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
-        path = directory / f"{rundir.HALT_BOARD}_{attempt}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(fd, _BOARD.size)
-            self._memory = mmap.mmap(fd, _BOARD.size)
-        finally:
-            os.close(fd)
+        self._memory = mapped(rundir.halt_board(directory, attempt), _BOARD.size)
         if rank == 0:
             self._memory[:] = bytes(_BOARD.size)
 

@@ -33,7 +33,6 @@ ASKS = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
 """Files whose appearance, or new time, asks a training for something once."""
 TORCHRUN_LOG = "torchrun.log"
 LIVE_STATUS = "supervisor_status.json"
-HALT_BOARD = "halt_board"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES = 4 << 20
 
@@ -70,6 +69,10 @@ def pulse(live: Path, rank: int) -> Path:
 def live_stack(live: Path, rank: int) -> Path:
     """The memory-backed file into which a rank's signal handler dumps."""
     return live / f"stack_rank{rank}.txt"
+
+
+def halt_board(folder: Path, attempt: int) -> Path:
+    return folder / f"halt_board_{attempt}"
 
 
 def host_name() -> str:
