@@ -99,8 +99,13 @@ class Prepared:
 def prepare(options: LaunchOptions) -> Prepared:
     """Returns what a launch would do, with all checks; writes nothing.
 
-    Raises UsageError for words that are wrong: plan, phase, flag, setting, gate.
+    Raises UsageError for words that are wrong: plan, phase, flag, setting, gate. RefusedError where
+    there is no working directory to start a training in.
     """
+    try:
+        Path.cwd()
+    except OSError:
+        raise RefusedError("the working directory is gone: cd into one that is there") from None
     plan, flag_origins, set_origins = _plan(options)
     directory = _directory(options, plan.name)
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name

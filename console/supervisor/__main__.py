@@ -8,6 +8,7 @@ import ctypes
 import json
 import math
 import os
+import resource
 import select
 import signal
 import sys
@@ -26,10 +27,12 @@ from console.supervisor.directory import Directory
 from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
 from trainers.contract import rundir
-from trainers.contract.errors import ContractError
+from trainers.contract.errors import ContractError, RefusedError
 
 PR_SET_CHILD_SUBREAPER = 36
 FLUSH_S = 3600.0
+OPEN_FILES = 64
+"""What a supervisor opens at most, beside one descriptor for each rank."""
 
 
 def become_subreaper() -> None:
@@ -38,6 +41,21 @@ def become_subreaper() -> None:
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         print(f"no subreaper: {os.strerror(error)}", file=sys.stderr)  # noqa: T201
+
+
+def open_more_files(ranks: int) -> None:
+    """Raises the limit of open files to what is allowed; torchrun gets that which was given.
+
+    Raises RefusedError where that many ranks cannot be watched.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = OPEN_FILES + ranks
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RefusedError(
+            f"a process here may have {hard} open files, and the supervisor of {ranks} ranks needs "
+            f"{needed}: raise it with ulimit -n {needed}"
+        )
 
 
 def take_signals(on_stop: Callable[[str], None]) -> None:
@@ -71,6 +89,7 @@ def supervise(path: Path, adopt: str | None) -> None:
     if adopt is not None:
         given = replace(given, hook=settings.parse(json.loads(adopt), "--adopt"))
         held = rundir.read_json(path / rundir.PLAN_STATE) or {}
+    open_more_files(max(phase.nproc for phase in given.plan.phases))
     asked: list[str] = []
     take_signals(asked.append)
     become_subreaper()

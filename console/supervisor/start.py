@@ -216,24 +216,25 @@ def start(directory: Path, given: Orders) -> None:
     Raises RefusedError when the directory is not ours to use, ContractError when the supervisor
     does not come up; then nothing is left behind.
     """
-    claim = Claim(directory)
+    record, claim = given.as_dict(time.time()), Claim(directory)
     claim.take()
     try:
-        rundir.write_json(directory / rundir.PLAN, given.as_dict(time.time()))
+        rundir.write_json(directory / rundir.PLAN, record)
         if claim.cleared:
             _say_cleared(directory, claim.cleared)
-        process = _spawn(directory, claim.fd)
+        log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     except OSError as error:
         claim.undo()
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     try:
+        process = _spawn(directory, log, claim.fd)
         claim.name_owner(process.pid, given.launch)
         _wait_until_ready(process, directory)
     except ContractError:
         claim.undo()
         raise
     claim.release()
-    threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
+    _reap_later(process)
 
 
 def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
@@ -261,14 +262,15 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     claim.take()
     try:
         _check_adoptable(directory, launch, sure)  # again: now nobody else writes
-        process = _spawn(directory, claim.fd, "--adopt", json.dumps(hook.as_dict()))
+        log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
+        process = _spawn(directory, log, claim.fd, "--adopt", json.dumps(hook.as_dict()))
         claim.name_owner(process.pid, launch)
         _wait_until_ready(process, directory)
     except OSError as error:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     finally:
         claim.release()
-    threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
+    _reap_later(process)
     return launch
 
 
@@ -301,8 +303,8 @@ def _say_cleared(directory: Path, launch: str) -> None:
         os.close(fd)
 
 
-def _spawn(directory: Path, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:
-    log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
+def _spawn(directory: Path, log: int, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:
+    """Starts the supervisor and closes its log here. Raises ContractError."""
     argv = [
         sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
         "--lock-fd", str(lock_fd), *more,
@@ -312,8 +314,16 @@ def _spawn(directory: Path, lock_fd: int, *more: str) -> subprocess.Popen[bytes]
             argv, env=inherited(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=(lock_fd,),
         )  # fmt: skip
+    except OSError as error:
+        raise ContractError(f"the supervisor cannot be started: {error.strerror}") from error
     finally:
         os.close(log)
+
+
+def _reap_later(process: subprocess.Popen[bytes]) -> None:
+    """Asks how the supervisor ended when it has; without a thread to spare nobody does."""
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -30,6 +31,8 @@ REAP_EVERY_S = 1.0
 FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
 )
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""What this process was given, and so gives to torchrun: the supervisor raises its own."""
 ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 
@@ -107,6 +110,7 @@ class Tree:
             start_new_session=True,
         )  # fmt: skip
         try:
+            resource.prlimit(self._popen.pid, resource.RLIMIT_NOFILE, OPEN_FILES)
             fd = os.pidfd_open(self._popen.pid)
         except OSError:
             self._popen.kill()

@@ -100,10 +100,16 @@ def start_ticks(pid: int) -> int | None:
 
 def identity(pid: int | None = None) -> dict[str, Any]:
     """Returns what identifies a process for good: pid, start time, boot id and host."""
-    pid = pid or os.getpid()
+    ticks = start_ticks(pid) if pid else _own_start_ticks(os.getpid())
     return {
-        "pid": pid, "start_ticks": start_ticks(pid), "boot_id": boot_id(), "host": host_name(),
+        "pid": pid or os.getpid(), "start_ticks": ticks, "boot_id": boot_id(), "host": host_name(),
     }  # fmt: skip
+
+
+@functools.cache
+def _own_start_ticks(pid: int) -> int | None:
+    """Is asked once: without a descriptor to spare this process would look dead to all others."""
+    return start_ticks(pid)
 
 
 def is_alive(owner: Mapping[str, Any]) -> bool:
