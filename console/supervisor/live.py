@@ -44,7 +44,8 @@ class Live:
                 unready.mkdir(mode=0o700)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._lock = os.open(unready, flags)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Of one that is left behind only a sweep holds the lock, while it looks.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
             if not adopt:
                 self._furnish(unready, attempt)
             self.path = unready.rename(path)

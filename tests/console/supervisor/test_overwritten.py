@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -140,7 +142,10 @@ def test_a_new_supervisor_goes_on_with_them_dumps_them_and_ends_them(begin, orde
     os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
     os.kill(owner["pid"], signal.SIGKILL)
     started.wait(lambda: not rundir.is_alive(owner), 10)
-    live.sweep()  # as another launch does
+    live.sweep()  # as another launch does, and one that still looks when the new one begins
+    looking = os.open(started.state()["live_dir"], os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    threading.Timer(1.0, os.close, [looking]).start()
     actions.adopt(started.path)
     state = started.wait(lambda: (s := started.state())["pid"] != owner["pid"] and s)
     assert [worker["exit"] for worker in state["workers"]] == [None, None]
