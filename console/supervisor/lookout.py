@@ -60,7 +60,10 @@ class Lookout:
             for folder in () if settled else folders:
                 found += requests.scan(folder, "launch" if folder == self._launch else "run")
             self._changed_at = time.monotonic() if found else self._changed_at
-            return found, at.files.look(heartbeats) if at is not None else None
+            try:
+                return found, at.files.look(heartbeats) if at is not None else None
+            except OSError:  # what is asked is taken also where the run directory is gone
+                return found, None
 
         def take(found: tuple[list[Request], News | None] | None, _: object) -> None:
             self.under_way = False

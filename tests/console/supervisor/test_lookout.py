@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,3 +68,19 @@ def test_no_two_looks_are_under_way_at_once(tmp_path, directory, woken):
     assert not lookout.begin([], None, 0.0)
     wait(lookout, directory, woken)
     assert lookout.begin([], None, 0.0)
+
+
+def test_a_request_is_found_also_where_the_run_directory_cannot_be_read(tmp_path, directory, woken):
+    def unreadable(_):
+        raise PermissionError(13, "Permission denied")
+
+    box = tmp_path / rundir.REQUESTS
+    rundir.make_directory(box)
+    request = {"v": 1, "id": "stop", "action": "stop", "args": {}, "by": "x"}
+    rundir.write_json(box / "stop.json", request)
+    files = SimpleNamespace(watched=(), look=unreadable)
+    attempt, found = SimpleNamespace(files=files, stage="run", behind=False), []
+    lookout = Lookout(directory, tmp_path, found.extend)
+    assert lookout.begin([], attempt, 0.0)
+    wait(lookout, directory, woken)
+    assert [each.id for each in found] == ["stop"]
