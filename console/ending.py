@@ -146,7 +146,7 @@ class Facts:
     halt_steps: Mapping[int, int] = field(default_factory=dict)
     reason: str = ""
     """What the ranks say that they ended for."""
-    told: bool = False
+    told: bool = True
     """Every rank's exit record was read, or they write none: no record was lost."""
     agent_signal: str = ""
     """The signal that torchrun got, "" for none; it then ends the ranks."""
@@ -154,7 +154,8 @@ class Facts:
     """Which rank is gone, as soon as torchrun ends the others because of it."""
     world: int = 1
     failure: str = ""
-    """Why the run could not even be started, or what broke the supervisor."""
+    """Why the run could not even be started or its directory be read, or what broke the supervisor.
+    """
     broken: bool = False
     """The supervisor failed and stopped the ranks itself."""
     oom: OomEvidence | None = None
@@ -174,6 +175,15 @@ class Facts:
         """
         wanted = self.asked == "halt" or self.halt_file
         return self.clean and (bool(self.halt_steps) or (wanted and not self.told))
+
+    @property
+    def unsure(self) -> bool:
+        """All ranks ended well, and whether they were done stood in records that are lost.
+
+        A program may well leave without a last record: then nothing else speaks against its end.
+        """
+        against = bool(self.failure) or self.agent_code not in (0, None)
+        return self.clean and not self.told and against
 
     @property
     def killed_at_once(self) -> bool:
@@ -222,6 +232,12 @@ def _done_words(facts: Facts) -> str:
     """A run that needed fewer steps than planned says why."""
     early = f": {facts.reason}" if facts.reason not in ("", LAST_STEP) else ""
     return f"all ranks done after step {facts.step}{early}"
+
+
+def _unsure_words(facts: Facts) -> str:
+    lost = facts.failure or "their last records are not there"
+    return (f"all ranks ended with exit 0 after step {facts.step}, but nobody knows whether they "
+            f"were done or were halted: {lost}; see their checkpoints and logs")  # fmt: skip
 
 
 def _error_words(facts: Facts) -> str:
@@ -315,12 +331,13 @@ ENDED: tuple[Rule, ...] = (
     ("crashed", lambda f: f.broken, lambda f: f.failure),
     ("crashed", lambda f: f.asked == "restart", lambda f: f"ended for a restart by {f.by}"),
     ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
-    ("stopped", lambda f: f.asked == "stop" and (not f.clean or bool(f.halt_steps)),
+    ("stopped", lambda f: f.asked == "stop" and not (f.clean and f.told and not f.halt_steps),
      lambda f: f"stopped, asked by {f.by}"),
     ("halted", lambda f: f.halted or (f.asked == "halt" and not f.spawned), _halt_words),
-    ("completed", lambda f: f.clean, _done_words),
-    ("stopped", lambda f: bool(f.agent_signal),
+    ("stopped", lambda f: bool(f.agent_signal) and not (f.clean and f.told),
      lambda f: f"stopped by {f.agent_signal} to torchrun"),
+    ("lost", lambda f: f.unsure, _unsure_words),
+    ("completed", lambda f: f.clean, _done_words),
     ("failed", _trainer_named_it, _error_words),
     ("crashed", lambda f: True, _error_words),
 )  # fmt: skip

@@ -112,7 +112,7 @@ def _said_by_ranks(last: Mapping[int, Record], halts: Mapping[int, int]) -> tupl
     reasons = [jsonl.text(record, "reason") for record in last.values()]
     return decide(
         Facts(
-            spawned=True, over=True, ends=ends, halt_steps=halts, told=True, world=len(ends),
+            spawned=True, over=True, ends=ends, halt_steps=halts, world=len(ends),
             reason=clean(reasons[0], 80), step=max(end.step for end in ends),
         )
     )  # fmt: skip

@@ -268,19 +268,19 @@ class Attempt:
         """Reads the next part of what is left of the records, then what is read once."""
         self._directory.job(lambda: self.files.look(True), self._take_part)
 
-    def _take_part(self, news: News | None, _: object) -> None:
-        if news is not None:
+    def _take_part(self, news: News | None, error: Exception | None) -> None:
+        if news is None:
+            why = f"the run directory cannot be read: {error}"
+            self._learn(failure=self.known.failure or why)
+        else:
             self.take(news)
         if news is not None and news.behind:
             self._read_on()
         else:
             self._directory.job(self.files.rest, self._conclude)
 
-    def _conclude(self, rest: Rest | None, error: Exception | None) -> None:
-        if rest is None:
-            rest = Rest()
-            why = self.known.failure or f"the run directory cannot be read: {error}"
-            self._learn(failure=why)
+    def _conclude(self, rest: Rest | None, _: object) -> None:
+        rest = rest or Rest()
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
         self.checkpoint = rest.checkpoint

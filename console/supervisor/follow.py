@@ -69,8 +69,11 @@ class Disk:
         self._latest, self._latest_gib = "", 0.0
 
     def look(self) -> dict[str, float]:
-        """Returns `free_gib`, `total_gib` and, with a checkpoint, `checkpoint_gib`; or OSError."""
-        space = os.statvfs(self._run)
+        """Returns `free_gib`, `total_gib` and, with a checkpoint, `checkpoint_gib`.
+
+        Raises OSError also where the directory is there and nothing in it can be read.
+        """
+        space = os.statvfs(f"{self._run}/.")
         gib = space.f_frsize / (1 << 30)
         found = {
             "free_gib": round(space.f_bavail * gib, 2), "total_gib": round(space.f_blocks * gib, 2),

@@ -63,8 +63,20 @@ def test_a_halt_names_the_step_and_who_asked():
 
 
 def test_a_halt_whose_records_the_disk_did_not_take_is_a_halt():
-    assert over(agent_code=0, halt_file=True)[0] == "halted"
-    assert over(agent_code=0, halt_file=True, told=True)[0] == "completed"
+    assert over(agent_code=0, halt_file=True, told=False)[0] == "halted"
+    assert over(agent_code=0, halt_file=True)[0] == "completed"
+
+
+def test_without_the_ranks_records_a_good_end_is_believed_only_where_nothing_speaks_against_it():
+    ends = (End(0, 0, None, 9), End(1, 0, None, 9))
+    assert over(agent_code=0, ends=ends, told=False)[0] == "completed"
+    unread = "the run directory cannot be read: [Errno 2] No such file or directory"
+    for against in ({"agent_code": 1}, {"agent_code": 0, "failure": unread}):
+        state, why = over(ends=ends, step=9, told=False, **against)
+        assert (state, why.startswith("all ranks ended with exit 0 after step 9")) == ("lost", True)
+        assert over(ends=ends, told=True, **against)[0] == "completed"
+    for ended_by in ({"asked": "stop", "by": "me"}, {"agent_signal": "SIGTERM"}):
+        assert over(agent_code=0, ends=ends, told=False, **ended_by)[0] == "stopped"
 
 
 def test_a_signal_to_torchrun_stops_and_is_named():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from console import plain
+from console import actions, plain
 from console.sources.run import RunSource
+from tests.launches import STUB, phase
 from trainers.contract import rundir
 
 
@@ -53,3 +55,26 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     assert (answer[0]["request"], answer[0]["ok"]) == ("late", False)
     assert started.ask("halt")["ok"]
     assert started.wait_end()["why"] == "halt asked by tester before the next phase"
+
+
+@pytest.mark.parametrize(("how", "state", "code"), [("TERM", "lost", 5), ("stop", "stopped", 4)])
+def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phase(
+    begin, tmp_path, how, state, code
+):
+    started = begin(
+        phase("one", "member.py", 100_000), phase("two", "member.py", 1), shell=STUB
+    )  # fmt: skip
+    started.wait_steps(3)
+    agent = started.state()["torchrun"]["pid"]
+    started.run().rename(tmp_path / "away")
+    if how == "TERM":
+        started.path.joinpath("0-one").touch()
+        os.kill(agent, signal.SIGTERM)
+    else:
+        assert actions.send(started.path, "stop", {}, "tester")
+    ended = started.wait_end(30)
+    assert [phase["state"] for phase in ended["phases"]] == [state, "later"], ended
+    assert how == "stop" or "the run directory cannot be read" in ended["why"]
+    launch = RunSource(started.path).poll().launch
+    assert launch is not None
+    assert plain.launch_exit_code(launch) == code
