@@ -89,9 +89,12 @@ def state_of(
     living = _living(supervisor, born) if named in STATES else ""
     if living:
         return "unsupervised", f"{gone}; {living}"
+    if named == "restarting":
+        number, ended = (jsonl.integer(supervisor, "attempt") or 1) + 1, why.partition(": ")[2]
+        return "lost", f"{gone}, attempt {number} does not begin without one; adopt it: {ended}"
     world = jsonl.integer(born, "world") or 0
     if last and len(last) >= world and all(r.get("msg") == "exit" for r in last.values()):
-        return _said_by_ranks(last, halts)
+        return _said_by_ranks(supervisor, last, halts)
     young = min((age(jsonl.number(r, "ts")) or 0.0 for r in last.values()), default=math.inf)
     if named not in STATES:
         if not last:
@@ -102,13 +105,24 @@ def state_of(
     return "lost", f"{gone} and so are all ranks; they left no reason"
 
 
-def _said_by_ranks(last: Mapping[int, Record], halts: Mapping[int, int]) -> tuple[State, str]:
-    """The end as the ranks' last records tell it."""
+def _said_by_ranks(
+    supervisor: Record, last: Mapping[int, Record], halts: Mapping[int, int]
+) -> tuple[State, str]:
+    """The end as the ranks' last records tell it; what the supervisor saw of one counts more."""
+    workers = supervisor.get("workers")
+    seen = {
+        (jsonl.integer(worker, "rank"), jsonl.integer(supervisor, "attempt")):
+            jsonl.mapping(worker, "exit")
+        for worker in (workers if isinstance(workers, list) else ()) if isinstance(worker, dict)
+    }  # fmt: skip
     ends = []
     for rank, record in last.items():
         code = jsonl.integer(record, "exit_code") or 0
         error = clean(jsonl.text(record, "reason"), 400) if code else ""
-        ends.append(End(rank, code, None, jsonl.integer(record, "step") or 0, error))
+        found = seen.get((rank, record.get("attempt")), {})
+        signal = clean(jsonl.text(found, "signal"), 16) or None
+        code = None if signal else jsonl.integer(found, "code") or code
+        ends.append(End(rank, code, signal, jsonl.integer(record, "step") or 0, error))
     reasons = [jsonl.text(record, "reason") for record in last.values()]
     return decide(
         Facts(

@@ -187,6 +187,23 @@ def test_without_a_supervisor_the_ranks_own_last_words_count(launch, last, halte
     assert expected == "completed" or last["reason"] in state.why
 
 
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        ({"code": 7, "signal": None}, "(exit 7)"),
+        ({"code": None, "signal": "SIGKILL"}, "rank 1 was killed by SIGKILL at step 9"),
+    ],
+)  # fmt: skip
+def test_how_the_supervisor_saw_a_rank_end_counts_more_than_its_last_words(launch, seen, words):
+    gone(launch / "0-first", reason="done")
+    dead = rundir.identity() | DEAD
+    workers = [{"rank": 0, **dead, "exit": {"code": 0, "signal": None}},
+               {"rank": 1, **dead, "exit": seen}]  # fmt: skip
+    directory.run(launch / "0-first", workers=workers, **dead)
+    state = RunSource(launch).poll()
+    assert (state.state, words in state.why) == ("crashed", True), state.why
+
+
 def test_ranks_of_which_one_said_nothing_are_lost(launch):
     gone(launch / "0-first", reason="done")
     born = launch / "0-first" / rundir.RUN

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from console import actions
+from console import actions, plain
 from console.model import State
 from console.sources import process
 from console.sources.run import RunSource
@@ -253,6 +253,29 @@ def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
     assert "rank 1: no reason given" in ended["why"]
     assert "the same error twice" in ended["why"]
     assert started.state()["attempt"] == 2
+
+
+def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_takes_a_halt(
+    begin, tmp_path
+):
+    script = tmp_path / "seven.py"
+    script.write_text("import sys\nfrom trainers.contract.member import join\n"
+                      "join().step(1)\nsys.exit(7)\n")  # fmt: skip
+    started = begin(
+        {"name": "one", "script": str(script), "nproc": 1}, shell=STUB,
+        restart={"when": "crash", "attempts": 3, "backoff_s": 600},
+    )  # fmt: skip
+    started.wait_state("restarting")
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    state = RunSource(started.path).poll()
+    assert (state.state, plain.exit_code(state)) == ("lost", 5)
+    assert "attempt 2 does not begin without one" in state.why
+    assert state.why.endswith("(exit 7)")
+    assert actions.send(started.path, "halt", {}, "tester") == ""
+    actions.adopt(started.path)
+    assert started.wait_end(10)["phases"][0]["state"] == "halted"
 
 
 def test_no_attempt_begins_in_a_directory_that_was_removed(begin):
