@@ -12,6 +12,7 @@ from typing import Any
 from console.ending import deterministic, signature
 from console.model import State
 from console.plans import gates
+from console.sources import presence
 from console.supervisor import inheritance, orders, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt, Services
@@ -94,7 +95,10 @@ class Run:
         if isinstance(again, str):
             return False
         self.attempt.abandon()
-        self._again_at = time.monotonic() + again.wait_s
+        self.since_ts = jsonl.number(held, "since_ts") or self.since_ts
+        waited_s = presence.age(self.since_ts) or 0.0
+        # Long enough for a look that finds `.HALT`.
+        self._again_at = time.monotonic() + max(1.0, again.wait_s - waited_s)
         self.state, self.why = "restarting", jsonl.text(held, "why")[:400]
         return True
 

@@ -243,16 +243,23 @@ def waiting(begin, backoff_s: float):
 def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
     started = waiting(begin, 4)
     owner, before = started.plan_state["supervisor"], started.state()
+    time.sleep(1)
     os.kill(owner["pid"], signal.SIGKILL)
     started.wait(lambda: not rundir.is_alive(owner), 10)
     actions.adopt(started.path)
     after = started.wait(lambda: (s := started.state())["pid"] != before["pid"] and s)
     assert (after["state"], after["why"]) == ("restarting", before["why"])
     assert after["ended"] == before["ended"]
+    assert after["since_ts"] == before["since_ts"]
     ended = started.wait_end(60)
     assert "rank 1: no reason given" in ended["why"]
     assert "the same error twice" in ended["why"]
     assert started.state()["attempt"] == 2
+    adopted, begun = (
+        next(e["ts"] for e in started.events(0) if key in (e.get("state"), e["text"]))
+        for key in ("a new supervisor watches this run", "starting")
+    )
+    assert begun - max(adopted, before["since_ts"] + 4) < 1.2
 
 
 def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_takes_a_halt(
@@ -274,8 +281,11 @@ def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_tak
     assert "attempt 2 does not begin without one" in state.why
     assert state.why.endswith("(exit 7)")
     assert actions.send(started.path, "halt", {}, "tester") == ""
+    long_ago = started.state() | {"since_ts": time.time() - 3600}
+    rundir.write_json(started.run() / rundir.SUPERVISOR, long_ago)
     actions.adopt(started.path)
     assert started.wait_end(10)["phases"][0]["state"] == "halted"
+    assert started.state()["attempt"] == 1
 
 
 def test_no_attempt_begins_in_a_directory_that_was_removed(begin):
