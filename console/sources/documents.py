@@ -49,13 +49,14 @@ class Document:
         self.path = path
         self.trouble = ""
         self._stamp: tuple[int, int, int] | None = None
-        self._record: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
+        """The last good one that was read."""
 
     def read(self) -> dict[str, Any]:
         """Returns the object; the last good one while the file cannot be read."""
         stamp = rundir.stamp(self.path)
         if stamp is None or stamp == self._stamp:
-            return self._record
+            return self.record
         self._stamp = stamp
         record = rundir.read_json(self.path)
         if record is None:
@@ -64,8 +65,8 @@ class Document:
             version = clean(str(record["v"]), 20)
             self.trouble = f"{self.path.name} is of version {version}; this console reads {VERSION}"
         else:
-            self._record, self.trouble = record, ""
-        return self._record
+            self.record, self.trouble = record, ""
+        return self.record
 
 
 def line(record: Mapping[str, Any], key: str, default: str) -> str:

@@ -144,7 +144,8 @@ def _living(supervisor: Record, born: Record) -> str:
     ]  # fmt: skip
     if ranks:
         return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs"
-    token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
+    named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
+    token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN) or named
     left = process.with_token(token) if token else []
     return f"pid {', '.join(map(str, left[:8]))} of its processes still runs" if left else ""
 

@@ -44,6 +44,8 @@ class RunSource:
         self._documents: dict[Path, documents.Document] = {}
         self.history = History()
         self._reader: Records | None = None
+        self._away = False
+        """A launch's run is no directory: not there, or a link that is not followed."""
 
     def poll(self) -> RunState:
         """Returns the state as it is on disk and in shared memory now."""
@@ -56,20 +58,25 @@ class RunSource:
         if self._reader is None or self._reader.run != run:
             self.history = History()
             self._reader = Records(run, self.history, self._taken)
+        self._away = self._fixed is None and not _is_directory(run)
         supervisor = self._document(run / rundir.SUPERVISOR)
-        reader = self._reader
-        reader.poll(jsonl.integer(supervisor, "attempt"), self._limit_bytes)
-        return self._state(run, launch, supervisor, reader)
+        if not self._away:
+            self._reader.poll(jsonl.integer(supervisor, "attempt"), self._limit_bytes)
+        return self._state(run, launch, supervisor, self._reader)
 
     def _state(
         self, run: Path, launch: LaunchState | None, supervisor: dict[str, Any], reader: Records
     ) -> RunState:
+        told = self._said_by_launch(run)
+        unread = bool(told) and (self._away or not supervisor)
+        supervisor = supervisor or told
         born = self._document(run / rundir.RUN)
         gates = documents.gates(self._document(run / rundir.GATES))
         backend = documents.backend(self._document(run / rundir.ENV))
         live = presence.live_directory(supervisor)
         status = (rundir.read_json(live / rundir.LIVE_STATUS) if live else None) or {}
-        supervisor = presence.newest(supervisor, reader.state_event, status)
+        end = told if told.get("ts") else None
+        supervisor = presence.newest(supervisor, reader.state_event, status, end)
         state, why = presence.state_of(supervisor, born, reader.last, reader.halts)
         if state == "lost" and reader.behind_bytes:
             state, why = "unsupervised", "the supervisor is gone; the records are still being read"
@@ -79,17 +86,20 @@ class RunSource:
         if ended:
             ranks = tuple(map(_at_rest, ranks))
         step = max((r.pulse.step for r in ranks if r.pulse), default=0)
-        step = max(step, reader.last_step)
+        step = max(step, reader.last_step, jsonl.integer(supervisor, "steps") or 0)
         planned = documents.setting_int(born, "train.steps")
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
         more = self._troubles() + ([] if ended else [*presence.stopped(supervisor)])
+        if unread and state != "starting":
+            text = f"{run} cannot be read: what is shown of it is what its launch knows"
+            more.append(Alert("directory", time.time(), "warn", text, observed=True))
         if reader.behind_bytes:
             left = f"{reader.behind_bytes / (1 << 20):.1f} MiB of records are still to be read"
             more.append(Alert("behind", time.time(), "info", left, observed=True))
         launch = launch and documents.sequenced(launch, run.name, state, why)
         return RunState(
-            id=documents.line(born, "run", run.name),
+            id=documents.line(born, "run", f"{launch.id}/{run.name}" if launch else run.name),
             path=str(run),
             state=state,
             why=why,
@@ -112,7 +122,7 @@ class RunSource:
             launch=launch,
             skipped_records=reader.skipped,
             directory_blocked_s=blocked or 0.0,
-            checkpoint=documents.latest_checkpoint(run),
+            checkpoint="" if self._away else documents.latest_checkpoint(run),
             environment=flags,
             decided=documents.decided(jsonl.mapping(born, "settings")),
             origins=documents.flag_field(born, "origin"),
@@ -132,12 +142,30 @@ class RunSource:
             self._documents[self.launch_path / rundir.PLAN_STATE].trouble,
         )
 
+    def _said_by_launch(self, run: Path) -> dict[str, Any]:
+        """Returns what a launch knows of its run, under the names of supervisor.json.
+
+        {} for a run that did not begin; `ts` is when it ended.
+        """
+        held = self._document(self.launch_path / rundir.PLAN_STATE) if self.launch_path else {}
+        for index, phase in enumerate(documents.entries(held, "phases")):
+            if phase.get("dir") == run.name and jsonl.text(phase, "state") in presence.STATES:
+                now = index == jsonl.integer(held, "phase")
+                return jsonl.mapping(held, "supervisor") | {
+                    "state": phase["state"], "why": phase.get("why"), "steps": phase.get("steps"),
+                    "ts": phase.get("ended_ts"), "updated_ts": held.get("updated_ts"),
+                    "since_ts": phase.get("ended_ts") or phase.get("started_ts"),
+                    "live_dir": held.get("live_dir") if now else "",
+                }  # fmt: skip
+        return {}
+
     def _current_run(self, launch: LaunchState | None) -> Path | None:
         if launch is None or self.launch_path is None:
             return None
         for phase in reversed(launch.phases[: launch.phase + 1]):
             run = self.launch_path / phase.dir
-            if phase.dir and "/" not in phase.dir and run.is_dir() and not run.is_symlink():
+            begun = phase.state in presence.STATES or _is_directory(run)
+            if phase.dir and "/" not in phase.dir and begun:
                 return run
         return None
 
@@ -145,7 +173,7 @@ class RunSource:
         held = self._documents.get(path)
         if held is None:
             held = self._documents[path] = documents.Document(path)
-        return held.read()
+        return held.record if self._away and path.parent == self.run_path else held.read()
 
     def _troubles(self) -> list[Alert]:
         """Returns an alert for each document that is there and cannot be shown."""
@@ -153,6 +181,10 @@ class RunSource:
             Alert(f"document {path.name}", time.time(), "warn", document.trouble, observed=True)
             for path, document in self._documents.items() if document.trouble
         ]  # fmt: skip
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _gpu_index(devices: str, local: int) -> int | None:

@@ -110,30 +110,32 @@ def test_the_next_phase_replaces_the_run_and_its_history(launch):
     assert source.history.series("loss") == ()
 
 
-def test_live_pulses_are_read_from_shared_memory(launch):
-    live = f"/dev/shm/nsa-console-test-{os.getpid()}"
-    os.makedirs(live, mode=0o700, exist_ok=True)
-    try:
-        writer = PulseWriter(rundir.pulse(Path(live), 0), 0)
-        writer.set(12, "backward")
-        directory.run(launch / "0-first", live_dir=live)
-        alert = {"alert": "stall", "ts": time.time(), "level": "crit", "text": "rank 1 hangs"}
-        directory.document(
-            Path(live) / rundir.LIVE_STATUS,
-            {"v": 1, "ts": time.time(), "state": "stalled", "why": "rank 1", "alerts": [alert]},
-        )
-        state = RunSource(launch).poll()
-        assert (state.state, [a.text for a in state.alerts]) == ("stalled", ["rank 1 hangs"])
-        directory.event(launch / "0-first", "clear", alert="stall")
-        assert RunSource(launch).poll().alerts == ()
-        found = state.ranks[0].pulse
-        assert found is not None
-        assert (found.step, found.phase, found.live) == (12, "backward", True)
-        assert found.since_s < 5
-    finally:
-        for name in os.listdir(live):
-            os.unlink(f"{live}/{name}")
-        os.rmdir(live)
+@pytest.fixture
+def shared_memory():
+    """A live directory, as a supervisor makes one."""
+    live = Path(f"/dev/shm/nsa-console-test-{os.getpid()}")
+    live.mkdir(mode=0o700, exist_ok=True)
+    yield live
+    shutil.rmtree(live)
+
+
+def test_live_pulses_are_read_from_shared_memory(launch, shared_memory):
+    writer = PulseWriter(rundir.pulse(shared_memory, 0), 0)
+    writer.set(12, "backward")
+    directory.run(launch / "0-first", live_dir=str(shared_memory))
+    alert = {"alert": "stall", "ts": time.time(), "level": "crit", "text": "rank 1 hangs"}
+    directory.document(
+        shared_memory / rundir.LIVE_STATUS,
+        {"v": 1, "ts": time.time(), "state": "stalled", "why": "rank 1", "alerts": [alert]},
+    )
+    state = RunSource(launch).poll()
+    assert (state.state, [a.text for a in state.alerts]) == ("stalled", ["rank 1 hangs"])
+    directory.event(launch / "0-first", "clear", alert="stall")
+    assert RunSource(launch).poll().alerts == ()
+    found = state.ranks[0].pulse
+    assert found is not None
+    assert (found.step, found.phase, found.live) == (12, "backward", True)
+    assert found.since_s < 5
 
 
 def test_without_shared_memory_the_sampled_pulse_ages(launch):
@@ -257,6 +259,70 @@ def test_a_launch_that_lost_its_supervisor_before_it_had_a_run_is_lost(tmp_path)
     state = json.loads((path / rundir.PLAN_STATE).read_text())
     directory.document(path / rundir.PLAN_STATE, state | {"supervisor": rundir.identity() | DEAD})
     assert RunSource(path).poll().state == "lost"
+
+
+@pytest.mark.parametrize("how", ["unreadable", "gone", "link", "file"])
+@pytest.mark.parametrize(
+    ("phase", "owner", "expected"),
+    [
+        ({"state": "running", "steps": 7}, {}, "stalled"),
+        ({"state": "running"}, DEAD, "lost"),
+        ({"state": "stopped", "why": "stopped, asked by me", "ended_ts": 5.0}, DEAD, "stopped"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
+    launch, tmp_path, shared_memory, how, phase, owner, expected
+):
+    """A phase that is over comes before it, and is never shown in its place."""
+    directory.run(launch / "0-first", state="completed")
+    run = directory.run(launch / "1-second")
+    alert = {"alert": "dropped", "ts": time.time(), "level": "warn", "text": "takes no records"}
+    directory.document(
+        shared_memory / rundir.LIVE_STATUS,
+        {"v": 1, "ts": time.time(), "state": "stalled", "why": "rank 1", "alerts": [alert]},
+    )
+    state = json.loads((launch / rundir.PLAN_STATE).read_text())
+    state["phases"].append({"name": "second", "dir": run.name} | phase)
+    ended = expected == "stopped"
+    directory.document(launch / rundir.PLAN_STATE, state | {
+        "phase": 1, "supervisor": rundir.identity() | owner, "updated_ts": time.time() - 1,
+        "live_dir": str(shared_memory) if expected == "stalled" else "",
+        "state": "ended" if ended else "running",
+    })  # fmt: skip
+    away = run.rename(tmp_path / "away")
+    if how == "unreadable":
+        run.mkdir()
+    elif how == "link":
+        run.symlink_to(away)
+    elif how == "file":
+        run.touch()
+    seen = RunSource(launch).poll()
+    assert seen.state == expected, seen.why
+    assert seen.path == str(run)
+    words = {alert.id: alert.text for alert in seen.alerts}
+    assert f"{run} cannot be read" in words["directory"]
+    assert ("dropped" in words) == (expected == "stalled")
+    assert plain.exit_code(seen) == {"stalled": 0, "lost": 5, "stopped": 4}[expected]
+
+
+def test_only_a_phase_that_has_not_begun_is_queued(launch):
+    shutil.rmtree(launch / "0-first")
+    state = json.loads((launch / rundir.PLAN_STATE).read_text())
+    for named, expected in (("next", "queued"), ("starting", "starting")):
+        state["phases"][0]["state"] = named
+        directory.document(launch / rundir.PLAN_STATE, state)
+        seen = RunSource(launch).poll()
+        assert (seen.state, seen.alerts) == (expected, ())
+
+
+def test_the_last_word_on_a_run_whose_directory_was_away_at_its_end_is_its_launchs(launch):
+    state = json.loads((launch / rundir.PLAN_STATE).read_text())
+    end = {"state": "stopped", "why": "stopped, asked by me", "ended_ts": time.time() + 1}
+    state["phases"][0] |= end
+    directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})
+    directory.run(launch / "0-first", workers=[], **DEAD)
+    seen = RunSource(launch).poll()
+    assert (seen.state, seen.why) == ("stopped", end["why"])
 
 
 def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):

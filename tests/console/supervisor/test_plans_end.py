@@ -67,6 +67,9 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
     started.wait_steps(3)
     agent = started.state()["torchrun"]["pid"]
     started.run().rename(tmp_path / "away")
+    seen = RunSource(started.path).poll()
+    assert (seen.state, seen.id) == ("running", f"{started.path.parent.name}-"
+                                     f"{started.path.name}/0-one")  # fmt: skip
     if how == "TERM":
         started.path.joinpath("0-one").touch()
         os.kill(agent, signal.SIGTERM)
@@ -75,6 +78,7 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
     ended = started.wait_end(30)
     assert [phase["state"] for phase in ended["phases"]] == [state, "later"], ended
     assert how == "stop" or "the run directory cannot be read" in ended["why"]
-    launch = RunSource(started.path).poll().launch
-    assert launch is not None
-    assert plain.launch_exit_code(launch) == code
+    seen = RunSource(started.path).poll()
+    assert (seen.state, plain.exit_code(seen)) == (state, code)
+    assert seen.launch is not None
+    assert plain.launch_exit_code(seen.launch) == code
