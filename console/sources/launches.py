@@ -15,13 +15,11 @@ STAMP = re.compile(r"\d{8}-\d{6}(-\d+)?")
 
 
 def is_launch(path: Path) -> bool:
-    return (path / rundir.PLAN).is_file()
+    return rundir.PLAN in _names(path)
 
 
 def is_run(path: Path) -> bool:
-    return (path / rundir.RUN).is_file() or any(
-        entry.startswith("heartbeat_rank") for entry in _names(path)
-    )
+    return any(name == rundir.RUN or name.startswith("heartbeat_rank") for name in _names(path))
 
 
 def launch_of(path: Path) -> Path | None:

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
 
 DEAD = directory.DEAD
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -303,6 +306,21 @@ def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
     assert f"{run} cannot be read" in words["directory"]
     assert ("dropped" in words) == (expected == "stalled")
     assert plain.exit_code(seen) == {"stalled": 0, "lost": 5, "stopped": 4}[expected]
+
+
+def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):
+    """Root without the right to pass over modes is anybody."""
+    (launch / "0-first").chmod(0)
+    anybody = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    done = subprocess.run(
+        [*(anybody if os.geteuid() == 0 else ()), sys.executable, "-c",
+         "import sys\nfrom pathlib import Path\nfrom console.sources import launches, run\n"
+         "top = Path(sys.argv[1])\nprint(launches.run_directories(top))\n"
+         "print(launches.is_launch(top / '0-first'), run.RunSource(top).poll().state)", launch],
+        cwd=ROOT, text=True, capture_output=True,
+    )  # fmt: skip
+    (launch / "0-first").chmod(0o700)
+    assert (done.stdout, done.stderr) == ("[]\nFalse running\n", "")
 
 
 def test_only_a_phase_that_has_not_begun_is_queued(launch):
