@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -24,14 +20,6 @@ from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
 
 DEAD = directory.DEAD
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def launch(tmp_path):
-    path = directory.launch(tmp_path)
-    directory.run(path / "0-first")
-    return path
 
 
 def test_the_routes_of_the_attention_stand_in_the_status_and_are_harmless(launch):
@@ -111,15 +99,6 @@ def test_the_next_phase_replaces_the_run_and_its_history(launch):
     assert after.id == "toy/1-second"
     assert after.figures == {}
     assert source.history.series("loss") == ()
-
-
-@pytest.fixture
-def shared_memory():
-    """A live directory, as a supervisor makes one."""
-    live = Path(f"/dev/shm/nsa-console-test-{os.getpid()}")
-    live.mkdir(mode=0o700, exist_ok=True)
-    yield live
-    shutil.rmtree(live)
 
 
 def test_live_pulses_are_read_from_shared_memory(launch, shared_memory):
@@ -262,85 +241,6 @@ def test_a_launch_that_lost_its_supervisor_before_it_had_a_run_is_lost(tmp_path)
     state = json.loads((path / rundir.PLAN_STATE).read_text())
     directory.document(path / rundir.PLAN_STATE, state | {"supervisor": rundir.identity() | DEAD})
     assert RunSource(path).poll().state == "lost"
-
-
-@pytest.mark.parametrize("how", ["unreadable", "gone", "link", "file"])
-@pytest.mark.parametrize(
-    ("phase", "owner", "expected"),
-    [
-        ({"state": "running", "steps": 7}, {}, "stalled"),
-        ({"state": "running"}, DEAD, "lost"),
-        ({"state": "stopped", "why": "stopped, asked by me", "ended_ts": 5.0}, DEAD, "stopped"),
-    ],
-)  # fmt: skip
-def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
-    launch, tmp_path, shared_memory, how, phase, owner, expected
-):
-    """A phase that is over comes before it, and is never shown in its place."""
-    directory.run(launch / "0-first", state="completed")
-    run = directory.run(launch / "1-second")
-    alert = {"alert": "dropped", "ts": time.time(), "level": "warn", "text": "takes no records"}
-    directory.document(
-        shared_memory / rundir.LIVE_STATUS,
-        {"v": 1, "ts": time.time(), "state": "stalled", "why": "rank 1", "alerts": [alert]},
-    )
-    state = json.loads((launch / rundir.PLAN_STATE).read_text())
-    state["phases"].append({"name": "second", "dir": run.name} | phase)
-    ended = expected == "stopped"
-    directory.document(launch / rundir.PLAN_STATE, state | {
-        "phase": 1, "supervisor": rundir.identity() | owner, "updated_ts": time.time() - 1,
-        "live_dir": str(shared_memory) if expected == "stalled" else "",
-        "state": "ended" if ended else "running",
-    })  # fmt: skip
-    away = run.rename(tmp_path / "away")
-    if how == "unreadable":
-        run.mkdir()
-    elif how == "link":
-        run.symlink_to(away)
-    elif how == "file":
-        run.touch()
-    seen = RunSource(launch).poll()
-    assert seen.state == expected, seen.why
-    assert seen.path == str(run)
-    words = {alert.id: alert.text for alert in seen.alerts}
-    assert f"{run} cannot be read" in words["directory"]
-    assert ("dropped" in words) == (expected == "stalled")
-    assert plain.exit_code(seen) == {"stalled": 0, "lost": 5, "stopped": 4}[expected]
-
-
-def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):
-    """Root without the right to pass over modes is anybody."""
-    (launch / "0-first").chmod(0)
-    anybody = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
-    done = subprocess.run(
-        [*(anybody if os.geteuid() == 0 else ()), sys.executable, "-c",
-         "import sys\nfrom pathlib import Path\nfrom console.sources import launches, run\n"
-         "top = Path(sys.argv[1])\nprint(launches.run_directories(top))\n"
-         "print(launches.is_launch(top / '0-first'), run.RunSource(top).poll().state)", launch],
-        cwd=ROOT, text=True, capture_output=True,
-    )  # fmt: skip
-    (launch / "0-first").chmod(0o700)
-    assert (done.stdout, done.stderr) == ("[]\nFalse running\n", "")
-
-
-def test_only_a_phase_that_has_not_begun_is_queued(launch):
-    shutil.rmtree(launch / "0-first")
-    state = json.loads((launch / rundir.PLAN_STATE).read_text())
-    for named, expected in (("next", "queued"), ("starting", "starting")):
-        state["phases"][0]["state"] = named
-        directory.document(launch / rundir.PLAN_STATE, state)
-        seen = RunSource(launch).poll()
-        assert (seen.state, seen.alerts) == (expected, ())
-
-
-def test_the_last_word_on_a_run_whose_directory_was_away_at_its_end_is_its_launchs(launch):
-    state = json.loads((launch / rundir.PLAN_STATE).read_text())
-    end = {"state": "stopped", "why": "stopped, asked by me", "ended_ts": time.time() + 1}
-    state["phases"][0] |= end
-    directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})
-    directory.run(launch / "0-first", workers=[], **DEAD)
-    seen = RunSource(launch).poll()
-    assert (seen.state, seen.why) == ("stopped", end["why"])
 
 
 def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
