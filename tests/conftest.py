@@ -19,7 +19,7 @@ LONGEST = (
     "test_learning", "test_attention", "test_main_job", "test_restart", "test_run",
     "test_parallel", "test_hardware", "test_truth", "test_dumps",
 )  # fmt: skip
-"""Files that take a minute or about: begun first, so that two workers end together."""
+"""Files that take a minute or about: begun first, so that all workers end together."""
 
 # What a shell starts in the background ignores SIGINT, and so would every process of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -62,7 +62,7 @@ def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
     words = {alert.id: alert.text for alert in seen.alerts}
     assert f"{run} cannot be read" in words["directory"]
     assert ("dropped" in words) == (expected == "stalled")
-    assert plain.exit_code(seen) == {"stalled": 0, "lost": 5, "stopped": 4}[expected]
+    assert plain.exit_code(seen) == {"stalled": 1, "lost": 5, "stopped": 4}[expected]
 
 
 def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):
