@@ -71,7 +71,9 @@ def test_a_dump_signal_does_not_end_it(tmp_path):
         os.kill(terminal.pid, signal.SIGUSR1)
         terminal.press("?")
         terminal.wait("Keys in")
-        terminal.press("q", "q")
+        terminal.press("q")
+        terminal.wait(lambda shown: "Keys in" not in shown)
+        terminal.press("q")
         assert terminal.wait_exit() == 0
 
 
