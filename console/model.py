@@ -239,6 +239,7 @@ class RunState:
     bounds: Mapping[str, str] = field(default_factory=dict)
     """The gates that judge this phase at its end, by name, with their bounds."""
     armed: str = ""
+    armed_short: str = ""
     launch: LaunchState | None = None
     skipped_records: int = 0
     behind_bytes: int = 0

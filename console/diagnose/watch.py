@@ -130,10 +130,14 @@ class Watchdog:
         """Returns how long a stall lasts before a strong action answers it."""
         return max(STRONG_TIMES * limit_s, self.watch.stall_act_s)
 
+    @property
+    def stall_action(self) -> str:
+        """What a stall is answered with."""
+        return next(rule.action for rule in self.rules if rule.name == STALL)
+
     def stall_words(self) -> str:
         """Says what a stall is answered with, and when."""
-        limit_s = self.watch.stall_floor_s
-        action = next(rule.action for rule in self.rules if rule.name == STALL)
+        limit_s, action = self.watch.stall_floor_s, self.stall_action
         text = f"if it stalls for {limit_s:g} s: alert"
         if action in STRONG:
             return f"{text}, after {self._act_s(limit_s) - limit_s:g} s more {action}"

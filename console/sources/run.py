@@ -119,6 +119,7 @@ class RunSource:
             gates=gates,
             bounds=documents.bounds(born),
             armed=documents.line(supervisor, "armed", "") if state != "unsupervised" else UNARMED,
+            armed_short=documents.line(supervisor, "armed_short", ""),
             launch=launch,
             skipped_records=reader.skipped,
             directory_blocked_s=blocked or 0.0,

@@ -285,18 +285,20 @@ class Run:
             "workers": self.attempt.workers(), "asked": known.asked,
             "asked_by": known.by, "ended": [asdict(each) for each in self._ended],
             "live_dir": "" if self.over else str(self.live or ""),
-            "watch": asdict(self.watch), "armed": self._armed(),
+            "watch": asdict(self.watch), **self._armed(),
             "verdict": asdict(verdict) if verdict else None, "updated_ts": time.time(),
         }  # fmt: skip
         self._directory.document(self.path / rundir.SUPERVISOR, record)
 
-    def _armed(self) -> str:
-        """Says what happens by itself when the run stalls or crashes."""
+    def _armed(self) -> dict[str, str]:
+        """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
         policy = self.orders.plan.restart
-        text = self.attempt.watching.on_stall()
-        if policy.when == "never":
-            return text
-        return f"{text}; if it crashes: restart, {restart.left(self._ended, policy)} left"
+        action, text = self.attempt.watching.on_stall()
+        short = "alert" if action == "warn" else action
+        if policy.when != "never":
+            left = restart.left(self._ended, policy)
+            text, short = f"{text}; if it crashes: restart, {left} left", f"{short} ↻{left}"
+        return {"armed": text, "armed_short": short}
 
     def _say_alive(self) -> None:
         """Replaces the sign of life: all of it also where the run directory takes no writes."""

@@ -40,9 +40,9 @@ class Watching:
         self._dog = Watchdog(watch, actions)
         self._acts: list[Change] = []
 
-    def on_stall(self) -> str:
-        """Says what a stall is answered with, and when."""
-        return self._dog.stall_words()
+    def on_stall(self) -> tuple[str, str]:
+        """Returns what a stall is answered with, and the sentence that also says when."""
+        return self._dog.stall_action, self._dog.stall_words()
 
     def look(self, now: Sampler, seen: Sequence[Seen], ending: bool) -> None:
         """Takes the last sample; `seen` is empty while nobody is to be waited for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 from console.model import LIVE_STATES, RunState
@@ -15,8 +14,6 @@ from console.tui.widgets.lines import Panel
 AMBER_S, RED_S = 3.0, 10.0
 FULL_NAME_WIDTH = 150
 LONGEST, GAP = 999, 2
-ACT, LEFT = re.compile(r"then (\w+)"), re.compile(r"restart, (\d+) left")
-"""What answers a stall, and how many restarts answer crashes, in the sentence of what is armed."""
 PUNCTUAL_S = 2.5
 """A snapshot a second is due; only what is later than this adds to the age of the data."""
 
@@ -122,10 +119,7 @@ def _armed(state: RunState, room: int) -> list[Row]:
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return [BLANK]
-    act = ACT.search(state.armed)
-    left = LEFT.search(state.armed)
-    again = f" ↻{left[1]}" if left else ""
-    short = f"armed: {act[1] if act else 'alert'}{again}"
+    short = f"armed: {state.armed_short or 'see status'}"
     forms = [state.armed] if width_of(((state.armed, ""),)) <= room else []
     return [((form, "dim"),) for form in (*forms, short)]
 
