@@ -1,4 +1,4 @@
-"""The table of decisions: what each act, each GO and each "high" verdict needs before it is believed.
+"""The table of decisions: the sources that each act, GO, high verdict and target needs.
 
 Two sources are independent when no single faulty writer, file or clock produces both. An exit that
 was seen through a pidfd is a fact and needs no second source. Text from a log is never a source.
