@@ -211,7 +211,7 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
             mono=now, ts=1.8e9 + now + 0.2 * math.sin(now / 5000), seen=run.seen(now),
             fresh=run.story.take_fresh(), progress=run.story.progress, rss_mib=rss,
             host_total_mib=512_000, host_free_mib=400_000 - sum(rss.values()), gpus=gpus,
-            disk_free_gib=300 + 50 * math.sin(now / 7000), checkpoint_gib=1.5,
+            disk_free_gib=300 + 50 * math.sin(now / 7000), checkpoint_gib=1.5, stall_doubt="",
         )  # fmt: skip
 
 

@@ -43,8 +43,6 @@ HOST_ADVICE = "lower train.batch_size or data.seq_len"
 
 OUT_OF_MEMORY = 11
 HOPELESS_CODES: Mapping[int, str] = {13: "trainers/failures.py: configuration"}
-USAGE_CODE = 2
-"""What argparse and Python itself exit with when the command line is wrong."""
 _HOPELESS = re.compile(
     r"(?:[\w.]+\.)?(?:UsageError|RefusedError|ModuleNotFoundError|ImportError|SyntaxError|"
     r"IndentationError|TabError)(?::|$)"

@@ -53,6 +53,8 @@ class End:
     said: str = ""
     """Its last record."""
     ts: float | None = None
+    seen: bool = True
+    """The kernel reported the exit code or signal; False: only a record or a log claims it."""
 
     @property
     def unknown(self) -> bool:
@@ -122,7 +124,7 @@ class End:
             return "" if self.lost_peer else f"signal:{self.signal}:{words}:{self.fatal_at}"
         if self.signal == "SIGXCPU":
             return f"signal:{self.signal}"
-        if self.signal or self.secondary or self.unknown:
+        if self.signal or self.secondary or self.unknown or not self.seen:
             return ""
         return f"exit:{self.code}:{words}:{self.place}"
 
@@ -149,9 +151,9 @@ class Facts:
     told: bool = True
     """Every rank's exit record was read, or they write none: no record was lost."""
     agent_signal: str = ""
-    """The signal that torchrun got, "" for none; it then ends the ranks."""
+    """The signal that torchrun's log names at its end, "" for none: a claim, see `told_to_end`."""
     ending: str = ""
-    """Which rank is gone, as soon as torchrun ends the others because of it."""
+    """Which rank failed, as soon as its exit was seen while others still run."""
     world: int = 1
     failure: str = ""
     """Why the run could not even be started or its directory be read, or what broke the supervisor.
@@ -166,6 +168,18 @@ class Facts:
         """All ranks ended with 0, whatever became of torchrun."""
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
         return self.agent_code == 0 or (all_zero and len(self.ends) == self.world)
+
+    @property
+    def told_to_end(self) -> bool:
+        """torchrun's log names a signal, torchrun failed, and no rank failed by itself.
+
+        Anybody can print into that log, so the exits have to agree.
+        """
+        failed = self.agent_code not in (0, None)
+        by_itself = any(
+            end.bad and not end.secondary and end.signal != self.agent_signal for end in self.ends
+        )
+        return bool(self.agent_signal) and failed and not by_itself
 
     @property
     def halted(self) -> bool:
@@ -220,7 +234,7 @@ class Facts:
 def _halt_words(facts: Facts) -> str:
     steps = sorted(set(facts.halt_steps.values()))
     by = f", asked by {facts.by}" if facts.by and facts.asked == "halt" else ""
-    cause = f"{facts.agent_signal} to torchrun" if facts.agent_signal else facts.reason
+    cause = f"{facts.agent_signal} to torchrun" if facts.told_to_end else facts.reason
     by = by or (f" ({cause})" if cause else "")
     if len(steps) == 1:
         who = f"all {len(facts.halt_steps)} ranks" if len(facts.halt_steps) > 1 else "rank 0"
@@ -315,14 +329,17 @@ def signature(facts: Facts) -> str:
 
 
 def deterministic(facts: Facts) -> bool:
-    """Says whether a run ended of an error that comes again at once: settings, usage, imports."""
+    """Says whether a run ended of an error that comes again at once: settings, usage, imports.
+
+    That refuses a first restart, so the kernel has to report the exit and the rank's own error
+    record the reason; what only a log says is tried once more.
+    """
     if not signature(facts):
         return False
     end = facts.culprit()
-    if end is None or end.signal:
+    if end is None or end.signal or not end.error:
         return False
-    usage = end.code == causes.USAGE_CODE and not end.step
-    return usage or end.code in causes.HOPELESS_CODES or causes.hopeless(end.words)
+    return end.code in causes.HOPELESS_CODES or causes.hopeless(end.error)
 
 
 Rule = tuple[State, Callable[[Facts], bool], Callable[[Facts], str]]
@@ -334,7 +351,7 @@ ENDED: tuple[Rule, ...] = (
     ("stopped", lambda f: f.asked == "stop" and not (f.clean and f.told and not f.halt_steps),
      lambda f: f"stopped, asked by {f.by}"),
     ("halted", lambda f: f.halted or (f.asked == "halt" and not f.spawned), _halt_words),
-    ("stopped", lambda f: bool(f.agent_signal) and not (f.clean and f.told),
+    ("stopped", lambda f: f.told_to_end and not (f.clean and f.told),
      lambda f: f"stopped by {f.agent_signal} to torchrun"),
     ("lost", lambda f: f.unsure, _unsure_words),
     ("completed", lambda f: f.clean, _done_words),
@@ -346,8 +363,6 @@ ENDED: tuple[Rule, ...] = (
 LIVE: tuple[Rule, ...] = (
     ("stopping", lambda f: f.asked in ("restart", "stop", "kill"),
      lambda f: f"{f.asked}, asked by {f.by}"),
-    ("stopping", lambda f: bool(f.agent_signal),
-     lambda f: f"torchrun got {f.agent_signal} and ends the ranks"),
     ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
     ("stalled", lambda f: bool(f.verdict), lambda f: f.verdict),
     ("halting", lambda f: f.asked == "halt" or f.halt_file or f.halting_ranks > 0,

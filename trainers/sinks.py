@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.contract.member import Member
+from trainers.contract.rundir import TRAINING_CSV
 
-CSV, TENSORBOARD = "training.csv", "tb"
+TENSORBOARD = "tb"
 CSV_COLUMNS = (
     "step", "loss", "lr", "grad_norm", "toks_per_s", "tokens_total", "bytes_right",
     "skipped_steps",
@@ -19,12 +20,12 @@ class Csv:
 
     def __init__(self, member: Member):
         self._member = member
-        if not (member.run / CSV).exists():
-            member.append(CSV, (",".join(CSV_COLUMNS) + "\n").encode())
+        if not (member.run / TRAINING_CSV).exists():
+            member.append(TRAINING_CSV, (",".join(CSV_COLUMNS) + "\n").encode())
 
     def add(self, step: int, fields: Mapping[str, Any]) -> None:
         row = [step, *(fields.get(name, "") for name in CSV_COLUMNS[1:])]
-        self._member.append(CSV, (",".join(map(str, row)) + "\n").encode())
+        self._member.append(TRAINING_CSV, (",".join(map(str, row)) + "\n").encode())
 
 
 class TensorBoard:

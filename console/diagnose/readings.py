@@ -17,6 +17,8 @@ from console.model import Gpu
 from console.sources import documents
 from trainers.contract import jsonl
 
+LONGEST_STEP_S = 1e6
+"""A longer step is no time that was measured."""
 UNIFORM_NATS = math.log(3)
 """Entropy of a gate that gives each of the three branches the same weight."""
 NEAR_UNIFORM = 0.99
@@ -29,6 +31,7 @@ SURE_Z = 6.0
 LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
 OWN_RECORDS, OWN_LEAST = 16, 8
+PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
 JUMP_KEPT_S = 60.0
 
 
@@ -52,7 +55,7 @@ class Progress:
 
 def progress_of(record: Mapping[str, object]) -> Progress:
     """Returns the figures of a progress record, whatever its fields hold."""
-    steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < math.inf]
+    steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < LONGEST_STEP_S]
     highest = jsonl.number(record, "gate_entropy_max")
     return documents.read(
         Progress, record,
@@ -83,6 +86,23 @@ class Readings:
     disk_free_gib: float | None = None
     checkpoint_gib: float | None = None
     newest_ts: float | None = None
+    stall_doubt: str = "no second source was asked"
+    """Why a stall must not be acted upon, "" where the records confirm it."""
+    csv: Progress | None = None
+    """The newest row of training.csv."""
+
+
+def gate_collapsed(progress: Progress) -> bool | None:
+    """Says whether the gate uses one branch only, None where the record has no figure of it."""
+    entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
+    part = progress.gate_collapse_frac
+    if entropy is None and largest is None and part is None:
+        return None
+    return (
+        (entropy is not None and entropy < COLLAPSED_NATS)
+        or (largest is not None and largest > COLLAPSED_SHARE)
+        or (part is not None and part > COLLAPSED_PART)
+    )  # fmt: skip
 
 
 class Past:
@@ -94,6 +114,8 @@ class Past:
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """By what the rate has fallen for sure: an upper bound of new ÷ old."""
+        self.pace_ratio: float | None = None
+        """Steps per second of the last minute ÷ those before, by the pulses and our own clock."""
         self.growth_mib_s: dict[int, float] = {}
         self.own_s: dict[int, float] = {}
         """Median time of a rank in the phases in which it waits for nobody."""
@@ -107,6 +129,7 @@ class Past:
         self._rated_at, self._unrated = -math.inf, False
         self._offset: float | None = None
         self._jumped_at = 0.0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
 
     def take(self, now: Readings) -> None:
         """Takes in one moment; what was there at the last look costs next to nothing."""
@@ -118,12 +141,27 @@ class Past:
         if self._unrated and now.mono - self._rated_at >= RATED_EVERY_S:
             self._rated_at, self._unrated = now.mono, False
             self.rate_ratio = rate_ratio(list(self._rates))
+        self._take_pace(now)
         if now.rss_mib and now.mono - self._rss_at >= RSS_EVERY_S:
             self._rss_at = now.mono
             self._take_rss(now)
         for gpu in now.gpus:
             if gpu.ecc_uncorrected is not None:
                 self.ecc.setdefault(gpu.index, gpu.ecc_uncorrected)
+
+    def _take_pace(self, now: Readings) -> None:
+        """Takes the step that all ranks have reached, every `PACE_EVERY_S`."""
+        steps = [seen.step for seen in now.seen if not seen.doubt and seen.phase != "exit"]
+        if not steps or (self._steps and now.mono - self._steps[-1][0] < PACE_EVERY_S):
+            return
+        if self._steps and min(steps) < self._steps[-1][1]:
+            self._steps.clear()
+        self._steps.append((now.mono, min(steps)))
+        points = list(self._steps)
+        if len(points) > 2 * PACE_RECENT:
+            (t0, s0), (t1, s1), (t2, s2) = points[0], points[-1 - PACE_RECENT], points[-1]
+            before = (s1 - s0) / (t1 - t0)
+            self.pace_ratio = (s2 - s1) / (t2 - t1) / before if before > 0 else None
 
     def _take_clock(self, offset: float, mono: float) -> None:
         """Remembers a jump of the wall clock for a while, then takes its time for granted."""
@@ -147,12 +185,8 @@ class Past:
             self._unrated = True
 
     def _take_gate(self, progress: Progress) -> None:
-        entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
-        part = progress.gate_collapse_frac
-        if entropy is not None or largest is not None or part is not None:
-            bad = entropy is not None and entropy < COLLAPSED_NATS
-            bad = bad or (largest is not None and largest > COLLAPSED_SHARE)
-            bad = bad or (part is not None and part > COLLAPSED_PART)
+        entropy, bad = progress.gate_entropy_mean, gate_collapsed(progress)
+        if bad is not None:
             self.collapsed = self.collapsed + 1 if bad else 0
         if entropy is None:
             return

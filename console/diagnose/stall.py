@@ -8,8 +8,9 @@ saving. A rank that the kernel shows as stopped or gone is named after `NAMED_AT
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from console.model import Sure, Verdict
 from trainers.contract.plan import Watch
@@ -21,6 +22,14 @@ STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 FIRST_STEP = 1
+
+
+Doubt = Literal["", "lost", "ahead"]
+DOUBTS: Mapping[Doubt, str] = {
+    "lost": "has no pulse that can be read", "ahead": "records later steps than its pulse shows",
+}  # fmt: skip
+RECORDS_LATE_S = 5.0
+"""A record may be read so much later than the pulse of the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,10 @@ class Seen:
     """The first step of this attempt: up to it a rank may compile and allocate."""
     code: int | None = None
     """The exit code of a rank that has left, where it is known."""
+    records_s: float | None = None
+    """Time since its records showed a new step, None without a record."""
+    doubt: Doubt = ""
+    """Why its pulse says nothing: it cannot be read, or its records are ahead of it."""
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -200,7 +213,8 @@ def _left(case: _Case) -> Verdict | None:
         f"{_departed(early)} at step {who.step} while the others wait, since "
         f"{_changed(case, first)}{_waiting(case.ranks, who)}"
     )
-    return _verdict(case, who, "left", "high" if who.step < first.step else "medium", sentence)
+    certain = who.step < first.step and who.state in ENDED_STATES
+    return _verdict(case, who, "left", "high" if certain else "medium", sentence)
 
 
 def _behind(case: _Case) -> Verdict | None:
@@ -213,7 +227,8 @@ def _behind(case: _Case) -> Verdict | None:
         f"{_are(case.behind)} behind: in {first.where()} since {_changed(case, first)}"
         f"{_waiting(case.others, first)}{left}"
     )
-    sure = "high" if clear and len(case.behind) == 1 else "medium"
+    wait = all(s.still_s > NAMED_AT_ONCE_S for s in case.others)
+    sure = "high" if clear and wait and len(case.behind) == 1 else "medium"
     return _verdict(case, first, "behind", sure, sentence)
 
 
@@ -225,9 +240,12 @@ def _level(case: _Case) -> Verdict | None:
     hint = "" if alone else "; no rank is behind the others, so their stacks must tell"
     left = f"; {_departed(case.left)}" if case.left else ""
     sentence = f"{stands} since {_changed(case, first)}{left}{hint}"
-    return _verdict(case, first if alone else None, "level", "high" if alone else "low", sentence)
+    certain = alone and not disagreement(case.ranks)
+    return _verdict(case, first if alone else None, "level", "high" if certain else "low", sentence)
 
 
+FACTS = ("stopped", "gone")
+"""Causes that the kernel confirms."""
 RULES: tuple[Callable[[_Case], Verdict | None], ...] = (
     _stopped, _gone, _uninterruptible, _left, _behind, _level,
 )  # fmt: skip
@@ -235,8 +253,8 @@ RULES: tuple[Callable[[_Case], Verdict | None], ...] = (
 
 
 def furthest_behind(ranks: Sequence[Seen]) -> tuple[Seen, ...]:
-    """Returns the ranks at the lowest position of those that have not left."""
-    running = [(seen.position, seen) for seen in ranks if seen.phase != "exit"]
+    """Returns the ranks at the lowest position of those that have not left and can be judged."""
+    running = [(s.position, s) for s in ranks if s.phase != "exit" and not s.doubt]
     if not running:
         return ()
     lowest = min(position for position, _ in running)
@@ -244,7 +262,12 @@ def furthest_behind(ranks: Sequence[Seen]) -> tuple[Seen, ...]:
 
 
 def diagnose(ranks: Sequence[Seen], watch: Watch, ts: float) -> Verdict | None:
-    """Returns who holds the run up, None while it moves. `ts` is the unix time of the evidence."""
+    """Returns who holds the run up, None while it moves. `ts` is the unix time of the evidence.
+
+    A rank whose pulse says nothing is not judged, and its like makes every verdict unsure.
+    """
+    unseen = tuple(seen for seen in ranks if seen.doubt)
+    ranks = [seen for seen in ranks if not seen.doubt]
     behind = furthest_behind(ranks)
     if not behind:
         return None
@@ -253,4 +276,32 @@ def diagnose(ranks: Sequence[Seen], watch: Watch, ts: float) -> Verdict | None:
     lowest = behind[0].position
     others = tuple(seen for seen in running if seen.position != lowest)
     case = _Case(running, behind, others, left, watch, ts)
-    return next((verdict for rule in RULES if (verdict := rule(case))), None)
+    found = next((verdict for rule in RULES if (verdict := rule(case))), None)
+    if found is None or not unseen or found.cause in FACTS:
+        return found
+    return replace(found, sure="low", sentence=f"{found.sentence}; {doubted(unseen)}")
+
+
+def doubted(ranks: Sequence[Seen]) -> str:
+    """Says which ranks have a pulse that says nothing, and why."""
+    return "; ".join(
+        f"{_named(found)} {words}" for doubt, words in DOUBTS.items()
+        if (found := [seen for seen in ranks if seen.doubt == doubt])
+    )  # fmt: skip
+
+
+def disagreement(ranks: Sequence[Seen]) -> str:
+    """Says why the records do not confirm that these ranks stand still, "" when they do."""
+    for seen in ranks:
+        who = f"rank {seen.rank}"
+        if seen.phase == "exit":
+            continue
+        if seen.doubt:
+            return f"{who} {DOUBTS[seen.doubt]}"
+        if not seen.phase:
+            return f"{who} has no pulse"
+        if seen.records_s is None:
+            return f"{who} has no record that could confirm it"
+        if seen.records_s < seen.still_s - RECORDS_LATE_S:
+            return f"the records of {who} show a new step {seen.records_s:.0f} s ago"
+    return ""

@@ -1,8 +1,9 @@
 """The watchdog: holds every rule against every moment, and says what was raised, cleared, done.
 
 An alert needs its condition for the rule's `for_s`. An action that ends or interrupts a run needs
-it three times as long in all, and only time counts that the watchdog looked at: one that was
-frozen, or comes late, looks first. An action is said once a raise.
+it three times as long in all, and the rule's second source has to agree; until then the action is
+withheld, which is said once. Only time counts that the watchdog looked at: one that was frozen, or
+comes late, looks first. An action is said once a raise.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ LONGEST_GAP_S = 5.0
 """Of the time between two looks so much counts as looked at, more where looks are rarer."""
 STALL = "stall"
 """The rule on pulses that stand still."""
-Kind = Literal["raise", "clear", "act"]
+Kind = Literal["raise", "clear", "act", "withhold"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that a rule did: `act` names the action that is due."""
+    """Something that a rule did: `act` names the action that is due.
+
+    `withhold` names one that would be due if the second source agreed; the text says why not.
+    """
 
     kind: Kind
     rule: Rule
@@ -40,6 +44,7 @@ class _State:
     begun: bool = False
     raised: bool = False
     acted: bool = False
+    withheld: bool = False
     held_s: float = 0.0
     """For how long the condition was looked at, before it was raised."""
     grave_s: float = 0.0
@@ -78,11 +83,11 @@ class Watchdog:
                 continue
             state = self._states[rule.name]
             if state.raised:
-                self._hold(rule, state, found, gap_s, changes)
+                self._hold(rule, state, found, gap_s, now, changes)
             elif not rule.breached(found.value):
                 state.begun, state.held_s = False, 0.0
             else:
-                self._begin(rule, state, found, gap_s, changes)
+                self._begin(rule, state, found, gap_s, now, changes)
         return changes
 
     def open(self) -> tuple[str, ...]:
@@ -90,19 +95,21 @@ class Watchdog:
         return tuple(name for name, state in self._states.items() if state.raised)
 
     def _begin(
-        self, rule: Rule, state: _State, found: Found, gap_s: float, changes: list[Change]
-    ) -> None:
+        self, rule: Rule, state: _State, found: Found, gap_s: float, now: Readings,
+        changes: list[Change],
+    ) -> None:  # fmt: skip
         state.held_s += gap_s if state.begun else 0.0
         state.begun = True
         if state.held_s < rule.for_s:
             return
-        state.raised, state.acted, state.grave_s = True, False, 0.0
+        state.raised, state.acted, state.withheld, state.grave_s = True, False, False, 0.0
         changes.append(Change("raise", rule, found.text, found.value, rule.level))
-        self._act(rule, state, found, changes)
+        self._act(rule, state, found, now, changes)
 
     def _hold(
-        self, rule: Rule, state: _State, found: Found, gap_s: float, changes: list[Change]
-    ) -> None:
+        self, rule: Rule, state: _State, found: Found, gap_s: float, now: Readings,
+        changes: list[Change],
+    ) -> None:  # fmt: skip
         if rule.over(found.value):
             self._states[rule.name] = _State()
             changes.append(Change("clear", rule, f"{rule.name} is over", found.value))
@@ -110,13 +117,23 @@ class Watchdog:
         if not rule.breached(found.value):
             return
         state.grave_s = state.grave_s + gap_s if rule.grave(found.value) else 0.0
-        self._act(rule, state, found, changes)
+        self._act(rule, state, found, now, changes)
 
-    def _act(self, rule: Rule, state: _State, found: Found, changes: list[Change]) -> None:
+    def _act(
+        self, rule: Rule, state: _State, found: Found, now: Readings, changes: list[Change]
+    ) -> None:
         if state.acted or rule.action == "warn":
             return
-        if rule.action in STRONG and not self._long_enough(rule, state, found):
-            return
+        if rule.action in STRONG:
+            if not self._long_enough(rule, state, found):
+                return
+            doubt = rule.second(now, self._past) if rule.second else "it has no second source"
+            if doubt:
+                if not state.withheld:
+                    state.withheld = True
+                    text = f"{rule.action} withheld, one source alone says so: {doubt}"
+                    changes.append(Change("withhold", rule, text, found.value, "crit", rule.action))
+                return
         state.acted = True
         changes.append(Change("act", rule, found.text, found.value, rule.level, rule.action))
 

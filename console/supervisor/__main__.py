@@ -32,7 +32,7 @@ from trainers.contract.errors import ContractError, RefusedError
 PR_SET_CHILD_SUBREAPER = 36
 FLUSH_S = 3600.0
 OPEN_FILES = 64
-"""What a supervisor opens at most, beside one descriptor for each rank."""
+"""What a supervisor opens at most, beside two descriptors for each rank: process and pulse."""
 
 
 def become_subreaper() -> None:
@@ -50,7 +50,7 @@ def open_more_files(ranks: int) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = OPEN_FILES + ranks
+    needed = OPEN_FILES + 2 * ranks
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise RefusedError(
             f"a process here may have {hard} open files, and the supervisor of {ranks} ranks needs "

@@ -22,11 +22,12 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.hooks import Hooks
+from console.supervisor.live import Live
 from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
-from trainers.contract import jsonl, pulse, rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.plan import Phase, Watch
 
 Stage = Literal["prepare", "run", "collect", "over"]
@@ -37,8 +38,10 @@ ENDED_FROM_HERE = ENDINGS[1:]
 AGENT_LOST = "torchrun-gone"
 ROTATE_EVERY_S = 5.0
 LONG_COLLECTING_S = 3.0
-UNTOLD_S = 5.0
-"""Within this torchrun says that it ends the others of a rank that failed."""
+RECORDS_OLD_S = 5.0
+"""Records that were read so long ago do not confirm what the pulses show."""
+LATE_END_S = 5.0
+"""For so long torchrun has time to reap a rank, and the last record of a rank to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Services:
 class Attempt:
     """Owns the processes of one attempt; `tick` moves it on, `decided` is its state.
 
-    `live` is the memory-backed directory of the pulses. `prepare` runs first, on the directory's
+    `live` has the pulses of the ranks. `prepare` runs first, on the directory's
     thread. `event` writes into the run's events, and `changed` is called when what supervisor.json
     holds has changed. `actions` are what watch rules do beside the plan's, `former` is the attempt
     before. With `held`, a former supervisor's document, the attempt takes over the processes that
@@ -64,7 +67,7 @@ class Attempt:
 
     def __init__(
         self, services: Services, alerts: Alerts, *,
-        run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Path | None,
+        run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Live,
         argv: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None],
         event: Callable[..., dict[str, Any]], changed: Callable[[], None],
         actions: Mapping[str, str], former: Attempt | None, held: Mapping[str, Any] | None,
@@ -77,7 +80,7 @@ class Attempt:
         """What was told; what follows from processes and records is added by `facts`."""
         self.gates: tuple[Gate, ...] = ()
         self.story = Story()
-        self._directory = services.directory
+        self._services, self._directory = services, services.directory
         self.alerts = alerts
         self.watching = Watching(
             watch, actions, run, alerts, self.story, event, services.directory.document, changed
@@ -86,7 +89,7 @@ class Attempt:
         self.behind = False
         self.files = Files(run, number, phase.nproc, former.files if former else None)
         self._rotation = Rotation(rundir.logs(run, number))
-        self._sampler = Sampler(services.nvml, live or run)
+        self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
         self._words: Mapping[int, LastWords] = {}
         self._died_at: dict[int, int] = {}
@@ -95,7 +98,7 @@ class Attempt:
         self.checkpoint = 0
         """The step of the newest checkpoint at its end."""
         self._caught_up, self.began = held is None, True
-        self._sampled = self._rotated_at = self._ended_at = 0.0
+        self._sampled = self._rotated_at = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
         if held is None:
@@ -232,7 +235,8 @@ class Attempt:
             self.event("note", sentence, "warn")
 
     def _watch_agent(self) -> None:
-        if self.tree.agent_over and self.tree.alive():
+        asked = self.known.asked in ENDED_FROM_HERE
+        if self.tree.agent_over and self.tree.alive() and not asked:
             ranks = ", ".join(str(worker.rank) for worker in self.tree.alive())
             status = self.tree.agent_status
             how = "nobody saw how" if status is None else status
@@ -240,13 +244,24 @@ class Attempt:
                        f"({how}); rank {ranks} still runs", "crit")  # fmt: skip
 
     def _watch_ranks(self) -> None:
-        """Ends the others of a rank that failed also where torchrun's log cannot tell of it."""
-        if self.known.ending or self.known.asked or self.tree.agent_over or not self.tree.alive():
+        """Ends the other ranks after one has failed, by its exit alone.
+
+        torchrun does so too, but may send KILL 30 s later, or not at all where it is stopped.
+        """
+        if self.known.ending or self.known.asked in ENDED_FROM_HERE or self.tree.agent_over:
             return
-        late = time.time() - UNTOLD_S
-        if any(w.over_ts is not None and w.over_ts < late and (w.signal or w.code)
-               for w in self.tree.workers.values()):  # fmt: skip
-            self._take_ending()
+        failed = [rank for rank, worker in self.tree.workers.items() if self._has_failed(worker)]
+        if failed and self.tree.alive():
+            self._end_others(sorted(failed))
+
+    def _has_failed(self, worker: Worker) -> bool:
+        """Says whether a rank has exited and neither the kernel nor its last record says: well."""
+        if worker.over_ts is None:
+            return False
+        late = worker.over_ts < time.time() - LATE_END_S
+        if worker.seen:
+            return worker.failed and (late or not worker.unreaped)
+        return late and self.story.code(worker.rank) != 0
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -257,7 +272,15 @@ class Attempt:
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
-        self.watching.look(self._sampler, seen, ending)
+        self.watching.look(self._sampler, seen, ending, self._unread())
+
+    def _unread(self) -> str:
+        """Says why the records are not up to date, "" when they are."""
+        if self._services.directory.blocked_s() > RECORDS_OLD_S:
+            return "the run directory does not answer"
+        if self.behind or time.monotonic() - self._records_at > RECORDS_OLD_S:
+            return "the records are not read up to their end"
+        return ""
 
     def _begin_collecting(self) -> None:
         self.decided()
@@ -285,7 +308,7 @@ class Attempt:
         self.story.summary.take_metrics(rest.metrics)
         self.checkpoint = rest.checkpoint
         self._words = rest.last
-        self._learn(oom=kernel.since(self._oom_before))
+        self._learn(oom=kernel.since(self._oom_before), agent_signal=rest.agent_signal)
         self.gates = gates.evaluate(self.story.summary, self._phase.gates)
         self.watching.verdict, self.stage = None, "over"
         self.alerts.clear_all("the attempt has ended")
@@ -296,30 +319,24 @@ class Attempt:
     def take(self, news: News) -> None:
         """Takes in what a look at the run's files found."""
         self.behind = news.behind
-        self._caught_up = self._caught_up or bool(news.disk and not news.behind)
         for record in news.records:
             self.story.take(record)
+        if not self._caught_up and news.disk and not news.behind:
+            self._caught_up = True
+            self.story.settle()
         known = self.known
-        self._learn(halt_file=known.halt_file or news.halt_file,
-                    agent_signal=known.agent_signal or news.agent_signal)  # fmt: skip
-        if news.ending and not known.ending and known.asked not in ENDED_FROM_HERE:
-            self._take_ending()
+        self._learn(halt_file=known.halt_file or news.halt_file)
         if news.disk:
-            self._sampler.disk = news.disk
+            self._sampler.disk, self._sampler.csv = news.disk, news.csv
+            self._records_at = time.monotonic()
 
-    def _take_ending(self) -> None:
-        """torchrun ends the ranks: because one is gone, unless it got a signal itself."""
-        if self.stage != "run":
-            return
+    def _end_others(self, failed: Sequence[int]) -> None:
+        """Gives the ranks that are left the grace time: one that failed holds them up for good."""
         grace_s = self._watch.grace_s
         self.tree.expire(grace_s)
-        self.tree.look()
-        gone = [w.rank for w in self.tree.workers.values() if w.over_ts is not None]
-        who = f"rank {', '.join(map(str, gone))}" if gone else "a rank"
-        self._learn(ending=f"{who} is gone, torchrun ends the others; what is left after "
-                    f"{grace_s:g} s is killed")  # fmt: skip
-        if not self.known.agent_signal:
-            self.alerts.raise_(RANK_GONE, self.known.ending, "crit")
+        self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, torchrun ends the others; "
+                    f"what is left after {grace_s:g} s is killed")  # fmt: skip
+        self.alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _learn(self, **told: Any) -> None:
         self.known = replace(self.known, **told)
@@ -354,9 +371,9 @@ class Attempt:
 
     def end_of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""
-        rank, live = worker.rank, self._live
-        if rank not in self._died_at and live is not None:
-            found = pulse.read(rundir.pulse(live, rank))
+        rank = worker.rank
+        if rank not in self._died_at:
+            found = self._live.pulse(rank)
             mine = found is not None and found.pid == worker.handle.pid
             self._died_at[rank] = found.step if found is not None and mine else 0
         return end_of(worker, self.story, self._words.get(rank), self._died_at.get(rank, 0))

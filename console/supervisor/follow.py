@@ -1,10 +1,12 @@
-"""What a run's own files say: heartbeats, `.HALT`, torchrun's log."""
+"""What a run's own files say: heartbeats and `.HALT`; at the end also metrics and logs."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
@@ -12,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from console.diagnose.readings import Progress, progress_of
+from console.diagnose.readings import LONGEST_STEP_S, Progress, progress_of
 from console.diagnose.stall import FIRST_STEP, SAFETY
 from console.ending import End, error_of
 from console.plans.gates import Summary
-from console.sources import documents, lastwords, process
+from console.sources import ancestor, documents, lastwords, process
 from console.sources.lastwords import LastWords
-from console.sources.logs import Log
 from console.sources.sanitize import clean
 from console.supervisor.tree import Worker
 from trainers.contract import heartbeat, jsonl, rundir
@@ -26,12 +27,11 @@ from trainers.contract import heartbeat, jsonl, rundir
 WARM_UP_STEPS = 2
 KEPT_STEPS = 256
 KEPT_RECORDS = 4096
-LONGEST_STEP_S = 1e6
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 LOOK_BYTES = 512 << 10
 """Of records in one look: a backlog is read in parts, and memory stays flat."""
 LOG_TAIL_BYTES = 256 << 10
-CLOSING = b"closing signal SIG"
+ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (\d{1,2}) death signal")
 
 
@@ -41,11 +41,9 @@ class News:
 
     records: list[dict[str, Any]] = field(default_factory=list)
     halt_file: bool = False
-    ending: bool = False
-    """torchrun says that it ends the ranks."""
-    agent_signal: str = ""
-    """The signal that torchrun says it got."""
     disk: Mapping[str, float] = field(default_factory=dict)
+    csv: Progress | None = None
+    """The newest row of training.csv."""
     behind: bool = False
     """There are more records than one look reads."""
 
@@ -59,6 +57,8 @@ class Rest:
     last: Mapping[int, LastWords] = field(default_factory=dict)
     checkpoint: int = 0
     """The step of the newest whole checkpoint, 0 without one."""
+    agent_signal: str = ""
+    """The signal that torchrun's log names: a claim that the exits have to confirm."""
 
 
 class Disk:
@@ -88,6 +88,38 @@ class Disk:
         return found | ({"checkpoint_gib": self._latest_gib} if name else {})
 
 
+class NewestRow:
+    """The last whole row of training.csv: rank 0's figures by another way than its heartbeat."""
+
+    def __init__(self, run: Path):
+        self._run, self._path = run, run / rundir.TRAINING_CSV
+        self._stamp: object = None
+        self._row: Progress | None = None
+
+    def look(self) -> Progress | None:
+        """Returns the row, None without one; the file is read when it has changed."""
+        stamp = rundir.stamp(self._path)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._row = self._read()
+        return self._row
+
+    def _read(self) -> Progress | None:
+        first = jsonl.read_bytes(self._path, ROW_BYTES, 0, self._run).partition(b"\n")[0]
+        *_, last = b"", *jsonl.read_bytes(self._path, ROW_BYTES, below=self._run).splitlines(True)
+        names = first.decode("ascii", "replace").strip().split(",")
+        if not names[0].isidentifier():
+            names = list(ancestor.CSV_COLUMNS)  # it writes no header
+        cells = last.decode("ascii", "replace").strip().split(",")
+        if not last.endswith(b"\n") or not cells[0].isdecimal() or len(cells) > len(names):
+            return None
+        row: dict[str, object] = {"step": int(cells[0][:18])}
+        for name, cell in zip(names[1:], cells[1:], strict=False):
+            with contextlib.suppress(ValueError):
+                row[name] = float(cell)
+        return progress_of(row)
+
+
 class Files:
     """Follows the files of one attempt; `look` and `rest` run on the directory's thread.
 
@@ -97,23 +129,22 @@ class Files:
     def __init__(self, run: Path, attempt: int, world: int, former: Files | None = None):
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
-        self.watched = (run / rundir.HALT, self._log)
-        """What `look` is wanted for at once when it changes."""
-        self._torchrun = Log(run, self._log, "torchrun")
-        self._disk = Disk(run)
+        self.watched = (run / rundir.HALT,)
+        """A change of one of these calls for a `look` at once."""
+        self._disk, self._csv = Disk(run), NewestRow(run)
         self._world = world
         self._tails = former._tails if former is not None else deque(
             (rank, heartbeat.tail(rundir.heartbeat(run, rank))) for rank in range(world)
         )  # fmt: skip
 
     def look(self, heartbeats: bool) -> News:
-        """Returns what is new; `heartbeats` False looks only for `.HALT` and at torchrun's log.
+        """Returns what is new; `heartbeats` False looks only for `.HALT`.
 
         What may raise comes first: a record that was read is never lost.
         """
-        news = self._news()
+        news = News(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
-            news.disk = self._disk.look()
+            news.disk, news.csv = self._disk.look(), self._csv.look()
             self._take_records(news)
         return news
 
@@ -127,17 +158,11 @@ class Files:
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
         newest = documents.latest_checkpoint(self._run).removeprefix("step_")
         checkpoint = int(newest) if newest.isdecimal() else 0
-        return Rest(log, rundir.read_json(self._run / rundir.METRICS), last, checkpoint)
-
-    def _news(self) -> News:
-        """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
-        data = b"\n".join(self._torchrun.poll())
-        death = DEATH.search(data)
-        return News(
-            halt_file=os.path.lexists(self._run / rundir.HALT),
-            ending=CLOSING in data,
-            agent_signal=process.signal_name(int(death[1])) if death else "",
-        )
+        death = DEATH.search(log)
+        return Rest(
+            log, rundir.read_json(self._run / rundir.METRICS), last, checkpoint,
+            process.signal_name(int(death[1])) if death else "",
+        )  # fmt: skip
 
     def _end_of(self, log: Path) -> bytes:
         """Returns the last bytes of a log, from before its rotation too where it is short."""
@@ -176,6 +201,8 @@ class Story:
         self.progress: dict[int, Progress] = {}
         """The newest progress record of each rank."""
         self.newest_ts: float | None = None
+        self._rose: dict[int, float] = {}
+        """When each rank's newest step was read, in monotonic seconds."""
         self._fresh: deque[Progress] = deque(maxlen=KEPT_RECORDS)
         self._durations: dict[tuple[int, str], tuple[deque[float], list[float]]] = {}
         """The last times of each rank in each phase, in the order they came and by length."""
@@ -185,6 +212,8 @@ class Story:
         """Takes in one heartbeat."""
         self.summary.take(record)
         rank, step = record["rank"], record["step"]
+        if rank not in self.last or step > self.last[rank]["step"]:
+            self._rose[rank] = time.monotonic()
         self.last[rank] = record
         self.steps[rank] = max(step, self.steps.get(rank, 0))
         if record["msg"] == "resume":
@@ -209,6 +238,18 @@ class Story:
         last = self.last.get(rank, {})
         code = jsonl.integer(last, "exit_code")
         return 0 if code is None and last.get("msg") == "exit" else code
+
+    def still_s(self, rank: int, mono: float) -> float | None:
+        """Returns the time since a new step of a rank was read, None without a record.
+
+        It is infinite while no new step was read since `settle`.
+        """
+        rose = self._rose.get(rank)
+        return None if rose is None else max(0.0, mono - rose)
+
+    def settle(self) -> None:
+        """Takes what was read so far for what was there before this reader came."""
+        self._rose = dict.fromkeys(self._rose, -math.inf)
 
     def take_fresh(self) -> tuple[Progress, ...]:
         """Returns the progress records since the last call; whoever watches asks for them."""
@@ -263,12 +304,12 @@ def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: i
     of its pulse: a crash takes the records with it that were not yet written.
     """
     rank, code = worker.rank, worker.code
-    if code is None and worker.signal is None:
-        code = story.code(rank)
+    if not worker.seen:
+        code = story.code(rank) if code is None else code
     last, record = words or LastWords(), story.last.get(rank, {})
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return End(
         rank, code, worker.signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
         last.error, worker.culled, at=last.at, fatal_at=last.fatal_at,
-        said=clean(said, 200), ts=worker.over_ts,
+        said=clean(said, 200), ts=worker.over_ts, seen=worker.seen,
     )  # fmt: skip

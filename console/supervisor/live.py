@@ -25,10 +25,16 @@ class Live:
     A lock that ends with this process says that the directory has an owner. All that the ranks
     write into lies there before they begin, so that all of them have it or none. `adopt` takes over
     the directory of a supervisor that is gone; where there is none, the ranks have none either.
+
+    Pulses are read through descriptors that are opened here: the ranks have the same files mapped,
+    also after somebody removed their names (logind does at logout, with `RemoveIPC=yes`).
     """
 
-    def __init__(self, token: str, nproc: int, attempt: int, adopt: bool = False):
+    def __init__(self, token: str, nproc: int, attempt: int, run: Path, adopt: bool = False):
         self._name, self._nproc, self._lock = f"{_prefix()}{token}", nproc, -1
+        self._run = run
+        self._pulses: dict[int, int] = {}
+        """The descriptor of each rank's pulse."""
         self.path: Path | None = None
         self.why = ""
         """Why there is none."""
@@ -48,6 +54,7 @@ class Live:
             fcntl.flock(self._lock, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
             if not adopt:
                 self._furnish(unready, attempt)
+            self._open_pulses(unready)
             self.path = unready.rename(path)
         except (OSError, RefusedError) as error:
             self.why = getattr(error, "strerror", None) or str(error)
@@ -63,7 +70,35 @@ class Live:
         for rank in range(self._nproc):
             os.close(rundir.open_append(rundir.live_stack(folder, rank)))
 
+    def _open_pulses(self, folder: Path) -> None:
+        for rank in range(self._nproc):
+            fd = jsonl.open_regular(rundir.pulse(folder, rank))
+            if fd is not None:
+                self._pulses[rank] = fd
+
+    def pulse(self, rank: int) -> pulse.Pulse | None:
+        """Returns the pulse of a rank, None where there is none to believe.
+
+        Without shared memory it is the copy that the rank keeps in the run directory.
+        """
+        if self.path is None:
+            return pulse.read(rundir.pulse(self._run, rank))
+        fd = self._pulses.get(rank)
+        return None if fd is None else pulse.read_open(fd)
+
+    def is_removed(self) -> bool:
+        """Says whether somebody removed or replaced the directory while it is in use."""
+        if self.path is None:
+            return False
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._lock))
+        except OSError:
+            return True
+
     def _unlock(self) -> None:
+        for fd in self._pulses.values():
+            os.close(fd)
+        self._pulses.clear()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -76,13 +111,14 @@ class Live:
     def remove(self) -> None:
         """Removes the directory; what is already gone is fine."""
         if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.is_removed():
+                shutil.rmtree(self.path, ignore_errors=True)
             self.path = None
         self._unlock()
 
     def write_status(self, record: Mapping[str, Any]) -> None:
         """Replaces the supervisor's sign of life; shared memory that is full costs only this."""
-        if self.path is not None:
+        if self.path is not None and not self.is_removed():
             with contextlib.suppress(OSError):
                 rundir.write_atomic(self.path / rundir.LIVE_STATUS, jsonl.encode(record))
 

@@ -7,7 +7,9 @@ else from the age of its records.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,18 @@ from typing import Any
 from console import plain
 from console.diagnose.cadence import Cadence
 from console.diagnose.readings import Readings
-from console.diagnose.stall import Seen
+from console.diagnose.stall import RECORDS_LATE_S, Seen, disagreement
 from console.model import Rank, RunState
 from console.sources import ancestor, presence, process
 from console.sources.run import RunSource
-from console.supervisor.follow import Disk, Story
+from console.supervisor.follow import Disk, NewestRow, Story
 from console.supervisor.watching import readings
 from trainers.contract import jsonl, plan, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
 
+WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
+"""What a training of either system writes beside its records."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
 """In these, ranks may stand still: they are being ended."""
 
@@ -37,6 +41,30 @@ class Moment:
     attempt: int
     watch: Watch
     readings: Readings
+
+
+def other_files_rest(run: Path) -> str:
+    """Says why a run whose records stopped may go on all the same, "" when nothing else goes on.
+
+    Asks the times of what a training writes beside its records: CSV files, logs, checkpoints.
+    """
+    records = _newest(run.glob("heartbeat_rank*.jsonl"))
+    others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
+    if others is None or records is None:
+        return "nothing but its records shows whether the run goes on"
+    if others[0] > records[0] + RECORDS_LATE_S:
+        late_s = others[0] - records[0]
+        return f"{others[1].name} was written {late_s:.0f} s after the newest record"
+    return ""
+
+
+def _newest(paths: Iterable[Path]) -> tuple[float, Path] | None:
+    """Returns the time and the path of the file that was written last, None without any."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.append((os.lstat(path).st_mtime, path))
+    return max(found, default=None)
 
 
 class _Records:
@@ -81,6 +109,7 @@ class Contract:
             self._of, self._old = (run, attempt), ancestor.is_one(run)
             self._watch = ancestor.WATCH if self._old else _watch_of(run)
             self._records, self._disk = _Records(self._watch), Disk(run)
+            self._csv, self._settled = NewestRow(run), False
 
     def _take(self, run: Path, record: dict[str, Any]) -> None:
         self._follow(run, record["attempt"])
@@ -97,16 +126,20 @@ class Contract:
         self._follow(run, state.attempt)
         if self._old and ancestor.has_ended(run, self._records.newest_ts):
             self.over = "the run has ended: metrics.json is its last word"
-        return Moment(run, state.attempt, self._watch, self._readings(state))
+        return Moment(run, state.attempt, self._watch, self._readings(run, state))
 
-    def _readings(self, state: RunState) -> Readings:
+    def _readings(self, run: Path, state: RunState) -> Readings:
         pulsed = tuple(seen for rank in state.ranks if (seen := self._pulsed(rank, state)))
         idle = state.state in ENDING or self.over
         here = not self._old and state.host in ("", rundir.host_name())
         rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
+        if not (self._settled or state.behind_bytes):
+            self._settled = True
+            self._records.story.settle()
+        doubt = disagreement(pulsed) if pulsed else other_files_rest(run)
         return readings(
             self._records.story, () if idle else pulsed or self._records.seen(), rss_mib,
-            state.gpus, _disk(self._disk), here, not pulsed,
+            state.gpus, _disk(self._disk), here, not pulsed, self._csv.look(), doubt,
         )  # fmt: skip
 
     def _pulsed(self, rank: Rank, state: RunState) -> Seen | None:
@@ -119,6 +152,7 @@ class Contract:
         return Seen(
             rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, held.collectives,
             self._records.story.p99_s(rank.rank, held.phase),
+            records_s=self._records.story.still_s(rank.rank, time.monotonic()),
         )  # fmt: skip
 
 

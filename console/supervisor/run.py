@@ -56,7 +56,7 @@ class Run:
         held = self._read_held() if adopt else None
         flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
         self._token = secrets.token_hex(8) if held is None else inheritance.token(self._record)
-        self._live = Live(self._token, self.phase.nproc, self.number, adopt)
+        self._live = Live(self._token, self.phase.nproc, self.number, path, adopt)
         contract = self._contract()
         if held is None:
             self._record = given.run_record(index, path, flags, contract)
@@ -177,7 +177,7 @@ class Run:
         attempt = Attempt(
             self._services, self.alerts,
             run=self.path, number=self.number, phase=self.phase, watch=self.watch,
-            token=self._token, live=self.live, argv=argv,
+            token=self._token, live=self._live, argv=argv,
             environment=self._environment | self._contract(),
             prepare=self._prepare if self.number == 1 else self._check,
             event=self.event, changed=self._publish, actions=on_stall, former=former, held=held,
@@ -221,6 +221,8 @@ class Run:
 
     def _ended_as(self, state: State, why: str) -> restart.Ended:
         facts = self.attempt.facts()
+        if state == "stopped" and not self.attempt.known.asked:
+            state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
             state, why, self.attempt.checkpoint, signature(facts), deterministic(facts),
             self.attempt.known.asked == "restart",

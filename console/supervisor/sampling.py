@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from console.diagnose.stall import Seen
+from console.diagnose.readings import Progress
+from console.diagnose.stall import Doubt, Seen
 from console.model import Gpu
 from console.sources import process
 from console.sources.nvml import Nvml
 from console.supervisor.follow import Story
 from console.supervisor.tree import Worker
-from trainers.contract import VERSION, pulse, rundir
+from trainers.contract import VERSION, rundir
+from trainers.contract.pulse import Pulse
 
 
 class Sampler:
     """Turns the machine into the records of `samples_{host}.jsonl` and evidence for a verdict."""
 
-    def __init__(self, nvml: Nvml, folder: Path):
-        self._nvml, self._folder = nvml, folder
+    def __init__(self, nvml: Nvml, read_pulse: Callable[[int], Pulse | None]):
+        self._nvml, self._read_pulse = nvml, read_pulse
         self._meter = process.Meter()
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
+        self.csv: Progress | None = None
         self.gpus: tuple[Gpu, ...] = ()
         self.rss_mib: dict[int, float] = {}
         self.seen: tuple[Seen, ...] = ()
@@ -57,16 +59,20 @@ class Sampler:
         ended = process.Use("Z" if worker.unreaped else process.GONE)
         use = self._meter.look(pid) if worker.over_ts is None else ended
         state = use.state
-        found = pulse.read(rundir.pulse(self._folder, worker.rank))
+        found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:
             found = None
         row: dict[str, Any] = {
             "rank": worker.rank, "pid": pid, "state": state,
             "cpu_pct": use.cpu_pct, "rss_mib": use.rss_mib, "pulse": None,
         }  # fmt: skip
+        records_s, recorded = story.still_s(worker.rank, now), story.progress.get(worker.rank)
         if found is None:
+            doubt: Doubt = "" if records_s is None else "lost"
             p99_s = story.p99_s(worker.rank)
-            return row, Seen(worker.rank, pid, state, 0, "", now - begun, 0, p99_s)
+            return row, Seen(
+                worker.rank, pid, state, 0, "", now - begun, 0, p99_s, doubt=doubt
+            )  # fmt: skip
         since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
         row["pulse"] = {
             "step": found.step, "phase": found.phase, "since_s": round(since_s, 3),
@@ -79,5 +85,6 @@ class Sampler:
             # A program that went on without a word may take its first step anywhere.
             story.first_step if attempt == 1 or story.steps.get(worker.rank) else found.step,
             story.code(worker.rank) if worker.code is None else worker.code,
+            records_s, "ahead" if recorded and recorded.step > found.step else "",
         )  # fmt: skip
         return row, seen

@@ -46,6 +46,8 @@ class Worker:
     over_ts: float | None = None
     code: int | None = None
     signal: str | None = None
+    seen: bool = False
+    """The kernel reported `code` or `signal`; False: a log or a former supervisor claims it."""
     culled: bool = False
     """Killed here because it outlived another rank's failure."""
     unreaped: bool = False
@@ -54,7 +56,18 @@ class Worker:
     def ended(self, code: int) -> None:
         """Takes the exit code; a negative one is the signal that killed it."""
         self.code, self.signal = (None, process.signal_name(-code)) if code < 0 else (code, None)
-        self.over_ts = self.over_ts or time.time()
+        self.over_ts, self.seen = self.over_ts or time.time(), True
+
+    @property
+    def failed(self) -> bool:
+        """Says whether the kernel reported a bad end."""
+        return self.seen and (self.signal is not None or self.code != 0)
+
+    def claimed(self, code: int) -> None:
+        """Takes an exit code that only a log names, unless the kernel reported one."""
+        if not self.seen:
+            self.ended(code)
+            self.seen = False
 
     def as_dict(self) -> dict[str, Any]:
         over = None
@@ -150,8 +163,7 @@ class Tree:
         for entry in entries:
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
-                handle = None if entry.get("exit") else named(entry)
-                self._adopt_named(rank, entry, handle)
+                self._adopt_named(rank, entry, named(entry))
         self.agent = self.agent or named(jsonl.mapping(held, "torchrun"))
         if self.agent is None:
             pid = jsonl.integer(jsonl.mapping(held, "torchrun"), "pid") or 0
@@ -181,6 +193,10 @@ class Tree:
     def look(self) -> bool:
         """Finds new ranks, reaps what ended; True when something changed."""
         changed = self.incomplete and self._discover()
+        for worker in self.workers.values():
+            if worker.unreaped:
+                worker.unreaped = worker.handle.is_unreaped()
+                changed = changed or not worker.unreaped
         now = time.monotonic()
         if not self._pollers[1].poll(0) and now - self._reaped < REAP_EVERY_S:
             return changed
@@ -197,9 +213,6 @@ class Tree:
                     worker.ended(code)
                 self._take_end(worker)
                 changed = True
-            elif worker.unreaped:
-                worker.unreaped = worker.handle.is_unreaped()
-                changed = changed or not worker.unreaped
         return changed
 
     def alive(self) -> list[Worker]:
@@ -278,23 +291,24 @@ class Tree:
         return first
 
     def take_log(self, log: bytes) -> None:
-        """Takes the exits that only torchrun saw from the summary at the end of its log.
+        """Takes the exits that nobody else saw from the summary at the end of torchrun's log.
 
-        A rank that ended before it was found is known from there alone.
+        A rank that ended before it was found is known from there alone. Text never replaces an
+        exit that the kernel reported.
         """
         root = log.rfind(ROOT_CAUSE)
         for match in FAILED.finditer(log):
             rank, code, pid = (int(group) for group in match.groups())
             unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
             worker = self.workers.setdefault(rank, unseen)
-            if worker.handle.pid != pid:
+            if worker.handle.pid != pid or worker.seen:
                 continue
-            worker.ended(code)
+            worker.claimed(code)
             if rank not in self.order:
                 self.order.insert(0 if match.start() > root >= 0 else len(self.order), rank)
         if self.agent_status == 0:
             for worker in self.workers.values():
-                worker.ended(0)
+                worker.claimed(0)
 
     def close(self) -> None:
         for worker in self.workers.values():

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from console.diagnose.readings import Readings
-from console.diagnose.stall import Seen, diagnose
+from console.diagnose.readings import Progress, Readings
+from console.diagnose.stall import Seen, diagnose, disagreement, doubted
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
@@ -20,6 +20,8 @@ from trainers.contract import VERSION, rundir
 from trainers.contract.plan import Watch
 
 LONGEST_STILL_S = 1e9
+PULSE, UNSEEN_LOOKS = "pulse", 3
+"""The alert on pulses that say nothing, and how many looks in a row they have to."""
 
 
 class Watching:
@@ -38,22 +40,40 @@ class Watching:
         self._watch, self._run, self._alerts, self._story = watch, run, alerts, story
         self._event, self._document, self._changed = event, document, changed
         self._dog = Watchdog(watch, actions)
+        self._ending = False
+        self._unseen_looks = 0
         self._acts: list[Change] = []
 
     def on_stall(self) -> tuple[str, str]:
         """Returns what a stall is answered with, and the sentence that also says when."""
         return self._dog.stall_action, self._dog.stall_words()
 
-    def look(self, now: Sampler, seen: Sequence[Seen], ending: bool) -> None:
+    def look(self, now: Sampler, seen: Sequence[Seen], ending: bool, unread: str) -> None:
         """Takes the last sample; `seen` is empty while nobody is to be waited for.
 
-        Nothing more is done to ranks that are being ended.
+        Nothing more is done to ranks that are being ended. `unread` says why the records are not
+        up to date, "" when they are.
         """
+        self._ending = ending
+        self._watch_pulses(seen)
         self._take_verdict(diagnose(seen, self._watch, time.time()))
-        found = readings(self._story, seen, now.rss_mib, now.gpus, now.disk)
+        found = readings(
+            self._story, seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
+            stall_doubt=unread or disagreement(seen),
+        )  # fmt: skip
         for change in self._dog.look(found):
             if change.kind != "act" or not ending:
                 self._take(change)
+
+    def _watch_pulses(self, seen: Sequence[Seen]) -> None:
+        """Raises an alert while the pulse of a rank says nothing: no stall of it can be seen."""
+        unseen = [each for each in seen if each.doubt]
+        self._unseen_looks = self._unseen_looks + 1 if unseen else 0
+        if self._unseen_looks >= UNSEEN_LOOKS:
+            text = f"{doubted(unseen)}: no stall can be seen there, and none is acted upon"
+            self._alerts.raise_(PULSE, text, "crit")
+        elif not unseen:
+            self._alerts.clear(PULSE, "every rank has a pulse that fits its records")
 
     def take_acts(self) -> list[Change]:
         """Returns what the rules want done since the last call."""
@@ -67,18 +87,24 @@ class Watching:
             text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
             self._event("watch", text, "crit", rule=rule.name, action=change.action)
             self._acts.append(change)
+        elif change.kind == "withhold":
+            self._alerts.raise_(f"{rule.name}-withheld", change.text, "crit")
+        elif change.kind == "clear" and rule.name == STALL:
+            self._alerts.clear(f"{STALL}-withheld", change.text)
         elif rule.name == STALL:
             return
         elif change.kind == "raise":
             self._alerts.raise_(rule.name, change.text, change.level)
         else:
             self._alerts.clear(rule.name, change.text)
+            self._alerts.clear(f"{rule.name}-withheld", change.text)
 
     def _take_verdict(self, verdict: Verdict | None) -> None:
         before, self.verdict = self.verdict, verdict
         if verdict is None:
             if before is not None:
-                self._alerts.clear(STALL, f"the pulses move again: {before.cause} is over")
+                why = "the ranks are being ended" if self._ending else "the ranks step again"
+                self._alerts.clear(STALL, why)
             return
         place = (verdict.cause, verdict.rank, verdict.phase, verdict.step)
         if before is not None and place == (before.cause, before.rank, before.phase, before.step):
@@ -94,8 +120,12 @@ class Watching:
 def readings(
     story: Story, seen: Sequence[Seen], rss_mib: Mapping[int, float], gpus: tuple[Gpu, ...],
     disk: Mapping[str, float], here: bool = True, records_only: bool = False,
+    csv: Progress | None = None, stall_doubt: str = "",
 ) -> Readings:  # fmt: skip
-    """Returns one moment from samples and records; `here` says that the ranks are on this host."""
+    """Returns one moment from samples and records; `here` says that the ranks are on this host.
+
+    `csv` and `stall_doubt` are what the second sources say, as in `Readings`.
+    """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
     return Readings(
         mono=time.monotonic(),
@@ -111,4 +141,6 @@ def readings(
         disk_free_gib=disk.get("free_gib"),
         checkpoint_gib=disk.get("checkpoint_gib"),
         newest_ts=story.newest_ts,
+        csv=csv,
+        stall_doubt=stall_doubt,
     )

@@ -75,8 +75,8 @@ def test_without_the_ranks_records_a_good_end_is_believed_only_where_nothing_spe
         state, why = over(ends=ends, step=9, told=False, **against)
         assert (state, why.startswith("all ranks ended with exit 0 after step 9")) == ("lost", True)
         assert over(ends=ends, told=True, **against)[0] == "completed"
-    for ended_by in ({"asked": "stop", "by": "me"}, {"agent_signal": "SIGTERM"}):
-        assert over(agent_code=0, ends=ends, told=False, **ended_by)[0] == "stopped"
+    for ended_by in ({"asked": "stop", "by": "me"}, {"agent_code": 1, "agent_signal": "SIGTERM"}):
+        assert over(ends=ends, told=False, **{"agent_code": 0, **ended_by})[0] == "stopped"
 
 
 def test_a_signal_to_torchrun_stops_and_is_named():

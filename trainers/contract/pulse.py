@@ -18,6 +18,8 @@ from pathlib import Path
 from trainers.contract import jsonl
 
 SIZE_BYTES = 256
+LATEST_S = 1e10
+"""No host is up for so long: a later time is none."""
 MAGIC = 0x4E534150
 PHASES = (
     "boot", "load", "fetch", "forward", "backward", "optimizer", "log", "eval", "save", "halt",
@@ -113,19 +115,29 @@ def unpack(data: bytes) -> Pulse | None:
     known = range(len(PHASES))
     if data[:8] != data[_END:] or magic != MAGIC or code not in known or device_code not in known:
         return None
+    if step < 0 or count < 0 or not (0 <= since < LATEST_S and 0 <= beat < LATEST_S):
+        return None
     return Pulse(
         rank, pid, step, PHASES[code], since, beat, count, device_step, PHASES[device_code]
     )
 
 
 def read(path: Path, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in a file, None where there is none to believe.
-
-    Reads with `pread` and not through a mapping: a hostile file that shrinks cannot harm.
-    """
+    """Returns the pulse in a file, None where there is none to believe."""
     fd = jsonl.open_regular(path)
     if fd is None:
         return None
+    try:
+        return read_open(fd, tries)
+    finally:
+        os.close(fd)
+
+
+def read_open(fd: int, tries: int = 3) -> Pulse | None:
+    """Returns the pulse in an open file, None where there is none to believe.
+
+    Reads with `pread` and not through a mapping: a hostile file that shrinks cannot harm.
+    """
     try:
         for _ in range(tries):
             last = os.pread(fd, 8, _END)
@@ -136,6 +148,4 @@ def read(path: Path, tries: int = 3) -> Pulse | None:
                 return pulse
     except OSError:
         return None
-    finally:
-        os.close(fd)
     return None

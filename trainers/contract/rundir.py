@@ -31,7 +31,7 @@ REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT, ANOMALY = (
 )  # fmt: skip
 ASKS = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
 """Files whose appearance, or new time, asks a training for something once."""
-TORCHRUN_LOG = "torchrun.log"
+TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES = 4 << 20

@@ -74,6 +74,11 @@ CASES = {
 """By rule: moments that raise it, that hold it (between both thresholds), that end it."""
 
 
+def confirmed(second, **fields):
+    """Returns a moment in which the records confirm what the pulses show."""
+    return Readings(mono=second, ts=1e9 + second, stall_doubt="", **fields)
+
+
 class Clock:
     """Looks once a second."""
 
@@ -156,7 +161,7 @@ def test_a_stall_is_dumped_at_its_limit_and_acted_on_at_three():
     for action in ("dump", "stop"):
         dog = Watchdog(WATCH, {"stall": action})
         for second in range(100):
-            now = Readings(mono=second, ts=1e9 + second, seen=seen(float(second)))
+            now = confirmed(second, seen=seen(float(second)))
             actions += [(second, c.action) for c in dog.look(now) if c.kind == "act"]
     assert actions == [(11, "dump"), (31, "stop")]
 
@@ -164,7 +169,7 @@ def test_a_stall_is_dumped_at_its_limit_and_acted_on_at_three():
 def test_no_stall_is_acted_on_before_a_collective_would_have_given_up():
     dog, acted = Watchdog(replace(WATCH, stall_act_s=300), {"stall": "restart"}), []
     for second in range(400):
-        now = Readings(mono=second, ts=1e9 + second, seen=seen(float(second)))
+        now = confirmed(second, seen=seen(float(second)))
         acted += [second for c in dog.look(now) if c.kind == "act"]
     assert acted == [300]
 
@@ -173,7 +178,7 @@ def test_a_rank_that_left_long_ago_does_not_make_a_stall_longer():
     left, acted = Seen(1, 101, "gone", 60, "exit", 5000.0), []
     dog = Watchdog(replace(WATCH, stall_act_s=300), {"stall": "stop"})
     for second in range(400):
-        now = Readings(mono=second, ts=1e9 + second, seen=(*seen(float(second)), left))
+        now = confirmed(second, seen=(*seen(float(second)), left))
         acted += [second for c in dog.look(now) if c.kind == "act"]
     assert acted == [300]
 
@@ -286,6 +291,7 @@ def test_a_plan_with_rules_comes_back_from_plan_json_as_it_was():
         ({"disk": {"threshold": True}}, "'threshold' cannot be True"),
         ({"disk": 3}, "must be key: value lines"),
         ({"disc": {}}, "no watch rule 'disc'; did you mean 'disk'"),
+        ({"xid": {"action": "halt"}}, "'xid' cannot halt: it has one source"),
     ],
 )
 def test_wrong_rules_are_refused_with_a_sentence(rules, said):

@@ -188,7 +188,7 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(begin)
         "pid": worker.handle.pid, "start_ticks": worker.handle.start_ticks,
     })  # fmt: skip
     assert presence.exit_words(worker.as_dict(), {}) == "dead (unreaped), killed by SIGKILL"
-    sampler = Sampler(NoGpus(), trial.run)
+    sampler = Sampler(NoGpus(), lambda rank: None)
     rows = sampler.sample(list(trial.tree.workers.values()), trial.story, 1, 0.0)["ranks"]
     assert [row["state"] for row in rows] == [rows[0]["state"], "Z"]
     assert rows[0]["state"] in ("R", "S")
