@@ -227,7 +227,7 @@ def _behind(case: _Case) -> Verdict | None:
         f"{_are(case.behind)} behind: in {first.where()} since {_changed(case, first)}"
         f"{_waiting(case.others, first)}{left}"
     )
-    wait = all(s.still_s > NAMED_AT_ONCE_S for s in case.others)
+    wait = all(s.still_s > first.still_s / 2 for s in case.others)
     sure = "high" if clear and wait and len(case.behind) == 1 else "medium"
     return _verdict(case, first, "behind", sure, sentence)
 

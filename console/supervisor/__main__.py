@@ -23,7 +23,7 @@ from console import settings
 from console.sources.nvml import Nvml
 from console.supervisor import orders
 from console.supervisor.attempt import Services
-from console.supervisor.directory import Directory
+from console.supervisor.directory import Directory, Home
 from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
 from trainers.contract import rundir
@@ -31,6 +31,13 @@ from trainers.contract.errors import ContractError, RefusedError
 
 PR_SET_CHILD_SUBREAPER = 36
 FLUSH_S = 3600.0
+KEPT_SIGNALS = frozenset((
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
+    signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGWINCH, signal.SIGURG,
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
+    signal.SIGTRAP,
+))  # fmt: skip
+"""What cannot be caught, tells of a mistake in this process, or ends nothing."""
 OPEN_FILES = 64
 """What a supervisor opens at most, beside two descriptors for each rank: process and pulse."""
 
@@ -59,12 +66,14 @@ def open_more_files(ranks: int) -> None:
 
 
 def take_signals(on_stop: Callable[[str], None]) -> None:
-    """TERM and INT stop the launch. USR1 is ignored, and stays so in torchrun through exec.
+    """TERM and INT stop the launch; no other signal that can be caught ends it.
 
-    HUP has a handler that does nothing, so that torchrun does not inherit an ignored one.
+    USR1 is ignored, and stays so in torchrun through exec. The others have a handler that does
+    nothing: torchrun inherits no ignored one.
     """
+    for number in signal.valid_signals() - KEPT_SIGNALS:
+        signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, lambda *_: None)
 
     def stop(number: int, _frame: FrameType | None) -> None:
         on_stop(signal.Signals(number).name)
@@ -79,11 +88,11 @@ def _wake(fd: int) -> None:
         os.write(fd, b"\0")
 
 
-def supervise(path: Path, adopt: str | None) -> None:
+def supervise(path: Path, adopt: str | None, lock_fd: int | None) -> None:
     """Runs the phases of a launch, or goes on with one whose supervisor is gone.
 
-    `adopt` is then the hook of who asked for it, as JSON. Raises ContractError when plan.json
-    cannot be used.
+    `adopt` is then the hook of who asked for it, as JSON; `lock_fd` holds the launch's lock. Raises
+    ContractError when plan.json cannot be used.
     """
     given, held = orders.load(path), None
     if adopt is not None:
@@ -97,7 +106,8 @@ def supervise(path: Path, adopt: str | None) -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     poller = select.poll()
     poller.register(wake_read, select.POLLIN)
-    directory, nvml = Directory(lambda: _wake(wake_write)), Nvml()
+    home = Home(path, lock_fd)
+    directory, nvml = Directory(lambda: _wake(wake_write), home.lost), Nvml()
     nvml.start()
     hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
     launch: Launch | None = None
@@ -139,7 +149,7 @@ def main() -> int:
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
     try:
-        supervise(options.launch, options.adopt)
+        supervise(options.launch, options.adopt, options.lock_fd)
     except ContractError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code

@@ -9,7 +9,7 @@ from typing import Any
 from console.supervisor.directory import Directory
 from trainers.contract.recorder import REPLACED
 
-DROPPED = "dropped"
+DROPPED, MOVED = "dropped", "own-directory"
 SETTLED_S = 10.0
 """After so long without a lost record the directory is believed to take them again."""
 
@@ -47,6 +47,10 @@ class Alerts:
         while self._directory.replaced:
             path = self._directory.replaced.popleft()
             self._event("note", f"{path.parent.name}/{path.name} {REPLACED}", "warn")
+        if self._directory.lost:
+            self.raise_(MOVED, self._directory.lost, "crit")
+        else:
+            self.clear(MOVED, "the launch directory is at its place again")
         now, dropped = time.monotonic(), self._directory.dropped
         if dropped > self._dropped:
             self._dropped, self._dropped_at = dropped, now

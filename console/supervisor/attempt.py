@@ -35,7 +35,8 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 """What can be asked, each stronger than the one before."""
 ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
-AGENT_LOST = "torchrun-gone"
+AGENT_LOST, UNPREPARED = "torchrun-gone", "restart-waits"
+PREPARE_AGAIN_S = 1.0
 ROTATE_EVERY_S = 5.0
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
@@ -101,8 +102,9 @@ class Attempt:
         self._sampled = self._rotated_at = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
+        self._prepare_at = math.inf
         if held is None:
-            services.directory.job(self._prepare, self._begin)
+            self._begin_preparing()
         else:
             self.tree.adopt(held, run, number)
             self.stage = "run"
@@ -116,6 +118,8 @@ class Attempt:
         """Does what is due; never waits."""
         if self.stage == "run":
             self._watch_it()
+        elif self.stage == "prepare" and time.monotonic() >= self._prepare_at:
+            self._begin_preparing()
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
@@ -174,6 +178,10 @@ class Attempt:
 
     # --- stages --------------------------------------------------------------------------------
 
+    def _begin_preparing(self) -> None:
+        self._prepare_at = math.inf
+        self._directory.job(self._prepare, self._begin)
+
     def _prepare(self) -> int:
         """Makes the directories; returns the descriptor of torchrun's log."""
         self._prepare_run()
@@ -183,14 +191,23 @@ class Attempt:
 
     def _begin(self, log_fd: int | None, error: Exception | None) -> None:
         if log_fd is None:
-            self._never_began(f"the run directory cannot be prepared: {error}")
+            self._take_unprepared(f"the run directory cannot be prepared: {error}", error)
             return
+        self.alerts.clear(UNPREPARED, "the run directory can be read again")
         try:
             self._spawn(log_fd)
         except (OSError, ValueError) as error:
             self._never_began(f"torchrun cannot be started: {error}")
         finally:
             os.close(log_fd)
+
+    def _take_unprepared(self, why: str, error: Exception | None) -> None:
+        """Tries again later where a restart meets a directory that does not answer as it should."""
+        if self._number == 1 or not isinstance(error, OSError) or self.known.asked:
+            self._never_began(why)
+            return
+        self._prepare_at = time.monotonic() + PREPARE_AGAIN_S
+        self.alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} waits for it", "crit")
 
     def _spawn(self, log_fd: int) -> None:
         if self.known.asked:
@@ -306,7 +323,7 @@ class Attempt:
         rest = rest or Rest()
         self.tree.take_log(rest.log)
         self.story.summary.take_metrics(rest.metrics)
-        self.checkpoint = rest.checkpoint
+        self.checkpoint = self.story.saved if rest.checkpoint is None else rest.checkpoint
         self._words = rest.last
         self._learn(oom=kernel.since(self._oom_before), agent_signal=rest.agent_signal)
         self.gates = gates.evaluate(self.story.summary, self._phase.gates)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import queue
 import threading
 import time
@@ -18,6 +20,7 @@ from trainers.contract.recorder import Item, Recorder
 T = TypeVar("T")
 RETRY_S, RETRY_EVERY_S = 60.0, 0.5
 LOOK_EVERY_S = 0.2
+LOCK_BYTES = 4096
 
 
 def event_record(
@@ -30,18 +33,60 @@ def event_record(
     } | more  # fmt: skip
 
 
+class Home:
+    """A launch directory as its owner knows it: by the descriptor of its lock, and the token in it.
+
+    A directory that was moved away, or put in the place of ours, may belong to another launch.
+    """
+
+    def __init__(self, launch: Path, lock_fd: int | None):
+        self._path, self._fd = launch / rundir.LOCK, lock_fd
+        self.token = "" if lock_fd is None else _token(lock_fd)
+
+    def lost(self) -> str:
+        """Says why the directory at the path is not ours any more, "" while it is."""
+        if self._fd is None:
+            return ""
+        folder = self._path.parent
+        fd = jsonl.open_regular(self._path)
+        try:
+            same = fd is not None and os.path.samestat(os.fstat(fd), os.fstat(self._fd))
+            if fd is not None and same and _token(fd) == self.token:
+                return ""
+        finally:
+            if fd is not None:
+                os.close(fd)
+        what = "holds the lock of another launch" if fd is not None else "does not hold our lock"
+        return (
+            f"{folder} was moved, replaced or removed: it {what}, so nothing there is read, obeyed "
+            f"or written; put it back, or end the run with kill -TERM {os.getpid()}"
+        )
+
+
+def _token(fd: int) -> str:
+    try:
+        return jsonl.text(jsonl.decode(os.pread(fd, LOCK_BYTES, 0)) or {}, "token")
+    except OSError:
+        return ""
+
+
 class Directory(Recorder):
     """Writes events, documents and samples in the order they were asked for.
 
     `on_done` is called on this thread when a job has its result, for `deliver`, and when a look is
-    due: `changed` is then set.
+    due: `changed` is then set. `lost` says why the directory at the path is not this launch's any
+    more, "" while it is: then nothing there is read, obeyed, opened or replaced.
     """
 
     check_every_s = 0.0
     """Events are few, and an answer that nobody can read is a question without one."""
 
-    def __init__(self, on_done: Callable[[], None] = lambda: None):
-        self._on_done = on_done
+    def __init__(
+        self, on_done: Callable[[], None] = lambda: None, lost: Callable[[], str] = lambda: ""
+    ):  # fmt: skip
+        self._on_done, self._lost = on_done, lost
+        self.lost = ""
+        """What `lost` said last."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
         self._documents: dict[Path, Mapping[str, Any]] = {}
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
@@ -52,7 +97,15 @@ class Directory(Recorder):
         self.changed = False
         self._glance: Callable[[], bool] = lambda: False
         self._glance_at = 0.0
-        super().__init__()
+        super().__init__(self.is_ours)
+
+    def is_ours(self) -> bool:
+        """Says whether the directory is still this launch's; on this thread."""
+        self.lost = self._lost()
+        return not self.lost
+
+    def _do(self, work: Callable[[], None]) -> None:
+        work()
 
     def watch(self, glance: Callable[[], bool]) -> None:
         """Calls `glance` every `LOOK_EVERY_S` on this thread; it returns whether a look is due."""
@@ -78,11 +131,16 @@ class Directory(Recorder):
     def job(
         self, work: Callable[[], T], then: Callable[[T | None, Exception | None], object]
     ) -> None:
-        """Queues work that reads or writes; `deliver` hands its result to `then`, or its error."""
+        """Queues work that reads or writes; `deliver` hands its result to `then`, or its error.
+
+        The error is OSError (ESTALE) where the directory is not ours any more.
+        """
 
         def done() -> None:
             value, error = None, None
             try:
+                if not self.is_ours():
+                    raise OSError(errno.ESTALE, self.lost)
                 value = work()
             except Exception as failure:
                 error = failure
@@ -138,6 +196,8 @@ class Directory(Recorder):
         with self._lock:
             record = self._documents.pop(path)
         self.unwritten[path] = record
+        if not self.is_ours():
+            raise OSError(errno.ESTALE, self.lost, str(path))
         rundir.write_json(path, record)
         del self.unwritten[path]
 
@@ -149,7 +209,7 @@ class Directory(Recorder):
     def _retry(self) -> None:
         """Raises OSError when documents are lost for good."""
         until = time.monotonic() + RETRY_S
-        while self.unwritten:
+        while self.unwritten and self.is_ours():
             path, record = next(iter(self.unwritten.items()))
             try:
                 rundir.write_json(path, record)

@@ -55,10 +55,22 @@ class Rest:
     log: bytes = b""
     metrics: Mapping[str, Any] | None = None
     last: Mapping[int, LastWords] = field(default_factory=dict)
-    checkpoint: int = 0
-    """The step of the newest whole checkpoint, 0 without one."""
+    checkpoint: int | None = None
+    """The step of the newest whole checkpoint, 0 without one, None where nobody can tell."""
     agent_signal: str = ""
     """The signal that torchrun's log names: a claim that the exits have to confirm."""
+
+
+def newest_checkpoint(run: Path) -> int | None:
+    """Returns the step of the newest whole checkpoint, 0 without one, None where it is unreadable."""
+    try:
+        os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return None
+    step = documents.latest_checkpoint(run).removeprefix("step_")
+    return int(step) if step.isdecimal() else None
 
 
 class Disk:
@@ -156,11 +168,9 @@ class Files:
             path = rundir.rank_log(self._run, self._attempt, rank)
             own = lastwords.read(self._end_of(path))
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
-        newest = documents.latest_checkpoint(self._run).removeprefix("step_")
-        checkpoint = int(newest) if newest.isdecimal() else 0
         death = DEATH.search(log)
         return Rest(
-            log, rundir.read_json(self._run / rundir.METRICS), last, checkpoint,
+            log, rundir.read_json(self._run / rundir.METRICS), last, newest_checkpoint(self._run),
             process.signal_name(int(death[1])) if death else "",
         )  # fmt: skip
 
@@ -193,6 +203,8 @@ class Story:
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
         self.reason = ""
+        self.saved = 0
+        """The step of the newest checkpoint that a record names."""
         self.first_step = FIRST_STEP
         """Of this attempt: behind the checkpoint that it went on from."""
         self.errors: dict[int, str] = {}
@@ -216,6 +228,8 @@ class Story:
             self._rose[rank] = time.monotonic()
         self.last[rank] = record
         self.steps[rank] = max(step, self.steps.get(rank, 0))
+        if record["msg"] == "checkpoint":
+            self.saved = step
         if record["msg"] == "resume":
             self.first_step = max(step + 1, self.first_step)
         self.newest_ts = jsonl.number(record, "ts")

@@ -52,7 +52,8 @@ class Launch:
         self._mailbox = Mailbox(self._directory, self._attempt_in)
         self._dumps = Dumps(self._keep)
         self._acts: list[tuple[Run, Change]] = []
-        self._lookout = Lookout(self._directory, path, self._take_requests)
+        self._lookout = Lookout(self._directory, path, self._take_requests, self._take_halt)
+        self._halt_taken = False
         self._ended_by = ""
         self._last_look = self.over = False
         self._refreshed = 0.0
@@ -151,13 +152,14 @@ class Launch:
         word = f"{rule.anomaly or rule.name}\n"
         self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
         if action == "halt":
-            self._directory.ask(
-                path, rundir.HALT, by, lambda why: self._halted_by_rule(run, by, why)
-            )
+            self._directory.ask(path, rundir.HALT, by, lambda why: self._halt_run(run, by, why))
         else:
             self._end_by(action, by)
 
-    def _halted_by_rule(self, run: Run, by: str, why_not: str) -> None:
+    def _halt_run(self, run: Run, by: str, why_not: str) -> None:
+        """Takes that `.HALT` is there, unless the run is another one by now."""
+        if run is not self.run:
+            return
         done, text, _ = self._halted(by, why_not)
         if not done:
             run.event("note", text, "crit")
@@ -268,6 +270,18 @@ class Launch:
         self._last_look = self.state == "ended" if begun else self._last_look
         return begun
 
+    def _take_halt(self) -> None:
+        """Halts the present run for a `.HALT` in the launch directory: once, whoever wrote it."""
+        if self._halt_taken or self.state == "ended":
+            return
+        self._halt_taken = True
+        by = f"{rundir.HALT} in the launch directory"
+        if self.run is None:
+            self._end_by("halt", by)
+            return
+        run = self.run
+        self._directory.ask(run.path, rundir.HALT, by, lambda why: self._halt_run(run, by, why))
+
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Nobody's question is left without an answer: after the end it looks until none is new."""
         new = self._mailbox.take(found, self._execute)
@@ -371,7 +385,7 @@ class Launch:
         return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
     def _keep(self, path: Path, data: bytes) -> None:
-        self._directory.call(lambda: rundir.write_atomic(path, data))
+        self._directory.job(lambda: rundir.write_atomic(path, data), lambda *_: None)
 
     # --- records -------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +24,14 @@ class Lookout:
 
     One is due once a second, then at heartbeats too, and at once when a file that is watched, or a
     mailbox, has another stamp; without that no mailbox is read that was empty. `take` gets the
-    requests that one found.
+    requests that one found; `halt` is called while a `.HALT` is in the launch directory itself.
     """
 
-    def __init__(self, directory: Directory, launch: Path, take: Callable[[list[Request]], object]):
-        self._directory, self._launch, self._take = directory, launch, take
+    def __init__(
+        self, directory: Directory, launch: Path, take: Callable[[list[Request]], object],
+        halt: Callable[[], object],
+    ):  # fmt: skip
+        self._directory, self._launch, self._take, self._halt = directory, launch, take, halt
         self._watched: list[Path] = []
         self._stamps: list[object] = []
         self.under_way = False
@@ -49,10 +53,11 @@ class Lookout:
         self._beat = now if heartbeats else self._beat
         folders = (self._launch, *runs)
         files = attempt.files.watched if attempt is not None else ()
-        self._watched = [*(folder / rundir.REQUESTS for folder in folders), *files]
+        halt = self._launch / rundir.HALT
+        self._watched = [*(folder / rundir.REQUESTS for folder in folders), halt, *files]
         at = attempt if attempt is not None and attempt.stage in ("run", "over") else None
 
-        def look() -> tuple[list[Request], News | None]:
+        def look() -> tuple[list[Request], News | None, bool]:
             self._directory.looked()
             self._glance()
             found: list[Request] = []
@@ -60,16 +65,19 @@ class Lookout:
             for folder in () if settled else folders:
                 found += requests.scan(folder, "launch" if folder == self._launch else "run")
             self._changed_at = time.monotonic() if found else self._changed_at
+            halts = os.path.lexists(halt)
             try:
-                return found, at.files.look(heartbeats) if at is not None else None
+                return found, at.files.look(heartbeats) if at is not None else None, halts
             except OSError:  # what is asked is taken also where the run directory is gone
-                return found, None
+                return found, None, halts
 
-        def take(found: tuple[list[Request], News | None] | None, _: object) -> None:
+        def take(found: tuple[list[Request], News | None, bool] | None, _: object) -> None:
             self.under_way = False
-            asked, news = found or ([], None)
+            asked, news, halts = found or ([], None, False)
             if at is not None and news is not None:
                 at.take(news)
+            if halts:
+                self._halt()
             self._take(asked)
 
         self.under_way = True

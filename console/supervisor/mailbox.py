@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from console.supervisor.directory import Directory
 from console.supervisor.requests import Request
 
 REMEMBERED = 4096
+FORGOTTEN = "the request is older than those that are remembered, so it may be done; send a new one"
 Outcome = tuple[bool, str, list[str]]
 """Whether it was done, a sentence, and more lines."""
 Execute = Callable[[Request], Outcome | None]
@@ -17,13 +20,20 @@ Execute = Callable[[Request], Outcome | None]
 
 
 class Mailbox:
-    """Owns which requests were seen; a second file with the same id is answered, not executed."""
+    """Owns which requests were seen; a second file with the same id is answered, not executed.
+
+    Of more than `REMEMBERED` the oldest are forgotten; a request that is not newer than those may
+    have been executed, so it is refused.
+    """
 
     def __init__(self, directory: Directory, attempt_in: Callable[[Path], int]):
         self._directory, self._attempt_in = directory, attempt_in
         self._known: dict[str, tuple[Path | None, bool]] = {}
         """The file of each request that was taken, None once it is removed, and whether the request
         is done."""
+        self._times: dict[str, float] = {}
+        self._forgotten_ts = -math.inf
+        """The time of the newest request that was forgotten."""
 
     def remember(self, answered: Mapping[str, Path]) -> None:
         """Takes requests as answered that a former supervisor answered: id and mailbox."""
@@ -41,18 +51,25 @@ class Mailbox:
             if known is not None and not request.error:
                 self.answer(request, (False, "a request with this id was executed already", []))
                 continue
-            if len(self._known) >= REMEMBERED:
-                self._known.pop(next(iter(self._known)))
-            self._known[request.key] = request.path, False
+            self._remember(request)
             folder, asked = request.path.parent.parent, request.action or "something"
             self._directory.event(
                 folder, self._attempt_in(folder), "request", f"{asked} asked",
                 by=request.by, request=request.id, action=request.action,
             )  # fmt: skip
-            outcome = (False, request.error, []) if request.error else execute(request)
+            error = request.error or ("" if request.ts > self._forgotten_ts else FORGOTTEN)
+            outcome = (False, error, []) if error else execute(request)
             if outcome is not None:
                 self.answer(request, outcome)
         return new
+
+    def _remember(self, request: Request) -> None:
+        if len(self._known) >= REMEMBERED:
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._forgotten_ts = max(self._forgotten_ts, self._times.pop(oldest, -math.inf))
+        self._known[request.key] = request.path, False
+        self._times[request.key] = min(request.ts, time.time())
 
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events beside the mailbox and empties the mailbox of it."""
@@ -75,3 +92,4 @@ class Mailbox:
             self._known[request.key] = None, True
         else:
             del self._known[request.key]
+            self._times.pop(request.key, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from trainers.contract.errors import NotFoundError
 from trainers.contract.plan import Phase, Plan
 
 PLAN_ENV, PHASE_FLAGS = "plan env", "plan"
+GIT_S = 10.0
 Origins = Mapping[str, str]
 
 
@@ -156,3 +159,34 @@ def environment(
     chosen = {name: flag.value for name, flag in flags.items()}
     ours = {"PYTHONSAFEPATH": "1"} if is_ours(phase) else {}
     return inherited() | {"PYTHONUNBUFFERED": "1"} | ours | chosen | dict(contract)
+
+
+def code_folder(phase: Phase) -> Path:
+    """Returns the folder of the code that a phase runs."""
+    return Path(phase.script).absolute().parent if phase.script else PROJECT
+
+
+ASK_GIT = """
+cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && echo done
+"""
+
+
+def git_facts(folder: Path) -> dict[str, Any]:
+    """Returns the commit of the code in a folder, {} where there is no git.
+
+    `diff` is a hash of the local changes, "" without any. The last line says that git succeeded:
+    a supervisor that reaps all its children may have taken the exit code.
+    """
+    try:
+        done = subprocess.run(
+            ["sh", "-c", ASK_GIT, str(folder)], stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=GIT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    sha, _, diff = done.stdout.partition(b"\n")
+    if not diff.endswith(b"done\n"):
+        return {}
+    changes = diff.removesuffix(b"done\n")
+    digest = hashlib.sha256(changes).hexdigest()[:16] if changes else ""
+    return {"sha": sha.decode("ascii", "replace"), "dirty": bool(changes), "diff": digest}

@@ -138,6 +138,8 @@ class Request:
     by: str
     error: str = ""
     named: bool = False
+    ts: float = 0.0
+    """When it was asked, by its own word; the time of its file where it has no id."""
 
     @property
     def key(self) -> str:
@@ -171,9 +173,10 @@ def _read(path: Path, mailbox: Mailbox) -> Request:
     if not IDENTIFIER.fullmatch(name):
         name = f"unnamed-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
     try:
-        foreign = os.lstat(path).st_uid != os.geteuid()
+        status = os.lstat(path)
+        foreign, written_ts = status.st_uid != os.geteuid(), status.st_mtime
     except OSError:
-        foreign = False
+        foreign, written_ts = False, 0.0
     if foreign:
         return Request(path, name, "", {}, "?", "the request file belongs to somebody else")
     record = rundir.read_json(path, MAX_REQUEST_BYTES, path.parents[1])
@@ -187,8 +190,8 @@ def _read(path: Path, mailbox: Mailbox) -> Request:
         except UsageError as wrong:
             error = str(wrong)
     given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
-    identifier = given[0] if given else name
-    return Request(path, identifier, action[:80], args, by, error, named=given is not None)
+    named, ts = given is not None, (jsonl.number(record, "ts") or 0.0) if given else written_ts
+    return Request(path, given[0] if given else name, action[:80], args, by, error, named, ts)
 
 
 def remove(path: Path) -> None:

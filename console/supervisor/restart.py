@@ -28,6 +28,8 @@ class Ended:
     hopeless: bool = False
     wanted: bool = False
     """It was ended for a restart."""
+    sha: str = ""
+    """The commit of the code that it ran."""
 
 
 @dataclass(frozen=True, slots=True)

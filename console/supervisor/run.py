@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -22,6 +24,7 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 REFRESH_S = 5.0
+CODE_CHANGED = "code-changed"
 ENDED_AS: Mapping[str, State] = {
     "halt": "halted", "restart": "crashed", "stop": "stopped", "kill": "killed",
 }  # fmt: skip
@@ -62,6 +65,7 @@ class Run:
             self._record = given.run_record(index, path, flags, contract)
         self._environment = orders.environment(self.phase, flags, contract)
         self.alerts = Alerts(self.event, self._directory)
+        self._git = jsonl.mapping(held or {}, "git")
         self.attempt = self._attempt(held=held)
         if held is not None and not self._wait_on(held):
             self._decide()
@@ -182,6 +186,8 @@ class Run:
             prepare=self._prepare if self.number == 1 else self._check,
             event=self.event, changed=self._publish, actions=on_stall, former=former, held=held,
         )  # fmt: skip
+        folder = orders.code_folder(self.phase)
+        self._directory.job(lambda: orders.git_facts(folder), self._take_git)
         if held is None and self.live is None:
             self.event(
                 "note", f"nothing can be made in {rundir.SHARED_MEMORY} ({self._live.why}): the "
@@ -190,11 +196,28 @@ class Run:
             )  # fmt: skip
         return attempt
 
+    def _take_git(self, git: Mapping[str, Any] | None, _: Exception | None) -> None:
+        """Takes the commit of the code that this attempt runs; another one than before is said."""
+        former, self._git = self._git, dict(git or {})
+        if former and self._git and former != self._git:
+            names = " → ".join(map(_commit, (former, self._git)))
+            text = f"the code changed since the last attempt or supervisor: {names}"
+            self.alerts.raise_(CODE_CHANGED, text, "warn")
+        self._publish()
+
     def _check(self) -> None:
-        """Raises RefusedError when the run directory is not there any more."""
-        record = rundir.read_json(self.path / rundir.RUN) or {}
+        """Raises RefusedError when the run directory was removed or belongs to another run.
+
+        Raises OSError while nobody can tell: a directory that cannot be read now may be ours.
+        """
+        path = self.path / rundir.RUN
+        record = rundir.read_json(path)
+        if record is None and not path.exists() and os.listdir(self.path.parent):
+            raise RefusedError(f"{self.path} was removed; no further attempt begins")
+        if record is None:
+            raise OSError(errno.EIO, "it cannot be read", str(path))
         if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != self._token:
-            raise RefusedError(f"{self.path} was removed or moved; no further attempt begins")
+            raise RefusedError(f"{self.path} belongs to another run; no further attempt begins")
 
     def _prepare(self) -> None:
         """Makes the run directory; runs on the directory's thread."""
@@ -225,7 +248,7 @@ class Run:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
             state, why, self.attempt.checkpoint, signature(facts), deterministic(facts),
-            self.attempt.known.asked == "restart",
+            self.attempt.known.asked == "restart", jsonl.text(self._git, "sha"),
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -287,7 +310,7 @@ class Run:
             "workers": self.attempt.workers(), "asked": known.asked,
             "asked_by": known.by, "ended": [asdict(each) for each in self._ended],
             "live_dir": "" if self.over else str(self.live or ""),
-            "watch": asdict(self.watch), **self._armed(),
+            "watch": asdict(self.watch), "git": self._git, **self._armed(),
             "verdict": asdict(verdict) if verdict else None, "updated_ts": time.time(),
         }  # fmt: skip
         self._directory.document(self.path / rundir.SUPERVISOR, record)
@@ -312,3 +335,8 @@ class Run:
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,
             "alerts": list(self.alerts.open().values()),
         })  # fmt: skip
+
+
+def _commit(git: Mapping[str, Any]) -> str:
+    changed = " with local changes" if git.get("dirty") else ""
+    return f"commit {jsonl.text(git, 'sha')[:12] or '?'}{changed}"

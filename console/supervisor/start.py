@@ -361,20 +361,3 @@ def host_facts() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": ".".join(map(str, sys.version_info[:3])), "executable": sys.executable,
     }  # fmt: skip
-
-
-def git_facts(folder: Path) -> dict[str, Any]:
-    """Returns commit and dirty state of the code that runs, {} where there is no git."""
-
-    def ask(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10,
-                check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    sha, changes = ask("rev-parse", "HEAD"), ask("status", "--porcelain", "--untracked-files=no")
-    return {} if changes is None else {"sha": sha or "", "dirty": bool(changes)}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from console.supervisor import outside
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
@@ -60,6 +61,7 @@ def run(tmp_path):
     path = directory.run(tmp_path / "0-first")
     born = json.loads((path / rundir.RUN).read_text())
     directory.document(path / rundir.RUN, born | {"watch": QUICK})
+    (path / rundir.TRAINING_CSV).write_text("step,loss\n80,2.0\n")
     for step in range(0, 100, 20):
         for rank in (0, 1):
             directory.beat(path, rank, step)
@@ -82,6 +84,25 @@ def test_a_run_that_has_gone_silent_is_halted_once(run):
         ("raise", "stall"), ("act", "stall"),
     ]  # fmt: skip
     assert "no record since" in lines[0]["text"]
+
+
+@pytest.mark.decision("act-on-stall", "lie")
+def test_a_run_whose_records_stop_while_its_other_files_grow_is_not_halted(run):
+    path = run / rundir.TRAINING_CSV
+    os.utime(path, (time.time() + 60, time.time() + 60))
+    with watchdog(run, "--halt", "--interval", "0.1") as process:
+        lines = [json.loads(process.stdout.readline()) for _ in range(2)]
+    assert [(c["kind"], c["rule"]) for c in lines] == [("raise", "stall"), ("withhold", "stall")]
+    assert "halt withheld, one source alone says so: training.csv was written" in lines[1]["text"]
+    assert not (run / rundir.HALT).exists()
+
+
+@pytest.mark.decision("act-on-stall", "absent")
+def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
+    (run / rundir.TRAINING_CSV).unlink()
+    assert outside.other_files_rest(run) == "nothing but its records shows whether the run goes on"
+    (run / rundir.TRAINING_CSV).touch()
+    assert outside.other_files_rest(run) == ""
 
 
 def test_without_halt_it_only_says_so(run):
@@ -139,6 +160,7 @@ def test_pulses_tell_which_rank_stands_still(run):
 def test_a_halt_that_is_there_already_stays_as_it_is(run):
     (run / rundir.HALT).write_text("by hand")
     directory.beat(run, 0, 100, loss="nan")
+    directory.beat(run, 1, 100, loss="nan")
     with watchdog(run, "--halt", "--interval", "0.1") as process:
         lines = [json.loads(process.stdout.readline()) for _ in range(3)]
     assert ".HALT is there already" in next(c["text"] for c in lines if c["kind"] == "act")

@@ -56,7 +56,8 @@ class Member:
         self._host, self._pid = rundir.host_name(), os.getpid()
         if self.supervised:
             self._attach_log()
-        self.recorder = Recorder()
+        self.home = rundir.Home(run)
+        self.recorder = Recorder(self.home.is_there)
         self.pulse = PulseWriter(
             rundir.pulse(self.live, self.rank) if self.live else None, self.rank
         )
@@ -134,10 +135,11 @@ class Member:
         mirrored = 0.0
         while not self._stop.wait(HALT_POLL_S):
             found = self._identity(rundir.HALT)
-            if found is not None and found != self._ignored_halt:
+            if found not in (None, self._ignored_halt) and self.home.is_there():
                 self.halt_wish = self.halt_wish or rundir.HALT
             for name in rundir.ASKS:
-                if (seen := self._identity(name)) not in (None, self._known_asks[name]):
+                seen = self._identity(name)
+                if seen not in (None, self._known_asks[name]) and self.home.is_there():
                     self._known_asks[name] = seen
                     self._asks.add(name)
             if self.live is None and time.monotonic() - mirrored >= PULSE_MIRROR_S:

@@ -6,6 +6,7 @@ disk is, records are dropped and counted. A frozen filesystem stops this thread 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import queue
@@ -23,19 +24,23 @@ REPLACED = (
     "was removed or replaced by somebody while the run goes on: records go on in the file that is "
     "there now, and it may lack those from before"
 )
+MOVED = "the directory was moved, replaced or removed by somebody while the run goes on"
 Item = tuple[Path, Any]
 
 
 class Recorder:
     """Appends whole records to files from one daemon thread.
 
-    `put` costs the caller a queue insertion. Heartbeats travel as dicts and are encoded here.
+    `put` costs the caller a queue insertion. Heartbeats travel as dicts and are encoded here. While
+    `ours` says that another directory is at the path, files that are open are written to wherever
+    they are now, and nothing is opened or replaced: the other one may belong to another run.
     """
 
     check_every_s = 1.0
     """How often it is looked whether a file is still the one at its path."""
 
-    def __init__(self) -> None:
+    def __init__(self, ours: Callable[[], bool] = lambda: True) -> None:
+        self._ours = ours
         self._queue: queue.SimpleQueue[Item | Callable[[], None] | None] = queue.SimpleQueue()
         self._descriptors: dict[Path, tuple[int, float]] = {STDOUT: (1, math.inf)}
         """Of each file, and when to look whether it is still there."""
@@ -86,7 +91,7 @@ class Recorder:
             self._busy_since = time.monotonic()
             try:
                 if callable(item):
-                    item()
+                    self._do(item)
                 else:
                     self._write(*item)
             except OSError as error:
@@ -97,6 +102,11 @@ class Recorder:
         for path, (fd, _) in self._descriptors.items():
             if path != STDOUT:
                 os.close(fd)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if not self._ours():
+            raise OSError(errno.ESTALE, MOVED)
+        work()
 
     def _next(self) -> Item | Callable[[], None] | None:
         """Waits for what is to be done next; None is the end."""
@@ -120,7 +130,7 @@ class Recorder:
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()
         if fd is None:
-            fd = rundir.open_append(path)
+            fd = self._open(path)
         elif now < check_at:
             return fd
         elif not _is_at(path, fd):
@@ -134,7 +144,7 @@ class Recorder:
         A file that was moved away is written to while nothing can be put into its place.
         """
         try:
-            new = rundir.open_append(path)
+            new = self._open(path)
         except OSError:
             if os.fstat(fd).st_nlink:
                 return
@@ -143,6 +153,11 @@ class Recorder:
         os.close(new)
         (self._torn.add if os.fstat(fd).st_size else self._torn.discard)(path)
         self._replaced(path)
+
+    def _open(self, path: Path) -> int:
+        if not self._ours():
+            raise OSError(errno.ESTALE, MOVED, str(path))
+        return rundir.open_append(path)
 
     def _replaced(self, path: Path) -> None:
         """Says that what was written to `path` before may not be in it."""

@@ -123,6 +123,24 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
     return ticks is not None and ticks == owner.get("start_ticks")
 
 
+class Home:
+    """A directory as it was when it was opened: it is believed only while it is at its path.
+
+    Raises OSError where it cannot be opened.
+    """
+
+    def __init__(self, path: Path):
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.path, self._fd = path, os.open(path, flags)
+
+    def is_there(self) -> bool:
+        """Says whether the directory was neither moved nor replaced nor removed."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except OSError:
+            return False
+
+
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """Returns what changes when a file is written to or replaced, None where there is none."""
     try:

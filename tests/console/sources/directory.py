@@ -125,6 +125,8 @@ def ancestor(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path
     for back, step in zip((3, 2, 1, 0), steps, strict=True):
         at = last - back * gap_s
         lines += [PROGRESS % (at, step, loss), STEP_END % (at + 1e-4, step), DUMP % (at + 190)]
+    rows = "".join(f"{step},{loss},6e-05,187\n" for step in steps)
+    (path / rundir.TRAINING_CSV).write_text(rows)
     rundir.heartbeat(path, 0).write_text("\n".join(lines[:-1]) + "\n")
     rank1 = BOOT % (last - gap_s * 3.1, "2026-11-20T15:16:54Z", 1)
     rundir.heartbeat(path, 1).write_text(rank1 + "\n")

@@ -58,11 +58,13 @@ def limit_files(memory, count: int) -> None:
 
 def test_ranks_have_a_live_directory_only_with_room_for_all_of_them(memory):
     limit_files(memory, 7)
-    live = Live("0123456789abcdef", 3, 1)  # three pulses, three stacks, the board, and the folder
+    live = Live(
+        "0123456789abcdef", 3, 1, memory
+    )  # three pulses, three stacks, the board, and the folder
     assert (live.path, live.why) == (None, "No space left on device")
     assert os.listdir(memory) == []
     limit_files(memory, 20)
-    live = Live("0123456789abcdef", 2, 1)
+    live = Live("0123456789abcdef", 2, 1, memory)
     assert live.path is not None
     assert live.path.is_dir()
     fill(memory)

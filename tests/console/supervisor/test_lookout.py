@@ -46,7 +46,7 @@ def test_a_request_wakes_and_is_found_where_looks_are_due_by_a_change_alone(
     box = run / rundir.REQUESTS
     rundir.make_directory(box)
     found = []
-    lookout = Lookout(directory, tmp_path, found.extend)
+    lookout = Lookout(directory, tmp_path, found.extend, lambda: None)
     for name in ("first", "second"):
         look(lookout, directory, woken, [run])
         assert found == []
@@ -63,7 +63,7 @@ def test_a_request_wakes_and_is_found_where_looks_are_due_by_a_change_alone(
 
 
 def test_no_two_looks_are_under_way_at_once(tmp_path, directory, woken):
-    lookout = Lookout(directory, tmp_path, lambda found: None)
+    lookout = Lookout(directory, tmp_path, lambda found: None, lambda: None)
     assert lookout.begin([], None, 0.0)
     assert not lookout.begin([], None, 0.0)
     wait(lookout, directory, woken)
@@ -80,7 +80,7 @@ def test_a_request_is_found_also_where_the_run_directory_cannot_be_read(tmp_path
     rundir.write_json(box / "stop.json", request)
     files = SimpleNamespace(watched=(), look=unreadable)
     attempt, found = SimpleNamespace(files=files, stage="run", behind=False), []
-    lookout = Lookout(directory, tmp_path, found.extend)
+    lookout = Lookout(directory, tmp_path, found.extend, lambda: None)
     assert lookout.begin([], attempt, 0.0)
     wait(lookout, directory, woken)
     assert [each.id for each in found] == ["stop"]

@@ -294,7 +294,7 @@ def test_no_attempt_begins_in_a_directory_that_was_removed(begin):
     token = started.token()
     shutil.rmtree(started.run())
     ended = started.wait_end(30)
-    assert "was removed or moved; no further attempt begins" in ended["why"]
+    assert "was removed; no further attempt begins" in ended["why"]
     assert not process.with_token(token)
 
 
