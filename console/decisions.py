@@ -36,7 +36,7 @@ TABLE: tuple[Decision, ...] = (
              "no act; the stall rule still watches the other ranks",
              "a line in a log that no exit confirms is ignored"),
     Decision("stop", "act", "TERM, then KILL after the grace time, on an operator's request",
-             ("identity of each process: pidfd, start time and the run's token",),
+             ("identity of each process: pidfd, start time and the run's token, nothing else",),
              "a process that cannot be identified is not signalled",
              "a process with another start time or token is not signalled"),
     Decision("own-directory", "act", "act on what stands in the launch directory",

@@ -62,7 +62,7 @@ class Rest:
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the step of the newest whole checkpoint, 0 without one, None where it is unreadable."""
+    """Returns the step of the newest whole checkpoint: 0 without one, None if it is unreadable."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:

@@ -24,7 +24,7 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 REFRESH_S = 5.0
-CODE_CHANGED = "code-changed"
+CODE_CHANGED, NO_MEMORY = "code-changed", "live-directory"
 ENDED_AS: Mapping[str, State] = {
     "halt": "halted", "restart": "crashed", "stop": "stopped", "kill": "killed",
 }  # fmt: skip
@@ -137,9 +137,18 @@ class Run:
         now = time.monotonic()
         if int(now) != int(self._said):
             self.alerts.watch_writes()
+            self._watch_memory()
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:
             self._publish()
+
+    def _watch_memory(self) -> None:
+        if self._live.is_removed() and not self.over:
+            self.alerts.raise_(
+                NO_MEMORY, f"{self.live} was removed while the run goes on (by RemoveIPC=yes at a "
+                "logout?): pulses are still read here, other consoles see the samples, and dumps "
+                "do not arrive", "warn",
+            )  # fmt: skip
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run, unless as much was asked before; returns the answer."""

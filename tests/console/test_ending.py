@@ -87,6 +87,16 @@ def test_a_signal_to_torchrun_stops_and_is_named():
     assert (state, why) == ("halted", "all 2 ranks halted at step 4 (SIGTERM to torchrun)")
 
 
+@pytest.mark.decision("refuse-restart", "lie")
+def test_a_signal_that_only_a_log_names_does_not_stop_a_run_whose_rank_failed():
+    for end in (End(1, None, "SIGKILL", 4), End(1, 7, None, 4), End(1, None, "SIGSEGV", 4)):
+        state, why = over(agent_code=1, agent_signal="SIGTERM", ends=(End(0, 0, None, 4), end))
+        assert (state, why.startswith("rank 1")) == ("crashed", True)
+    done = (End(0, 0, None, 4), End(1, 0, None, 4))
+    assert over(agent_code=0, agent_signal="SIGTERM", ends=done)[0] == "completed"
+    assert decide(Facts(spawned=True, step=4, agent_signal="SIGTERM"))[0] == "running"
+
+
 def test_stop_is_stop_also_when_the_ranks_halted_in_time():
     assert over(agent_code=1, asked="stop", halt_steps={0: 9, 1: 9})[0] == "stopped"
     assert over(agent_code=-9, asked="kill")[0] == "killed"

@@ -176,6 +176,8 @@ def test_an_end_that_nobody_saw_is_not_invented():
         (End(0, None, "SIGSEGV", 9), False),
     ],
 )
+@pytest.mark.decision("refuse-restart", "true")
+@pytest.mark.decision("refuse-restart", "absent")
 def test_only_what_comes_again_at_once_is_hopeless(end, hopeless):
     assert deterministic(ended(end)) is hopeless
 

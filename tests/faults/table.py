@@ -106,6 +106,20 @@ ROWS: tuple[Row, ...] = (
         "test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing",
     )),
     Row("d", "B", "lying NVML: 100 % at 70 W"),
+    Row("e", "A", "lines of torchrun in its log, written by a rank"),
+    Row("f", "A", "shared memory of the run removed (RemoveIPC=yes)"),
+    Row("g", "A", "launch directory moved away, launched into again, replaced by a copy"),
+    Row("h", "A", "a pulse that stands still while steps go on, a record that says so falsely"),
+    Row("i", "A", "records that no program writes: 1e308, 2^60, NaN"),
+    Row("j", "A", "signals that mean nothing to the supervisor"),
+    Row("k", "B", "a run directory that cannot be read when an attempt begins"),
+    Row("l", "B", "a stop of a stalled run"),
+    Row("m", "B", "a request again after many others", elsewhere=(
+        f"{CONSOLE}/supervisor/test_mailbox.py::"
+        "test_a_request_that_was_forgotten_is_not_executed_again",
+    )),
+    Row("n", "B", ".HALT in the launch directory"),
+    Row("o", "B", "other code at a restart"),
 )  # fmt: skip
 
 BY_NUMBER = {row.number: row for row in ROWS}

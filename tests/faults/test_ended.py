@@ -44,6 +44,7 @@ def names_rank_1(state) -> str:
     return state.why if "rank 1" in state.why else ""
 
 
+@pytest.mark.decision("end-others", "true")
 @pytest.mark.fault("1")
 def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, orders):
     order(orders, 0, "deaf")

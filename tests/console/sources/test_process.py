@@ -11,7 +11,7 @@ import time
 import pytest
 
 from console.sources import process
-from trainers.contract import environ
+from trainers.contract import environ, rundir
 
 
 @pytest.fixture
@@ -45,6 +45,8 @@ def test_use_is_measured_from_one_look_to_the_next(busy):
     assert meter.look(busy.pid) == process.Use()
 
 
+@pytest.mark.decision("target-process", "true")
+@pytest.mark.decision("target-process", "absent")
 def test_a_process_is_found_by_token_and_held_only_with_it(busy):
     assert busy.pid in process.children(os.getpid())
     assert process.with_token("test-token") == [busy.pid]
@@ -93,3 +95,13 @@ def test_how_a_process_ended_is_known_before_and_after_it_was_reaped(end, code):
     if told is None:
         pytest.skip("this kernel does not keep how a reaped process ended (Linux 6.15 does)")
     assert told == code
+
+
+@pytest.mark.decision("target-process", "lie")
+def test_a_process_that_only_a_document_names_is_not_held(busy, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    named = rundir.identity(busy.pid)
+    assert process.hold_named(named, tmp_path, logs) is None
+    assert process.hold_named(named | {"start_ticks": 1}, tmp_path, logs) is None
+    assert busy.poll() is None

@@ -12,6 +12,9 @@ import pytest
 from console import actions
 from console.sources import process
 from console.supervisor import requests
+from console.supervisor.directory import Directory
+from console.supervisor.mailbox import REMEMBERED, Mailbox
+from console.supervisor.requests import Request
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError, UsageError
 
@@ -138,6 +141,27 @@ def test_an_id_that_was_used_is_refused_under_any_name_and_its_file_goes(launche
         launched.wait(lambda: not file.exists(), 5)
     assert [a["ok"] for a in answers(launched) if a["request"] == "f1"] == [True] + [False] * 4
     assert [e["text"] for e in launched.events(0) if e["kind"] == "note"].count("f1 once") == 1
+
+
+def test_a_request_that_was_forgotten_is_not_executed_again(tmp_path):
+    box, now = tmp_path / rundir.REQUESTS, time.time()
+    directory, done = Directory(), []
+    mailbox = Mailbox(directory, lambda folder: 1)
+
+    def take(name, ts):
+        request = Request(box / f"{name}.json", name, "note", {}, "x", named=True, ts=ts)
+        mailbox.take([request], lambda taken: done.append(taken.id) or (True, "noted", []))
+        directory.deliver()
+
+    take("first", now)
+    for number in range(REMEMBERED):
+        take(f"other{number}", now + 1 + number / 1e4)
+    take("first", now)
+    assert done.count("first") == 1
+    take("ahead", now + 1e9)
+    take("new", now + 60)
+    assert done[-2:] == ["ahead", "new"]
+    directory.close()
 
 
 def test_a_heap_that_comes_twice_under_the_same_names_goes_twice(launched):

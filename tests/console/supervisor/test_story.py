@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from console.diagnose.stall import Seen, limit_s
+import json
+import struct
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from console.diagnose.rules import HALTING
+from console.diagnose.stall import Seen, diagnose, disagreement, limit_s
+from console.diagnose.watch import Watchdog
+from console.plans import gates
 from console.supervisor.follow import Story
+from console.supervisor.watching import readings
+from trainers.contract import heartbeat, jsonl, pulse
 from trainers.contract.plan import Watch
 
 
@@ -49,3 +60,60 @@ def test_evaluation_and_saving_have_budgets_of_their_own():
     assert [limit(phase) for phase in ("eval", "save", "halt", "forward")] == [40, 50, 50, 10]
     assert limit("eval", 20.0) == 100
     assert limit_s(Seen(0, 1, "S", 9, "save", 0.0), Watch(startup_s=77)) == 77
+
+
+EXTREME = st.sampled_from([
+    1e308, -1e308, 5e-324, 1e300, 2**62, 2**63, -(2**62), 10**400, 0, -1, True, None, "nan", "inf",
+    "-inf", "x", [], {}, [1e308, 1e308], [[1e308]], ["nan"], [10**400],
+])  # fmt: skip
+FIGURES = (
+    "loss", "grad_norm", "toks_per_s", "steps_dt_s", "dt_fetch_s", "dt_forward_s", "dt_backward_s",
+    "dt_optimizer_s", "gate_entropy_mean", "gate_entropy_max", "gate_max_gate", "gpu_mem_reserved",
+    "gate_collapse_frac", "bytes_right", "exit_code", "error", "reason", "mono", "pid", "ts", "n",
+    "nonfinite_loss_steps", "overflow_steps",
+)  # fmt: skip
+RECORDS = st.lists(
+    st.tuples(
+        st.sampled_from(["progress", "exit", "halt", "error", "resume", "checkpoint", "boot"]),
+        st.integers(0, 2), st.integers(0, 60) | st.sampled_from([2**62, 10**12]),
+        st.dictionaries(st.sampled_from(FIGURES), EXTREME | st.floats() | st.integers()),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(RECORDS)
+def test_no_record_raises_in_what_watches(drawn):
+    told, dog = Story(), Watchdog(Watch(), dict.fromkeys(HALTING, "halt"))
+    for msg, rank, step, fields in drawn:
+        line = json.dumps({"v": 1, "attempt": 1, "ts": 1.0, "rank": rank, "step": step, "msg": msg}
+                          | fields)  # fmt: skip
+        given_record = jsonl.decode(line.encode())
+        accepted = heartbeat.accept(given_record) if given_record is not None else None
+        if accepted is not None:
+            told.take(accepted)
+    seen = tuple(
+        Seen(rank, 1, "S", 3, "forward", 1e6, 0, told.p99_s(rank, "forward"),
+             records_s=told.still_s(rank, 1e6)) for rank in range(3)
+    )  # fmt: skip
+    diagnose(seen, Watch(), 1.8e9)
+    for _ in range(3):
+        dog.look(readings(told, seen, {}, (), {}, stall_doubt=disagreement(seen)))
+    gates.evaluate(told.summary, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
+
+
+STEP_AT, SINCE_AT = 24, 40
+
+
+@given(st.binary(min_size=pulse.SIZE_BYTES, max_size=pulse.SIZE_BYTES),
+       st.floats(), st.floats(), st.integers(-(2**63), 2**63 - 1))  # fmt: skip
+def test_a_pulse_of_no_time_is_none(noise, since, beat, step):
+    sane = bytearray(pulse.PulseWriter(None, 0).memory)
+    struct.pack_into("<q", sane, STEP_AT, step)
+    struct.pack_into("<dd", sane, SINCE_AT, since, beat)
+    for data in (noise, bytes(sane)):
+        found = pulse.unpack(data)
+        if found is not None:
+            assert 0 <= found.since < pulse.LATEST_S
+            assert found.step >= 0

@@ -1,0 +1,364 @@
+"""Sources that lie, are gone, or belong to somebody else: nothing is killed, and it is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from console import actions
+from console.sources import process
+from console.sources.run import RunSource
+from tests.faults.scene import console, order, sentence_of, state_of, status
+from tests.launches import STUB, phase
+from trainers.contract import rundir
+
+WATCH = {"stall_floor_s": 1, "startup_s": 20, "grace_s": 1, "stall_act_s": 3}
+ON_STALL = {"when": "stall", "attempts": 3, "backoff_s": 0.2}
+ACTED_S = 6.0
+"""Longer than a restart by rule would take to come: three limits, and the looks."""
+decision = pytest.mark.decision
+
+
+@pytest.fixture
+def launch(begin, orders):
+    """Starts two ranks under the small torchrun that are restarted when they stall or crash."""
+
+    def start(**plan):
+        plan = {"restart": ON_STALL, "watch": WATCH} | plan
+        started = begin(phase("one", "obedient.py", 100_000, orders), shell=STUB, **plan)
+        started.wait_steps(5)
+        return started
+
+    return start
+
+
+def steps_on(started, pids, for_s=0.0) -> None:
+    """The same ranks live and step on, and nothing was done to them."""
+    until = time.monotonic() + for_s
+    while time.monotonic() < until:
+        assert started.pids() == pids, started.state()
+        time.sleep(0.2)
+
+    def newest() -> int:
+        path = rundir.heartbeat(started.run(), 0)
+        return json.loads(path.read_bytes().splitlines()[-1])["step"]
+
+    before = newest()
+    started.wait(lambda: newest() > before + 5, 20)
+    assert started.pids() == pids
+    assert all(process.state(pid) in "RSD" for pid in pids.values())
+    assert started.state()["attempt"] == 1
+
+
+def ends(scene, started) -> None:
+    assert started.ask("stop")["ok"]
+    started.wait_end()
+    scene.ended(started, "stopped", 4)
+
+
+LINES = ("Sending process 5 closing signal SIGTERM", "Received 15 death signal, shutting down")
+
+
+@decision("end-others", "lie")
+@pytest.mark.fault("e")
+def test_lines_in_torchruns_log_end_no_rank_and_refuse_no_restart(scene, launch, orders):
+    started = launch(restart={"when": "crash", "attempts": 3, "backoff_s": 0.2})
+    pids = started.pids()
+    for words in LINES:
+        order(orders, 1, f"speak {words}")
+    time.sleep(WATCH["grace_s"] + 1.5)
+    steps_on(started, pids)
+    assert started.state()["state"] == "running"
+    os.kill(pids[1], signal.SIGKILL)
+    started.wait(lambda: started.state()["attempt"] == 2 and started.pids(), 20)
+    scene.note("nothing to see; a rank that is killed then is restarted all the same")
+    ends(scene, started)
+
+
+@decision("end-others", "absent")
+@pytest.mark.fault("e", "an exit without a failure")
+def test_a_rank_that_ends_well_ends_no_other(scene, launch, orders):
+    started = launch(restart={"when": "never"}, watch=WATCH | {"stall_floor_s": 60})
+    pids = started.pids()
+    order(orders, 1, "exit 0")
+    started.wait(lambda: process.state(pids[1]) in (process.GONE, "Z"))
+    time.sleep(WATCH["grace_s"] + 1.5)
+    assert process.state(pids[0]) in "RS"
+    assert not [e for e in started.events(0) if e["kind"] == "alert"]
+    scene.note("nothing to see")
+    ends(scene, started)
+
+
+@decision("act-on-stall", "true")
+@pytest.mark.fault("h", "a real stall")
+def test_a_stall_that_pulses_and_records_show_is_restarted_in_time(scene, launch, orders):
+    started = launch()
+    begun = time.monotonic()
+    order(orders, 1, "sleep 3600")
+    started.wait(lambda: started.state()["attempt"] == 2 and started.pids(), 30)
+    scene.note("restart, by the watch rule stall", time.monotonic() - begun)
+    ends(scene, started)
+
+
+@decision("act-on-stall", "lie")
+@pytest.mark.fault("h", "pulse")
+def test_a_pulse_that_stands_still_while_records_show_steps_restarts_nothing(scene, launch, orders):
+    started = launch()
+    pids = started.pids()
+    words = scene.inject(started, lambda: order(orders, 1, "mute"), sentence_of("pulse"))
+    assert words.startswith("rank 1 records later steps than its pulse shows")
+    steps_on(started, pids, ACTED_S)
+    assert started.state()["state"] == "running"
+    ends(scene, started)
+
+
+@decision("act-on-figure", "lie")
+@pytest.mark.fault("h", "record")
+def test_a_nan_that_one_rank_alone_records_halts_nothing(scene, launch, orders):
+    rules = {"non_finite": {"action": "halt"}}
+    started = launch(watch=WATCH | {"stall_floor_s": 60, "rules": rules})
+    pids = started.pids()
+    lie = "figures " + json.dumps({"loss": "nan"})
+    words = scene.inject(
+        started, lambda: order(orders, 0, lie), sentence_of("non_finite-withheld")
+    )  # fmt: skip
+    assert words.startswith("halt withheld, one source alone says so: ")
+    steps_on(started, pids)
+    assert not (started.run() / rundir.HALT).exists()
+    order(orders, 1, lie)
+    started.wait_state("halted")
+    assert (started.run() / rundir.ANOMALY).read_text() == "nan_loss\n"
+    scene.ended(started, "halted", 4)
+
+
+@decision("act-on-stall", "absent")
+@pytest.mark.fault("f")
+def test_removed_shared_memory_stalls_and_restarts_nothing(scene, launch):
+    started = launch()
+    pids = started.pids()
+    live = started.state()["live_dir"]
+    words = scene.inject(started, lambda: shutil.rmtree(live), sentence_of("live-directory"))
+    assert "was removed while the run goes on" in words
+    steps_on(started, pids, ACTED_S)
+    state = RunSource(started.path).poll()
+    assert (state.state, state.step is not None) == ("running", True), state.why
+    assert not [e for e in started.events(0) if e["kind"] in ("verdict", "watch")]
+    ends(scene, started)
+
+
+@decision("own-directory", "absent")
+@pytest.mark.fault("g", "moved away, launched into again")
+def test_a_moved_launch_and_a_new_one_at_its_path_do_not_touch_each_other(
+    scene, begin, orders, tmp_path
+):
+    given = begin.options(phase("one", "obedient.py", 100_000, orders), watch=WATCH)
+    path, away = tmp_path / "here", tmp_path / "away"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+        first = begin.adopt(actions.launch(actions.LaunchOptions(given.plan, run_dir=path), "a"))
+        first.wait_steps(5)
+        pids, owner = first.pids(), first.plan_state["supervisor"]["pid"]
+        path.rename(away)
+        second = begin.adopt(actions.launch(actions.LaunchOptions(given.plan, run_dir=path), "b"))
+    first.path = away
+    second.wait_steps(5)
+    records = rundir.heartbeat(second.run(), 0).read_bytes()
+    assert {json.loads(line)["pid"] for line in records.splitlines()} == {second.pids()[0]}
+    assert second.ask("stop")["ok"]
+    second.wait_end()
+    assert second.plan_state["supervisor"]["pid"] != owner
+    assert all(process.state(pid) in "RSD" for pid in pids.values())
+    told = first.wait(lambda: [e for e in first.events(0) if e.get("alert") == "own-directory"])
+    shutil.rmtree(path)
+    away.rename(path)
+    first.path = path
+    steps_on(first, pids)
+    scene.note(told[0]["text"])
+    ends(scene, first)
+
+
+@decision("own-directory", "lie")
+@pytest.mark.fault("g", "replaced by a copy of a stopped one")
+def test_a_copy_of_a_stopped_launch_in_its_place_stops_nothing(scene, begin, launch, tmp_path):
+    stopped = launch()
+    assert stopped.ask("halt")["ok"]
+    stopped.wait_end()
+    started = launch()
+    pids, away = started.pids(), tmp_path / "away"
+    path = started.path
+    path.rename(away)
+    shutil.copytree(stopped.path, path)
+    shutil.copyfile(away / rundir.LOCK, path / rundir.LOCK)
+    request = {"v": 1, "id": "planted", "action": "kill", "args": {"yes": True}, "by": "x",
+               "ts": time.time()}  # fmt: skip
+    rundir.write_json(path / "0-one" / rundir.REQUESTS / "planted.json", request)
+    time.sleep(3)
+    assert all(process.state(pid) in "RSD" for pid in pids.values())
+    assert (path / "0-one" / rundir.REQUESTS / "planted.json").exists()
+    shutil.rmtree(path)
+    away.rename(path)
+    steps_on(started, pids)
+    scene.note("nothing in the copy is obeyed")
+    ends(scene, started)
+
+
+@decision("own-directory", "true")
+@pytest.mark.fault("n")
+def test_a_halt_file_in_the_launch_directory_halts_the_run_and_the_plan(scene, begin, orders):
+    started = begin(phase("one", "obedient.py", 100_000, orders),
+                    phase("two", "obedient.py", 5, orders), shell=STUB, watch=WATCH)  # fmt: skip
+    started.wait_steps(5)
+    scene.inject(started, (started.path / rundir.HALT).touch, state_of("halted"))
+    ended = started.wait_end()
+    assert [entry["state"] for entry in ended["phases"]] == ["halted", "later"]
+    why = scene.ended(started, "halted", 4)
+    assert "asked by .HALT in the launch directory" in why
+    scene.note(why, scene.seen_s)
+
+
+CLAIMS = (
+    {"steps_dt_s": [1e308, 1e308]}, {"loss": 1e308, "grad_norm": -1e308, "toks_per_s": 1e308},
+    {"step": 2**62, "attempt": 1}, {"attempt": 2**60}, {"ts": 1e308}, {"ts": -1e308},
+    {"dt_forward_s": 1e308, "dt_fetch_s": 1e308, "steps_dt_s": [1e-308]},
+    {"gate_entropy_mean": 1e308, "gate_entropy_layers": [[1]], "step": 3.5},
+)  # fmt: skip
+
+
+@pytest.mark.fault("i")
+def test_records_that_no_program_writes_harm_nobody(scene, launch, orders):
+    started = launch(watch=WATCH | {"stall_floor_s": 60})
+    pids = started.pids()
+    for claim in CLAIMS:
+        order(orders, 1, f"claim {json.dumps(claim)}")
+    time.sleep(2)
+    steps_on(started, pids)
+    assert status(started.path)[1]["state"] == "running"
+    watchdog = subprocess.Popen(
+        ["timeout", "--signal=TERM", "3", "nsa-console", "watchdog", str(started.path)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) if shutil.which("nsa-console") else None  # fmt: skip
+    if watchdog is not None:
+        assert "Traceback" not in watchdog.communicate()[1]
+    scene.note("nothing to see")
+    ends(scene, started)
+
+
+@pytest.mark.fault("j")
+def test_signals_that_mean_nothing_do_not_end_the_supervisor(scene, launch):
+    started = launch()
+    pids, owner = started.pids(), started.plan_state["supervisor"]
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGALRM, signal.SIGHUP,
+                   signal.SIGRTMIN + 1, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO,
+                   signal.SIGPWR, signal.SIGXCPU):  # fmt: skip
+        os.kill(owner["pid"], number)
+        time.sleep(0.05)
+    assert rundir.is_alive(owner)
+    steps_on(started, pids)
+    scene.note("nothing to see")
+    ends(scene, started)
+
+
+@decision("restart", "absent")
+@pytest.mark.fault("k")
+def test_a_restart_waits_for_a_directory_that_cannot_be_read(scene, launch):
+    started = launch()
+    born = started.run() / rundir.RUN
+    kept = born.read_bytes()
+    born.unlink()
+    born.mkdir()
+    scene.inject(
+        started, lambda: os.kill(started.pids()[1], signal.SIGKILL), sentence_of("restart-waits")
+    )
+    time.sleep(2)
+    assert started.state()["attempt"] == 2
+    born.rmdir()
+    born.write_bytes(kept)
+    started.wait(lambda: started.pids() and started.state()["state"] == "running", 20)
+    assert started.state()["attempt"] == 2
+    ends(scene, started)
+
+
+@decision("restart", "lie")
+@pytest.mark.fault("k", "of another run")
+def test_no_attempt_begins_in_the_directory_of_another_run(scene, launch):
+    started = launch()
+    token = started.token()
+    born = rundir.read_json(started.run() / rundir.RUN)
+    born["environment"]["NSA_CONSOLE_TOKEN"] = "0123456789abcdef"
+    rundir.write_json(started.run() / rundir.RUN, born)
+    os.kill(started.pids()[1], signal.SIGKILL)
+    ended = started.wait_end()
+    assert "belongs to another run; no further attempt begins" in ended["why"]
+    assert not process.with_token(token)
+    scene.note(ended["why"])
+
+
+@decision("restart", "true")
+@pytest.mark.fault("o")
+def test_other_code_at_a_restart_is_said(scene, begin, orders, tmp_path):
+    script = tmp_path / "repository" / "obedient.py"
+    script.parent.mkdir()
+    shutil.copy("tests/programs/obedient.py", script)
+    git = ["git", "-C", str(script.parent), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    one = {"name": "one", "script": str(script), "args": ["100000", str(orders)]}
+    started = begin(one, shell=STUB, watch=WATCH, restart=ON_STALL)
+    started.wait_steps(5)
+    first = started.wait(lambda: started.state().get("git"))
+    assert len(first["sha"]) == 40
+    script.write_text(script.read_text() + "# changed\n")
+    words = scene.inject(
+        started, lambda: os.kill(started.pids()[1], signal.SIGKILL), sentence_of("code-changed")
+    )
+    assert words.startswith("the code changed since the last attempt or supervisor: commit ")
+    again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["git"] != first and s)
+    assert (again["git"]["dirty"], again["ended"][0]["sha"]) == (True, first["sha"])
+    ends(scene, started)
+
+
+@decision("stop", "true")
+@pytest.mark.fault("l")
+def test_a_stop_of_a_stalled_run_says_nothing_untrue(scene, launch, orders):
+    started = launch(restart={"when": "never"}, watch=WATCH | {"grace_s": 2})
+    order(orders, 0, "deaf")
+    order(orders, 1, "sleep 3600")
+    started.wait_state("stalled")
+    assert started.ask("stop", started.run())["ok"]
+    started.wait_end()
+    events = [e["text"] for e in started.events(0) if e["kind"] in ("alert", "clear")]
+    assert not [text for text in events if "torchrun" in text and "gone" in text], events
+    assert "the ranks step again" not in events
+    scene.note(scene.ended(started, "stopped", 4))
+
+
+@decision("stop", "lie")
+@pytest.mark.fault("26", "a stop")
+def test_a_process_with_another_token_is_not_stopped(scene, launch):
+    started = launch()
+    stranger = subprocess.Popen(
+        ["sleep", "60"], env={**os.environ, "NSA_CONSOLE_TOKEN": "0123456789abcdef"}
+    )
+    try:
+        ends(scene, started)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+    scene.note("only the processes of the run were ended")
+
+
+@decision("stop", "absent")
+@pytest.mark.fault("l", "nothing to signal")
+def test_a_stop_of_a_run_that_has_ended_signals_nobody(scene, launch):
+    started = launch()
+    ends(scene, started)
+    code, _, errors = console("stop", started.path)
+    assert (code, "Traceback" in errors) == (4, False)
+    scene.note(errors.strip())
