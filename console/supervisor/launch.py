@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,7 +141,7 @@ class Launch:
         if not self._dumps.busy:
             acts, self._acts = self._acts, []
             for of, change in acts:
-                if of is run and not run.over:
+                if of is run and not run.over and run.attempt.watching.is_raised(change.rule.name):
                     self._act(run, change)
 
     def _act(self, run: Run, change: Change) -> None:
@@ -152,15 +153,13 @@ class Launch:
         word = f"{rule.anomaly or rule.name}\n"
         self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
         if action == "halt":
-            self._directory.ask(path, rundir.HALT, by, lambda why: self._halt_run(run, by, why))
+            self._leave_halt(run, by, partial(self._note_refusal, run))
         else:
             self._end_by(action, by)
 
-    def _halt_run(self, run: Run, by: str, why_not: str) -> None:
-        """Takes that `.HALT` is there, unless the run is another one by now."""
-        if run is not self.run:
-            return
-        done, text, _ = self._halted(by, why_not)
+    def _note_refusal(self, run: Run, outcome: Outcome) -> None:
+        """Says that a halt which nobody waits for was not possible."""
+        done, text, _ = outcome
         if not done:
             run.event("note", text, "crit")
 
@@ -274,13 +273,11 @@ class Launch:
         """Halts the present run for a `.HALT` in the launch directory: once, whoever wrote it."""
         if self._halt_taken or self.state == "ended":
             return
-        self._halt_taken = True
-        by = f"{rundir.HALT} in the launch directory"
+        self._halt_taken, by = True, f"{rundir.HALT} in the launch directory"
         if self.run is None:
             self._end_by("halt", by)
-            return
-        run = self.run
-        self._directory.ask(run.path, rundir.HALT, by, lambda why: self._halt_run(run, by, why))
+        else:
+            self._leave_halt(self.run, by, partial(self._note_refusal, self.run))
 
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Nobody's question is left without an answer: after the end it looks until none is new."""
@@ -301,10 +298,7 @@ class Launch:
         """Leaves `.HALT` first; the answer follows."""
         if self.run is None:
             return self._do_end(request)
-        self._directory.ask(
-            self.run.path, rundir.HALT, request.by,
-            lambda why: self._mailbox.answer(request, self._halted(request.by, why)),
-        )  # fmt: skip
+        self._leave_halt(self.run, request.by, partial(self._mailbox.answer, request))
         return None
 
     def _do_ask(self, request: Request) -> Outcome | None:
@@ -319,11 +313,16 @@ class Launch:
         )  # fmt: skip
         return None
 
-    def _halted(self, by: str, why_not: str) -> Outcome:
-        """Takes that `.HALT` is there; what could not be written was not asked of the ranks."""
-        if why_not:
-            return False, f"{why_not}, stop sends them TERM", []
-        return True, self._end_by("halt", by), []
+    def _leave_halt(self, run: Run, by: str, then: Callable[[Outcome], object]) -> None:
+        """Writes `.HALT` for the ranks; what could not be written was not asked of them."""
+
+        def told(why_not: str) -> None:
+            if why_not:
+                then((False, f"{why_not}, stop sends them TERM", []))
+            else:
+                then((True, self._end_by("halt", by), []))
+
+        self._directory.ask(run.path, rundir.HALT, by, told)
 
     def _do_end(self, request: Request) -> Outcome:
         return True, self._end_by(request.action, request.by), []

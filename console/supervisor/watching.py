@@ -75,6 +75,10 @@ class Watching:
         elif not unseen:
             self._alerts.clear(PULSE, "every rank has a pulse that fits its records")
 
+    def is_raised(self, rule: str) -> bool:
+        """Says whether a rule is raised at this moment: its cause may have gone since it acted."""
+        return rule in self._dog.open()
+
     def take_acts(self) -> list[Change]:
         """Returns what the rules want done since the last call."""
         acts, self._acts = self._acts, []
