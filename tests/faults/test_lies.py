@@ -201,11 +201,13 @@ def test_a_copy_of_a_stopped_launch_in_its_place_stops_nothing(scene, begin, lau
     time.sleep(3)
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     assert (path / "0-one" / rundir.REQUESTS / "planted.json").exists()
-    shutil.rmtree(path)
-    away.rename(path)
-    steps_on(started, pids)
-    scene.note("nothing in the copy is obeyed")
-    ends(scene, started)
+    started.path = away
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGTERM)
+    started.wait(lambda: not rundir.is_alive(owner), 20)
+    assert not process.with_token(started.token())
+    assert (path / "0-one" / rundir.REQUESTS / "planted.json").exists()
+    scene.note("nothing in the copy is obeyed; TERM to the supervisor ends the ranks")
 
 
 @decision("own-directory", "true")
