@@ -21,7 +21,7 @@ from types import FrameType
 
 from console import settings
 from console.sources.nvml import Nvml
-from console.supervisor import orders
+from console.supervisor import lock, orders
 from console.supervisor.attempt import Services
 from console.supervisor.directory import Directory
 from console.supervisor.hooks import Hooks
@@ -79,12 +79,27 @@ def _wake(fd: int) -> None:
         os.write(fd, b"\0")
 
 
-def supervise(path: Path, adopt: str | None) -> None:
+def take_lock(fd: int | None) -> str:
+    """Names this process in the lock that it inherited; returns the token in it, "" without one.
+
+    Raises RefusedError when it cannot be written.
+    """
+    if fd is None:
+        return ""
+    os.set_inheritable(fd, False)
+    try:
+        return lock.take_over(fd)
+    except OSError as error:
+        raise RefusedError(f"cannot write the owner into the lock: {error.strerror}") from error
+
+
+def supervise(path: Path, adopt: str | None, lock_fd: int | None) -> None:
     """Runs the phases of a launch, or goes on with one whose supervisor is gone.
 
     `adopt` is then the hook of who asked for it, as JSON. Raises ContractError when plan.json
     cannot be used.
     """
+    lock_token = take_lock(lock_fd)
     given, held = orders.load(path), None
     if adopt is not None:
         given = replace(given, hook=settings.parse(json.loads(adopt), "--adopt"))
@@ -100,9 +115,10 @@ def supervise(path: Path, adopt: str | None) -> None:
     directory, nvml = Directory(lambda: _wake(wake_write)), Nvml()
     nvml.start()
     hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
+    services = Services(directory, nvml, poller, hooks, lock_token)
     launch: Launch | None = None
     try:
-        launch = Launch(path, given, Services(directory, nvml, poller, hooks), held)
+        launch = Launch(path, given, services, held)
         while not launch.over:
             ready = poller.poll(math.ceil(launch.pause_s * 1000))
             if any(fd == wake_read for fd, _ in ready):
@@ -134,12 +150,10 @@ def main() -> int:
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the launch's lock")
     parser.add_argument("--adopt", metavar="HOOK", help="go on with a launch left behind")
     options = parser.parse_args()
-    if options.lock_fd is not None:
-        os.set_inheritable(options.lock_fd, False)
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
     try:
-        supervise(options.launch, options.adopt)
+        supervise(options.launch, options.adopt, options.lock_fd)
     except ContractError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code

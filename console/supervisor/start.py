@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from console.settings import Hook
-from console.supervisor import inheritance
+from console.supervisor import inheritance, lock
 from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
 from trainers.contract import jsonl, rundir
@@ -185,14 +185,6 @@ class Claim:
             os.close(fd)
         return True
 
-    def name_owner(self, pid: int, launch: str) -> None:
-        """Writes who holds the lock into it, in place: the lock belongs to the file."""
-        held = rundir.identity(pid) | {
-            "user": user_name(), "since_ts": time.time(), "launch": launch,
-        }  # fmt: skip
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, jsonl.encode(held), 0)
-
     def release(self) -> None:
         """Lets go of the lock; whoever inherited its descriptor keeps it."""
         if self.fd >= 0:
@@ -220,6 +212,7 @@ def start(directory: Path, given: Orders) -> None:
     claim.take()
     try:
         rundir.write_json(directory / rundir.PLAN, record)
+        lock.claim(claim.fd, given.launch, user_name())
         if claim.cleared:
             _say_cleared(directory, claim.cleared)
         log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
@@ -228,7 +221,6 @@ def start(directory: Path, given: Orders) -> None:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     try:
         process = _spawn(directory, log, claim.fd)
-        claim.name_owner(process.pid, given.launch)
         _wait_until_ready(process, directory)
     except ContractError:
         claim.undo()
@@ -262,9 +254,9 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     claim.take()
     try:
         _check_adoptable(directory, launch, sure)  # again: now nobody else writes
+        lock.claim(claim.fd, launch, user_name())
         log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
         process = _spawn(directory, log, claim.fd, "--adopt", json.dumps(hook.as_dict()))
-        claim.name_owner(process.pid, launch)
         _wait_until_ready(process, directory)
     except OSError as error:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error

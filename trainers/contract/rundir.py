@@ -143,6 +143,11 @@ def read_json(
     return jsonl.decode(data) if len(data) <= limit else None
 
 
+def lock_token(launch: Path) -> str:
+    """Returns the token of the supervisor that owns a launch directory, "" without one."""
+    return jsonl.text(read_json(launch / LOCK, below=launch) or {}, "token")
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replaces `path` as a whole: temporary name, fsync, rename. Raises OSError."""
     if isinstance(data, str):

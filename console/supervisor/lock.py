@@ -1,0 +1,46 @@
+"""What stands in the lock file of a launch: its owner, and the token of this ownership.
+
+The flock says whether the owner lives, the token which owner it is: a copy of the directory has
+the token and no flock, another launch at the same path has another token.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import Any
+
+from trainers.contract import jsonl, rundir
+
+MAX_BYTES = 1 << 16
+
+
+def read(fd: int) -> dict[str, Any]:
+    """Returns the owner in the lock file, {} for anything else. Raises OSError."""
+    return jsonl.decode(os.pread(fd, MAX_BYTES, 0)) or {}
+
+
+def claim(fd: int, launch: str, user: str) -> None:
+    """Names this process as the owner, with a new token. Raises OSError."""
+    held = {"user": user, "since_ts": time.time(), "launch": launch, "token": secrets.token_hex(8)}
+    _write(fd, rundir.identity() | held)
+
+
+def take_over(fd: int) -> str:
+    """Names this process as the owner in the place of its launcher; returns the token.
+
+    Raises OSError.
+    """
+    held = read(fd)
+    _write(fd, held | rundir.identity())
+    return jsonl.text(held, "token")
+
+
+def _write(fd: int, record: dict[str, Any]) -> None:
+    """Replaces the content in place: the flock belongs to the file. A reader never finds half."""
+    data = jsonl.encode(record)
+    old = min(os.fstat(fd).st_size, MAX_BYTES)
+    # The room that the file has is kept until the new content stands: a full disk takes it.
+    os.pwrite(fd, data.ljust(old), 0)
+    os.ftruncate(fd, len(data))
