@@ -166,10 +166,10 @@ def rank_line(rank: Rank) -> str:
     where = "no pulse"
     if rank.pulse is not None:
         pulse = rank.pulse
-        where = f"step {pulse.step:,} {pulse.phase} since {duration(pulse.since_s)}"
-    parts = [f"rank {rank.rank} pid {rank.pid} {rank.state or '?'}  {where}"]
-    if rank.exit:
-        parts = [f"rank {rank.rank} pid {rank.pid} {rank.exit}"]
+        since = "" if pulse.since_s is None else f" since {duration(pulse.since_s)}"
+        where = f"step {pulse.step:,} {pulse.phase}{since}"
+    name = f"rank {rank.rank} pid {rank.pid}" if rank.pid else f"rank {rank.rank}"
+    parts = [f"{name} {rank.exit}" if rank.exit else f"{name} {rank.state or '?'}  {where}"]
     if rank.cpu_pct is not None:
         parts.append(f"CPU {rank.cpu_pct:.0f} %")
     if rank.rss_mib is not None:

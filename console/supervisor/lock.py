@@ -6,14 +6,30 @@ the token and no flock, another launch at the same path has another token.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import time
+from pathlib import Path
 from typing import Any
 
 from trainers.contract import jsonl, rundir
 
 MAX_BYTES = 1 << 16
+
+
+def is_held(launch: Path) -> bool:
+    """Says whether a process holds the lock of a launch directory; no process on another host."""
+    fd = jsonl.open_regular(launch / rundir.LOCK)
+    if fd is None:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def read(fd: int) -> dict[str, Any]:

@@ -41,10 +41,14 @@ def owner(directory: Path) -> str:
     held = rundir.read_json(directory / rundir.LOCK)
     if not held:
         return "another launch that is just starting"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(jsonl.number(held, "since_ts") or 0))
+    try:
+        at = time.gmtime(jsonl.number(held, "since_ts"))
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", at)
+    except (ValueError, OverflowError, OSError):
+        since = "an unknown time"
     user = jsonl.text(held, "user", "?")[:80]
     launch, host = jsonl.text(held, "launch", "?")[:200], jsonl.text(held, "host", "?")[:200]
-    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since} UTC"
+    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since}"
 
 
 BEFORE_THE_START = frozenset(
@@ -99,8 +103,12 @@ class Claim:
             raise
         for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
             self._clear_half_written(folder)
-        if not self._adopt:
-            self._clear()
+        try:
+            if not self._adopt:
+                self._clear()
+        except OSError as error:
+            self.release()
+            raise RefusedError(f"cannot clear {self.directory}: {error.strerror}") from error
 
     def _never_began(self, names: list[str]) -> bool:
         """Says whether all that is there was left by a launch that no supervisor took over."""
@@ -172,18 +180,7 @@ class Claim:
 
     def is_free(self) -> bool:
         """Says whether nobody else holds the lock."""
-        if self.fd >= 0:
-            return True
-        fd = jsonl.open_regular(self.directory / rundir.LOCK)
-        if fd is None:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-        return True
+        return self.fd >= 0 or not lock.is_held(self.directory)
 
     def release(self) -> None:
         """Lets go of the lock; whoever inherited its descriptor keeps it."""
@@ -194,7 +191,8 @@ class Claim:
     def undo(self) -> None:
         """Removes what this launch wrote, and the directory if it made it."""
         for name in (*BEFORE_THE_START - {rundir.REQUESTS}, rundir.PLAN_STATE):
-            (self.directory / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # why the launch failed is the sentence to say
+                (self.directory / name).unlink()
         self.release()
         for folder in (self.directory / rundir.REQUESTS, self.directory if self._made else None):
             with contextlib.suppress(OSError):
@@ -237,11 +235,10 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     supervisor does not come up.
     """
     rundir.check_ours(directory)
-    held = rundir.read_json(directory / rundir.PLAN)
-    if held is None:
+    held = inheritance.document(directory, rundir.PLAN)
+    if not held:
         raise RefusedError(f"{directory} holds no launch to take over")
-    for name in (rundir.PLAN, rundir.PLAN_STATE):
-        inheritance.document(directory, name)
+    inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
     _check_adoptable(directory, launch, sure)
     claim = Claim(directory, adopt=True)

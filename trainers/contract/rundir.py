@@ -11,6 +11,7 @@ import errno
 import functools
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ TORCHRUN_LOG = "torchrun.log"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES = 4 << 20
+RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
+"""The name of a run's directory in its launch: what a document names otherwise is not followed."""
 
 
 def heartbeat(run: Path, rank: int) -> Path:
