@@ -68,7 +68,10 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
     gates_failed = any(gate.result != "pass" for gate in state.gates)
-    if code == 0 and (gates_failed or state.state in UNHEALTHY_STATES):
+    unknown = (
+        state.state == "queued" and state.launch is not None and state.launch.state == "unknown"
+    )
+    if code == 0 and (gates_failed or unknown or state.state in UNHEALTHY_STATES):
         return NOT_GOOD
     return code
 
@@ -289,4 +292,6 @@ def is_over(state: RunState) -> bool:
         return over
     if state.launch.under_way:
         return False
+    if state.launch.state == "unknown":
+        return over
     return over or state.launch.state == "ended" or state.state == "queued"

@@ -109,7 +109,7 @@ def _all(root: Path) -> list[Known]:
 
 def _candidates(root: Path) -> list[Path]:
     found = []
-    for name in _names(root):
+    for name in sorted(_names(root), key=lambda name: (root / name).is_symlink()):
         names = _names(root / name)
         if rundir.PLAN in names:
             found.append(root / name)

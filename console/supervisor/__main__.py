@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the launch's lock")
     parser.add_argument("--adopt", metavar="HOOK", help="go on with a launch left behind")
     options = parser.parse_args()
+    rundir.keep_own_rights()
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
     try:

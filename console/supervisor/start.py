@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import pwd
 import stat
@@ -42,7 +43,8 @@ def owner(directory: Path) -> str:
     if not held:
         return "another launch that is just starting"
     try:
-        at = time.gmtime(jsonl.number(held, "since_ts"))
+        ts = jsonl.number(held, "since_ts")
+        at = time.gmtime(math.nan if ts is None else ts)
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", at)
     except (ValueError, OverflowError, OSError):
         since = "an unknown time"

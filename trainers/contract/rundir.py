@@ -191,6 +191,12 @@ def open_append(path: Path) -> int:
     return fd
 
 
+def keep_own_rights() -> None:
+    """Gives this process a umask with which its own files stay open to it, and are not to all."""
+    mask = os.umask(0o077) & 0o077
+    os.umask(mask or 0o022)
+
+
 def make_directory(path: Path) -> None:
     """Creates a directory of mode 0700, parents too; one that is there gets this mode.
 
