@@ -128,7 +128,7 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     path = Path(name)
     there = path.is_dir()
     if there and (is_launch(path) or is_run(path)):
-        if act or "/" not in name:
+        if not path.is_absolute() and (act or "/" not in name):
             _check_no_other(name, path, _all(root))
         return path
     held = _all(root)

@@ -159,7 +159,9 @@ def test_a_latest_that_is_not_certain_is_refused_with_both(tmp_path, capsys, cre
 
 
 @pytest.mark.decision("target-latest", "absent")
-@pytest.mark.parametrize("created", [None, "x", "nan", 1e300, -5.0, 7.0, NOW + 1e6])
+@pytest.mark.parametrize(
+    "created", [None, "x", "nan", 1e300, -5.0, 7.0, pytest.param(NOW + 1e6, id="later")]
+)
 def test_without_a_sane_creation_time_the_stamp_tells_and_an_action_is_refused(tmp_path, created):
     old = made(tmp_path / "20200101-000000", "old", created, NOW - 5)
     new = made(tmp_path / "20200102-000000", "new", None, NOW - 9)
