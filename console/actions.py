@@ -11,26 +11,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from console import settings
-from console.model import LIVE_STATES, State
+from console import settings, targets
 from console.plain import shell_line
 from console.plans import catalog, preflight
 from console.plans.preflight import Check
 from console.sources import launches
-from console.sources.run import RunSource
 from console.supervisor import orders, start
 from console.supervisor.orders import Orders
-from console.supervisor.requests import ACTIONS, Action, Mailbox, check
+from console.supervisor.requests import ACTIONS, check
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
-from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
+from trainers.contract.errors import RefusedError, UsageError, did_you_mean
 from trainers.contract.plan import BETWEEN, Between, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 ANSWER_POLL_S = 0.05
-WHO_SERVES_BYTES = 8 << 20
-"""Of a run's records, enough to tell whether a supervisor serves it."""
-UNSERVED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
-"""In these no supervisor answers; ranks may live, also where this host cannot see them."""
 
 
 def who() -> str:
@@ -219,6 +213,7 @@ def adopt(path: Path, sure: bool = False) -> str:
     top = launches.launch_of(path)
     if top is None:
         raise RefusedError(f"{path} belongs to no launch, so no supervisor can take it over")
+    launches.check_in_place(top)
     return f"a new supervisor watches {start.adopt(top, settings.load(), sure)}"
 
 
@@ -232,27 +227,29 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     supervisor would take writes `.HALT` itself and returns "".
     """
     converted = check(action, args)
-    folder, mailbox = _mailbox(path, ACTIONS[action])
+    folder, box = targets.mailbox(path, ACTIONS[action])
     rundir.check_ours(folder)
-    run = _run_to_halt(path) if action == "halt" else None
-    if run is not None and RunSource(run, WHO_SERVES_BYTES).poll().state in UNSERVED_STATES:
+    launches.check_in_place(path)
+    run = targets.run_to_halt(path) if action == "halt" else None
+    if run is not None and targets.is_unserved(run, folder, box):
         halt(run, by)
         return ""
-    supervisor = _must_be_served(folder, mailbox)
+    supervisor = targets.supervisor(folder, box)
     name = f"{time.time_ns() // 1_000_000}-{secrets.token_hex(4)}"
     record = {
         "v": VERSION, "id": name, "action": action, "args": converted, "by": by, "ts": time.time(),
     }  # fmt: skip
-    box = folder / rundir.REQUESTS
+    requests = folder / rundir.REQUESTS
     try:
-        box.mkdir(mode=0o700, exist_ok=True)
-        rundir.check_ours(box)
-        rundir.write_atomic(box / f"{name}.json", jsonl.encode(record))
+        requests.mkdir(mode=0o700, exist_ok=True)
+        rundir.check_ours(requests)
+        rundir.write_atomic(requests / f"{name}.json", jsonl.encode(record))
     except OSError as error:
-        if run is None:
+        if run is None or supervisor.host:
             raise RefusedError(
-                f"cannot write a request into {box}: {error.strerror}; without one, "
-                f"kill -TERM {supervisor} (its supervisor) stops the run"
+                f"cannot write a request into {requests}: {error.strerror}; without one, "
+                f"kill -TERM {supervisor.pid} (its supervisor"
+                f"{f' on {supervisor.host}' if supervisor.host else ''}) stops the run"
             ) from error
         halt(run, by)
         return ""
@@ -280,56 +277,6 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
         if time.monotonic() >= deadline:
             return None
         time.sleep(ANSWER_POLL_S)
-
-
-def _current_run(top: Path) -> Path:
-    """Returns the run of a launch's current phase. Raises NotFoundError before there is one."""
-    state = rundir.read_json(top / rundir.PLAN_STATE) or {}
-    index, phases = jsonl.integer(state, "phase"), state.get("phases")
-    if index is not None and isinstance(phases, list) and 0 <= index < len(phases):
-        entry = phases[index]
-        name = jsonl.text(entry, "dir") if isinstance(entry, dict) else ""
-        if name and "/" not in name and (top / name).is_dir():
-            return top / name
-    raise NotFoundError(f"the launch {launches.launch_id(top)} has no run yet")
-
-
-def _mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns the folder whose mailbox takes the action, and which kind it is."""
-    top = launches.launch_of(path)
-    here: Mailbox = "launch" if top == path else "run"
-    if here in action.mailboxes:
-        return path, here
-    if here == "launch":
-        return _current_run(path), "run"
-    if top is None:
-        raise RefusedError(f"{path} belongs to no launch, so it takes no {action.name}")
-    return top, "launch"
-
-
-def _must_be_served(folder: Path, mailbox: Mailbox) -> int:
-    """Returns the pid of the supervisor that looks into the mailbox; RefusedError without one."""
-    name = launches.launch_id(folder) if mailbox == "launch" else folder.name
-    document = rundir.PLAN_STATE if mailbox == "launch" else rundir.SUPERVISOR
-    record = rundir.read_json(folder / document) or {}
-    state, why = jsonl.text(record, "state"), jsonl.text(record, "why")
-    over = state == "ended" if mailbox == "launch" else state not in LIVE_STATES
-    if over:
-        raise RefusedError(f"{name} is over ({why or state or 'no state'}); nothing was asked")
-    owner = jsonl.mapping(record, "supervisor") if mailbox == "launch" else record
-    if not rundir.is_alive(owner):
-        top = launches.launch_of(folder)
-        advice = f"; nsa-console adopt {shlex.quote(str(top))} gives it a new one" if top else ""
-        raise RefusedError(f"the supervisor of {name} is gone, so nobody would answer{advice}")
-    return owner["pid"]
-
-
-def _run_to_halt(path: Path) -> Path | None:
-    """Returns the run whose ranks a halt stops, None before a launch has one."""
-    try:
-        return _current_run(path) if launches.is_launch(path) else path
-    except NotFoundError:
-        return None
 
 
 def halt(run: Path, by: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from console.commands import output
 from console.commands.output import OutputError
 from console.sources import launches
-from trainers.contract import environ
+from trainers.contract import environ, rundir
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns a documented exit code, never a traceback for bad input."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
+    rundir.keep_own_rights()
     options = argparse.Namespace()
     try:
         parser = build_parser()

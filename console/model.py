@@ -49,13 +49,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Where a rank is. `since_s` for how long in this phase, `age_s` how old the reading is."""
+    """Where a rank is. `since_s` for how long in this phase, `age_s` how old the reading is.
+
+    Of a run that has ended no time goes on; a program that counts no collectives has None.
+    """
 
     step: int
     phase: str
-    since_s: float
+    since_s: float | None
     age_s: float
-    collectives: int
+    collectives: int | None
     device_step: int
     device_phase: str
     live: bool

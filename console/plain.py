@@ -68,7 +68,10 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
     gates_failed = any(gate.result != "pass" for gate in state.gates)
-    if code == 0 and (gates_failed or state.state in UNHEALTHY_STATES):
+    unknown = (
+        state.state == "queued" and state.launch is not None and state.launch.state == "unknown"
+    )
+    if code == 0 and (gates_failed or unknown or state.state in UNHEALTHY_STATES):
         return NOT_GOOD
     return code
 
@@ -166,10 +169,10 @@ def rank_line(rank: Rank) -> str:
     where = "no pulse"
     if rank.pulse is not None:
         pulse = rank.pulse
-        where = f"step {pulse.step:,} {pulse.phase} since {duration(pulse.since_s)}"
-    parts = [f"rank {rank.rank} pid {rank.pid} {rank.state or '?'}  {where}"]
-    if rank.exit:
-        parts = [f"rank {rank.rank} pid {rank.pid} {rank.exit}"]
+        since = "" if pulse.since_s is None else f" since {duration(pulse.since_s)}"
+        where = f"step {pulse.step:,} {pulse.phase}{since}"
+    name = f"rank {rank.rank} pid {rank.pid}" if rank.pid else f"rank {rank.rank}"
+    parts = [f"{name} {rank.exit}" if rank.exit else f"{name} {rank.state or '?'}  {where}"]
     if rank.cpu_pct is not None:
         parts.append(f"CPU {rank.cpu_pct:.0f} %")
     if rank.rss_mib is not None:
@@ -289,4 +292,6 @@ def is_over(state: RunState) -> bool:
         return over
     if state.launch.under_way:
         return False
+    if state.launch.state == "unknown":
+        return over
     return over or state.launch.state == "ended" or state.state == "queued"

@@ -16,7 +16,7 @@ PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / r
 STDLIB = sys.stdlib_module_names
 FLOORS = (
     "model", "decisions", "causes", "ending", "settings", "plain", "history", "sources", "diagnose",
-    "plans", "supervisor", "actions", "tui", "commands", "cli",
+    "plans", "supervisor", "targets", "actions", "tui", "commands", "cli",
 )  # fmt: skip
 
 

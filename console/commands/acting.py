@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from console import actions
+from console import actions, targets
 from console.actions import LaunchOptions
 from console.commands.looking import follow
 from console.commands.output import program, say, show
@@ -14,6 +14,7 @@ from console.commands.patience import within
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
+from console.supervisor.requests import ACTIONS
 from trainers.contract.errors import ContractError, UsageError
 
 SPARE_S = 1.0
@@ -55,7 +56,7 @@ def launch(options: argparse.Namespace) -> int:
 
 def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
     """Sends one request and prints the answer. Raises ContractError when none comes in time."""
-    path = launches.find(options.run, options.root)
+    path = launches.find(options.run, options.root, act=True)
 
     def sent_and_answered() -> dict[str, Any] | None:
         request = actions.send(path, action, args, actions.who())
@@ -70,8 +71,10 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
             f"{action} arrives is open; ask again when it does"
         ) from None
     if event is None:
+        host = targets.host_of(path, ACTIONS[action])
+        of = f" from the supervisor on {host}, and nothing else was done" if host else ""
         raise ContractError(
-            f"no answer to {action} {limit}; the request stays and may be executed yet, see "
+            f"no answer to {action} {limit}{of}; the request stays and may be executed yet, see "
             f"nsa-console status {options.run}"
         )
     detail = (f"  {clean(str(line))}" for line in event.get("detail") or ())
@@ -81,7 +84,7 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
 
 def adopt(options: argparse.Namespace) -> int:
     """Gives a run whose supervisor is gone a new one."""
-    text = actions.adopt(launches.find(options.run, options.root), options.yes)
+    text = actions.adopt(launches.find(options.run, options.root, act=True), options.yes)
     show(options.json, {"ok": True, "text": text}, (clean(text),))
     return 0
 

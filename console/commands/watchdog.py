@@ -23,9 +23,10 @@ from trainers.contract.plan import Watch
 
 def watchdog(options: argparse.Namespace) -> int:
     """Holds the watch rules against a run until it ends; returns the exit code of its end."""
-    path = launches.find(options.run, options.root)
+    path = launches.find(options.run, options.root, act=options.halt)
     if options.halt:
         rundir.check_ours(path)
+        launches.check_in_place(path)
     signal.signal(signal.SIGTERM, _leave)
     source = outside.Contract(path)
     dog: Watchdog | None = None

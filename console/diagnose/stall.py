@@ -131,11 +131,14 @@ def _changed(case: _Case, seen: Seen) -> str:
 
 
 def _evidence(case: _Case, who: Seen | None) -> tuple[str, ...]:
-    """Returns a line a rank, the one to blame first."""
+    """Returns a line a rank, the one to blame first; no collectives where nobody counts them."""
+    ranks = sorted((*case.ranks, *case.left), key=lambda s: s is not who)
+    counted = any(s.collectives for s in ranks)
     return tuple(
         f"rank {s.rank}: process state {s.state}, {s.where()}, unchanged for {s.still_s:.0f} s, "
-        f"limit {limit_s(s, case.watch):.0f} s, {s.collectives} collectives"
-        for s in sorted((*case.ranks, *case.left), key=lambda s: s is not who)[:64]
+        f"limit {limit_s(s, case.watch):.0f} s"
+        + (f", {s.collectives} collectives" if counted else "")
+        for s in ranks[:64]
     )
 
 

@@ -5,10 +5,11 @@ Its heartbeats become records of the contract; what it lacks, or measured wrongl
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from console.model import State
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.plan import Watch
 
@@ -56,12 +57,21 @@ class Heartbeats:
         }  # fmt: skip
 
 
-def has_ended(run: Path, newest_ts: float) -> bool:
-    """Says whether metrics.json, its last word, is younger than the newest record."""
+def end(run: Path, last: Mapping[int, Mapping[str, Any]]) -> tuple[State, str] | None:
+    """Returns how a run ended and why, None while metrics.json is older than its newest record.
+
+    It is written when the run completed, was halted or met a non-finite loss, and does not say
+    which: only all of its steps in the records say "completed".
+    """
+    newest_ts = max((jsonl.number(record, "ts") or 0.0 for record in last.values()), default=0.0)
     for name in METRICS:
-        try:
-            if os.lstat(run / name).st_mtime >= newest_ts:
-                return True
-        except OSError:
+        stamp = rundir.stamp(run / name)
+        if stamp is None or stamp[2] < newest_ts * 1e9:
             continue
-    return False
+        planned = jsonl.integer(rundir.read_json(run / name) or {}, "steps")
+        step = max((record["step"] for record in last.values()), default=0)
+        word = f"the run has ended: {name} is newer than its records, the last of step {step}"
+        if planned is not None and step >= planned:
+            return "completed", word
+        return "stopped", f"{word}; it does not say why"
+    return None

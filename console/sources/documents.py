@@ -120,7 +120,11 @@ def read(kind: Callable[..., T], record: Mapping[str, Any], **given: Any) -> T:
 
 def gpus(sample: Mapping[str, Any]) -> tuple[Gpu, ...]:
     known = {"name": "GPU", "state": "error"}
-    return tuple(read(Gpu, known | entry) for entry in entries(sample, "gpus")[:1024])
+    return tuple(
+        read(Gpu, known | entry)
+        for entry in entries(sample, "gpus")[:1024]
+        if jsonl.integer(entry, "index") is not None
+    )
 
 
 def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
@@ -138,6 +142,12 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
     return tuple(read(Gate, {"name": "?"} | entry) for entry in entries(record, "gates"))
 
 
+def run_directory(phase: Mapping[str, Any]) -> str:
+    """Returns the name of a phase's directory in its launch, "" for anything else."""
+    name = jsonl.text(phase, "dir")
+    return name if rundir.RUN_NAME.fullmatch(name) else ""
+
+
 def launch_state(
     path: Path, name: str, plan: Mapping[str, Any], state: Mapping[str, Any], trouble: str = ""
 ) -> LaunchState:
@@ -147,17 +157,22 @@ def launch_state(
     """
     happened = entries(state, "phases")
     planned = entries(plan, "phases")
-    phases = []
+    phases: list[PhaseState] = []
+    wrong = ""
     for index, entry in enumerate(planned):
         now = happened[index] if index < len(happened) else {}
         phase = {"name": f"phase {index}", "state": "later"} | entry | now
         steps = setting_int(entry, "train.steps")
-        phases.append(read(PhaseState, phase, index=index, steps_planned=steps))
+        folder = run_directory(phase)
+        if not folder and phase.get("dir"):
+            wrong = f"the directory of phase {index} is not named <n>-<phase>"
+        phases.append(read(PhaseState, phase, index=index, steps_planned=steps, dir=folder))
     owner = jsonl.mapping(state, "supervisor")
     named = jsonl.text(state, "state")
     why = line(state, "why", "")
-    if named not in ("running", "waiting", "ended"):
-        named, why = "unknown", trouble or f"{rundir.PLAN_STATE} does not say how the launch is"
+    if wrong or named not in ("running", "waiting", "ended"):
+        why = wrong or trouble or f"{rundir.PLAN_STATE} does not say how the launch is"
+        named = "unknown"
     elif (
         named != "ended"
         and owner
@@ -243,8 +258,13 @@ def latest_checkpoint(run: Path) -> str:
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""
 
 
-def progress_figures(progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Figure]:
-    """Returns the figures of rank 0's newest progress record, memory as the largest rank's."""
+def progress_figures(
+    progress: Mapping[int, Mapping[str, Any]], ours: bool = True
+) -> dict[str, Figure]:
+    """Returns the figures of rank 0's newest progress record, memory as the largest rank's.
+
+    Unless it is `ours`, a program may mean anything by its loss: that has no unit.
+    """
     record = progress.get(0)
     if record is None:
         return {}
@@ -255,7 +275,8 @@ def progress_figures(progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Fig
     for name, (unit, window) in FIGURES.items():
         value = jsonl.number(record, name)
         if value is not None:
-            figures[name] = Figure(value, unit, windows[window], at)
+            known = ours or name != "loss"
+            figures[name] = Figure(value, unit if known else "", windows[window], at)
     for name in ("gpu_mem_reserved", "gpu_mem_alloc"):
         values = [v for r in progress.values() if (v := jsonl.number(r, name)) is not None]
         if values:

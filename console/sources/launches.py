@@ -1,17 +1,37 @@
-"""Finds launches and runs on disk by directory, id, unique prefix or `latest`."""
+"""Finds launches and runs on disk by directory, id, unique prefix or `latest`.
+
+Whoever only looks gets the best answer that there is. For an action (`act`) a second source has to
+agree, else it is refused: rows `target-id` and `target-latest` of `console.decisions`.
+"""
 
 from __future__ import annotations
 
+import calendar
 import os
 import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from console.sources.sanitize import clean
-from trainers.contract import jsonl, rundir
-from trainers.contract.errors import NotFoundError, UsageError, did_you_mean
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
 
 ROOT = Path("artifacts")
-STAMP = re.compile(r"\d{8}-\d{6}(-\d+)?")
+STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
+SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
+"""No launch was created before 2001, nor later than a day from now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A launch under the root. `written_ts` is the time of its plan file, written once."""
+
+    path: Path
+    id: str
+    created_ts: float
+    written_ts: float
 
 
 def is_launch(path: Path) -> bool:
@@ -31,9 +51,31 @@ def launch_of(path: Path) -> Path | None:
 
 def launch_id(path: Path) -> str:
     """Returns the id of a launch directory: `<plan>-<stamp>`, or the directory's own name."""
-    named = jsonl.text(rundir.read_json(path / rundir.PLAN) or {}, "launch")
-    stamped = f"{path.parent.name}-{path.name}" if STAMP.fullmatch(path.name) else path.name
-    return clean(named or stamped, 200)
+    return _known(path).id
+
+
+def _known(path: Path) -> Known:
+    record = rundir.read_json(path / rundir.PLAN) or {}
+    stamp = STAMP.fullmatch(path.name)
+    name = clean(
+        jsonl.text(record, "launch") or (f"{path.parent.name}-" if stamp else "") + path.name, 200
+    )
+    created_ts = jsonl.number(record, "created_ts") or 0.0
+    try:
+        written_ts = (path / rundir.PLAN).lstat().st_mtime
+    except OSError:
+        written_ts = 0.0
+    if not SANE_FROM_TS < created_ts < time.time() + SANE_AHEAD_S:
+        created_ts = _stamped(stamp[1]) if stamp else written_ts
+    return Known(path, name, created_ts, written_ts)
+
+
+def _stamped(stamp: str) -> float:
+    """Returns the time that a directory's name tells, 0 for digits that are none."""
+    try:
+        return float(calendar.timegm(time.strptime(stamp, "%Y%m%d-%H%M%S")))
+    except ValueError:
+        return 0.0
 
 
 def run_directories(launch: Path) -> list[Path]:
@@ -47,42 +89,146 @@ def run_directories(launch: Path) -> list[Path]:
 
 
 def launches(root: Path = ROOT) -> list[Path]:
-    """Returns every launch under `root` (`<plan>/<stamp>/`), newest first."""
-    found: list[tuple[str, Path]] = []
-    for plan in _names(root):
-        for stamp in _names(root / plan):
-            path = root / plan / stamp
-            if is_launch(path) and not path.is_symlink():
-                found.append((stamp, path))
-    return [path for _, path in sorted(found, reverse=True)]
+    """Returns every launch under `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
+    return [each.path for each in _all(root)]
 
 
-def find(name: str, root: Path = ROOT) -> Path:
+def _all(root: Path) -> list[Known]:
+    """Returns the launches by time of creation, the newest first; none twice through links."""
+    found: dict[tuple[int, int], Known] = {}
+    for path in _candidates(root):
+        if path.is_symlink():
+            continue
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        found.setdefault((status.st_dev, status.st_ino), _known(path))
+    return sorted(found.values(), key=lambda each: (each.created_ts, each.path.name), reverse=True)
+
+
+def _candidates(root: Path) -> list[Path]:
+    found = []
+    for name in sorted(_names(root), key=lambda name: (root / name).is_symlink()):
+        names = _names(root / name)
+        if rundir.PLAN in names:
+            found.append(root / name)
+        else:
+            found += [root / name / each for each in names if is_launch(root / name / each)]
+    return found
+
+
+def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run that `name` means.
 
     `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of one, or
-    `latest`. Raises NotFoundError, or UsageError when a prefix fits several.
+    `latest`. Raises NotFoundError, UsageError when it fits several, and for an action (`act`)
+    RefusedError when two sources do not agree on one.
     """
     path = Path(name)
-    if path.is_dir():
-        if is_launch(path) or is_run(path):
-            return path
-        raise NotFoundError(f"{path} is not a run: it holds neither {rundir.PLAN} nor {rundir.RUN}")
-    known = {launch_id(launch): launch for launch in launches(root)}
+    there = path.is_dir()
+    if there and (is_launch(path) or is_run(path)):
+        if not path.is_absolute() and (act or "/" not in name):
+            _check_no_other(name, path, _all(root))
+        return path
+    held = _all(root)
     if name == "latest":
-        if not known:
-            raise NotFoundError(f"there is no run under {root}; start one with nsa-console launch")
-        return next(iter(known.values()))
+        return _latest(held, root, act)
     wanted, _, phase = name.partition("/")
-    matches = [key for key in known if key.startswith(wanted)] if wanted else []
-    if wanted in known:
-        matches = [wanted]
+    matches = _matches(wanted, held)
+    if there and not matches:
+        raise NotFoundError(f"{path} is not a run: it holds neither {rundir.PLAN} nor {rundir.RUN}")
     if not matches:
-        raise NotFoundError(f"there is no run {name!r} under {root}{did_you_mean(wanted, known)}")
+        ids = {each.id for each in held}
+        raise NotFoundError(f"there is no run {name!r} under {root}{did_you_mean(wanted, ids)}")
     if len(matches) > 1:
-        raise UsageError(f"{name!r} fits {len(matches)} runs: {', '.join(matches[:4])}; give more")
-    launch = known[matches[0]]
+        ids = [each.id for each in matches]
+        words = [each.id if ids.count(each.id) == 1 else str(each.path) for each in matches[:4]]
+        more = "give more" if len(set(ids)) == len(ids) else "give the directory"
+        raise UsageError(f"{name!r} fits {len(matches)} runs: {', '.join(words)}; {more}")
+    launch = matches[0].path
+    if act:
+        check_in_place(launch, by_name=True)
     return _phase_run(launch, phase) if phase else launch
+
+
+def _matches(wanted: str, held: Sequence[Known]) -> list[Known]:
+    """Returns the launches of that id, else those whose id begins so."""
+    exact = [each for each in held if each.id == wanted]
+    return exact or [each for each in held if wanted and each.id.startswith(wanted)]
+
+
+def _check_no_other(name: str, path: Path, held: Sequence[Known]) -> None:
+    """Raises UsageError when a directory's name is also the id of another launch."""
+    wanted = name.partition("/")[0]
+    others = [each for each in held if each.id == wanted]
+    others = [*held[:1], *others] if name == "latest" else others
+    mine = launch_of(path) or path
+    for other in others:
+        if not mine.samefile(other.path):
+            raise UsageError(
+                f"{name!r} is the directory {path.absolute()}, and the launch {other.path} has "
+                f"this name too; give {path.absolute()} or {other.path}"
+            )
+
+
+def _latest(held: Sequence[Known], root: Path, act: bool) -> Path:
+    """Returns the newest launch; for an action its plan file has to be the newest one too."""
+    if not held:
+        raise NotFoundError(f"there is no run under {root}; start one with nsa-console launch")
+    newest = held[0]
+    rivals = [
+        each for each in held[1:]
+        if each.created_ts == newest.created_ts or each.written_ts > newest.written_ts
+    ]  # fmt: skip
+    if act and rivals:
+        rival = max(rivals, key=lambda each: each.written_ts)
+        raise RefusedError(
+            f"which launch is the latest is not certain: {newest.path} by the creation time in its "
+            f"{rundir.PLAN}, {rival.path} by the time of that file; give an id or a directory"
+        )
+    if act:
+        check_in_place(newest.path, by_name=True)
+    return newest.path
+
+
+def check_in_place(path: Path, by_name: bool = False) -> None:
+    """Raises RefusedError for a directory that is a copy, or was moved: its processes use another.
+
+    Its runs record their directory. One without such a record has to be given as a directory, not
+    `by_name`.
+    """
+    launch = launch_of(path)
+    runs = run_directories(launch) if launch else [path]
+    recorded = False
+    for run in runs:
+        born = rundir.read_json(run / rundir.RUN) or {}
+        home = jsonl.text(jsonl.mapping(born, "environment"), environ.RUN_DIR).partition("\0")[0]
+        recorded = recorded or bool(home)
+        if home and not _is_home(Path(home), run, jsonl.text(born, "host")):
+            there = Path(home).parent if launch else Path(home)
+            raise RefusedError(
+                f"{launch or run} is a copy, or was moved: its processes belong to "
+                f"{clean(str(there), 400)}; "
+                + (
+                    "move it back to act on it"
+                    if rundir.stamp(there) is None
+                    else "give that directory"
+                )
+            )
+    if by_name and runs and not recorded:
+        raise RefusedError(
+            f"{launch or path} does not record where it was started, so its id alone may mean "
+            "another run; give the directory"
+        )
+
+
+def _is_home(home: Path, run: Path, host: str) -> bool:
+    """Says whether a run was started in this directory; another host may mount it elsewhere."""
+    try:
+        return home.samefile(run)
+    except OSError:
+        return host not in ("", rundir.host_name())
 
 
 def _phase_run(launch: Path, phase: str) -> Path:

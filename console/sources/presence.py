@@ -95,14 +95,33 @@ def state_of(
     world = jsonl.integer(born, "world") or 0
     if last and len(last) >= world and all(r.get("msg") == "exit" for r in last.values()):
         return _said_by_ranks(supervisor, last, halts)
-    young = min((age(jsonl.number(r, "ts")) or 0.0 for r in last.values()), default=math.inf)
+    ages = (age(jsonl.number(r, "ts")) for r in last.values())
+    young = min((each for each in ages if each is not None), default=math.inf)
     if named not in STATES:
         if not last:
             return "queued", "no record yet"
-        return "unsupervised", f"no supervisor; newest record {young:.0f} s old"
+        return "unsupervised", f"no supervisor; {_old(young)}"
     if supervisor.get("host") != rundir.host_name() and young < SILENT_S:
-        return "unsupervised", f"{gone}; newest record {young:.0f} s old"
+        return "unsupervised", f"{gone}; {_old(young)}"
     return "lost", f"{gone} and so are all ranks; they left no reason"
+
+
+def _old(young: float) -> str:
+    return (
+        f"newest record {young:.0f} s old" if math.isfinite(young) else "its records have no time"
+    )
+
+
+def since_ts(supervisor: Record, state: State, last: Mapping[int, Record]) -> float | None:
+    """Returns when a run came into its state, as far as that is known.
+
+    What the supervisor did not live to write begins with the last sign of it or of a rank.
+    """
+    if jsonl.text(supervisor, "state") == state:
+        return jsonl.number(supervisor, "since_ts")
+    signs = [jsonl.number(each, "ts") for each in last.values()]
+    signs.append(jsonl.number(supervisor, "updated_ts"))
+    return max((ts for ts in signs if ts is not None and math.isfinite(ts)), default=None)
 
 
 def _said_by_ranks(

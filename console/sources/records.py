@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ from console.sources import ancestor, documents
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
+MAX_ATTEMPT = 100_000
+"""No run has more; a record of a later one is not believed."""
+MAX_EARLY = 1024
 Taken = Callable[[Path, dict[str, Any]], object]
 
 
 class Records:
     """Follows heartbeats, samples and events of one run; `history` gets what is charted.
 
-    `taken` gets each heartbeat of the newest attempt.
+    `taken` gets each heartbeat of the present attempt. Which one that is, the supervisor's document
+    says; without one two records have to agree. Records of the next attempt wait until then.
     """
 
     def __init__(self, run: Path, history: History, taken: Taken):
@@ -30,7 +36,13 @@ class Records:
         self.progress: dict[int, dict[str, Any]] = {}
         self.sample: dict[str, dict[str, Any]] = {}
         self.gpus: tuple[Gpu, ...] = ()
-        self.last_step = 0
+        self._told: int | None = None
+        """The attempt in the supervisor's document."""
+        self._world = MAX_RANKS
+        self.legacy = False
+        """The ancestor wrote it."""
+        self._early: deque[dict[str, Any]] = deque(maxlen=MAX_EARLY)
+        """Heartbeats of attempts that nothing else has told of yet."""
         self._tails: dict[str, jsonl.Tail] = {}
         self.halts: dict[int, int] = {}
         self.state_event: dict[str, Any] | None = None
@@ -48,14 +60,26 @@ class Records:
         tails = (self._events, *self._tails.values())
         return sum(max(0, tail.size_bytes - tail.offset) for tail in tails)
 
-    def poll(self, attempt: int | None, limit_bytes: int) -> None:
-        """Reads what is new, about `limit_bytes` of it."""
-        if attempt is not None and attempt > self.attempt:
-            self._begin_attempt(attempt)
+    @property
+    def last_step(self) -> int | None:
+        """The newest step in the last record of any rank, None before there is one."""
+        return max((record["step"] for record in self.last.values()), default=None)
+
+    def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
+        """Reads what is new, about `limit_bytes` of it.
+
+        `attempt` is that of the supervisor's document, `world` that of run.json.
+        """
+        self._told = attempt if attempt is not None and 0 < attempt <= MAX_ATTEMPT else None
+        self._world = min(world or MAX_RANKS, MAX_RANKS)
+        if self._told is not None and self._told != self.attempt:
+            self._begin_attempt(self._told)
         self._discover()
         left = self._follow(self._events, self._take_event, limit_bytes)
         for name, tail in self._tails.items():
-            take = self._take_sample if name.startswith("samples_") else self._take_heartbeat
+            take = self._take_sample
+            if name.startswith("heartbeat_"):
+                take = partial(self._take_heartbeat, _rank_of(name))
             left = self._follow(tail, take, left)
 
     def _follow(self, tail: jsonl.Tail, take: Callable[[dict[str, Any]], None], left: int) -> int:
@@ -74,7 +98,21 @@ class Records:
         self.progress.clear()
         self.sample.clear()
         self.halts.clear()
-        self.last_step = 0
+        waiting, self._early = self._early, deque(maxlen=MAX_EARLY)
+        for record in waiting:
+            self._take_heartbeat(record["rank"], record)
+
+    def _is_present(self, record: dict[str, Any]) -> bool:
+        """Says whether a record is of the present attempt; one of the next waits for its turn."""
+        attempt = record["attempt"]
+        if attempt <= self.attempt or attempt > MAX_ATTEMPT:
+            return attempt == self.attempt
+        if self._told is None and any(each["attempt"] == attempt for each in self._early):
+            self._begin_attempt(attempt)
+            return True
+        if self._told is None or attempt == self._told + 1:
+            self._early.append(record)
+        return False
 
     def _discover(self) -> None:
         try:
@@ -90,20 +128,21 @@ class Records:
                 self._tails[name] = jsonl.Tail(self.run / name, lambda record: record)
 
     def _heartbeats(self, name: str) -> jsonl.Tail:
-        rank = name.removeprefix("heartbeat_rank").removesuffix(".jsonl")
-        if rank.isdecimal() and ancestor.is_one(self.run):
-            return ancestor.Heartbeats(self.run, int(rank)).tail
+        rank = _rank_of(name)
+        if rank is not None and ancestor.is_one(self.run):
+            self.legacy = True
+            return ancestor.Heartbeats(self.run, rank).tail
         return heartbeat.tail(self.run / name)
 
-    def _take_heartbeat(self, record: dict[str, Any]) -> None:
-        if record["attempt"] > self.attempt:
-            self._begin_attempt(record["attempt"])
-        if record["attempt"] != self.attempt or record["rank"] >= MAX_RANKS:
+    def _take_heartbeat(self, rank: int | None, record: dict[str, Any]) -> None:
+        """Takes a record of the rank whose file it is in; a file speaks for no other rank."""
+        if rank is None or record["rank"] != rank or rank >= self._world:
+            return
+        if not self._is_present(record):
             return
         self._taken(self.run, record)
-        rank, at = record["rank"], jsonl.number(record, "ts") or 0.0
+        at = jsonl.number(record, "ts") or 0.0
         self.last[rank] = record
-        self.last_step = max(self.last_step, record["step"])
         if record["msg"] == "halt":
             self.halts[rank] = record["step"]
         if record["msg"] != "progress":
@@ -164,9 +203,9 @@ class Records:
 
         return tuple(sorted([*found.values(), *more], key=rank))
 
-    def figures(self) -> Mapping[str, Figure]:
-        """Returns the newest figures of rank 0 and of the samples."""
-        figures = documents.progress_figures(self.progress)
+    def figures(self, ours: bool) -> Mapping[str, Figure]:
+        """Returns the newest figures of rank 0 and of the samples; `ours` as `progress_figures`."""
+        figures = documents.progress_figures(self.progress, ours)
         percentiles = self.history.step_percentiles_s()
         if percentiles and 0 in self.progress:
             p50, p99, count = percentiles
@@ -176,6 +215,12 @@ class Records:
             figures["step_p99_s"] = Figure(p99, "s", window, at)
         figures |= documents.sample_figures(self.sample)
         return figures
+
+
+def _rank_of(name: str) -> int | None:
+    """Returns the rank whose heartbeat file has this name, None for another file."""
+    rank = name.removeprefix("heartbeat_rank").removesuffix(".jsonl")
+    return int(rank) if rank.isdecimal() and len(rank) <= len(str(MAX_RANKS)) else None
 
 
 def _raised(name: str, record: dict[str, Any]) -> Alert:

@@ -12,7 +12,7 @@ from typing import Any
 
 from console.history import History
 from console.model import Alert, Gpu, LaunchState, Pulse, Rank, RunState, State
-from console.sources import documents, presence
+from console.sources import ancestor, documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of
 from console.sources.records import MAX_RANKS, Records, Taken
 from trainers.contract import jsonl, pulse, rundir
@@ -61,7 +61,8 @@ class RunSource:
         self._away = self._fixed is None and not _is_directory(run)
         supervisor = self._document(run / rundir.SUPERVISOR)
         if not self._away:
-            self._reader.poll(jsonl.integer(supervisor, "attempt"), self._limit_bytes)
+            world = jsonl.integer(self._document(run / rundir.RUN), "world")
+            self._reader.poll(jsonl.integer(supervisor, "attempt"), world, self._limit_bytes)
         return self._state(run, launch, supervisor, self._reader)
 
     def _state(
@@ -77,16 +78,15 @@ class RunSource:
         status = (rundir.read_json(live / rundir.LIVE_STATUS) if live else None) or {}
         end = told if told.get("ts") else None
         supervisor = presence.newest(supervisor, reader.state_event, status, end)
-        state, why = presence.state_of(supervisor, born, reader.last, reader.halts)
-        if state == "lost" and reader.behind_bytes:
-            state, why = "unsupervised", "the supervisor is gone; the records are still being read"
+        state, why = self._decided(run, supervisor, born, reader)
         ended = state in presence.ENDED
         flags = documents.flag_field(born, "value")
         ranks = _ranks(supervisor, reader, live, flags.get(DEVICES, ""))
         if ended:
-            ranks = tuple(map(_at_rest, ranks))
-        step = max((r.pulse.step for r in ranks if r.pulse), default=0)
-        step = max(step, reader.last_step, jsonl.integer(supervisor, "steps") or 0)
+            ranks = tuple(map(_ended, ranks))
+        steps = [r.pulse.step if r.pulse else None for r in ranks]
+        steps += [reader.last_step, jsonl.integer(supervisor, "steps")]
+        step = max((each for each in steps if each is not None), default=None)
         planned = documents.setting_int(born, "train.steps")
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
@@ -103,7 +103,7 @@ class RunSource:
             path=str(run),
             state=state,
             why=why,
-            since_ts=jsonl.number(supervisor, "since_ts"),
+            since_ts=presence.since_ts(supervisor, state, reader.last),
             attempt=reader.attempt,
             host=documents.line(supervisor, "host", documents.line(born, "host", "")),
             world=len(ranks),
@@ -113,7 +113,7 @@ class RunSource:
             data_age_s=None if ended else _data_age(ranks, reader),
             ranks=ranks,
             gpus=reader.gpus,
-            figures=reader.figures(),
+            figures=reader.figures(bool(born.get("settings")) or reader.legacy),
             alerts=reader.alerts(() if ended else documents.entries(status, "alerts"), more),
             verdict=documents.verdict(supervisor),
             gates=gates,
@@ -131,6 +131,19 @@ class RunSource:
             backend=backend,
             behind_bytes=reader.behind_bytes,
         )
+
+    def _decided(
+        self, run: Path, supervisor: dict[str, Any], born: dict[str, Any], reader: Records
+    ) -> tuple[State, str]:
+        """Returns the state and why; `supervisor` is {} where no document tells of one."""
+        state, why = presence.state_of(supervisor, born, reader.last, reader.halts)
+        if state == "lost" and reader.behind_bytes:
+            return "unsupervised", "the supervisor is gone; the records are still being read"
+        end = ancestor.end(run, reader.last) if reader.legacy else None
+        if end is not None and not supervisor:
+            return end
+        trouble = self._documents[run / rundir.SUPERVISOR].trouble
+        return state, why if supervisor or not trouble else f"{trouble}; {why}"
 
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
@@ -233,16 +246,23 @@ def _ranks(
             exit=presence.exit_words(worker, beat),
             age_s=min(ages) if ages else None,
         )
-        is_old = (presence.age(jsonl.number(sample, "ts")) or 0.0) > SAMPLED_S
-        ranks.append(_at_rest(told) if is_old else told)
+        sampled_age = presence.age(jsonl.number(sample, "ts"))
+        is_new = sampled_age is not None and sampled_age <= SAMPLED_S
+        ranks.append(told if is_new else _at_rest(told))
     return tuple(ranks)
 
 
 def _at_rest(rank: Rank) -> Rank:
-    """Returns a rank whose last sample is not of now: its run has ended, or nobody samples it."""
+    """Returns a rank whose last sample is not of now."""
     gpu = rank.gpu and replace(rank.gpu, util_pct=None, power_w=None)
     state = rank.state if rank.state == "gone" else ""
     return replace(rank, state=state, cpu_pct=None, rss_mib=None, gpu=gpu)
+
+
+def _ended(rank: Rank) -> Rank:
+    """Returns a rank of a run that has ended: no time of it goes on."""
+    held = rank.pulse and replace(rank.pulse, since_s=None)
+    return replace(_at_rest(rank), pulse=held, age_s=None)
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
@@ -252,7 +272,7 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
         return None
     since = max(0.0, time.monotonic() - found.since)
     return Pulse(
-        found.step, found.phase, since, 0.0, found.collectives, found.device_step,
+        found.step, found.phase, since, 0.0, found.collectives or None, found.device_step,
         found.device_phase, True,
     )  # fmt: skip
 
@@ -262,7 +282,7 @@ def _last_pulse(beat: dict[str, Any]) -> Pulse | None:
     if beat.get("msg") != "exit":
         return None
     age, step = presence.age(jsonl.number(beat, "ts")) or 0.0, beat["step"]
-    return Pulse(step, "exit", age, age, 0, step, "exit", False)
+    return Pulse(step, "exit", age, age, None, step, "exit", False)
 
 
 def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | None:
@@ -276,8 +296,9 @@ def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | Non
     device_phase = device if device in pulse.CODES else phase
     held = {"device_step": step} | held
     return documents.read(
-        Pulse, held, since_s=since, age_s=age, device_phase=device_phase, live=False
-    )
+        Pulse, held, since_s=since, age_s=age, device_phase=device_phase, live=False,
+        collectives=jsonl.integer(held, "collectives") or None,
+    )  # fmt: skip
 
 
 def _data_age(ranks: tuple[Rank, ...], reader: Records) -> float | None:

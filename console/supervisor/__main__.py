@@ -21,9 +21,9 @@ from types import FrameType
 
 from console import settings
 from console.sources.nvml import Nvml
-from console.supervisor import orders
+from console.supervisor import lock, orders
 from console.supervisor.attempt import Services
-from console.supervisor.directory import Directory, Home
+from console.supervisor.directory import Directory
 from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
 from trainers.contract import rundir
@@ -88,12 +88,23 @@ def _wake(fd: int) -> None:
         os.write(fd, b"\0")
 
 
+def take_lock(path: Path, fd: int | None) -> lock.Held:
+    """Names this process in the lock that it inherited. Raises RefusedError where it cannot."""
+    if fd is not None:
+        os.set_inheritable(fd, False)
+    try:
+        return lock.Held(path, fd)
+    except OSError as error:
+        raise RefusedError(f"cannot write the owner into the lock: {error.strerror}") from error
+
+
 def supervise(path: Path, adopt: str | None, lock_fd: int | None) -> None:
     """Runs the phases of a launch, or goes on with one whose supervisor is gone.
 
     `adopt` is then the hook of who asked for it, as JSON; `lock_fd` holds the launch's lock. Raises
     ContractError when plan.json cannot be used.
     """
+    held_lock = take_lock(path, lock_fd)
     given, held = orders.load(path), None
     if adopt is not None:
         given = replace(given, hook=settings.parse(json.loads(adopt), "--adopt"))
@@ -106,13 +117,13 @@ def supervise(path: Path, adopt: str | None, lock_fd: int | None) -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     poller = select.poll()
     poller.register(wake_read, select.POLLIN)
-    home = Home(path, lock_fd)
-    directory, nvml = Directory(lambda: _wake(wake_write), home.lost), Nvml()
+    directory, nvml = Directory(lambda: _wake(wake_write), held_lock.lost), Nvml()
     nvml.start()
     hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
+    services = Services(directory, nvml, poller, hooks, held_lock.token)
     launch: Launch | None = None
     try:
-        launch = Launch(path, given, Services(directory, nvml, poller, hooks), held)
+        launch = Launch(path, given, services, held)
         while not launch.over:
             ready = poller.poll(math.ceil(launch.pause_s * 1000))
             if any(fd == wake_read for fd, _ in ready):
@@ -144,8 +155,7 @@ def main() -> int:
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the launch's lock")
     parser.add_argument("--adopt", metavar="HOOK", help="go on with a launch left behind")
     options = parser.parse_args()
-    if options.lock_fd is not None:
-        os.set_inheritable(options.lock_fd, False)
+    rundir.keep_own_rights()
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
     try:

@@ -47,13 +47,14 @@ LATE_END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What everything in a launch shares: the run directory's thread, NVML, the main loop, and who
-    is told of alerts."""
+    """What everything in a launch shares: the run directory's thread, NVML, the main loop, who is
+    told of alerts, and the token in the lock file."""
 
     directory: Directory
     nvml: Nvml
     poller: select.poll
     hooks: Hooks
+    lock_token: str
 
 
 class Attempt:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import queue
 import threading
 import time
@@ -20,7 +19,6 @@ from trainers.contract.recorder import Item, Recorder
 T = TypeVar("T")
 RETRY_S, RETRY_EVERY_S = 60.0, 0.5
 LOOK_EVERY_S = 0.2
-LOCK_BYTES = 4096
 
 
 def event_record(
@@ -31,43 +29,6 @@ def event_record(
         "v": VERSION, "ts": time.time(), "mono": time.monotonic(), "attempt": attempt,
         "kind": kind, "level": level, "text": text, "by": by,
     } | more  # fmt: skip
-
-
-class Home:
-    """A launch directory as its owner knows it: by the descriptor of its lock, and the token in it.
-
-    A directory that was moved away, or put in the place of ours, may belong to another launch.
-    """
-
-    def __init__(self, launch: Path, lock_fd: int | None):
-        self._path, self._fd = launch / rundir.LOCK, lock_fd
-        self.token = "" if lock_fd is None else _token(lock_fd)
-
-    def lost(self) -> str:
-        """Says why the directory at the path is not ours any more, "" while it is."""
-        if self._fd is None:
-            return ""
-        folder = self._path.parent
-        fd = jsonl.open_regular(self._path)
-        try:
-            same = fd is not None and os.path.samestat(os.fstat(fd), os.fstat(self._fd))
-            if fd is not None and same and _token(fd) == self.token:
-                return ""
-        finally:
-            if fd is not None:
-                os.close(fd)
-        what = "holds the lock of another launch" if fd is not None else "does not hold our lock"
-        return (
-            f"{folder} was moved, replaced or removed: it {what}, so nothing there is read, obeyed "
-            f"or written; put it back, or end the run with kill -TERM {os.getpid()}"
-        )
-
-
-def _token(fd: int) -> str:
-    try:
-        return jsonl.text(jsonl.decode(os.pread(fd, LOCK_BYTES, 0)) or {}, "token")
-    except OSError:
-        return ""
 
 
 class Directory(Recorder):

@@ -23,14 +23,17 @@ MAX_ENDED = 10_000
 ANSWERS_BYTES = 1 << 20
 
 
-def document(folder: Path, name: str) -> dict[str, Any]:
-    """Returns a document, {} where there is none. Raises RefusedError for one not to believe."""
+def document(folder: Path, name: str, so: str = "nothing is taken over") -> dict[str, Any]:
+    """Returns a document, {} where there is none.
+
+    Raises RefusedError for one not to believe; `so` says what follows from that.
+    """
     path = folder / name
     record = rundir.read_json(path, below=folder)
     if record is None and os.path.lexists(path):
-        raise RefusedError(f"{path} is no JSON document, so nothing is taken over")
+        raise RefusedError(f"{path} cannot be read as a JSON document, so {so}")
     if record is not None and record.get("v") != VERSION:
-        raise RefusedError(f"{path} is of another version, so nothing is taken over")
+        raise RefusedError(f"{path} is of another version, so {so}")
     return record or {}
 
 

@@ -404,7 +404,7 @@ class Launch:
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.orders.plan.between, "next_flags": dict(self._next_flags),
             "ended_by": self._ended_by,
-            "supervisor": rundir.identity(),
+            "supervisor": rundir.identity() | {"token": self._services.lock_token},
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         })  # fmt: skip

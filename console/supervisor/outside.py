@@ -73,13 +73,11 @@ class _Records:
     def __init__(self, watch: Watch):
         self.story, self._startup_s = Story(), watch.startup_s
         self.cadences: dict[int, Cadence] = {}
-        self.newest_ts = 0.0
 
     def take(self, record: dict[str, Any]) -> None:
         self.story.take(record)
         held = self.cadences.setdefault(record["rank"], Cadence(self._startup_s))
         held.take(record, time.monotonic(), time.time())
-        self.newest_ts = jsonl.number(record, "ts") or 0.0
 
     def seen(self) -> tuple[Seen, ...]:
         """Returns the ranks that record steps as evidence; before any does, all of them."""
@@ -124,8 +122,6 @@ class Contract:
         if run is None:
             return None
         self._follow(run, state.attempt)
-        if self._old and ancestor.has_ended(run, self._records.newest_ts):
-            self.over = "the run has ended: metrics.json is its last word"
         return Moment(run, state.attempt, self._watch, self._readings(run, state))
 
     def _readings(self, run: Path, state: RunState) -> Readings:
@@ -145,13 +141,15 @@ class Contract:
     def _pulsed(self, rank: Rank, state: RunState) -> Seen | None:
         """Returns a rank by its pulse; None where the last that is known of it is old."""
         held = rank.pulse
-        if held is None or not (held.live or held.age_s < presence.SILENT_S):
+        if held is None or held.since_s is None:
+            return None
+        if not (held.live or held.age_s < presence.SILENT_S):
             return None
         here = held.live and rank.host in ("", rundir.host_name())
         letter = process.state(rank.pid) if here else rank.state or "?"
         return Seen(
-            rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, held.collectives,
-            self._records.story.p99_s(rank.rank, held.phase),
+            rank.rank, rank.pid, letter, held.step, held.phase, held.since_s,
+            held.collectives or 0, self._records.story.p99_s(rank.rank, held.phase),
             records_s=self._records.story.still_s(rank.rank, time.monotonic()),
         )  # fmt: skip
 

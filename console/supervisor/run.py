@@ -315,6 +315,7 @@ class Run:
         record = rundir.identity() | {
             "v": VERSION, "run": self.id, "state": self.state, "why": self.why,
             "since_ts": self.since_ts, "attempt": self.number,
+            "lock_token": self._services.lock_token,
             "launch": self.orders.launch, "torchrun": torchrun,
             "workers": self.attempt.workers(), "asked": known.asked,
             "asked_by": known.by, "ended": [asdict(each) for each in self._ended],

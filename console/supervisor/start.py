@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import pwd
 import stat
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from console.settings import Hook
-from console.supervisor import inheritance
+from console.supervisor import inheritance, lock
 from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
 from trainers.contract import jsonl, rundir
@@ -41,10 +42,15 @@ def owner(directory: Path) -> str:
     held = rundir.read_json(directory / rundir.LOCK)
     if not held:
         return "another launch that is just starting"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(jsonl.number(held, "since_ts") or 0))
+    try:
+        ts = jsonl.number(held, "since_ts")
+        at = time.gmtime(math.nan if ts is None else ts)
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", at)
+    except (ValueError, OverflowError, OSError):
+        since = "an unknown time"
     user = jsonl.text(held, "user", "?")[:80]
     launch, host = jsonl.text(held, "launch", "?")[:200], jsonl.text(held, "host", "?")[:200]
-    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since} UTC"
+    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since}"
 
 
 BEFORE_THE_START = frozenset(
@@ -99,8 +105,12 @@ class Claim:
             raise
         for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
             self._clear_half_written(folder)
-        if not self._adopt:
-            self._clear()
+        try:
+            if not self._adopt:
+                self._clear()
+        except OSError as error:
+            self.release()
+            raise RefusedError(f"cannot clear {self.directory}: {error.strerror}") from error
 
     def _never_began(self, names: list[str]) -> bool:
         """Says whether all that is there was left by a launch that no supervisor took over."""
@@ -172,26 +182,7 @@ class Claim:
 
     def is_free(self) -> bool:
         """Says whether nobody else holds the lock."""
-        if self.fd >= 0:
-            return True
-        fd = jsonl.open_regular(self.directory / rundir.LOCK)
-        if fd is None:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-        return True
-
-    def name_owner(self, pid: int, launch: str) -> None:
-        """Writes who holds the lock into it, in place: the lock belongs to the file."""
-        held = rundir.identity(pid) | {
-            "user": user_name(), "since_ts": time.time(), "launch": launch,
-        }  # fmt: skip
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, jsonl.encode(held), 0)
+        return self.fd >= 0 or not lock.is_held(self.directory)
 
     def release(self) -> None:
         """Lets go of the lock; whoever inherited its descriptor keeps it."""
@@ -202,7 +193,8 @@ class Claim:
     def undo(self) -> None:
         """Removes what this launch wrote, and the directory if it made it."""
         for name in (*BEFORE_THE_START - {rundir.REQUESTS}, rundir.PLAN_STATE):
-            (self.directory / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # why the launch failed is the sentence to say
+                (self.directory / name).unlink()
         self.release()
         for folder in (self.directory / rundir.REQUESTS, self.directory if self._made else None):
             with contextlib.suppress(OSError):
@@ -220,6 +212,7 @@ def start(directory: Path, given: Orders) -> None:
     claim.take()
     try:
         rundir.write_json(directory / rundir.PLAN, record)
+        lock.claim(claim.fd, given.launch, user_name())
         if claim.cleared:
             _say_cleared(directory, claim.cleared)
         log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
@@ -228,7 +221,6 @@ def start(directory: Path, given: Orders) -> None:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     try:
         process = _spawn(directory, log, claim.fd)
-        claim.name_owner(process.pid, given.launch)
         _wait_until_ready(process, directory)
     except ContractError:
         claim.undo()
@@ -245,11 +237,10 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     supervisor does not come up.
     """
     rundir.check_ours(directory)
-    held = rundir.read_json(directory / rundir.PLAN)
-    if held is None:
+    held = inheritance.document(directory, rundir.PLAN)
+    if not held:
         raise RefusedError(f"{directory} holds no launch to take over")
-    for name in (rundir.PLAN, rundir.PLAN_STATE):
-        inheritance.document(directory, name)
+    inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
     _check_adoptable(directory, launch, sure)
     claim = Claim(directory, adopt=True)
@@ -262,9 +253,9 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     claim.take()
     try:
         _check_adoptable(directory, launch, sure)  # again: now nobody else writes
+        lock.claim(claim.fd, launch, user_name())
         log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
         process = _spawn(directory, log, claim.fd, "--adopt", json.dumps(hook.as_dict()))
-        claim.name_owner(process.pid, launch)
         _wait_until_ready(process, directory)
     except OSError as error:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error

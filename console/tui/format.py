@@ -25,9 +25,9 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86400:.0f}d"
 
 
-def span(seconds: float) -> str:
+def span(seconds: float | None) -> str:
     """Returns for how long something has lasted: as `age`, but `<1s` for what just began."""
-    return "<1s" if 0 <= seconds < 1 else age(seconds)
+    return "<1s" if seconds is not None and 0 <= seconds < 1 else age(seconds)
 
 
 def eta(seconds: float | None) -> str:

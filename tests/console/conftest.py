@@ -23,11 +23,12 @@ def frozen(tmp_path):
         def thaw() -> None:
             subprocess.run(["fsfreeze", "-u", str(mount)], check=False)
 
-        subprocess.run(["fsfreeze", "-f", str(mount)], check=True)
-        try:
-            yield path, thaw
-        finally:
-            if guard.poll() is None:
-                thaw()
-            guard.kill()
-            guard.wait()
+        with directory.owned(path):
+            subprocess.run(["fsfreeze", "-f", str(mount)], check=True)
+            try:
+                yield path, thaw
+            finally:
+                if guard.poll() is None:
+                    thaw()
+                guard.kill()
+                guard.wait()

@@ -341,7 +341,7 @@ def test_a_request_is_not_written_through_a_link(tmp_path):
     path, outside = directory.launch(tmp_path), tmp_path / "outside"
     outside.mkdir()
     (path / rundir.REQUESTS).symlink_to(outside)
-    with pytest.raises(RefusedError, match="link"):
+    with directory.owned(path), pytest.raises(RefusedError, match="link"):
         actions.send(path, "note", {"text": "x"}, "tester")
     assert listing(outside) == []
 

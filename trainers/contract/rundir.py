@@ -11,6 +11,7 @@ import errno
 import functools
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES = 4 << 20
+RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
+"""The name of a run's directory in its launch: what a document names otherwise is not followed."""
 
 
 def heartbeat(run: Path, rank: int) -> Path:
@@ -161,6 +164,11 @@ def read_json(
     return jsonl.decode(data) if len(data) <= limit else None
 
 
+def lock_token(launch: Path) -> str:
+    """Returns the token of the supervisor that owns a launch directory, "" without one."""
+    return jsonl.text(read_json(launch / LOCK, below=launch) or {}, "token")
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replaces `path` as a whole: temporary name, fsync, rename. Raises OSError."""
     if isinstance(data, str):
@@ -199,6 +207,12 @@ def open_append(path: Path) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return fd
+
+
+def keep_own_rights() -> None:
+    """Gives this process a umask with which its own files stay open to it, and are not to all."""
+    mask = os.umask(0o077) & 0o077
+    os.umask(mask or 0o022)
 
 
 def make_directory(path: Path) -> None:

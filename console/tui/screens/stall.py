@@ -107,7 +107,7 @@ def _rank_cells(
         "process": (process, style),
         "use": (use, ""),
         "power": (power, ""),
-        "coll.": (fmt.short(float(pulse.collectives)) if pulse else fmt.DASH, ""),
+        "coll.": (fmt.short(pulse.collectives) if pulse else fmt.DASH, ""),
     }
     cells = [(texts[name][0], cell, texts[name][1]) for name, cell in layout]
     frame = top_frame(stack)

@@ -75,8 +75,8 @@ def _state(state: RunState, now: float) -> Row:
 def _still_s(state: RunState) -> float | None:
     """Returns for how long the rank to blame, or else every rank, has stood still."""
     guilty = state.verdict.rank if state.verdict else None
-    stands = [r.pulse.since_s for r in state.ranks if r.pulse and guilty in (None, r.rank)]
-    return min(stands, default=None)
+    pulses = [r.pulse for r in state.ranks if r.pulse and guilty in (None, r.rank)]
+    return min((p.since_s for p in pulses if p.since_s is not None), default=None)
 
 
 def _phase(state: RunState) -> list[Row]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainers.contract import jsonl, rundir
+from console.supervisor import lock
+from trainers.contract import environ, jsonl, rundir
 
 DEAD = {"pid": 2**22 - 3, "start_ticks": 1}
 """The identity of a process that is gone."""
@@ -59,12 +63,35 @@ def launch(root: Path, plan: str = "toy", stamp: str = "20261121-030000") -> Pat
     return path
 
 
+@contextmanager
+def owned(path: Path) -> Iterator[None]:
+    """Holds the lock of a launch as its supervisor does, with one token in lock and documents."""
+    fd = os.open(path / rundir.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock.claim(fd, path.name, "tester")
+        told(path, rundir.lock_token(path))
+        yield
+    finally:
+        os.close(fd)
+
+
+def told(path: Path, token: str, **owner: Any) -> None:
+    """Puts a token into the documents of a launch's supervisor, and what else identifies it."""
+    held = json.loads((path / rundir.PLAN_STATE).read_text())
+    held["supervisor"] |= {"token": token} | owner
+    document(path / rundir.PLAN_STATE, held)
+    for each in path.glob(f"[0-9]*/{rundir.SUPERVISOR}"):
+        document(each, json.loads(each.read_text()) | {"lock_token": token} | owner)
+
+
 def run(path: Path, world: int = 2, state: str = "running", **supervisor: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     document(
         path / rundir.RUN,
         {
             "v": 1, "run": f"toy/{path.name}", "host": rundir.host_name(), "argv": ["a", "b"],
+            "environment": {environ.RUN_DIR: str(path)},
             "flags": {"NSA_LR": {"value": "0.2", "origin": "flag"}},
             "settings": {
                 "train.steps": {"value": 100, "origin": "config"},

@@ -214,9 +214,9 @@ def test_kill_ends_ranks_that_are_deaf_at_once_and_says_who_asked(launched):
 
 
 def test_an_ended_run_takes_no_request(launched):
-    with pytest.raises(RefusedError, match="is over"):
+    with pytest.raises(RefusedError, match="has ended"):
         actions.send(launched.path, "halt", {}, "tester")
-    with pytest.raises(RefusedError, match="is over"):
+    with pytest.raises(RefusedError, match="has ended"):
         actions.send(launched.run(), "dump", {}, "tester")
 
 

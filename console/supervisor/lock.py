@@ -1,0 +1,94 @@
+"""What stands in the lock file of a launch: its owner, and the token of this ownership.
+
+The flock says whether the owner lives, the token which owner it is: a copy of the directory has
+the token and no flock, another launch at the same path has another token.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from trainers.contract import jsonl, rundir
+
+MAX_BYTES = 1 << 16
+
+
+def is_held(launch: Path) -> bool:
+    """Says whether a process holds the lock of a launch directory; no process on another host."""
+    fd = jsonl.open_regular(launch / rundir.LOCK)
+    if fd is None:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def read(fd: int) -> dict[str, Any]:
+    """Returns the owner in the lock file, {} for anything else. Raises OSError."""
+    return jsonl.decode(os.pread(fd, MAX_BYTES, 0)) or {}
+
+
+def claim(fd: int, launch: str, user: str) -> None:
+    """Names this process as the owner, with a new token. Raises OSError."""
+    held = {"user": user, "since_ts": time.time(), "launch": launch, "token": secrets.token_hex(8)}
+    _write(fd, rundir.identity() | held)
+
+
+def take_over(fd: int) -> str:
+    """Names this process as the owner in the place of its launcher; returns the token.
+
+    Raises OSError.
+    """
+    held = read(fd)
+    _write(fd, held | rundir.identity())
+    return jsonl.text(held, "token")
+
+
+def _write(fd: int, record: dict[str, Any]) -> None:
+    """Replaces the content in place: the flock belongs to the file. A reader never finds half."""
+    data = jsonl.encode(record)
+    old = min(os.fstat(fd).st_size, MAX_BYTES)
+    # The room that the file has is kept until the new content stands: a full disk takes it.
+    os.pwrite(fd, data.ljust(old), 0)
+    os.ftruncate(fd, len(data))
+
+
+class Held:
+    """The lock of a launch in the hands of its owner: by descriptor, and by the token in it.
+
+    A directory that was moved away, or put in the place of ours, may belong to another launch.
+    Without a descriptor (a supervisor that was started by hand) nothing can be compared.
+    """
+
+    def __init__(self, launch: Path, fd: int | None):
+        self._path, self._fd = launch / rundir.LOCK, fd
+        self.token = "" if fd is None else take_over(fd)
+
+    def lost(self) -> str:
+        """Says why the directory at the path is not ours any more, "" while it is."""
+        if self._fd is None:
+            return ""
+        fd = jsonl.open_regular(self._path)
+        try:
+            same = fd is not None and os.path.samestat(os.fstat(fd), os.fstat(self._fd))
+            if fd is not None and same and jsonl.text(read(fd), "token") == self.token:
+                return ""
+        except OSError:
+            same = False
+        finally:
+            if fd is not None:
+                os.close(fd)
+        what = "holds the lock of another launch" if fd is not None else "does not hold our lock"
+        return (
+            f"{self._path.parent} was moved, replaced or removed: it {what}, so nothing there is "
+            f"read, obeyed or written; put it back, or end the run with kill -TERM {os.getpid()}"
+        )

@@ -1,0 +1,160 @@
+"""What an action of the operator reaches: the run, and the supervisor that takes the request.
+
+Two sources have to agree on each, see the rows of kind `target` in `console.decisions`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from console.model import State
+from console.sources import documents, launches, presence
+from console.sources.run import RunSource
+from console.sources.sanitize import clean
+from console.supervisor import inheritance, lock
+from console.supervisor.requests import Action, Mailbox
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import NotFoundError, RefusedError
+
+STATE_BYTES = 8 << 20
+"""Of a run's records, enough to tell its state."""
+UNSERVED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
+"""In these no supervisor answers; ranks may live, also where this host cannot see them."""
+NOT_SENT = "the request was not sent"
+
+
+@dataclass(frozen=True, slots=True)
+class Supervisor:
+    """The supervisor that a document names; `token` is that of its lock."""
+
+    identity: Mapping[str, Any]
+    token: str
+
+    @property
+    def pid(self) -> int:
+        return jsonl.integer(self.identity, "pid") or 0
+
+    @property
+    def host(self) -> str:
+        """The name of its host if that is another one, else ""."""
+        host = jsonl.text(self.identity, "host")
+        return "" if host == rundir.host_name() else host
+
+
+def current_run(launch: Path) -> Path:
+    """Returns the run of a launch's current phase.
+
+    Raises NotFoundError before there is one, RefusedError where no document tells which it is.
+    """
+    state = _document(launch, rundir.PLAN_STATE)
+    index, phases = jsonl.integer(state, "phase"), documents.entries(state, "phases")
+    if index is not None and 0 <= index < len(phases):
+        name = documents.run_directory(phases[index])
+        if not name and phases[index].get("dir"):
+            raise RefusedError(
+                f"{launch / rundir.PLAN_STATE} names a directory of its phase that is no "
+                f"<n>-<phase>, so it is not followed; {NOT_SENT}"
+            )
+        if name and (launch / name).is_dir():
+            return launch / name
+    raise NotFoundError(f"the launch {launches.launch_id(launch)} has no run yet")
+
+
+def run_to_halt(path: Path) -> Path | None:
+    """Returns the run whose ranks a halt stops, None before a launch has one."""
+    try:
+        return current_run(path) if launches.is_launch(path) else path
+    except NotFoundError:
+        return None
+
+
+def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
+    """Returns the folder whose mailbox takes the action, and which kind it is."""
+    top = launches.launch_of(path)
+    here: Mailbox = "launch" if top == path else "run"
+    if here in action.mailboxes:
+        return path, here
+    if here == "launch":
+        return current_run(path), "run"
+    if top is None:
+        raise RefusedError(f"{path} belongs to no launch, so it takes no {action.name}")
+    return top, "launch"
+
+
+def is_unserved(run: Path, folder: Path, box: Mailbox) -> bool:
+    """Says whether no supervisor looks into the mailbox of a run that has not ended.
+
+    Of a supervisor on another host only its answer tells. Raises RefusedError where the document
+    that names it cannot be read.
+    """
+    owner, ended = _named(folder, box)
+    if ended or owner.host:
+        return False
+    return RunSource(run, STATE_BYTES).poll().state in UNSERVED_STATES
+
+
+def supervisor(folder: Path, box: Mailbox) -> Supervisor:
+    """Returns the supervisor that looks into a mailbox. Raises RefusedError without one."""
+    owner, ended = _named(folder, box)
+    if ended:
+        raise RefusedError(f"{_name(folder, box)} has ended ({ended}); {NOT_SENT}")
+    if not owner.host and not rundir.is_alive(owner.identity):
+        raise RefusedError(_without_supervisor(folder, box, owner))
+    top = launches.launch_of(folder)
+    held = top is not None and (bool(owner.host) or lock.is_held(top))
+    if top is None or not held or not owner.token or owner.token != rundir.lock_token(top):
+        where = f" on {owner.host}" if owner.host else ""
+        found = "that of another supervisor" if held else "not held"
+        raise RefusedError(
+            f"{top or folder} is not the directory of its supervisor (pid {owner.pid}{where}): its "
+            f"lock is {found}, as in a copy or where a launch was moved away; {NOT_SENT}"
+        )
+    return owner
+
+
+def host_of(path: Path, action: Action) -> str:
+    """Returns the other host whose supervisor takes the action, "" for this one."""
+    return _named(*mailbox(path, action))[0].host
+
+
+def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
+    """Returns the supervisor that a mailbox's document names, and how the run or launch ended.
+
+    Raises RefusedError when the document cannot be read.
+    """
+    top = launches.launch_of(folder)
+    record = _document(folder, rundir.PLAN_STATE if box == "launch" else rundir.SUPERVISOR)
+    state = jsonl.text(record, "state")
+    over = state == "ended" if box == "launch" else state in presence.ENDED
+    ended = clean(jsonl.text(record, "why") or state, 400) if over else ""
+    if box == "run" and (record or top is None):
+        return Supervisor(record, jsonl.text(record, "lock_token")), ended
+    # A run that begins has no document of its own yet: that of its launch names the supervisor.
+    held = record if box == "launch" or top is None else _document(top, rundir.PLAN_STATE)
+    owner = jsonl.mapping(held, "supervisor")
+    return Supervisor(owner, jsonl.text(owner, "token")), ended
+
+
+def _document(folder: Path, name: str) -> dict[str, Any]:
+    return inheritance.document(folder, name, NOT_SENT)
+
+
+def _name(folder: Path, box: Mailbox) -> str:
+    return launches.launch_id(folder) if box == "launch" else folder.name
+
+
+def _without_supervisor(folder: Path, box: Mailbox, owner: Supervisor) -> str:
+    """Says why nothing takes a request there, and what to do."""
+    name, top = _name(folder, box), launches.launch_of(folder)
+    state = RunSource(folder, STATE_BYTES).poll()
+    if box == "run" and state.state in presence.ENDED - UNSERVED_STATES:
+        return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
+    why = f"{name} has no supervisor, so nothing takes a request"
+    if owner.pid:
+        why = f"the supervisor of {name} is gone, so nothing takes a request"
+    advice = f"; nsa-console adopt {shlex.quote(str(top))} gives it a new one" if top else ""
+    return why + advice

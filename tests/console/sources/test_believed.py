@@ -1,0 +1,182 @@
+"""What a reader says of a run when a record lies, is missing or belongs to another program."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from console import actions, plain
+from console.diagnose.stall import Seen, diagnose
+from console.sources.run import RunSource
+from tests.console.sources import directory
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
+from trainers.contract.plan import Watch
+
+HUGE = {"attempt": 2**60, "step": 2**62}
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A run of a program that was started by hand: no supervisor, no run.json."""
+    return tmp_path
+
+
+# --- attempts, steps and ranks ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attempt", [2, 3, 2**60])
+def test_the_attempt_is_the_supervisors_and_no_records(launch, attempt):
+    run = launch / "0-first"
+    for step in (1, 2):
+        directory.beat(run, 0, step)
+    directory.beat(run, 0, 3, attempt=attempt)
+    directory.beat(run, 0, 3, attempt=attempt)
+    source = RunSource(launch)
+    assert (source.poll().attempt, source.poll().step) == (1, 2)
+    directory.beat(run, 0, 4)
+    assert source.poll().step == 4
+
+
+def test_records_of_the_next_attempt_count_as_soon_as_the_supervisor_tells_of_it(launch):
+    run = launch / "0-first"
+    taken = []
+    source = RunSource(launch, taken=lambda _, record: taken.append(record["step"]))
+    directory.beat(run, 0, 50, loss=1.0)
+    directory.beat(run, 0, 7, loss=2.0, attempt=2)
+    directory.beat(run, 1, 7, loss=2.0, attempt=2)
+    assert (source.poll().attempt, source.poll().step, taken) == (1, 50, [50])
+    directory.run(run, attempt=2)
+    state = source.poll()
+    assert (state.attempt, state.step, taken) == (2, 7, [50, 7, 7])
+    assert state.figures["loss"].value == 2.0
+    assert RunSource(launch).poll().step == 7, "whoever reads it at once sees the same"
+
+
+def test_without_a_supervisor_one_record_begins_no_attempt_and_two_do(bare):
+    directory.beat(bare, 0, 9)
+    source = RunSource(bare)
+    directory.beat(bare, 0, 2**62, attempt=2**60)
+    directory.beat(bare, 0, 2**62, attempt=2**60)
+    directory.beat(bare, 0, 3, attempt=7)
+    assert (source.poll().attempt, source.poll().step) == (1, 9)
+    directory.beat(bare, 0, 10)
+    assert source.poll().step == 10
+    taken = []
+    directory.beat(bare, 0, 1, attempt=2)
+    directory.beat(bare, 1, 1, attempt=2)
+    source = RunSource(bare, taken=lambda _, record: taken.append(record["attempt"]))
+    assert (source.poll().attempt, source.poll().step) == (2, 1)
+    assert taken == [1, 1, 2, 2]
+
+
+def test_a_step_that_no_rank_can_be_at_goes_with_its_next_record(launch):
+    run = launch / "0-first"
+    for step in (1, 2**62, 3):
+        directory.beat(run, 0, step, steps_dt_s=[0.1])
+    directory.beat(run, 1, 3)
+    source = RunSource(launch)
+    assert source.poll().step == 3
+    directory.beat(run, 1, 4)
+    assert source.poll().step == 4
+
+
+def test_a_file_speaks_for_its_own_rank_and_for_none_that_the_run_does_not_have(launch):
+    run = launch / "0-first"
+    born = json.loads((run / rundir.RUN).read_text())
+    directory.document(run / rundir.RUN, born | {"world": 2})
+    directory.beat(run, 0, 3)
+    lie = json.loads(rundir.heartbeat(run, 0).read_text())
+    for rank in (1, 5):
+        directory.append(rundir.heartbeat(run, 0), lie | {"rank": rank, "step": 99})
+    directory.beat(run, 2, 99)
+    directory.beat(run, 4000, 99)
+    state = RunSource(launch).poll()
+    assert ([rank.rank for rank in state.ranks], state.step) == ([0, 1], 3)
+
+
+# --- runs in which nothing lives any more -----------------------------------------------------
+
+
+def test_no_time_of_a_lost_run_goes_on(launch):
+    run = launch / "0-first"
+    dead = rundir.identity() | directory.DEAD
+    last = time.time() - 30
+    held = {"step": 9, "phase": "forward", "since_s": 4.0, "collectives": 2}
+    directory.sample(run, ts=last, ranks=[{"rank": 0, "state": "S", "pulse": held}])
+    directory.run(run, workers=[{"rank": 0, **dead, "exit": None}], updated_ts=last, **dead)
+    source = RunSource(launch)
+    state = source.poll()
+    assert (state.state, state.data_age_s, state.ranks[0].age_s) == ("lost", None, None)
+    assert state.since_ts == pytest.approx(last), "not since it was last seen to begin to run"
+    lines = [*plain.status_lines(state)]
+    assert any("step 9 forward  " in f"{line}  " for line in lines)
+    time.sleep(1.1)
+    assert [*plain.status_lines(source.poll())] == lines
+
+
+@pytest.mark.parametrize(
+    ("steps", "ended"), [(60, "completed"), (100, "stopped"), (None, "stopped")]
+)
+def test_a_run_of_the_ancestor_that_has_ended_has_and_is_not_halted(tmp_path, steps, ended):
+    path = directory.ancestor(tmp_path / "old", 60, 5)
+    assert RunSource(path).poll().state == "unsupervised"
+    directory.document(path / "metrics.json", {"steps": steps})
+    state = RunSource(path).poll()
+    assert state.state == ended
+    assert "the run has ended: metrics.json is newer than its records" in state.why
+    for action in ("halt", "dump", "stop"):
+        with pytest.raises(RefusedError, match="old has ended"):
+            actions.send(path, action, {}, "tester")
+    assert not (path / rundir.HALT).exists()
+    os.utime(path / "metrics.json", (0, 0))
+    assert RunSource(path).poll().state == "unsupervised", "that of a run before it"
+
+
+# --- what was not measured is not zero --------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (0, 7)])
+def test_collectives_are_evidence_only_where_a_program_counts_them(counts):
+    ranks = [Seen(r, 1, "S", 5, "forward", 999.0, count) for r, count in enumerate(counts)]
+    verdict = diagnose(ranks, Watch(), 0.0)
+    told = ["collectives" in line for line in verdict.evidence]
+    assert told == [any(counts)] * 2
+
+
+def test_a_pulse_without_collectives_says_so(launch):
+    run = launch / "0-first"
+    for rank, count in ((0, 0), (1, 7)):
+        held = {"step": 9, "phase": "forward", "since_s": 1.0, "collectives": count}
+        directory.sample(run, host=f"h{rank}", ranks=[{"rank": rank, "state": "S", "pulse": held}])
+    shown = [rank.pulse.collectives for rank in RunSource(launch).poll().ranks]
+    assert shown == [None, 7]
+
+
+def test_only_the_loss_of_our_own_trainers_has_a_unit(launch):
+    run = launch / "0-first"
+    directory.beat(run, 0, 1, loss=2.5, toks_per_s=3.0)
+    assert RunSource(launch).poll().figures["loss"].unit == "nats/token"
+    born = json.loads((run / rundir.RUN).read_text())
+    directory.document(run / rundir.RUN, born | {"settings": {}})
+    figures = RunSource(launch).poll().figures
+    assert (figures["loss"].unit, figures["toks_per_s"].unit) == ("", "tok/s")
+
+
+def test_what_no_source_measured_is_not_shown_as_zero(launch):
+    run = launch / "0-first"
+    directory.sample(run, gpus=[{"name": "H200", "state": "ok"}], ranks=[{"rank": 7}])
+    state = RunSource(launch).poll()
+    assert (state.step, state.gpus) == (None, ())
+    assert any(line.startswith("  rank 7 ?") for line in plain.status_lines(state))
+
+
+def test_records_without_a_time_are_not_new(launch):
+    run = launch / "0-first"
+    directory.run(run, workers=[], host="elsewhere", updated_ts=1.0)
+    directory.beat(run, 0, 3, ts="nan")
+    state = RunSource(launch).poll()
+    assert state.state == "lost"

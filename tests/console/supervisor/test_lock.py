@@ -1,0 +1,71 @@
+"""The lock of a launch: who holds it stands in it before there is a supervisor, or none starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from console import actions
+from console.supervisor import lock, start
+from tests.launches import STUB, phase
+from tests.mounts import tmpfs
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import RefusedError
+
+
+def test_the_lock_and_the_supervisors_documents_have_one_token(begin):
+    started = begin(phase("one", "member.py", 100000), shell=STUB, nproc=1)
+    started.wait_state("running")
+    held = rundir.read_json(started.path / rundir.LOCK)
+    owner = started.plan_state["supervisor"]
+    assert {key: held[key] for key in rundir.identity()} == {
+        key: owner[key] for key in rundir.identity()
+    }
+    token = rundir.lock_token(started.path)
+    assert len(token) == 16
+    assert token == owner["token"] == started.state()["lock_token"]
+    started.ask("stop")
+    started.wait_end()
+
+
+def test_a_new_owner_has_a_new_token_and_its_supervisor_keeps_it(tmp_path):
+    fd = rundir.open_append(tmp_path / rundir.LOCK)
+    os.close(fd)
+    fd = os.open(tmp_path / rundir.LOCK, os.O_RDWR)
+    tokens = []
+    for name in ("a" * 300, "b"):
+        lock.claim(fd, name, "ann")
+        tokens.append(rundir.lock_token(tmp_path))
+        assert lock.take_over(fd) == tokens[-1] == rundir.lock_token(tmp_path)
+        held = rundir.read_json(tmp_path / rundir.LOCK)
+        assert (held["launch"], held["user"], held["pid"]) == (name, "ann", os.getpid())
+    assert len(set(tokens)) == 2
+    os.close(fd)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 7}', b"\xff" * 9000])
+def test_a_lock_that_holds_something_else_has_no_token(tmp_path, content):
+    (tmp_path / rundir.LOCK).write_bytes(content)
+    assert rundir.lock_token(tmp_path) == ""
+
+
+def test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing(tmp_path, begin):
+    """The plan takes the last free block, so that the lock finds none."""
+    given = actions.prepare(begin.options(phase("one", "member.py", 1), nproc=1)).orders
+    assert len(json.dumps(given.as_dict(0.0), indent=1)) < 4096
+    with tmpfs(tmp_path, 1) as mount:
+        room = os.statvfs(mount)
+        (mount / "full").write_bytes(bytes((room.f_bavail - 1) * room.f_bsize))
+        with pytest.raises(RefusedError, match=r"cannot write into .*: No space left"):
+            start.start(mount / "launch", given)
+        assert os.listdir(mount) == ["full"]
+        assert supervisors_of(mount / "launch") == []
+
+
+def supervisors_of(path: Path) -> list[str]:
+    found = [jsonl.read_bytes(each / "cmdline", 4096, 0) for each in Path("/proc").glob("[0-9]*")]
+    return [str(words) for words in found if b"console.supervisor" in words
+            and os.fsencode(path) in words]  # fmt: skip

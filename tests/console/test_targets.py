@@ -1,0 +1,365 @@
+"""Which run and which supervisor an action reaches: two sources agree, or nothing is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from console import actions, cli
+from console.sources import launches
+from console.sources.run import RunSource
+from tests.console.sources import directory
+from tests.launches import STUB, Begin, phase
+from trainers.contract import environ, rundir
+from trainers.contract.errors import RefusedError, UsageError
+
+ROOT = Path(__file__).parents[2]
+NOW = time.time()
+
+
+def made(path: Path, name: str = "", created: object = None, written: float | None = None) -> Path:
+    """A launch of a living supervisor at any path, with one run."""
+    made_at = directory.launch(path.parent / f".{path.name}").rename(path)
+    shutil.rmtree(path.parent / f".{path.name}")
+    plan = rundir.read_json(path / rundir.PLAN) or {}
+    told = {} if created is None else {"created_ts": created}
+    directory.document(path / rundir.PLAN, plan | {"launch": name or path.name} | told)
+    if written is not None:
+        os.utime(path / rundir.PLAN, (written, written))
+    directory.run(path / "0-first")
+    return made_at
+
+
+def forget_directory(path: Path) -> None:
+    born = path / "0-first" / rundir.RUN
+    directory.document(born, json.loads(born.read_text()) | {"environment": {}})
+
+
+def said(capsys, *words: object) -> tuple[int, str]:
+    """Returns exit code and standard error of a command."""
+    code = cli.main([str(word) for word in words])
+    return code, capsys.readouterr().err
+
+
+def files(path: Path) -> list[str]:
+    return sorted(str(each) for each in path.rglob("*"))
+
+
+# --- target-id --------------------------------------------------------------------------------
+
+
+@pytest.mark.decision("target-id", "true")
+def test_an_id_whose_run_records_its_directory_is_that_launch(tmp_path, capsys):
+    path = made(tmp_path / "r1")
+    for name in ("r1", "r", "r1/first"):
+        assert launches.find(name, tmp_path, act=True) in (path, path / "0-first")
+    with directory.owned(path):
+        code, err = said(capsys, "--root", tmp_path, "do", "r1", "note", "text=x", "--timeout=0.1")
+    assert (code, len(list((path / rundir.REQUESTS).iterdir()))) == (5, 1), err
+
+
+@pytest.mark.decision("target-id", "lie")
+@pytest.mark.parametrize(
+    "words", ["halt {}", "stop {}", "adopt {}", "dump {}", "do {} note text=x"]
+)
+def test_one_id_of_two_launches_is_refused_with_both(tmp_path, capsys, words):
+    first, second = made(tmp_path / "a" / "exp"), made(tmp_path / "b" / "exp")
+    before = files(tmp_path)
+    code, err = said(capsys, "--root", tmp_path, *words.format("exp").split())
+    assert (code, str(first) in err, str(second) in err) == (2, True, True), err
+    assert files(tmp_path) == before
+
+
+@pytest.mark.decision("target-id", "lie")
+@pytest.mark.parametrize("how", ["copied", "moved"])
+@pytest.mark.parametrize("words", ["halt {}", "stop {}", "adopt {}", "watchdog {} --halt"])
+def test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at(tmp_path, capsys, how, words):
+    path = made(tmp_path / "real")
+    directory.run(path / "0-first", **directory.DEAD)
+    other = tmp_path / "other"
+    shutil.copytree(path, other) if how == "copied" else path.rename(other)
+    for target in (other, other / "0-first"):
+        code, err = said(capsys, *words.format(target).split())
+        assert (code, f"is a copy, or was moved: its processes belong to {path}; " in err) == (
+            4, True,
+        ), err  # fmt: skip
+    assert ("give that directory" in err) == (how == "copied")
+    assert not (other / "0-first" / rundir.HALT).exists()
+    assert RunSource(other).poll().id == "toy/0-first"
+
+
+@pytest.mark.decision("target-id", "absent")
+def test_a_run_that_records_no_directory_has_to_be_given_as_one(tmp_path):
+    path = made(tmp_path / "r1")
+    forget_directory(path)
+    assert launches.find("r1", tmp_path) == path
+    with pytest.raises(RefusedError, match="give the directory"):
+        launches.find("r1", tmp_path, act=True)
+    assert launches.find(str(path), tmp_path, act=True) == path
+
+
+def test_a_run_seen_through_a_link_above_it_is_in_its_place(tmp_path):
+    path = made(tmp_path / "real" / "r1")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    launches.check_in_place(tmp_path / "link" / "r1")
+    assert launches.find("r1", tmp_path, act=True) == path, "one launch, found once"
+
+
+def test_a_directory_here_and_an_id_of_another_launch_are_not_mixed(tmp_path, monkeypatch):
+    here, there = made(tmp_path / "here" / "exp"), made(tmp_path / "root" / "exp")
+    monkeypatch.chdir(here.parent)
+    with pytest.raises(UsageError, match=rf"{here}.*{there}"):
+        launches.find("exp", there.parent)
+    assert launches.find("exp", here.parent, act=True) == Path("exp")
+    assert launches.find("./exp", there.parent, act=True) == Path("exp")
+    (tmp_path / "here" / "other").mkdir()
+    second = made(tmp_path / "root" / "other")
+    assert launches.find("other", there.parent) == second, "a folder that is no run is no name"
+
+
+# --- target-latest ----------------------------------------------------------------------------
+
+
+@pytest.mark.decision("target-latest", "true")
+def test_the_latest_is_the_newest_by_creation_whatever_its_name(tmp_path, capsys):
+    old = made(tmp_path / "z" / "20991231-000000", "old", NOW - 9, NOW - 9)
+    new = made(tmp_path / "a", "new", NOW - 5, NOW - 5)
+    assert launches.launches(tmp_path) == [new, old]
+    for act in (False, True):
+        assert launches.find("latest", tmp_path, act) == new
+    assert cli.main(["--root", str(tmp_path), "runs", "--json"]) == 0
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["new", "old"]
+
+
+@pytest.mark.decision("target-latest", "lie")
+@pytest.mark.parametrize(
+    ("created", "written"),
+    [((5, 9), (9, 5)), ((5, 5), (5, 5)), ((5, 5), (9, 5))],
+    ids=["they disagree", "a copy that kept its times", "a copy"],
+)
+def test_a_latest_that_is_not_certain_is_refused_with_both(tmp_path, capsys, created, written):
+    pair = [
+        made(tmp_path / name, name, NOW - back, NOW - file_back)
+        for name, back, file_back in zip("ab", created, written, strict=True)
+    ]
+    assert launches.find("latest", tmp_path) == pair[created[1] <= created[0]]
+    before = files(tmp_path)
+    for words in ("halt latest", "stop latest", "dump latest", "adopt latest", "do latest halt"):
+        code, err = said(capsys, "--root", tmp_path, *words.split())
+        assert (code, *(str(path) in err for path in pair)) == (4, True, True), err
+    assert files(tmp_path) == before
+
+
+@pytest.mark.decision("target-latest", "absent")
+@pytest.mark.parametrize(
+    "created", [None, "x", "nan", 1e300, -5.0, 7.0, pytest.param(NOW + 1e6, id="later")]
+)
+def test_without_a_sane_creation_time_the_stamp_tells_and_an_action_is_refused(tmp_path, created):
+    old = made(tmp_path / "20200101-000000", "old", created, NOW - 5)
+    new = made(tmp_path / "20200102-000000", "new", None, NOW - 9)
+    assert launches.find("latest", tmp_path) == new
+    with pytest.raises(RefusedError, match=rf"{new} by the creation time.*{old} by the time"):
+        launches.find("latest", tmp_path, act=True)
+
+
+# --- target-supervisor ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory):
+    starter = Begin(tmp_path_factory)
+    yield starter
+    starter.clean()
+
+
+@pytest.fixture(scope="module")
+def launched(begin):
+    """A real launch of one rank under the small torchrun."""
+    started = begin(phase("one", "member.py", 100000), shell=STUB, nproc=1)
+    started.wait_steps(1)
+    return started
+
+
+@pytest.mark.decision("target-supervisor", "true")
+def test_a_supervisor_that_holds_the_lock_with_its_token_takes_the_request(launched):
+    for path in (launched.path, launched.run()):
+        assert launched.ask("note", path, text=f"to {path.name}")["ok"]
+
+
+@pytest.mark.decision("target-supervisor", "lie")
+@pytest.mark.parametrize("action", ["halt", "stop", "dump", "note"])
+def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_path, action):
+    """Also where the records of the copy are changed to name it as their directory."""
+    copy = Path(shutil.copytree(launched.path, tmp_path / "copy"))
+    args = {"text": "x"} if action == "note" else {}
+    with pytest.raises(RefusedError, match=f"belong to {launched.path}; give that"):
+        actions.send(copy, action, args, "tester")
+    born = copy / launched.run().name / rundir.RUN
+    record = json.loads(born.read_text())
+    record["environment"][environ.RUN_DIR] = str(born.parent)
+    directory.document(born, record)
+    with pytest.raises(RefusedError, match=r"its lock is not held, as in a copy"):
+        actions.send(copy, action, args, "tester")
+    assert not list(copy.glob(f"*/{rundir.REQUESTS}/*"))
+    assert not list(copy.glob(f"**/{rundir.HALT}"))
+
+
+@pytest.mark.decision("target-supervisor", "lie")
+def test_a_lock_of_another_owner_is_not_the_supervisors(tmp_path):
+    path = made(tmp_path / "r1")
+    with directory.owned(path):
+        for token in ("0123456789abcdef", ""):
+            directory.told(path, token)
+            for target in (path, path / "0-first"):
+                with pytest.raises(RefusedError, match="its lock is that of another supervisor"):
+                    actions.send(target, "halt", {}, "tester")
+    assert not (path / rundir.REQUESTS).exists()
+
+
+@pytest.mark.decision("target-supervisor", "absent")
+@pytest.mark.parametrize("words", ["dump {}", "stop {}", "do {} note text=x"])
+def test_a_living_run_without_supervisor_is_told_so_and_how_to_get_one(tmp_path, capsys, words):
+    path = made(tmp_path / "r1")
+    mine = rundir.identity()
+    directory.run(path / "0-first", workers=[{"rank": 0, **mine, "exit": None}], **directory.DEAD)
+    directory.told(path, "", **directory.DEAD)
+    (path / "0-first" / rundir.SUPERVISOR).rename(tmp_path / "aside")
+    code, err = said(capsys, *words.format(path).split())
+    assert (code, "has ended" in err, "is over" in err) == (4, False, False)
+    assert f"nsa-console adopt {path} gives it a new one" in err
+
+
+def elsewhere(*words: object) -> tuple[int, str]:
+    """Runs a command as on another host that shares the directory; exit code and what it said."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare, for a host of another name")
+    script = 'hostname elsewhere && exec "$@"'
+    command = [sys.executable, "-m", "console", *map(str, words)]
+    done = subprocess.run(
+        ["unshare", "--uts", "sh", "-ec", script, "sh", *command], cwd=ROOT, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.decision("target-supervisor", "true")
+def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched):
+    for words in (("do", launched.path, "note", "text=from afar"), ("dump", launched.run())):
+        code, text = elsewhere(*words)
+        assert code == 0, text
+    assert "from afar" in [event["text"] for event in launched.events()]
+
+
+@pytest.mark.decision("target-supervisor", "absent")
+def test_from_another_host_no_answer_is_said_and_nothing_else_is_done(launched):
+    pid = launched.plan_state["supervisor"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        code, text = elsewhere("halt", launched.path, "--timeout", "0.5")
+        assert not (launched.run() / rundir.HALT).exists()
+        for left in (launched.path / rundir.REQUESTS).iterdir():
+            left.unlink()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert code == 5, text
+    host = rundir.host_name()
+    assert f"no answer to halt within 0.5 s from the supervisor on {host}, and nothing else" in text
+
+
+@pytest.mark.decision("target-supervisor", "lie")
+def test_from_another_host_a_lock_of_another_token_is_refused(tmp_path):
+    path = made(tmp_path / "r1")
+    with directory.owned(path):
+        directory.told(path, "0123456789abcdef")
+        code, text = elsewhere("halt", path)
+    assert (code, "its lock is that of another supervisor" in text) == (4, True), text
+    assert not (path / rundir.REQUESTS).exists()
+
+
+# --- documents that cannot be read, and paths in them -----------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "garbage"])
+@pytest.mark.parametrize("words", ["halt {}", "stop {}", "dump {}", "do {} note text=x"])
+def test_a_document_that_cannot_be_read_is_said_and_no_action_is_done(
+    tmp_path, capsys, kind, words
+):
+    path = made(tmp_path / "r1")
+    for broken, targets in (
+        (path / "0-first" / rundir.SUPERVISOR, [path / "0-first"]),
+        (path / rundir.PLAN_STATE, [path]),
+    ):
+        broken.unlink()
+        if kind == "directory":
+            broken.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(broken)
+        else:
+            broken.write_text("garbage")
+        for target in targets:
+            code, err = said(capsys, *words.format(target).split())
+            assert (code, f"{broken} cannot be read as a JSON document" in err) == (4, True), err
+            assert "adopt" not in err
+            assert "over" not in err
+    code, err = said(capsys, "adopt", path)
+    assert (code, "cannot be read as a JSON document, so nothing is taken over" in err) == (4, True)
+    assert not (path / "0-first" / rundir.HALT).exists()
+    assert cli.main(["status", str(path)]) == 1
+    assert f"{rundir.PLAN_STATE} cannot be read as a JSON object" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("named", ["..", ".", "../0-first", "0-first/..", "/etc", "0-", "\0", "-1"])
+def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named):
+    path = made(tmp_path / "plan" / "r1")
+    directory.run(path.parent)
+    directory.beat(path.parent, 0, 7)
+    state = json.loads((path / rundir.PLAN_STATE).read_text())
+    state["phases"][0]["dir"] = named
+    directory.document(path / rundir.PLAN_STATE, state)
+    plan = json.loads((path / rundir.PLAN).read_text())
+    plan["phases"][0]["dir"] = named
+    directory.document(path / rundir.PLAN, plan)
+    seen = RunSource(path).poll()
+    assert (seen.path, seen.step) == (str(path), None)
+    assert "the directory of phase 0 is not named <n>-<phase>" in seen.why
+    before = files(tmp_path)
+    for words in (("dump", path), ("halt", path), ("logs", path)):
+        code, err = said(capsys, *words)
+        assert (code, "Traceback" in err) == (3 if words[0] == "logs" else 4, False), err
+    assert files(tmp_path) == before
+
+
+def test_a_lock_whose_time_is_none_is_said_without_a_traceback(tmp_path, capsys):
+    path = made(tmp_path / "r1")
+    for since in (1e300, "nan", None, -1e18):
+        with directory.owned(path):
+            held = json.loads((path / rundir.LOCK).read_text())
+            (path / rundir.LOCK).write_text(json.dumps(held | {"since_ts": since}))
+            code, err = said(capsys, "launch", "cpu_smoke", "--run-dir", path)
+        assert (code, "is in use by the launch r1" in err) == (4, True), err
+        assert "since an unknown time" in err
+
+
+@pytest.mark.parametrize("umask", ["777", "0", "077"])
+def test_a_launch_works_and_is_closed_to_others_under_any_umask(begin, tmp_path, umask):
+    """Root without the right to pass over modes is anybody."""
+    anybody = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    plan = begin.options(phase("one", "member.py", 3), nproc=1).plan
+    path = tmp_path / "deep" / "launch"
+    done = subprocess.run(
+        [*(anybody if os.geteuid() == 0 else ()), "sh", "-c", f'umask {umask}; exec "$@"', "sh",
+         sys.executable, "-m", "console", "launch", plan, "--run-dir", str(path), "--wait"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, **STUB},
+    )  # fmt: skip
+    begin.adopt(path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    modes = {(each.is_dir(), each.stat().st_mode & 0o777) for each in path.parent.rglob("*")}
+    assert modes == {(True, 0o700), (False, 0o600)}
