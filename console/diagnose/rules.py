@@ -199,7 +199,7 @@ def _xid(now: Readings, past: Past, _watch: Watch) -> Found | None:
     if not now.gpus:
         return None
     recent = {i: held for i, held in past.xids.items() if now.mono - held.at < RECENT_XID_S}
-    told = [_xids_of(gpu) for gpu in now.gpus if gpu.index in recent]
+    told = [_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent]
     new = any(held.rose for held in recent.values())
     counts = {index: held.seen for index, held in recent.items()}
     return Found(
@@ -207,8 +207,9 @@ def _xid(now: Readings, past: Past, _watch: Watch) -> Found | None:
     )
 
 
-def _xids_of(gpu: Gpu) -> str:
-    at = time.strftime("%H:%M:%S", time.localtime(gpu.xid_ts))
+def _xids_of(gpu: Gpu, now_ts: float) -> str:
+    known = gpu.xid_ts is not None and 0 <= gpu.xid_ts <= now_ts
+    at = time.strftime("%H:%M:%S", time.localtime(gpu.xid_ts if known else now_ts))
     text = f"{said(gpu.xids or (gpu.xid or 0,), 1)} on {_gpu(gpu.index)}"
     return f"{text} at {at}" if gpu.xid_count < 2 else f"{text}, {gpu.xid_count} times, last {at}"
 
