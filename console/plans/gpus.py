@@ -34,7 +34,7 @@ def check(plan: Plan, devices: str, root: Path, limit_s: float) -> tuple[Result,
             f"nvidia-smi -L with {root / nvml.KERNEL_GPUS}"
         )
     chosen = [devices or _chosen(plan, index) for index in range(len(plan.phases))]
-    usable, words = min((_usable(words, counted), words) for words in chosen)
+    usable, words = min((usable_of(words, counted), words) for words in chosen)
     if usable < needed:
         return "fail", _too_few(plan, usable, counted, words)
     if listed is None:
@@ -50,8 +50,11 @@ def _chosen(plan: Plan, index: int) -> str:
     return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
 
 
-def _usable(devices: str, counted: int) -> int:
-    """Returns how many GPUs CUDA will see: it stops at the first word that names none."""
+def usable_of(devices: str, counted: int) -> int:
+    """Returns how many of `counted` GPUs CUDA sees with a value of CUDA_VISIBLE_DEVICES.
+
+    It stops at the first word that names no GPU.
+    """
     if not devices:
         return counted
     words = [word.strip() for word in devices.split(",")]
@@ -65,5 +68,5 @@ def _usable(devices: str, counted: int) -> int:
 def _too_few(plan: Plan, usable: int, counted: int, devices: str) -> str:
     needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''} and"
     if usable < counted:
-        return f"{needs} of the {counted} of this machine {devices} leaves {usable}; name more"
+        return f"{needs} {flags.DEVICES}={devices} leaves {usable} of the {counted} of this machine"
     return f"{needs} this machine has {usable}; use the plan cpu_smoke, or a machine with GPUs"

@@ -14,6 +14,7 @@ from console.plans import catalog, gates, preflight
 from console.sources import nvml
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import UsageError
+from trainers.contract.flags import FLAGS
 
 PHASES = [{"name": "one", "script": __file__}]
 
@@ -24,9 +25,9 @@ def written(folder: Path, **document) -> str:
     return str(path)
 
 
-def case(tmp_path, directory=None, devices="", **document):
+def case(tmp_path, directory=None, devices="", root=Path("/"), **document):
     plan = plans_module.parse({"name": "mine", "phases": PHASES} | document, "test")
-    return preflight.Case(plan, directory or tmp_path / "launch", devices)
+    return preflight.Case(plan, directory or tmp_path / "launch", devices, root=root)
 
 
 def checks(given):
@@ -142,3 +143,48 @@ def test_a_rule_that_restarts_needs_a_policy(tmp_path):
         catalog.load(str(path))
     path.write_text(f"{text}restart: crash\n")
     assert catalog.load(str(path)).restart.when == "crash"
+
+
+SHELL_CASES = [
+    ({"NSA_LR": "3e-4"}, "pass", "taken from the shell: NSA_LR"),
+    ({"NCCL_DEBUG": "INFO"}, "unknown",
+     "not taken: NCCL_DEBUG; to pass one, add --flag NCCL_DEBUG=VALUE"),
+    ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
+     "taken from the shell: NSA_LR; not taken: NCCL_DEBUG; to pass one, add --flag "
+     "NCCL_DEBUG=VALUE; not taken: CUDA_DEVICE_ORDER, NCCL_FOO, which `nsa-console flags` does not "
+     "list, so a launch cannot pass it"),
+    ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
+     "taken from the shell: CUDA_VISIBLE_DEVICES"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A shell that exports nothing which steers a library."""
+    for name in [n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES)]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("variables", "result", "text"), SHELL_CASES)
+def test_what_the_shell_exports_is_named_with_what_becomes_of_it(
+    tmp_path, bare, variables, result, text
+):
+    for name, value in variables.items():
+        bare.setenv(name, value)
+    found = checks(case(tmp_path))["shell"]
+    assert (found.result, found.text) == (result, text)
+
+
+def test_a_variable_that_the_plan_or_an_option_sets_is_not_missed(tmp_path, bare):
+    bare.setenv("NCCL_DEBUG", "INFO")
+    bare.setenv("OMP_NUM_THREADS", "4")
+    phases = [PHASES[0] | {"flags": {"NCCL_DEBUG": "WARN"}}]
+    given = case(tmp_path, phases=phases, env={"OMP_NUM_THREADS": 1})
+    assert checks(given)["shell"].result == "pass"
+
+
+def test_what_a_logout_does_is_among_the_checks(tmp_path):
+    assert checks(case(tmp_path, root=tmp_path))["logout"].text == "no systemd-logind here"
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    assert checks(case(tmp_path, root=tmp_path))["logout"].result in ("pass", "unknown")
