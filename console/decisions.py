@@ -75,7 +75,7 @@ TABLE: tuple[Decision, ...] = (
     Decision("go-plan", "go", "GO for a plan that needs GPUs: its preflight passes",
              ("GPUs that NVML counts", "GPUs that the kernel's driver lists"),
              "without NVML the check fails; without the kernel's list it is unknown, a warning",
-             "more by NVML than by the kernel: the check fails; fewer is a container or a batch job"),
+             "the check fails; fewer by NVML is a container or a batch job, and no disagreement"),
     Decision("verdict-stopped", "verdict", "high: a rank is stopped",
              ("process state T or t from the kernel", "its pulse stands still"),
              "no verdict `stopped`", "no verdict `stopped`"),
