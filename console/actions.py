@@ -61,6 +61,11 @@ class Prepared:
     def ok(self) -> bool:
         return not any(check.result == "fail" for check in self.checks)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The checks that neither passed nor refuse the launch, as sentences."""
+        return tuple(f"{c.name}: {c.text}" for c in self.checks if c.result == "unknown")
+
     def shell(self, index: int) -> str:
         """Returns the flags and the command of a phase as one line for a shell."""
         phase = self.phases[index]
@@ -118,7 +123,11 @@ def launch(options: LaunchOptions, by: str) -> Path:
 
     Raises UsageError, RefusedError or ContractError; then nothing was begun and nothing is left.
     """
-    prepared = prepare(options)
+    return begin(prepare(options), by)
+
+
+def begin(prepared: Prepared, by: str) -> Path:
+    """Starts what was prepared, as `launch` does."""
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))

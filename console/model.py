@@ -64,9 +64,16 @@ class Pulse:
     live: bool
 
 
+RECENT_XID_S = 600.0
+"""For so long after its last Xid a GPU counts as one with an Xid."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU at one sample; fields are None where NVML gave nothing, `state` says why."""
+    """One GPU at one sample; fields are None where NVML gave nothing, `why` says why.
+
+    `state` is `ok`, `lost`, or `error`: NVML gives no figures for it.
+    """
 
     index: int
     name: str
@@ -86,6 +93,12 @@ class Gpu:
     ecc_uncorrected: int | None = None
     """Memory errors since the driver was loaded that could not be corrected."""
     uuid: str = ""
+    xids: tuple[int, ...] = ()
+    """The newest Xids in their order."""
+    xid_count: int = 0
+    """Number of Xids since the supervisor started."""
+    xid_ts: float | None = None
+    """Time of the last Xid (unix s)."""
 
 
 @dataclass(frozen=True, slots=True)

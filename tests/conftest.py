@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
     for item in items:
-        if "gpu" in item.keywords and not Path("/proc/driver/nvidia/version").exists():
+        if item.get_closest_marker("gpu") and not Path("/proc/driver/nvidia/version").exists():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))
-        if "slow" in item.keywords and not item.config.getoption("-m"):
+        if item.get_closest_marker("slow") and not item.config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="full suite only: pytest -m slow"))

@@ -9,7 +9,7 @@ from typing import Any
 from console import actions, targets
 from console.actions import LaunchOptions
 from console.commands.looking import follow
-from console.commands.output import program, say, show
+from console.commands.output import MAX_SENTENCE_CHARS, program, say, show, tell
 from console.commands.patience import within
 from console.sources import launches
 from console.sources.run import RunSource
@@ -38,11 +38,13 @@ def launch(options: argparse.Namespace) -> int:
         sets=pairs(options.set, "--set"), nproc=options.nproc, devices=options.devices or "",
         run_dir=options.run_dir, between=options.between, root=options.root,
     )  # fmt: skip
+    prepared = actions.prepare(chosen)
     if options.dry_run:
-        prepared = actions.prepare(chosen)
         show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1
-    path = actions.launch(chosen, actions.who())
+    for warning in prepared.warnings if prepared.ok else ():
+        tell(clean(f"warning: {warning}", MAX_SENTENCE_CHARS))
+    path = actions.begin(prepared, actions.who())
     name = launches.launch_id(path)
     if options.wait:
         if not options.json:

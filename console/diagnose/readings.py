@@ -105,6 +105,23 @@ def gate_collapsed(progress: Progress) -> bool | None:
     )  # fmt: skip
 
 
+@dataclass(slots=True)
+class Counter:
+    """A counter of one GPU: by how much it rose in this attempt, and when it last rose."""
+
+    seen: int
+    rose: int = 0
+    at: float = -math.inf
+
+    def take(self, value: int, mono: float) -> None:
+        """Takes in its value; one that is lower counts anew, as after a reset of the GPU."""
+        if value > self.seen:
+            self.rose, self.at = self.rose + value - self.seen, mono
+        elif value < self.seen:
+            self.rose = 0
+        self.seen = value
+
+
 class Past:
     """What an attempt did before, in constant memory; `take` once a look, before the rules."""
 
@@ -119,7 +136,9 @@ class Past:
         self.growth_mib_s: dict[int, float] = {}
         self.own_s: dict[int, float] = {}
         """Median time of a rank in the phases in which it waits for nobody."""
-        self.ecc: dict[int, int] = {}
+        self.ecc: dict[int, Counter] = {}
+        self.xids: dict[int, Counter] = {}
+        """By GPU; an Xid may have ended the attempt before, so its time counts as well."""
         self.jump_s = 0.0
         self._uniform_since: int | None = None
         self._rates: deque[float] = deque(maxlen=KEPT_RATES)
@@ -146,8 +165,16 @@ class Past:
             self._rss_at = now.mono
             self._take_rss(now)
         for gpu in now.gpus:
-            if gpu.ecc_uncorrected is not None:
-                self.ecc.setdefault(gpu.index, gpu.ecc_uncorrected)
+            self._take_gpu(gpu, now)
+
+    def _take_gpu(self, gpu: Gpu, now: Readings) -> None:
+        if gpu.ecc_uncorrected is not None:
+            held = self.ecc.setdefault(gpu.index, Counter(gpu.ecc_uncorrected))
+            held.take(gpu.ecc_uncorrected, now.mono)
+        if gpu.index not in self.xids:
+            since_s = math.inf if gpu.xid_ts is None else max(0.0, now.ts - gpu.xid_ts)
+            self.xids[gpu.index] = Counter(gpu.xid_count, at=now.mono - since_s)
+        self.xids[gpu.index].take(gpu.xid_count, now.mono)
 
     def _take_pace(self, now: Readings) -> None:
         """Takes the step that all ranks have reached, every `PACE_EVERY_S`."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from console.diagnose.readings import Past, Progress, Readings, gate_collapsed
 from console.diagnose.stall import diagnose, furthest_behind, limit_s
-from console.model import Gpu, Level
+from console.model import RECENT_XID_S, Gpu, Level
+from console.sources.xid import UNNAMED, said
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import WATCH_ACTIONS, Watch
 
@@ -35,12 +36,14 @@ class Found:
     """A measured value with its sentence; the times are those of a rule with its own limit.
 
     `limit_s` is how long the condition may last and `stood_s` how long it has, by its evidence.
+    `counts` says what it is made of: a raised rule is told again when one of them rises.
     """
 
     value: float
     text: str = ""
     limit_s: float = 0.0
     stood_s: float = math.inf
+    counts: Mapping[int, int] = field(default_factory=dict)
 
 
 Measure = Callable[[Readings, Past, Watch], Found | None]
@@ -186,30 +189,82 @@ def _loader_slow(now: Readings, _past: Past, _watch: Watch) -> Found | None:
 
 
 def _ecc(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    risen = [
-        (gpu.ecc_uncorrected - past.ecc.get(gpu.index, 0), gpu.index) for gpu in now.gpus
-        if gpu.ecc_uncorrected is not None
-    ]  # fmt: skip
-    if not risen:
+    if not past.ecc:
         return None
-    count, index = max(risen)
-    return Found(float(count), f"GPU {index} had {count} uncorrected memory errors in this run")
+    counts = {index: held.rose for index, held in past.ecc.items() if held.rose}
+    parts = (f"{_gpu(index)} had {count}" for index, count in counts.items())
+    text = f"uncorrected memory errors in this attempt: {', '.join(parts)}"
+    return Found(float(max(counts.values(), default=0)), text, counts=counts)
 
 
-def _gpus_with(test: Callable[[Gpu], object], sentence: str) -> Measure:
-    """Counts the GPUs of which something is true, with a sentence for each `gpu`."""
+def _xid(now: Readings, past: Past, _watch: Watch) -> Found | None:
+    """Xids count for a while, also those of the attempt before, which they may have ended.
+
+    Those are told and no reason to end this attempt as well.
+    """
+    if not now.gpus:
+        return None
+    recent = {i: held for i, held in past.xids.items() if now.mono - held.at < RECENT_XID_S}
+    told = [_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent]
+    new = any(held.rose for held in recent.values())
+    counts = {index: held.seen for index, held in recent.items()}
+    return Found(
+        float(len(recent)), "; ".join(told), stood_s=math.inf if new else -1.0, counts=counts
+    )
+
+
+def _xids_of(gpu: Gpu, now_ts: float) -> str:
+    known = gpu.xid_ts is not None and 0 <= gpu.xid_ts <= now_ts
+    at = time.strftime("%H:%M:%S", time.localtime(gpu.xid_ts if known else now_ts))
+    text = f"{said(gpu.xids or (gpu.xid or 0,), 1)} on {_gpu(gpu.index)}"
+    return f"{text} at {at}" if gpu.xid_count < 2 else f"{text}, {gpu.xid_count} times, last {at}"
+
+
+def _gpu(index: int) -> str:
+    return "a GPU that NVML does not name" if index == UNNAMED else f"GPU {index}"
+
+
+def _gpu_silent(now: Readings, _past: Past, _watch: Watch) -> Found | None:
+    if not now.gpus:
+        return None
+    silent: dict[str, list[int]] = {}
+    for gpu in now.gpus:
+        if gpu.state == "error":
+            silent.setdefault(gpu.why, []).append(gpu.index)
+    parts = (f"GPU {', '.join(map(str, held))} ({why})" for why, held in silent.items())
+    counts = {index: 1 for held in silent.values() for index in held}
+    text = f"NVML gives no figures for {'; '.join(parts)}"
+    return Found(float(len(counts)), text, counts=counts)
+
+
+def _gpus_with(
+    holds: Callable[[Gpu], object], known: Callable[[Gpu], object], sentence: str
+) -> Measure:
+    """Counts the GPUs of which something holds, with a sentence for each `gpu`.
+
+    A GPU of which it is not `known` raises nothing and ends nothing.
+    """
 
     def measure(now: Readings, _past: Past, _watch: Watch) -> Found | None:
-        found = [gpu for gpu in now.gpus if test(gpu)]
+        found = [gpu for gpu in now.gpus if known(gpu) and holds(gpu)]
+        if not found and not all(map(known, now.gpus)):
+            return None
         text = "; ".join(sentence.format(gpu=gpu) for gpu in found)
-        return Found(float(len(found)), text) if now.gpus else None
+        counts = {gpu.index: 1 for gpu in found}
+        return Found(float(len(found)), text, counts=counts) if now.gpus else None
 
     return measure
 
 
-_gpu_lost = _gpus_with(lambda gpu: gpu.state == "lost", "GPU {gpu.index} is {gpu.why}")
-_xid = _gpus_with(lambda gpu: gpu.xid, "the driver reports Xid {gpu.xid} on GPU {gpu.index}")
-_throttle = _gpus_with(lambda gpu: gpu.throttle, "GPU {gpu.index} is slowed down ({gpu.throttle})")
+_gpu_lost = _gpus_with(
+    lambda gpu: gpu.state == "lost",
+    lambda gpu: gpu.state != "error",
+    "GPU {gpu.index} is {gpu.why}",
+)
+_throttle = _gpus_with(
+    lambda gpu: gpu.throttle, lambda gpu: gpu.state == "ok",
+    "GPU {gpu.index} is slowed down ({gpu.throttle})",
+)  # fmt: skip
 
 
 def _imbalance(_now: Readings, past: Past, _watch: Watch) -> Found | None:
@@ -312,9 +367,11 @@ TABLE: tuple[Rule, ...] = (
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
     Rule("loader_slow", "fetch's share of the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
     Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit"),
-    Rule("xid", "GPUs with a critical error of the driver", "GPUs", 1, 0, 0.0, _xid, level="crit"),
-    Rule("ecc", "uncorrected memory errors since the run began", "errors", 1, 0, 0.0, _ecc,
-         level="crit"),
+    Rule("gpu_silent", "GPUs for which NVML gives no figures", "GPUs", 1, 0, 10.0, _gpu_silent),
+    Rule("xid", "GPUs with a critical error of the driver in the last 10 min", "GPUs",
+         1, 0, 0.0, _xid, level="crit"),
+    Rule("ecc", "uncorrected memory errors of a GPU in this attempt", "errors",
+         1, 0, 0.0, _ecc, level="crit"),
     Rule("throttle", "GPUs slowed down by heat or power", "GPUs", 1, 0, 60.0, _throttle),
     Rule("imbalance", "slowest rank's own time ÷ median of the others", "ratio",
          1.3, 1.15, 300.0, _imbalance),

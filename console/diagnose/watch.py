@@ -19,6 +19,8 @@ from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
 """Of the time between two looks so much counts as looked at, more where looks are rarer."""
+AGAIN_S = 10.0
+"""A rule that is raised is told again at most so often."""
 STALL = "stall"
 """The rule on pulses that stand still."""
 Kind = Literal["raise", "clear", "act", "withhold"]
@@ -47,6 +49,9 @@ class _State:
     withheld: bool = False
     held_s: float = 0.0
     """For how long the condition was looked at, before it was raised."""
+    counts: Mapping[int, int] = field(default_factory=dict)
+    told_at: float = 0.0
+    """What the rule was made of when it was last told, and when that was."""
     grave_s: float = 0.0
     """For how long it has been breached, or bad enough for a strong action where that is more."""
 
@@ -103,6 +108,7 @@ class Watchdog:
         if state.held_s < rule.for_s:
             return
         state.raised, state.acted, state.withheld, state.grave_s = True, False, False, 0.0
+        state.counts, state.told_at = found.counts, self._mono or 0.0
         changes.append(Change("raise", rule, found.text, found.value, rule.level))
         self._act(rule, state, found, now, changes)
 
@@ -116,8 +122,21 @@ class Watchdog:
             return
         if not rule.breached(found.value):
             return
+        self._tell_again(rule, state, found, changes)
         state.grave_s = state.grave_s + gap_s if rule.grave(found.value) else 0.0
         self._act(rule, state, found, now, changes)
+
+    def _tell_again(self, rule: Rule, state: _State, found: Found, changes: list[Change]) -> None:
+        """Replaces the alert of a raised rule when something was added to its condition."""
+        now = self._mono or 0.0
+        more = any(count > state.counts.get(key, 0) for key, count in found.counts.items())
+        if more and now - state.told_at < AGAIN_S:
+            return
+        state.counts = found.counts
+        if more:
+            state.told_at = now
+            changes.append(Change("clear", rule, "there is more, see the next alert", found.value))
+            changes.append(Change("raise", rule, found.text, found.value, rule.level))
 
     def _act(
         self, rule: Rule, state: _State, found: Found, now: Readings, changes: list[Change]

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import pwd
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from console.model import Result
-from console.plans import catalog
+from console.plans import catalog, gpus, logind
 from console.settings import Hook
 from console.sources import nvml
+from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
 from trainers.contract.errors import RefusedError
 from trainers.contract.plan import Plan
 
+LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
+"""Beginnings of the variables by which libraries of a training are steered."""
 LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
 GIB = 1 << 30
@@ -43,6 +47,10 @@ class Case:
     directory: Path
     devices: str = ""
     hook: Hook = field(default_factory=Hook)
+    root: Path = Path("/")
+    """The root of the file system, in which the facts of this machine are looked up."""
+    driver_s: float = nvml.ANSWER_S
+    """How long the NVIDIA driver may take to answer."""
 
     @property
     def nproc(self) -> int:
@@ -76,37 +84,8 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def gpus_there() -> int | None:
-    """Returns how many NVIDIA GPUs NVML counts; 0 without a driver, None when it fails."""
-    if not nvml.has_driver():
-        return 0
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return None
-
-
 def _gpus(case: Case) -> Found:
-    needed, there = case.plan.gpus, gpus_there()
-    if there is None:
-        return "fail" if needed else "unknown", "the NVIDIA driver does not answer"
-    if case.devices and there == 0:
-        text = f"--devices {case.devices} names GPUs and this machine has none; leave it out"
-        return "fail", text
-    if needed == 0:
-        return "pass", f"none needed, {there} there"
-    chosen = [word for word in case.devices.split(",") if word]
-    usable = min(there, len(chosen)) if chosen else there
-    if usable < needed:
-        text = (
-            f"the plan {case.plan.name} needs {needed} GPU{'s' if needed > 1 else ''} and this "
-            f"machine has {usable}; use the plan cpu_smoke, or a machine with GPUs"
-        )
-        return "fail", text
-    return "pass", f"{needed} needed, {usable} there"
+    return gpus.check(case.plan, case.devices, case.root, case.driver_s)
 
 
 def _cores(case: Case) -> Found:
@@ -160,16 +139,44 @@ def _directory(case: Case) -> Found:
     return "pass", str(case.directory)
 
 
-def _shell(_case: Case) -> Found:
-    """Names the flags that the shell sets: which ones the launch takes, and which not."""
+def _shell(case: Case) -> Found:
+    """Names the variables of the shell that could mean a flag: those that the launch takes or not.
+
+    What the plan or an option sets for every phase is not missed.
+    """
     variables = environ.snapshot()
     taken = flags.from_shell(variables)
-    if taken:
-        return "pass", "taken from the shell: " + ", ".join(taken)
-    left = sorted(name for name in variables if name in flags.FLAGS)
-    if left:
-        return "pass", f"not taken from the shell: {', '.join(left)}; use --flag"
-    return "pass", "the shell sets no flag"
+    given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
+    known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | taken.keys())
+    foreign = sorted(name for name in variables if _is_foreign(name))
+    parts = [f"taken from the shell: {', '.join(taken)}"] if taken else []
+    if known:
+        parts.append(f"not taken: {', '.join(known)}; to pass one, add --flag {known[0]}=VALUE")
+    if foreign:
+        parts.append(
+            f"not taken: {clean(', '.join(foreign))}, which `nsa-console flags` does not list, so "
+            "a launch cannot pass it"
+        )
+    return "unknown" if known or foreign else "pass", "; ".join(parts) or "the shell sets no flag"
+
+
+def _is_foreign(name: str) -> bool:
+    """Says whether a variable steers a library and is in no table; versions only name a package."""
+    known = name in flags.FLAGS or name in environ.INHERITED
+    return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
+
+
+def _logout(case: Case) -> Found:
+    """Names what ends or blinds the run when the operator logs out."""
+    uid = os.getuid()
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = str(uid)
+    found = logind.dangers(case.root, logind.User(uid, name))
+    if found is None:
+        return "pass", "no systemd-logind here"
+    return "unknown" if found else "pass", "; ".join(found) or "the run survives a logout"
 
 
 def _environment(_case: Case) -> Found:
@@ -192,7 +199,7 @@ def _hook(case: Case) -> Found:
 CHECKS: Mapping[str, Callable[[Case], Found]] = {
     "python": _python, "torch": _torch, "program": _programs, "gpus": _gpus, "cores": _cores,
     "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
-    "environment": _environment, "hook": _hook,
+    "environment": _environment, "logout": _logout, "hook": _hook,
 }  # fmt: skip
 
 

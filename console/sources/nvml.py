@@ -1,29 +1,45 @@
 """GPUs through pynvml: one thread a device, so that a device that hangs ages alone.
 
-Without an NVIDIA driver there is nothing: no thread, no import.
+Without NVML's library one thread looks for it, at most once a minute, and nothing else happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from console.model import Gpu
+from console.model import RECENT_XID_S, Gpu
+from console.sources.gpu import Device, code_of, words_of
+from console.sources.xid import UNNAMED, XidLog
+from trainers.contract.errors import ContractError
 
+ANSWER_S = 10.0
+"""A driver that has not counted its GPUs after this time is said to hang."""
+COUNT = """
+import pynvml
+try:
+    pynvml.nvmlInit()
+    print(pynvml.nvmlDeviceGetCount())
+except pynvml.NVMLError as error:
+    print(0 if error.value in (9, 12) else f"NVML cannot be initialised ({error})")
+"""
 LIBRARY = "libnvidia-ml.so.1"
+KERNEL_GPUS = "proc/driver/nvidia/gpus"
 SILENT_S = 5.0
-MIB = 1 << 20
-LOST_CODE = 15
-"""NVML_ERROR_GPU_IS_LOST."""
-UNSUPPORTED_CODES = (3, 13)
-"""NVML_ERROR_NOT_SUPPORTED and _FUNCTION_NOT_FOUND: this GPU or driver has no such sensor."""
-THROTTLES = {0x08: "hardware slowdown", 0x20: "software, heat", 0x40: "hardware, heat",
-             0x80: "power brake"}  # fmt: skip
-"""Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
+KILLED_S = 0.2
+RETRY_S, LONGEST_RETRY_S = 5.0, 60.0
+"""Time between two attempts to initialise NVML; it doubles."""
+NO_DRIVER_CODES = (9, 12)
+"""NVML_ERROR_DRIVER_NOT_LOADED and _LIBRARY_NOT_FOUND."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +50,8 @@ class Reading:
     at: float
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-def has_driver() -> bool:
-    """Says whether NVML can be loaded here."""
+def has_library() -> bool:
+    """Says whether NVML can be loaded here; the driver is not called."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -47,148 +59,191 @@ def has_driver() -> bool:
     return True
 
 
-class Nvml:
-    """Samples all GPUs of this host; `rows` never waits."""
+def kernel_count(root: Path = Path("/")) -> int | None:
+    """Returns how many GPUs the kernel's NVIDIA driver lists, None where it has no list.
 
-    def __init__(self, period_s: float = 1.0):
-        self.period_s = period_s
+    In a container or a batch job NVML may count fewer: it leaves out those that it may not open.
+    """
+    try:
+        return sum(1 for _ in (root / KERNEL_GPUS).iterdir())
+    except OSError:
+        return None
+
+
+def count(limit_s: float = ANSWER_S) -> int:
+    """Returns how many GPUs NVML counts, 0 without a driver.
+
+    A child asks: a call that hangs in the driver cannot be ended, not even by KILL, and a process
+    with such a thread does not end either. Raises TimeoutError, or ContractError with the reason.
+    """
+    if not has_library():
+        return 0
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", COUNT], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, errors="replace",
+    )  # fmt: skip
+    try:
+        answer, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(KILLED_S)
+        raise TimeoutError(f"the NVIDIA driver does not answer within {limit_s:g} s") from None
+    answer = answer.strip()
+    if answer.isdecimal():
+        return int(answer)
+    raise ContractError(answer or f"the process that asks NVML exited with {child.returncode}")
+
+
+class Nvml:
+    """Samples all GPUs of this host; `rows` never waits. `root` holds the kernel's /proc."""
+
+    def __init__(
+        self, period_s: float = 1.0, root: Path = Path("/"), retry_s: float = RETRY_S
+    ) -> None:
+        self._period_s, self._root, self._retry_s = period_s, root, retry_s
         self._readings: dict[int, Reading] = {}
-        self._stop = threading.Event()
+        self._followed: set[int] = set()
+        self._xids: XidLog | None = None
+        self._initialising_at: float | None = None
+        self._session = 0
+        """Number of the last initialisation that succeeded, 0 while NVML has to be initialised."""
+        self._sessions = 0
+        self._stop, self._lapsed = threading.Event(), threading.Event()
 
     def start(self) -> None:
-        """Starts the threads where there is a driver; the first rows come a little later."""
-        if has_driver():
-            self._spawn("nvml", self._discover)
+        """Starts the thread that looks for devices; the first rows come a little later."""
+        self._spawn("nvml", self._discover)
 
     def stop(self) -> None:
         self._stop.set()
+        self._lapsed.set()
 
     def rows(self) -> list[Gpu]:
-        """Returns each GPU's newest row; one that went silent says for how long."""
+        """Returns each GPU's newest row; one that NVML gives no answer for says for how long."""
         now = time.monotonic()
         rows = []
-        for _, reading in sorted(self._readings.items()):
+        for index, reading in sorted(dict(self._readings).items()):
             silent, gpu = now - reading.at, reading.gpu
             if silent > SILENT_S:
-                gpu = replace(
-                    gpu, state="error", why=f"NVML has not answered for {silent:.0f} s",
-                    util_pct=None, power_w=None, temp_c=None, sm_mhz=None,
+                gpu = Gpu(
+                    index, gpu.name, "error", power_limit_w=gpu.power_limit_w,
+                    mem_total_mib=gpu.mem_total_mib, uuid=gpu.uuid, why=_silence(silent),
                 )  # fmt: skip
-            rows.append(gpu)
+            rows.append(self._with_xids(gpu))
+        begun = self._initialising_at
+        if not rows and begun is not None and now - begun > SILENT_S:
+            rows.append(Gpu(0, "GPU", "error", why=_silence(now - begun)))
+        if self._xids is not None and UNNAMED in self._xids.found:
+            rows.append(self._with_xids(Gpu(UNNAMED, "a GPU that NVML does not name", "ok")))
         return rows
+
+    def _with_xids(self, gpu: Gpu) -> Gpu:
+        xid = self._xids.found.get(gpu.index) if self._xids is not None else None
+        if xid is None:
+            return gpu
+        recent = xid.words() if time.time() - xid.ts < RECENT_XID_S else ""
+        return replace(
+            gpu, xid=xid.numbers[-1], xids=xid.numbers, xid_count=xid.count, xid_ts=xid.ts,
+            why=", ".join(part for part in (gpu.why, recent) if part),
+        )  # fmt: skip
 
     def _spawn(self, name: str, work: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=work, args=args, name=name, daemon=True).start()
 
+    # --- initialising --------------------------------------------------------------------------
+
     def _discover(self) -> None:
+        """Initialises NVML, again after a failure and after the driver was reloaded."""
+        delay_s = self._retry_s
+        while not self._stop.is_set():
+            self._lapsed.clear()
+            if has_library() and self._initialise():
+                delay_s = self._retry_s
+                self._lapsed.wait()
+            self._stop.wait(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_RETRY_S)
+
+    def _initialise(self) -> bool:
+        """Initialises NVML and starts a thread for each device that has none."""
         import pynvml
 
-        try:
-            pynvml.nvmlInit()
-            count = pynvml.nvmlDeviceGetCount()
-        except pynvml.NVMLError:
-            return
-        for index in range(count):
+        self._session, self._initialising_at = 0, time.monotonic()
+        listed = kernel_count(self._root) or 0
+        for index in range(listed):
             empty = Gpu(index, "GPU", "error", why="NVML has not answered yet")
-            self._readings[index] = Reading(empty, time.monotonic())
-            self._spawn(f"nvml-{index}", self._follow, pynvml, index)
+            self._readings.setdefault(index, Reading(empty, time.monotonic()))
+        try:
+            with self._xids.paused() if self._xids is not None else contextlib.nullcontext():
+                if self._sessions:
+                    _shut_down(pynvml)
+                pynvml.nvmlInit()
+                count = pynvml.nvmlDeviceGetCount()
+        except Exception as error:
+            self._fail(error, listed)
+            return False
+        finally:
+            self._initialising_at = None
+        self._drop_rows(count)
+        self._begin_session(pynvml, count)
+        return count > 0
+
+    def _begin_session(self, nvml: Any, count: int) -> None:
+        self._sessions += 1
+        if self._xids is None:
+            self._xids = XidLog(nvml, self._stop)
+            self._spawn("nvml-xid", self._xids.follow)
+        self._session = self._sessions
+        for index in range(count):
+            if index not in self._followed:
+                self._followed.add(index)
+                empty = Gpu(index, "GPU", "error", why="NVML has not answered yet")
+                self._readings[index] = Reading(empty, time.monotonic())
+                self._spawn(f"nvml-{index}", self._follow, nvml, index)
+
+    def _fail(self, error: Exception, listed: int) -> None:
+        """Gives each GPU that there should be a row with the reason.
+
+        A library without a driver is no GPU; any other failure means that there is at least one.
+        """
+        least = 0 if code_of(error) in NO_DRIVER_CODES else 1
+        why = f"NVML cannot be initialised ({words_of(error)}); trying again"
+        self._drop_rows(max(listed, least))
+        for index in range(max(listed, least, len(self._followed))):
+            held = self._readings.get(index)
+            gpu = held.gpu if held is not None else Gpu(index, "GPU", "error")
+            row = Gpu(index, gpu.name, "error", why=why, uuid=gpu.uuid)
+            self._readings[index] = Reading(row, math.inf)
+
+    def _drop_rows(self, count: int) -> None:
+        """Removes the rows beyond `count` that no thread follows."""
+        for index in [i for i in self._readings if i >= count and i not in self._followed]:
+            del self._readings[index]
+
+    # --- devices -------------------------------------------------------------------------------
 
     def _follow(self, nvml: Any, index: int) -> None:
         """Reads one device until `stop`; the only thread that ever asks for it."""
-        device = _Device(nvml, index)
+        assert self._xids is not None
+        device = Device(nvml, index, self._xids)
         while not self._stop.is_set():
-            begun = time.monotonic()
-            self._readings[index] = Reading(device.read(), time.monotonic())
-            self._stop.wait(max(0.05, self.period_s - (time.monotonic() - begun)))
+            begun, session = time.monotonic(), self._session
+            if session:
+                gpu = device.read(session)
+                self._readings[index] = Reading(gpu, time.monotonic())
+                if device.lapsed and session == self._session:
+                    self._session = 0
+                    self._lapsed.set()
+            self._stop.wait(max(0.05, self._period_s - (time.monotonic() - begun)))
 
 
-class _Device:
-    """One device; keeps what does not change, and what was known before it was lost."""
+def _silence(seconds: float) -> str:
+    return f"NVML has not answered for {seconds:.0f} s"
 
-    def __init__(self, nvml: Any, index: int):
-        self._nvml, self._index = nvml, index
-        self._handle: Any = None
-        self._uuid, self._name = "", "GPU"
-        self._limit_w: float | None = None
-        self._total_mib: float | None = None
-        self._events: Any = None
-        self._xid = 0
 
-    def read(self) -> Gpu:
-        """Returns a row; an error of NVML is a row too."""
-        nvml = self._nvml
-        try:
-            if self._handle is None:
-                self._open()
-            self._look_for_xid()
-            return self._measure()
-        except nvml.NVMLError as error:
-            lost = getattr(error, "value", None) == LOST_CODE
-            why = f"lost: {error}" if lost else str(error)
-            if self._xid:
-                why += f", Xid {self._xid}"
-            return Gpu(
-                self._index, self._name, "lost" if lost else "error",
-                power_limit_w=self._limit_w, mem_total_mib=self._total_mib, why=why,
-                xid=self._xid or None, uuid=self._uuid,
-            )  # fmt: skip
-
-    def _open(self) -> None:
-        nvml = self._nvml
-        handle = nvml.nvmlDeviceGetHandleByIndex(self._index)
-        self._name = _text(nvml.nvmlDeviceGetName(handle))
-        self._uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-        limit = self._optional(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        self._limit_w = None if limit is None else limit / 1000
-        self._handle = handle
-        try:
-            self._events = nvml.nvmlEventSetCreate()
-            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
-        except nvml.NVMLError:
-            self._events = None
-
-    def _look_for_xid(self) -> None:
-        """Takes the driver's critical error number when one came; never waits."""
-        if self._events is None:
-            return
-        try:
-            self._xid = int(self._nvml.nvmlEventSetWait_v2(self._events, 0).eventData) or self._xid
-        except self._nvml.NVMLError:
-            return
-
-    def _measure(self) -> Gpu:
-        nvml, handle = self._nvml, self._handle
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        self._total_mib = memory.total / MIB
-        use = self._optional(nvml.nvmlDeviceGetUtilizationRates, handle)
-        power = self._optional(nvml.nvmlDeviceGetPowerUsage, handle)
-        held = self._optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-        return Gpu(
-            self._index,
-            self._name,
-            "ok",
-            util_pct=None if use is None else float(use.gpu),
-            power_w=None if power is None else power / 1000,
-            power_limit_w=self._limit_w,
-            mem_used_mib=round(memory.used / MIB, 1),
-            mem_total_mib=self._total_mib,
-            temp_c=self._optional(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            sm_mhz=self._optional(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-            why=f"Xid {self._xid}" if self._xid else "",
-            throttle=", ".join(word for bit, word in THROTTLES.items() if held & bit),
-            xid=self._xid or None,
-            uuid=self._uuid,
-            ecc_uncorrected=self._optional(
-                nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                nvml.NVML_VOLATILE_ECC,
-            ),
-        )  # fmt: skip
-
-    def _optional(self, ask: Callable[..., Any], *args: Any) -> Any:
-        """Returns a figure, None where this GPU has no such sensor."""
-        try:
-            return ask(*args)
-        except self._nvml.NVMLError as error:
-            if getattr(error, "value", None) in UNSUPPORTED_CODES:
-                return None
-            raise
+def _shut_down(nvml: Any) -> None:
+    """Ends the last initialisation; a driver that is gone has ended it already."""
+    try:
+        nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return

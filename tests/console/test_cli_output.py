@@ -71,13 +71,35 @@ def test_an_unprintable_character_is_escaped_and_not_an_error(launch):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path):
+@pytest.fixture
+def tested(tmp_path):
+    """A plan of one short phase. OMP_NUM_THREADS, which it sets, is often exported."""
     plan = tmp_path / "tested.yaml"
     phase = {"name": "one", "script": str(MEMBER), "args": ["3"]}
-    plan.write_text(yaml.safe_dump({"name": "tested", "phases": [phase]}))
+    text = {"name": "tested", "env": {"OMP_NUM_THREADS": 1}, "phases": [phase]}
+    plan.write_text(yaml.safe_dump(text))
+    return plan
+
+
+def test_a_launch_says_once_what_its_preflight_warns_of_and_its_data_stay_data(tmp_path, tested):
     path = tmp_path / "here"
     try:
-        done = shell(f"{CONSOLE} launch {plan} --run-dir {path} > /dev/full")
+        shown = f"NCCL_DEBUG=INFO NSA_LR=0.1 {CONSOLE} launch {tested} --run-dir {path} --json"
+        done = shell(shown)
+        assert (done.returncode, json.loads(done.stdout)["path"]) == (0, str(path))
+        (line,) = [line for line in done.stderr.splitlines() if "NCCL_DEBUG" in line]
+        assert line == (
+            "nsa-console: warning: shell: taken from the shell: NSA_LR; not taken: NCCL_DEBUG; "
+            "to pass one, add --flag NCCL_DEBUG=VALUE"
+        )
+    finally:
+        end(path)
+
+
+def test_a_launch_whose_output_is_lost_still_says_where_it_is(tmp_path, tested):
+    path = tmp_path / "here"
+    try:
+        done = shell(f"{CONSOLE} launch {tested} --run-dir {path} > /dev/full")
         assert (done.returncode, len(done.stderr.splitlines())) == (6, 1)
         assert f"launched here in {path}" in done.stderr
         assert (path / rundir.PLAN_STATE).exists()

@@ -58,7 +58,7 @@ def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(tmp_path):
             assert "watt °C" in shown
             for words in ("322W", " 64 ", "60/80G"):
                 assert all(words in line for line in lines), shown
-            fake.write(tmp_path / "nvml", gpu3={"state": "lost", "xid": 79})
+            fake.write(tmp_path / "nvml", gpu3={"state": "lost"})
             shown = terminal.wait(lambda text: text.count("97%") == 7, 30)
             row = next(line for line in shown.splitlines() if line.startswith("3 "))
             assert "lost" in row.lower()

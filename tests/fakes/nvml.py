@@ -1,4 +1,4 @@
-"""Builds the fake of NVML's C interface and writes what its GPUs say."""
+"""Builds the fake of NVML's C interface and writes what its driver and GPUs say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 SOURCE = Path(__file__).with_name("nvml.c")
 GPU = {
     "util": 97, "power_mw": 321_500, "used": 61_000, "total": 81_920, "temp": 64, "mhz": 1410,
-    "state": "ok", "xid": 0, "delay_ms": 0, "throttle": 4, "ecc": 0,
+    "state": "ok", "delay_ms": 0, "throttle": 4, "ecc": 0, "refused": "-",
+    "name": "Fake A100-SXM4-80GB",
 }  # fmt: skip
+HANGS_MS = 60_000
 
 
 def build(folder: Path) -> Path:
@@ -33,7 +35,32 @@ def write(folder: Path, count: int = 8, **changed: dict[str, object]) -> None:
     lines = []
     for index in range(count):
         gpu = {**GPU, **changed.get(f"gpu{index}", {})}
-        lines.append(" ".join(str(word) for word in (index, *gpu.values())))
-    temporary = folder / "gpus.tmp"
-    temporary.write_text("\n".join(lines) + "\n")
-    temporary.replace(folder / "gpus.txt")
+        words = (w if isinstance(w, bytes) else str(w).encode() for w in (index, *gpu.values()))
+        lines.append(b" ".join(words))
+    _replace(folder / "gpus.txt", b"\n".join(lines) + b"\n")
+
+
+def driver(folder: Path, init: int = 0, delay_ms: int = 0, epoch: int = 0) -> None:
+    """Sets the code and the delay of nvmlInit; another epoch is a driver that was reloaded."""
+    _replace(folder / "driver.txt", f"{init} {delay_ms} {epoch}\n".encode())
+
+
+def xid(folder: Path, gpu: int, number: int, via: int | None = None) -> None:
+    """Sends an Xid of a GPU, to the event sets in which `via` (that GPU) is registered."""
+    with (folder / "events.txt").open("a") as stream:
+        stream.write(f"{gpu} {gpu if via is None else via} {number}\n")
+
+
+def kernel(root: Path, count: int) -> Path:
+    """Lists GPUs below `root` the way the kernel's driver does; returns `root`."""
+    for index in range(count):
+        folder = root / f"proc/driver/nvidia/gpus/0000:{index:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t Fake\nDevice Minor: \t {index}\n")
+    return root
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

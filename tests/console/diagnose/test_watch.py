@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -60,7 +61,8 @@ CASES = {
         records(dt_fetch_s=0.1, steps_dt_s=[1.0]),
     ),
     "gpu_lost": (fixed(gpus=(replace(GPU, state="lost"),)), None, fixed(gpus=(GPU,))),
-    "xid": (fixed(gpus=(replace(GPU, xid=79),)), None, fixed(gpus=(GPU,))),
+    "gpu_silent": (fixed(gpus=(replace(GPU, state="error", why="silent"),)), None,
+                   fixed(gpus=(GPU,))),
     "throttle": (fixed(gpus=(replace(GPU, throttle="heat"),)), None, fixed(gpus=(GPU,))),
     "disk": (fixed(disk_free_gib=2.5, checkpoint_gib=1.3), fixed(disk_free_gib=1.1),
              fixed(disk_free_gib=9.0)),
@@ -108,6 +110,103 @@ def test_a_rule_is_raised_once_holds_and_is_over(name):
         assert clock.run(between, 30) == []
     assert [(kind, rule) for _, kind, rule, _ in clock.run(well, 1200)] == [("clear", name)]
     assert clock.run(well, 5) == []
+
+
+def gpu_texts(*moments: tuple[Gpu, ...], rules=None, began=0):
+    """Returns (second, kind, text) of what the GPU rules say; a moment is one second."""
+    dog, found = Watchdog(WATCH, rules or {}), []
+    for second, gpus in enumerate(moments, began):
+        changes = dog.look(Readings(mono=second, ts=1e9 + second, gpus=gpus))
+        found += [(second, c.kind, c.text if c.kind != "act" else c.action) for c in changes]
+    return found
+
+
+def with_xids(index: int, *numbers: int, second: float) -> Gpu:
+    return replace(
+        GPU, index=index, xid=numbers[-1], xids=numbers, xid_count=len(numbers), xid_ts=1e9 + second
+    )
+
+
+def at(second: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(1e9 + second))
+
+
+def test_each_xid_is_told_with_its_gpu_and_is_over_after_a_while():
+    well, other = replace(GPU, index=3), replace(GPU, index=4)
+    first, again = with_xids(3, 79, second=5), with_xids(3, 79, 79, second=40)
+    elsewhere = with_xids(4, 31, second=60)
+    said = gpu_texts(
+        *[(well, other)] * 5, *[(first, other)] * 35, *[(again, other)] * 20,
+        *[(again, elsewhere)] * 700,
+    )  # fmt: skip
+    both = f"Xid 79 on GPU 3, 2 times, last {at(40)}; Xid 31 on GPU 4 at {at(60)}"
+    assert said == [
+        (5, "raise", f"Xid 79 on GPU 3 at {at(5)}"),
+        (40, "clear", "there is more, see the next alert"),
+        (40, "raise", f"Xid 79 on GPU 3, 2 times, last {at(40)}"),
+        (60, "clear", "there is more, see the next alert"),
+        (60, "raise", both),
+        (660, "clear", "xid is over"),
+    ]
+
+
+def test_many_xids_are_told_a_few_times_with_their_number():
+    moments = [(with_xids(0, *[31] * (1 + second), second=second),) for second in range(60)]
+    said = [text for _, kind, text in gpu_texts((GPU,), *moments, began=-1) if kind == "raise"]
+    assert len(said) == 6
+    assert said[-1] == f"Xid 31 on GPU 0, 51 times, last {at(50)}"
+
+
+def test_an_xid_that_ended_the_attempt_before_is_told_and_counts_no_more():
+    """It came after the last look of that attempt. NVML alone restarts nothing in any case."""
+    first, second = with_xids(3, 79, second=-4), with_xids(3, 79, 48, second=100)
+    said = gpu_texts(*[(first,)] * 100, *[(second,)] * 5, rules={"xid": "restart"})
+    assert said[0] == (0, "raise", f"Xid 79 on GPU 3 at {at(-4)}")
+    acts = [entry[:2] for entry in said if entry[1] in ("act", "withhold")]
+    assert acts == [(100, "withhold")]
+    assert gpu_texts((with_xids(3, 79, second=-700),), (GPU,)) == []
+
+
+def test_a_gpu_that_is_lost_again_or_another_one_is_told_again():
+    zero, one = GPU, replace(GPU, index=1)
+    lost, lost_one = replace(zero, state="lost", why="lost"), replace(one, state="lost", why="lost")
+    said = gpu_texts(
+        *(*[(lost, one)] * 20, *[(lost, lost_one)] * 20) * 2,
+        *[(zero, one)] * 5, *[(zero, lost_one)] * 5,
+    )  # fmt: skip
+    both = "GPU 0 is lost; GPU 1 is lost"
+    assert [(second, text) for second, kind, text in said if kind == "raise"] == [
+        (0, "GPU 0 is lost"), (20, both), (60, both), (85, "GPU 1 is lost"),
+    ]  # fmt: skip
+
+
+def test_a_gpu_that_says_nothing_ends_no_alert_of_its_own_and_has_one():
+    hot = replace(GPU, throttle="hardware, heat")
+    silent = replace(GPU, state="error", why="NVML has not answered for 6 s", throttle="")
+    other = replace(GPU, index=1)
+    said = gpu_texts(*[(hot, other)] * 70, *[(silent, other)] * 30, *[(hot, other)] * 5)
+    assert said == [
+        (60, "raise", "GPU 0 is slowed down (hardware, heat)"),
+        (80, "raise", "NVML gives no figures for GPU 0 (NVML has not answered for 6 s)"),
+        (100, "clear", "gpu_silent is over"),
+    ]
+
+
+def test_all_gpus_that_say_nothing_are_one_alert():
+    gpus = tuple(replace(GPU, index=i, state="error", why="Unknown Error") for i in range(3))
+    assert gpu_texts(*[gpus] * 60) == [
+        (10, "raise", "NVML gives no figures for GPU 0, 1, 2 (Unknown Error)")
+    ]
+
+
+def test_memory_errors_are_told_again_and_are_over_after_a_reset():
+    worse = [replace(GPU, ecc_uncorrected=count) for count in (3, 4, 7)]
+    reset = replace(GPU, ecc_uncorrected=0)
+    said = gpu_texts(*[(gpu,) for gpu in worse for _ in range(20)], *[(reset,)] * 3)
+    start = "uncorrected memory errors in this attempt: GPU 0 had"
+    assert [text for _, _, text in said] == [
+        f"{start} 1", "there is more, see the next alert", f"{start} 4", "ecc is over",
+    ]  # fmt: skip
 
 
 def test_what_is_not_measured_raises_nothing_and_ends_nothing():
@@ -250,6 +349,7 @@ def test_garbage_never_raises(found, figure, more):
     dog = Watchdog(Watch(), dict.fromkeys(HALTING, "halt"))
     gpu = Gpu(0, "x", "?", mem_used_mib=figure, mem_total_mib=more[0], ecc_uncorrected=1)
     for tick, record in enumerate(found * 2):
+        gpu = replace(gpu, xid=tick, xid_count=tick % 7, xid_ts=more[tick % 3])
         fresh = progress_of(record)
         dog.look(
             Readings(

@@ -11,8 +11,10 @@ import yaml
 
 from console import actions
 from console.plans import catalog, gates, preflight
+from console.sources import nvml
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import UsageError
+from trainers.contract.flags import FLAGS
 
 PHASES = [{"name": "one", "script": __file__}]
 
@@ -23,9 +25,9 @@ def written(folder: Path, **document) -> str:
     return str(path)
 
 
-def case(tmp_path, directory=None, devices="", **document):
+def case(tmp_path, directory=None, devices="", root=Path("/"), **document):
     plan = plans_module.parse({"name": "mine", "phases": PHASES} | document, "test")
-    return preflight.Case(plan, directory or tmp_path / "launch", devices)
+    return preflight.Case(plan, directory or tmp_path / "launch", devices, root=root)
 
 
 def checks(given):
@@ -84,7 +86,7 @@ def test_this_machine_passes_for_a_small_plan(tmp_path):
 
 
 def test_a_plan_for_gpus_is_refused_where_there_are_none(tmp_path):
-    if preflight.gpus_there():
+    if nvml.has_library():
         pytest.skip("this machine has GPUs")
     found = checks(case(tmp_path, gpus=8))["gpus"]
     assert found.result == "fail"
@@ -127,13 +129,6 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path, unwritable):
     assert "--run-dir" in found.text
 
 
-def test_flags_of_the_shell_are_named_with_what_becomes_of_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert "not taken" in checks(case(tmp_path))["shell"].text
-    monkeypatch.setenv("NSA_LR", "3e-4")
-    assert checks(case(tmp_path))["shell"].text == "taken from the shell: NSA_LR"
-
-
 def test_settings_that_do_not_fit_are_an_error_and_not_a_row(tmp_path):
     options = actions.LaunchOptions("cpu_smoke", sets={"train.steps": "0"}, root=tmp_path)
     with pytest.raises(UsageError, match=r"train\.steps"):
@@ -148,3 +143,48 @@ def test_a_rule_that_restarts_needs_a_policy(tmp_path):
         catalog.load(str(path))
     path.write_text(f"{text}restart: crash\n")
     assert catalog.load(str(path)).restart.when == "crash"
+
+
+SHELL_CASES = [
+    ({"NSA_LR": "3e-4"}, "pass", "taken from the shell: NSA_LR"),
+    ({"NCCL_DEBUG": "INFO"}, "unknown",
+     "not taken: NCCL_DEBUG; to pass one, add --flag NCCL_DEBUG=VALUE"),
+    ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
+     "taken from the shell: NSA_LR; not taken: NCCL_DEBUG; to pass one, add --flag "
+     "NCCL_DEBUG=VALUE; not taken: CUDA_DEVICE_ORDER, NCCL_FOO, which `nsa-console flags` does not "
+     "list, so a launch cannot pass it"),
+    ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
+     "taken from the shell: CUDA_VISIBLE_DEVICES"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A shell that exports nothing which steers a library."""
+    for name in [n for n in os.environ if n in FLAGS or n.startswith(preflight.LIBRARIES)]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("variables", "result", "text"), SHELL_CASES)
+def test_what_the_shell_exports_is_named_with_what_becomes_of_it(
+    tmp_path, bare, variables, result, text
+):
+    for name, value in variables.items():
+        bare.setenv(name, value)
+    found = checks(case(tmp_path))["shell"]
+    assert (found.result, found.text) == (result, text)
+
+
+def test_a_variable_that_the_plan_or_an_option_sets_is_not_missed(tmp_path, bare):
+    bare.setenv("NCCL_DEBUG", "INFO")
+    bare.setenv("OMP_NUM_THREADS", "4")
+    phases = [PHASES[0] | {"flags": {"NCCL_DEBUG": "WARN"}}]
+    given = case(tmp_path, phases=phases, env={"OMP_NUM_THREADS": 1})
+    assert checks(given)["shell"].result == "pass"
+
+
+def test_what_a_logout_does_is_among_the_checks(tmp_path):
+    assert checks(case(tmp_path, root=tmp_path))["logout"].text == "no systemd-logind here"
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    assert checks(case(tmp_path, root=tmp_path))["logout"].result in ("pass", "unknown")

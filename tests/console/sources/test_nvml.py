@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,9 +16,9 @@ from tests.fakes import nvml as fake
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import dataclasses, json, sys, time
+import dataclasses, json, pathlib, sys, time
 from console.sources.nvml import Nvml
-nvml = Nvml(period_s=0.1)
+nvml = Nvml(period_s=0.1, root=pathlib.Path(sys.argv[1]), retry_s=0.2)
 nvml.start()
 for _ in sys.stdin:
     print(json.dumps([dataclasses.asdict(gpu) for gpu in nvml.rows()]), flush=True)
@@ -25,15 +26,15 @@ for _ in sys.stdin:
 
 
 class Reader:
-    """The process that reads; each `rows` asks it once."""
+    """The process that reads; each `answer` asks it once."""
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path | None, root: Path = Path("/nowhere")):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         environment.pop("LD_LIBRARY_PATH", None)
         if folder is not None:
             environment["LD_LIBRARY_PATH"] = str(folder)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], env=environment, text=True,
+            [sys.executable, "-c", PROGRAM, str(root)], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -51,15 +52,61 @@ class Reader:
             time.sleep(0.05)
         raise AssertionError(self.answer())
 
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
+
 
 @pytest.fixture(scope="module")
-def gpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nvml")
-    fake.build(folder)
-    reader = Reader(folder)
-    yield folder, reader
-    reader.process.kill()
-    reader.process.wait()
+def built(tmp_path_factory):
+    """The library, with the files of eight GPUs beside it."""
+    return fake.build(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def shared(built):
+    reader = Reader(built.parent)
+    yield built.parent, reader
+    reader.close()
+
+
+@pytest.fixture
+def gpus(shared):
+    """Eight GPUs, the same in most tests, and all well when a test begins."""
+    folder, reader = shared
+    fake.write(folder)
+    reader.wait(lambda rows: ok(rows) and not rows[4]["ecc_uncorrected"])
+    return shared
+
+
+class Machine:
+    """A machine of its own with two GPUs; `root` has its /proc."""
+
+    def __init__(self, built: Path, root: Path):
+        self.built, self.root, self.folder = built, root, root / "lib"
+        self.folder.mkdir()
+        self.readers: list[Reader] = []
+        fake.write(self.folder, 2)
+
+    def install(self) -> None:
+        shutil.copy(self.built, self.folder / "new")
+        (self.folder / "new").rename(self.folder / self.built.name)
+
+    def start(self) -> Reader:
+        self.readers.append(Reader(self.folder, self.root))
+        return self.readers[-1]
+
+
+@pytest.fixture
+def machine(built, tmp_path):
+    made = Machine(built, tmp_path)
+    yield made
+    for reader in made.readers:
+        reader.close()
+
+
+LISTENS_S = 1.5
+"""After so long the event set holds every GPU that answers."""
 
 
 def ok(rows):
@@ -82,8 +129,11 @@ def test_eight_gpus_say_what_they_do(gpus):
 
 def test_a_lost_gpu_is_lost_with_its_xid_and_the_others_are_not(gpus):
     folder, reader = gpus
-    fake.write(folder, gpu3={"state": "lost", "xid": 79})
-    rows = reader.wait(lambda rows: rows[3]["state"] == "lost" and "Xid" in rows[3]["why"])
+    time.sleep(LISTENS_S)
+    fake.xid(folder, 3, 79)
+    reader.wait(lambda rows: rows[3]["xid"] == 79)
+    fake.write(folder, gpu3={"state": "lost"})
+    rows = reader.wait(lambda rows: rows[3]["state"] == "lost")
     assert rows[3]["why"] == "lost: GPU is lost, Xid 79"
     assert rows[3]["util_pct"] is None
     assert rows[3]["mem_total_mib"] == 81_920
@@ -96,7 +146,6 @@ def test_what_slows_a_gpu_down_and_what_it_cannot_correct_is_told(gpus):
     rows = reader.wait(lambda rows: rows[2]["throttle"] and rows[4]["ecc_uncorrected"])
     assert [row["throttle"] for row in rows] == ["", "", "hardware, heat", *[""] * 5]
     assert [row["ecc_uncorrected"] for row in rows] == [0, 0, 0, 0, 3, 0, 0, 0]
-    fake.write(folder)
 
 
 def test_another_error_is_shown_as_it_is(gpus):
@@ -108,17 +157,18 @@ def test_another_error_is_shown_as_it_is(gpus):
     reader.wait(lambda rows: rows[1]["state"] == "ok")
 
 
-def test_a_gpu_that_hangs_ages_alone_and_nobody_waits_for_it(gpus):
-    folder, reader = gpus
-    fake.write(folder, gpu2={"delay_ms": 60_000})
-    rows = reader.wait(lambda rows: rows[2]["state"] == "error", timeout_s=12)
-    assert "has not answered for" in rows[2]["why"]
-    assert rows[2]["util_pct"] is None
-    fake.write(folder, gpu2={"delay_ms": 60_000}, gpu6={"util": 11})
-    begun = time.monotonic()
-    rows = reader.wait(lambda rows: rows[6]["util_pct"] == 11, timeout_s=2)
-    assert time.monotonic() - begun < 2
-    assert rows[2]["state"] == "error"
+def test_a_gpu_that_hangs_ages_alone_and_nobody_waits_for_it(machine):
+    machine.install()
+    reader = machine.start()
+    reader.wait(ok)
+    hangs = {"gpu0": {"delay_ms": fake.HANGS_MS}}
+    fake.write(machine.folder, 2, **hangs)
+    rows = reader.wait(lambda rows: rows[0]["state"] == "error", timeout_s=12)
+    assert "has not answered for" in rows[0]["why"]
+    assert (rows[0]["util_pct"], rows[0]["mem_used_mib"]) == (None, None)
+    fake.write(machine.folder, 2, gpu1={"util": 11}, **hangs)
+    rows = reader.wait(lambda rows: rows[1]["util_pct"] == 11, timeout_s=2)
+    assert rows[0]["state"] == "error"
 
 
 def test_without_a_driver_there_is_nothing():
@@ -128,5 +178,163 @@ def test_without_a_driver_there_is_nothing():
     try:
         assert reader.answer() == []
     finally:
-        reader.process.kill()
-        reader.process.wait()
+        reader.close()
+
+
+# --- Xids ------------------------------------------------------------------------------------
+
+
+def test_each_xid_is_counted_on_the_gpu_that_it_is_about(gpus):
+    """An event set may deliver the event of another device, and several may wait."""
+    folder, reader = gpus
+    time.sleep(LISTENS_S)
+    before = reader.answer()
+    fake.xid(folder, 5, 31, via=0)
+    fake.xid(folder, 5, 31, via=0)
+    fake.xid(folder, 6, 94)
+    rows = reader.wait(lambda rows: rows[6]["xid"] == 94)
+    assert (rows[5]["xid"], rows[5]["xid_count"], rows[5]["xids"]) == (31, 2, [31, 31])
+    assert rows[5]["why"] == "Xid 31, 2 times"
+    assert abs(rows[5]["xid_ts"] - time.time()) < 10
+    assert rows[0] == before[0]
+    fake.xid(folder, 5, 79)
+    rows = reader.wait(lambda rows: rows[5]["xid_count"] == 3)
+    assert (rows[5]["xid"], rows[5]["why"]) == (79, "Xid 31, 79, 3 times")
+
+
+def test_an_xid_of_a_gpu_that_was_lost_and_came_back_is_told(gpus):
+    folder, reader = gpus
+    fake.write(folder, gpu1={"state": "lost"})
+    reader.wait(lambda rows: rows[1]["state"] == "lost")
+    time.sleep(LISTENS_S)
+    fake.xid(folder, 7, 48)
+    reader.wait(lambda rows: rows[7]["xid"] == 48)
+    fake.write(folder)
+    rows = reader.wait(ok)
+    assert rows[1]["why"] == ""
+    time.sleep(LISTENS_S)
+    fake.xid(folder, 1, 63)
+    reader.wait(lambda rows: rows[1]["xid"] == 63)
+
+
+# --- what NVML refuses -----------------------------------------------------------------------
+
+
+def test_a_sensor_that_is_refused_leaves_the_others(gpus):
+    folder, reader = gpus
+    fake.write(folder, gpu1={"refused": "ecc=4,memory=999"}, gpu2={"refused": "power=4,util=4"})
+    rows = reader.wait(lambda rows: rows[1]["mem_used_mib"] is None and rows[2]["power_w"] is None)
+    assert (rows[1]["state"], rows[1]["util_pct"], rows[1]["temp_c"]) == ("ok", 97.0, 64)
+    assert rows[1]["ecc_uncorrected"] is None
+    assert "no memory (Unknown Error); no ECC errors (Insufficient Permissions)" in rows[1]["why"]
+    assert "no utilization, power (Insufficient Permissions)" in rows[2]["why"]
+
+
+def test_a_name_that_is_no_utf_8_is_shown_as_far_as_it_is(machine):
+    machine.install()
+    fake.write(machine.folder, 2, gpu1={"name": b"A100 \xff\xfe 80GB"})
+    rows = machine.start().wait(lambda rows: len(rows) == 2 and ok(rows))
+    assert [row["name"] for row in rows] == ["Fake A100-SXM4-80GB", "A100 \ufffd\ufffd 80GB"]
+
+
+# --- a driver that comes late, goes, or hangs ------------------------------------------------
+
+
+def test_a_library_that_is_installed_later_is_found(machine):
+    reader = machine.start()
+    assert reader.answer() == []
+    machine.install()
+    assert len(reader.wait(ok)) == 2
+
+
+def test_a_library_without_a_driver_is_no_gpu_and_is_tried_again(machine):
+    machine.install()
+    fake.driver(machine.folder, init=9)
+    reader = machine.start()
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        assert reader.answer() == []
+    fake.driver(machine.folder)
+    assert len(reader.wait(ok)) == 2
+
+
+@pytest.mark.parametrize(("listed", "count"), [(0, 1), (4, 4)])
+def test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu(machine, listed, count):
+    """The kernel says how many there are; where it does not, there is at least one."""
+    machine.install()
+    fake.kernel(machine.root, listed)
+    fake.driver(machine.folder, init=999)
+    reader = machine.start()
+    rows = reader.wait(lambda rows: "initialised" in rows[0]["why"])
+    assert [row["state"] for row in rows] == ["error"] * count
+    assert rows[-1]["why"] == "NVML cannot be initialised (Unknown Error); trying again"
+    fake.driver(machine.folder)
+    assert len(reader.wait(ok)) == 2
+
+
+def test_an_initialisation_that_hangs_is_an_error_without_any_answer_of_nvml(machine):
+    machine.install()
+    fake.driver(machine.folder, delay_ms=fake.HANGS_MS)
+    rows = machine.start().wait(lambda rows: True, timeout_s=12)
+    assert (len(rows), rows[0]["state"]) == (1, "error")
+    assert "has not answered for" in rows[0]["why"]
+
+
+def test_a_driver_that_was_reloaded_is_initialised_again(machine):
+    machine.install()
+    reader = machine.start()
+    reader.wait(ok)
+    time.sleep(LISTENS_S)
+    fake.xid(machine.folder, 0, 31)
+    reader.wait(lambda rows: rows[0]["xid"] == 31)
+    fake.driver(machine.folder, init=9, epoch=1)
+    rows = reader.wait(lambda rows: all("initialised" in row["why"] for row in rows))
+    assert [row["uuid"] for row in rows] == ["GPU-fake-0", "GPU-fake-1"]
+    fake.write(machine.folder, 3)
+    fake.driver(machine.folder, epoch=1)
+    assert len(reader.wait(lambda rows: len(rows) == 3 and ok(rows))) == 3
+    time.sleep(LISTENS_S)
+    fake.xid(machine.folder, 2, 79)
+    assert reader.wait(lambda rows: rows[2]["xid"] == 79)[0]["xid_count"] == 1
+
+
+def test_a_gpu_that_nvml_does_not_list_after_a_reload_is_lost(machine):
+    machine.install()
+    reader = machine.start()
+    reader.wait(ok)
+    fake.write(machine.folder, 1)
+    fake.driver(machine.folder, epoch=1)
+    rows = reader.wait(lambda rows: rows[0]["state"] == "ok" and rows[1]["state"] == "lost")
+    assert rows[1]["why"] == "lost: NVML does not list it any more"
+
+
+# --- counting, for the preflight -------------------------------------------------------------
+
+
+def count(folder: Path, limit_s: float) -> tuple[str, float]:
+    """Returns what `nvml.count` gives in a process of its own, and for how long that lived."""
+    begun = time.monotonic()
+    program = f"from console.sources import nvml\nprint(nvml.count({limit_s}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(folder)},
+    )  # fmt: skip
+    return done.stdout.strip() or done.stderr.splitlines()[-1], time.monotonic() - begun
+
+
+def test_gpus_are_counted_and_a_driver_that_is_not_loaded_has_none(machine):
+    assert count(machine.folder, 30)[0] == "0"
+    machine.install()
+    assert count(machine.folder, 30)[0] == "2"
+    fake.driver(machine.folder, init=9)
+    assert count(machine.folder, 30)[0] == "0"
+    fake.driver(machine.folder, init=999)
+    assert count(machine.folder, 30)[0].endswith("NVML cannot be initialised (Unknown Error)")
+
+
+def test_who_counts_gpus_ends_in_time_although_the_driver_hangs(machine):
+    machine.install()
+    fake.driver(machine.folder, delay_ms=fake.HANGS_MS)
+    said, took_s = count(machine.folder, 0.5)
+    assert said == "TimeoutError: the NVIDIA driver does not answer within 0.5 s"
+    assert took_s < 10
