@@ -121,8 +121,9 @@ class Loader:
                 batch = read_batch(self.source, self._count, self._rank, self._world, self._device)
                 if not skipped:
                     self._put((batch, self.source.state()))
-        except Exception as error:
-            self._put(error)
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            why = f"{self.source.about} cannot be read: {type(error).__name__}: {error}"
+            self._put(error if isinstance(error, Exception) else DataError(why))
 
     def _put(self, item: tuple[Batch, State] | Exception) -> None:
         while not self._stop.is_set():
