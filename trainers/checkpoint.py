@@ -74,7 +74,7 @@ def alike(parallel: Single, work: Callable[[], Result], what: str = "") -> Resul
     results, failure, reason = [], None, ""
     try:
         results.append(work())
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # that of DCP is a BaseException
         named = parallel.world > 1 and not isinstance(error, CheckpointException)
         who = f"rank {parallel.rank}: " if named else ""
         failure, reason = error, f"{who}{reason_of(error)}"

@@ -133,7 +133,9 @@ def agree(t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Ten
     nothing waits for the slowest rank here.
     """
     figures[3], figures[4] = nonfinite, spike
-    t.votes.cast(step, figures, t.member.halt_wish, t.member.take_asks())
+    # Ranks see a file at different steps; each of them would ask for a checkpoint of its own.
+    asks = frozenset() if t.parallel.rank else t.member.take_asks()
+    t.votes.cast(step, figures, t.member.halt_wish, asks)
     rows = t.votes.collect(all_of_them=t.report.due(step))
     for row in rows:
         t.report.count_right(row.right, row.tokens)
