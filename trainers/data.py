@@ -167,7 +167,7 @@ def open_alike(settings: Settings, run: Path, parallel: Single, held_out: bool =
         if turn == min(parallel.rank, 1):
             try:
                 source = open_source(settings, run, held_out)
-            except DataError as error:
+            except Exception as error:  # whatever it is, the others wait for this rank's number
                 failed = error
         mine = FAILED if failed else _number(source.fingerprint) if source else NOT_YET
         told = parallel.gather(torch.tensor([mine], device=parallel.device))
