@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -158,26 +159,27 @@ def test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed(tmp_path, pee
     assert left == []
 
 
-class Slow:
-    """A value of the manifest whose copy takes a while: the seal is under way meanwhile."""
+class Blocks:
+    """A value of the manifest whose copy waits: the seal is under way meanwhile."""
+
+    def __init__(self, go: threading.Event):
+        self.go = go
 
     def __deepcopy__(self, memo):
-        time.sleep(2)
-        return self
-
-    def __str__(self):
-        return "slow"
+        self.go.wait(60)
+        return "copied"
 
 
 def test_a_process_that_has_to_end_waits_less_and_the_seal_cannot_come_after(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "HURRY_S", 0.3)
-    mine = Saver(tmp_path, made(1), BACKGROUND)
-    mine.save_beside(replace(at(1), data={"x": Slow()}))
+    mine, go = Saver(tmp_path, made(1), BACKGROUND), threading.Event()
+    mine.save_beside(replace(at(1), data={"x": Blocks(go)}))
     began = time.monotonic()
     (failed,) = mine.finish(lambda: True)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 20
     assert isinstance(failed, CheckpointError)
-    time.sleep(2.5)
+    go.set()
+    mine._workers.shutdown()
     assert names(tmp_path) == []
 
 
