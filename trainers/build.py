@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ from torch import nn
 from nsa.model import Transformer
 from trainers import checkpoint, drills, facts, manifest, optim, precision
 from trainers.allocator import keep_freed_memory
-from trainers.checkpoint import Parts, Saver
+from trainers.checkpoint import Parts
 from trainers.contract import rundir
+from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.data import Batch, Loader, open_alike, read_batch
+from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
 from trainers.manifest import Manifest
 from trainers.parallel import Single, join
@@ -24,9 +27,13 @@ from trainers.precision import LossScale
 from trainers.profiling import Profiler
 from trainers.refusals import recomputed
 from trainers.report import Report
+from trainers.saver import Saver
 from trainers.schema import Settings
-from trainers.settings import AUTO
+from trainers.settings import AUTO, flatten
 from trainers.votes import Votes
+
+PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
+"""Settings that name a place, which may have another name on another host."""
 
 
 @dataclass(slots=True)
@@ -55,6 +62,7 @@ class Training:
 def build(settings: Settings, member: Member, report: Report) -> Training:
     """Makes model, optimizer and loader, and restores them where the settings say so."""
     train, parallel = settings.train, join(settings, member)
+    refuse_other_settings(settings, parallel)
     source = open_alike(settings, member.run, parallel)
     precision.allow_tf32(train.tf32)
     if parallel.device.type == "cpu":
@@ -85,9 +93,26 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
         Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
         Votes(parallel.reduce, parallel.device), guard,
         Spikes(settings.optim.skip_spikes_sigma, parallel.device),
-        Saver(member.run, parts, settings.checkpoint),
+        Saver(member.run, parts, settings.checkpoint, member.home.is_there),
         Profiler(member, report, settings.report, on_cuda), report.steps_done + 1,
     )  # fmt: skip
+
+
+def refuse_other_settings(settings: Settings, parallel: Single) -> None:
+    """Raises UsageError on all ranks where one has other settings than rank 0.
+
+    Each reads its own environment and files, and hosts may differ.
+    """
+    values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
+    mine = {key: value for key, value in values if key not in PLACES}
+    theirs = json.loads(parallel.gather_text("" if parallel.rank else json.dumps(mine))[0])
+    other = [
+        f"{key} is {value} instead of {theirs.get(key)}"
+        for key, value in mine.items() if value != theirs.get(key)
+    ]  # fmt: skip
+    for rank, text in enumerate(parallel.gather_text("; ".join(other))):
+        if text:
+            raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 
 def make_model(settings: Settings, device: torch.device) -> Transformer:
@@ -122,7 +147,27 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
 
 
 def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> Manifest | None:
-    """Restores what `checkpoint.resume` names, and says what. Raises CheckpointError."""
+    """Restores what `checkpoint.resume` names, as rank 0 finds it. Raises CheckpointError."""
+    restored = checkpoint.restore(parts, lambda: choose(settings, member))
+    if restored is None:
+        if settings.checkpoint.resume:
+            report.say(
+                "resume", 0, f"nothing to resume: {member.run} has no checkpoint; from step 1"
+            )
+        return None
+    path, found, skipped = restored
+    for error in skipped:
+        report.say("checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error))
+    report.resume(found.step, found.tokens_total, found.report)
+    report.say("resume", found.step, f"resumed from {path}", path=str(path))
+    return found
+
+
+def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:
+    """Returns the checkpoint to resume from, None for a start at step 1; only rank 0 looks.
+
+    Raises CheckpointError, and OSError where the checkpoints of this run cannot be listed.
+    """
     wish, step = settings.checkpoint.resume, settings.checkpoint.from_step
     if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):
         # A further attempt goes on where this run came to, whatever the first began from.
@@ -133,12 +178,5 @@ def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> 
     if manifest.step_of(run) is not None and run.parent.name == rundir.CHECKPOINTS:
         step, run = manifest.step_of(run) or 0, run.parent.parent
     if wish == AUTO and not step and not manifest.newest_first(run):
-        report.say("resume", 0, f"nothing to resume: {run} has no checkpoint; from step 1")
         return None
-    path, found, skipped = checkpoint.newest(run, step, parts.parallel)
-    for error in skipped:
-        report.say("checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error))
-    checkpoint.load(path, parts)
-    report.resume(found.step, found.tokens_total, found.report)
-    report.say("resume", found.step, f"resumed from {path}", path=str(path))
-    return found
+    return manifest.choose(run, step)

@@ -1,4 +1,4 @@
-"""Saving and loading what a training consists of, through torch.distributed.checkpoint (DCP).
+"""Reading and restoring what a training consists of, through torch.distributed.checkpoint (DCP).
 
 The state is tensors under parameter names: weights, AdamW's averages, loss scale, generators. It
 does not depend on how many ranks wrote it or how they shared the work, and loading it runs no code:
@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     StorageMeta,
@@ -34,15 +31,14 @@ from nsa.backends import Switches
 from nsa.config import ModelConfig
 from nsa.model import Transformer
 from trainers import manifest, optim, settings
-from trainers.contract import rundir
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
-from trainers.schema import CheckpointSettings
 
 State = dict[str, Any]
+Result = TypeVar("Result")
 RANDOM = "random"
 
 
@@ -70,117 +66,51 @@ ALONE = "torch.distributed is disabled"
 """How DCP's warning begins that it saves or loads in one process, which is what we want of it."""
 
 
-class Saver:
-    """Writes the checkpoints of a run, one at a time; all ranks call the same methods alike."""
+def alike(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
+    """Returns what `work` returns on this rank; all ranks call it.
 
-    def __init__(self, run: Path, parts: Parts, settings: CheckpointSettings):
-        self._run, self._parts, self._settings = run, parts, settings
-        warnings.filterwarnings("ignore", ALONE, UserWarning)
-        device = parts.parallel.device.type
-        wish = settings.background
-        self._background = wish == "on" or (wish == "auto" and device == "cuda")
-        self._group = cast(
-            "dist.ProcessGroup | None",
-            dist.new_group(backend="gloo") if parts.parallel.world > 1 else None,
-        )
-        self._pending: Future[Path] | None = None
+    Raises CheckpointError on all of them where it fails on one, with the sentence of the first.
+    """
+    results, failure, reason = [], None, ""
+    try:
+        results.append(work())
+    except (Exception, CheckpointException) as error:  # that of DCP is a BaseException
+        named = parallel.world > 1 and not isinstance(error, CheckpointException)
+        who = f"rank {parallel.rank}: " if named else ""
+        failure, reason = error, f"{who}{reason_of(error)}"
+    for each in parallel.gather_text(reason):
+        if each:
+            raise CheckpointError(f"{what}: {each}" if what else each) from failure
+    return results[0]
 
-    def save(self, position: Manifest) -> Path:
-        """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
-        self.wait()
-        target, temporary = self._paths(position.step)
-        state = self._begin()
-        failure: BaseException | None = None
-        try:
-            state_dict_saver.save(state, storage_writer=FileSystemWriter(temporary),
-                     process_group=self._group, no_dist=self._group is None)  # fmt: skip
-            if self._parts.parallel.rank == 0:
-                self._seal(position)
-        except (CheckpointException, OSError, RuntimeError) as error:
-            failure = error
-        self._agree(failure, target)
-        return target
 
-    def save_beside(self, position: Manifest) -> None:
-        """Copies the state and writes it while training goes on; `collect` tells how it went."""
-        if not self._background:
-            raise ValueError("this run saves in the foreground")
-        self.wait()
-        _, temporary = self._paths(position.step)
-        written = state_dict_saver.async_save(
-            self._begin(), storage_writer=FileSystemWriter(temporary),
-            process_group=self._group, no_dist=self._group is None,
-        )  # fmt: skip
-        self._pending = Future()
-        cast("Future[object]", written).add_done_callback(self._finisher(position, self._pending))
+def restore(
+    parts: Parts, choose: Callable[[], tuple[Path, list[CheckpointError]] | None]
+) -> tuple[Path, Manifest, list[CheckpointError]] | None:
+    """Restores the checkpoint that `choose` returns on rank 0, on all ranks, or none on any.
 
-    @property
-    def in_background(self) -> bool:
-        """Says whether `save_beside` is the way of this run."""
-        return self._background
+    Returns it with what rank 0 skipped. Raises CheckpointError on all ranks alike, also where one
+    of them cannot read it or has another in its place.
+    """
+    parallel = parts.parallel
 
-    def collect(self) -> Path | CheckpointError | None:
-        """Returns how a save beside the training ended, once; None while there is nothing new."""
-        if self._pending is None or not self._pending.done():
-            return None
-        ended, self._pending = self._pending, None
-        error = ended.exception()
-        return ended.result() if error is None else _as_error(error)
+    def decide() -> tuple[str, list[CheckpointError]]:
+        chosen = choose() if parallel.rank == 0 else None
+        return (f"{manifest.digest(chosen[0])} {chosen[0]}", chosen[1]) if chosen else ("", [])
 
-    def wait(self) -> None:
-        """Waits for a save beside the training; its failure has harmed no checkpoint."""
-        if self._pending is not None:
-            self._pending.exception()
+    def read() -> Manifest:
+        found = manifest.read(path)
+        if manifest.digest(path) != digest:
+            raise CheckpointError(f"{path} is another checkpoint than the one that rank 0 reads")
+        load(path, parts)
+        return found
 
-    def _paths(self, step: int) -> tuple[Path, Path]:
-        folder = self._run / rundir.CHECKPOINTS
-        return folder / manifest.name_of(step), folder / manifest.temporary_name(step)
-
-    def _begin(self) -> State:
-        """Clears what a killed save left, and returns the state to write."""
-        parallel, failure = self._parts.parallel, None
-        if parallel.rank == 0:
-            try:
-                (self._run / rundir.CHECKPOINTS).mkdir(mode=0o700, exist_ok=True)
-                manifest.clear_leftovers(self._run)
-            except OSError as error:
-                failure = error
-        self._agree(failure, self._run / rundir.CHECKPOINTS)
-        random = torch.stack(parallel.gather(_random_state(parallel.device))).cpu()
-        return self._parts.state() | {RANDOM: random}
-
-    def _agree(self, failure: BaseException | None, target: Path) -> None:
-        parallel = self._parts.parallel
-        failed = torch.tensor(float(failure is not None), device=parallel.device)
-        parallel.reduce(failed)()
-        if failed.item():
-            if parallel.rank == 0:
-                for temporary in target.parent.glob(".step_*.tmp"):
-                    shutil.rmtree(temporary, ignore_errors=True)
-            reason = _reason(failure) if failure else "another rank says why"
-            raise CheckpointError(
-                f"the checkpoint {target} could not be written: {reason}"
-            ) from failure
-
-    def _seal(self, position: Manifest) -> Path:
-        """Makes a written checkpoint whole, and lets old ones go (rank 0)."""
-        target, temporary = self._paths(position.step)
-        manifest.seal(temporary, target, replace(position, world=self._parts.parallel.world))
-        manifest.retain(self._run, self._settings.keep_last, self._settings.keep_every)
-        return target
-
-    def _finisher(self, position: Manifest, ended: Future[Path]) -> Callable[[Any], None]:
-        def finish(written: Any) -> None:
-            target, temporary = self._paths(position.step)
-            try:
-                written.result()
-                ended.set_result(self._seal(position) if self._parts.parallel.rank == 0 else target)
-            except (CheckpointException, OSError, RuntimeError) as error:
-                if self._parts.parallel.rank == 0:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                ended.set_exception(_as_error(error))
-
-        return finish
+    said, skipped = alike(parallel, decide)
+    digest, _, name = parallel.gather_text(said)[0].partition(" ")
+    if not name:
+        return None
+    path = Path(name)
+    return path, alike(parallel, read), skipped
 
 
 def load(path: Path, parts: Parts) -> None:
@@ -211,7 +141,7 @@ def load_model(path: Path) -> Transformer:
         model = Transformer(shape, switches)
         model.load_state_dict(load_weights(path))
     except (AttributeError, RuntimeError, TypeError, ValueError, UsageError) as error:
-        raise CheckpointError(f"{path} does not describe its model: {_reason(error)}") from error
+        raise CheckpointError(f"{path} does not describe its model: {reason_of(error)}") from error
     return model
 
 
@@ -235,7 +165,9 @@ def _readable(path: Path) -> Iterator[tuple[_Reader, Metadata]]:
             yield reader, reader.read_metadata()
     except (CheckpointException, OSError, RuntimeError, KeyError, ValueError, EOFError,
             AttributeError, pickle.UnpicklingError) as error:  # fmt: skip
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read: {reason_of(error)}"
+        ) from error
 
 
 def _empty(index: Metadata, name: str) -> Tensor:
@@ -243,26 +175,6 @@ def _empty(index: Metadata, name: str) -> Tensor:
     if not isinstance(entry, TensorStorageMetadata):
         raise ValueError(f"{name} is no tensor")
     return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-
-def newest(run: Path, step: int, parallel: Single) -> tuple[Path, Manifest, list[CheckpointError]]:
-    """Returns the checkpoint of a run that `manifest.choose` takes, and why newer ones are not it.
-
-    Rank 0 looks, so that all ranks take the same. Raises CheckpointError on all of them alike.
-    """
-    skipped, failed = [], None
-    chosen = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    if parallel.rank == 0:
-        try:
-            path, skipped = manifest.choose(run, step)
-            chosen += (manifest.step_of(path) or 0) + 1
-        except CheckpointError as error:
-            failed = error
-    parallel.reduce(chosen)()
-    if not chosen.item():
-        raise failed or CheckpointError(f"{run} has no checkpoint to resume from: rank 0 says why")
-    path = run / rundir.CHECKPOINTS / manifest.name_of(int(chosen.item()) - 1)
-    return path, manifest.read(path), skipped
 
 
 _INDEX_CLASSES = {
@@ -318,21 +230,17 @@ def _compare(path: Path, state: State, index: Metadata) -> None:
             )
 
 
-def _as_error(error: BaseException) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
-    return CheckpointError(f"a checkpoint could not be written: {_reason(error)}")
-
-
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Returns one sentence; DCP wraps each rank's own error and its traceback."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     if isinstance(error, CheckpointException):
         rank, (first, _) = min(error.failures.items())
-        return f"rank {rank}: {_reason(first)}"
+        return f"rank {rank}: {reason_of(first)}"
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-def _random_state(device: torch.device) -> Tensor:
+def random_state(device: torch.device) -> Tensor:
     """Returns this rank's generator state(s) as one uint8 vector on its device."""
     parts = [torch.get_rng_state()]
     if device.type == "cuda":

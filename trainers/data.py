@@ -121,8 +121,9 @@ class Loader:
                 batch = read_batch(self.source, self._count, self._rank, self._world, self._device)
                 if not skipped:
                     self._put((batch, self.source.state()))
-        except Exception as error:
-            self._put(error)
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            why = f"{self.source.about} cannot be read: {type(error).__name__}: {error}"
+            self._put(error if isinstance(error, Exception) else DataError(why))
 
     def _put(self, item: tuple[Batch, State] | Exception) -> None:
         while not self._stop.is_set():
@@ -166,7 +167,7 @@ def open_alike(settings: Settings, run: Path, parallel: Single, held_out: bool =
         if turn == min(parallel.rank, 1):
             try:
                 source = open_source(settings, run, held_out)
-            except DataError as error:
+            except Exception as error:  # whatever it is, the others wait for this rank's number
                 failed = error
         mine = FAILED if failed else _number(source.fingerprint) if source else NOT_YET
         told = parallel.gather(torch.tensor([mine], device=parallel.device))

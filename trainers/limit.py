@@ -17,12 +17,12 @@ def within(seconds: float, call: Callable[[], Result], late: str) -> Result:
 
     A call that hangs stays behind in a daemon thread.
     """
-    done: queue.SimpleQueue[tuple[list[Result], Exception | None]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[list[Result], BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             done.put(([call()], None))
-        except Exception as error:
+        except BaseException as error:
             done.put(([], error))
 
     threading.Thread(target=run, name="nsa-limited", daemon=True).start()

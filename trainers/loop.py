@@ -48,6 +48,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         dump_out_of_memory(member)
         raise
     finally:
+        finish_save(training)
         training.profiler.close()
         training.loader.close()
     return reason
@@ -132,7 +133,9 @@ def agree(t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Ten
     nothing waits for the slowest rank here.
     """
     figures[3], figures[4] = nonfinite, spike
-    t.votes.cast(step, figures, t.member.halt_wish, t.member.take_asks())
+    # Ranks see a file at different steps; each of them would ask for a checkpoint of its own.
+    asks = frozenset() if t.parallel.rank else t.member.take_asks()
+    t.votes.cast(step, figures, t.member.halt_wish, asks)
     rows = t.votes.collect(all_of_them=t.report.due(step))
     for row in rows:
         t.report.count_right(row.right, row.tokens)
@@ -174,7 +177,7 @@ def serve(t: Training, step: int, rows: list[Row]) -> None:
         t.profiler.ask(step)
     if t.held_out and step % t.settings.eval.every == 0:
         evaluate(t, step)
-    tell(t, step, t.saver.collect())
+    tell(t, step, *t.saver.collect())
     every, last = t.settings.checkpoint.every, step == t.settings.train.steps
     if CHECKPOINT_NOW in asks or (every and step % every == 0 and not last):
         save(t, step)
@@ -184,6 +187,8 @@ def save(t: Training, step: int) -> None:
     """Saves a checkpoint; one that fails is told, and training goes on."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
+    t.saver.wait()
+    tell(t, step, *t.saver.collect())
     try:
         if t.saver.in_background:
             t.saver.save_beside(position(t))
@@ -199,12 +204,19 @@ def keep(t: Training) -> None:
     step = t.report.steps_done
     t.phases.enter(step, "save")
     t.saver.wait()
-    tell(t, step, t.saver.collect())
+    tell(t, step, *t.saver.collect())
     if t.settings.checkpoint.at_end:
         saved = t.saver.save(position(t))
         tell(t, step, saved)
         if t.settings.checkpoint.export and t.parallel.rank == 0:
             export(saved, Path(t.settings.checkpoint.export))
+
+
+def finish_save(t: Training) -> None:
+    """Lets a background save end after an error, in bounded time; nothing to do after `keep`."""
+    if t.saver.busy:
+        t.member.pulse.set(t.report.steps_done, "save")
+    tell(t, t.report.steps_done, *t.saver.finish(lambda: bool(t.member.halt_wish)))
 
 
 def position(t: Training) -> Manifest:
@@ -215,10 +227,11 @@ def position(t: Training) -> Manifest:
     )  # fmt: skip
 
 
-def tell(t: Training, step: int, saved: Path | CheckpointError | None) -> None:
-    """Records how a save ended."""
-    if isinstance(saved, CheckpointError):
-        t.report.say("checkpoint_failed", step, f"{saved}; training goes on", error=str(saved))
-    elif saved is not None:
-        text = f"saved {CHECKPOINTS}/{saved.name}"
-        t.report.say("checkpoint", manifest.step_of(saved) or step, text, path=saved.name)
+def tell(t: Training, step: int, *ended: Path | CheckpointError) -> None:
+    """Records how saves ended."""
+    for saved in ended:
+        if isinstance(saved, CheckpointError):
+            t.report.say("checkpoint_failed", step, str(saved), error=str(saved))
+        else:
+            text = f"saved {CHECKPOINTS}/{saved.name}"
+            t.report.say("checkpoint", manifest.step_of(saved) or step, text, path=saved.name)

@@ -44,10 +44,6 @@ def name_of(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def temporary_name(step: int) -> str:
-    return f".{name_of(step)}.tmp"
-
-
 def step_of(path: Path) -> int | None:
     """Returns the step of a checkpoint directory, None when its name is no such name."""
     match = _NAME.match(path.name)
@@ -55,11 +51,14 @@ def step_of(path: Path) -> int | None:
 
 
 def newest_first(run: Path) -> list[Path]:
-    """Returns the checkpoint directories of a run."""
+    """Returns the checkpoint directories of a run, none where it has no folder for them.
+
+    Raises OSError: a folder that cannot be listed may hold some.
+    """
     folder = run / rundir.CHECKPOINTS
     try:
         found = [path for path in folder.iterdir() if step_of(path) is not None]
-    except OSError:
+    except FileNotFoundError:
         return []
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
@@ -126,7 +125,11 @@ def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
         verify(path)
         return path, []
     skipped: list[CheckpointError] = []
-    for candidate in newest_first(path):
+    try:
+        candidates = newest_first(path)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints of {path} cannot be listed: {error}") from error
+    for candidate in candidates:
         if step in (0, step_of(candidate)):
             try:
                 verify(candidate)
@@ -155,6 +158,11 @@ def read(path: Path) -> Manifest:
     if not sound or not files or any("/" in name or name.startswith("..") for name in files):
         raise CheckpointError(f"{path / MANIFEST} does not describe a checkpoint")
     return manifest
+
+
+def digest(path: Path) -> str:
+    """Returns what tells a checkpoint from any other of its name. Raises OSError."""
+    return _fingerprint(path / MANIFEST)[1]
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:

@@ -64,6 +64,19 @@ class Single:
         """Returns the equally long vectors of all ranks."""
         return [vector]
 
+    def gather_text(self, text: str) -> list[str]:
+        """Returns the texts of all ranks, in their order; one collective where all are empty."""
+        data = text.encode("utf-8", "surrogateescape")
+        total = torch.tensor([len(data)], device=self.device)
+        self.reduce(total)()
+        size = int(total.item())
+        if not size:
+            return [""] * self.world
+        padded = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        texts = self.gather(padded.to(self.device))
+        plain = (bytes(each.tolist()).rstrip(b"\0") for each in texts)
+        return [each.decode("utf-8", "surrogateescape") for each in plain]
+
 
 class Group(Single):
     """Several ranks in one process group: what DDP and FSDP have in common."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from nsa import attention
 from nsa.attention import NSAttention, merge_heads, split_heads
 from nsa.model import Transformer
-from trainers import loop
+from trainers import loop, manifest
 from trainers.data import Batch
 from trainers.entry import leave, main
 
 plain_sum = attention.gated_sum
-plain_forward, plain_score = Transformer.forward, loop.score
+plain_forward, plain_score, plain_seal = Transformer.forward, loop.score, manifest.seal
 calls: list[int] = []
 
 
@@ -79,6 +79,22 @@ def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
     return plain_forward(model, tokens)
 
 
+def first_seal_fails(*arguments: Any) -> None:
+    """The first seal runs out of memory, so late that the next save waits for it."""
+    calls.append(1)
+    if len(calls) == 1:
+        time.sleep(1)
+        raise MemoryError
+    plain_seal(*arguments)
+
+
+def bug_while_saving(*arguments: Any) -> None:
+    """A seal takes two seconds, and the next forward pass meets a bug."""
+    Transformer.forward = bug
+    time.sleep(2)
+    plain_seal(*arguments)
+
+
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no_attention": (NSAttention, "forward", no_attention),
     "first_value": (NSAttention, "forward", first_value),
@@ -87,6 +103,8 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
     "slow_after_20": (Transformer, "forward", slow_after_20),
+    "first_seal_fails": (manifest, "seal", first_seal_fails),
+    "bug_while_saving": (manifest, "seal", bug_while_saving),
     "bug": (Transformer, "forward", bug),
 }
 

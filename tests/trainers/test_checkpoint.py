@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import resource
 import time
 from pathlib import Path
 
@@ -18,12 +17,13 @@ from safetensors import safe_open
 from nsa.model import Transformer
 from tests.trainers.runs import CONFIG, latest_checkpoint, small
 from trainers import checkpoint, export, manifest, optim, settings
-from trainers.checkpoint import Parts, Saver
+from trainers.checkpoint import Parts
 from trainers.data import Synthetic
 from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
+from trainers.saver import Saver
 from trainers.schema import CheckpointSettings
 
 RESOLVED = settings.resolve(CONFIG, {}, small()).settings
@@ -31,11 +31,11 @@ CPU = torch.device("cpu")
 ALONE = Single(CPU)
 
 
-def made(seed: int) -> Parts:
+def made(seed: int, parallel: Single = ALONE) -> Parts:
     torch.manual_seed(seed)
     model = Transformer(RESOLVED.model)
     scale = LossScale(RESOLVED.scaler, True, CPU)
-    return Parts(ALONE, model, optim.build(model, RESOLVED.optim), scale)
+    return Parts(parallel, model, optim.build(model, RESOLVED.optim), scale)
 
 
 def at(step: int) -> Manifest:
@@ -81,37 +81,6 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_save_beside_the_training_holds_the_moment_it_began(tmp_path):
-    parts = made(1)
-    saver = Saver(tmp_path, parts, CheckpointSettings(background="on"))
-    before = {name: weight.clone() for name, weight in parts.model.state_dict().items()}
-    saver.save_beside(at(1))
-    train(parts, 0, 2)
-    saver.wait()
-    path = saver.collect()
-    assert isinstance(path, Path)
-    assert saver.collect() is None
-    weights = checkpoint.load_weights(path)
-    assert all(torch.equal(weights[name], before[name]) for name in before)
-
-
-def test_a_failed_save_beside_the_training_is_told_once_and_harms_nothing(tmp_path):
-    parts = made(1)
-    (whole,) = saved(tmp_path, parts, 1)
-    saver = Saver(tmp_path, parts, CheckpointSettings(background="on"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        saver.save_beside(at(2))
-        saver.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert isinstance(saver.collect(), CheckpointError)
-    assert latest_checkpoint(tmp_path) == whole
-    manifest.verify(whole)
-    assert sorted(path.name for path in whole.parent.iterdir()) == ["latest", whole.name]
-
-
 def test_saving_the_same_step_again_replaces_it_and_leaves_nothing_else(tmp_path):
     saved(tmp_path, made(1), 7)
     (path,) = saved(tmp_path, made(2), 7)
@@ -148,12 +117,12 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path, harm
     if (harm, name) == ("bit flipped", "manifest.json"):
         text = (bad / name).read_text().replace('"step": 2', '"step": "2"')
         (bad / name).write_text(text)
-    path, found, skipped = checkpoint.newest(tmp_path, 0, ALONE)
-    assert (path, found.step) == (good, 1)
+    path, skipped = manifest.choose(tmp_path)
+    assert path == good
     assert len(skipped) == 1
     assert str(bad) in str(skipped[0])
     with pytest.raises(CheckpointError, match=str(bad)):
-        checkpoint.newest(tmp_path, 2, ALONE)
+        manifest.choose(tmp_path, 2)
 
 
 def test_another_model_is_refused_with_the_parameter_that_differs(tmp_path):
@@ -222,7 +191,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_verifies(tmp_path)
         finally:
             child.kill()
             child.join()
-        path, _, skipped = checkpoint.newest(run, 0, ALONE)
+        path, skipped = manifest.choose(run)
         assert not skipped
         checkpoint.load(path, made(2))
         assert latest_checkpoint(run) in manifest.newest_first(run)[:2]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainers.runs import ROOT
-from trainers import settings
+from trainers import data, settings
 from trainers.data import Loader, open_alike, open_source
 from trainers.failures import DataError
 from trainers.limit import within
@@ -149,6 +149,15 @@ class Breaks(Synthetic):
         raise DataError("/data/x cannot be read: Input/output error")
 
 
+class Panic(BaseException):
+    """What a library in Rust raises: no Exception."""
+
+
+class Panics(Synthetic):
+    def read(self, count, rank, world):
+        raise Panic("a bug of a library")
+
+
 def small(**changes) -> Settings:
     overrides = {"data.timeout_s": 0.2, "data.prefetch": 2, "data.seq_len": 8} | changes
     return settings.resolve(None, {}, overrides).settings
@@ -184,6 +193,17 @@ def test_a_call_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error()
 def test_a_source_that_breaks_is_told_by_fetch():
     with pytest.raises(DataError, match="Input/output error"):
         loader(Breaks).fetch()
+
+
+def test_what_is_no_exception_is_told_by_fetch_and_by_a_limited_call_too():
+    with pytest.raises(DataError, match="cannot be read: Panic: a bug of a library"):
+        loader(Panics).fetch()
+
+    def panic():
+        raise Panic
+
+    with pytest.raises(Panic):
+        within(60, panic, "too late")
 
 
 def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
@@ -269,6 +289,31 @@ def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case):
     for end, words in zip(ends, expected, strict=True):
         assert end.startswith(words)
         assert bool(end) == bool(words)
+
+
+def test_whatever_ends_one_rank_while_it_opens_the_data_ends_the_others_too(tmp_path, monkeypatch):
+    def opens(data_settings, seed, run, _held_out):
+        return Synthetic(data_settings, seed) if run.name == "0" else 1 // 0
+
+    monkeypatch.setitem(data._SOURCES, "synthetic", opens)
+    vectors, barrier, ends = [None] * 2, threading.Barrier(2), [""] * 2
+
+    def run(rank: int) -> None:
+        try:
+            open_alike(small(), tmp_path / str(rank), Threads(rank, vectors, barrier))
+        except Exception as error:
+            ends[rank] = f"{type(error).__name__}: {error}"
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ends == [
+        "DataError: rank 1 cannot open the data",
+        "ZeroDivisionError: integer division or modulo by zero",
+    ]
 
 
 def test_the_form_of_recall_is_a_setting():

@@ -12,12 +12,13 @@ from nsa.generate import generate
 from nsa.model import Transformer
 from tests.trainers.runs import CONFIG, ROOT, environment, small
 from trainers import checkpoint, optim, settings
-from trainers.checkpoint import Parts, Saver
+from trainers.checkpoint import Parts
 from trainers.failures import CheckpointError
 from trainers.generate import main
 from trainers.manifest import MANIFEST, Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale
+from trainers.saver import Saver
 
 CHANGES = small(model__init_std=0.5, attention__uniform_gate=True)
 

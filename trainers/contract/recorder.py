@@ -98,6 +98,11 @@ class Recorder:
                 self.dropped += 1
                 self.trouble = f"{error.strerror}: {error.filename or 'write failed'}"
                 self._say_once(error)
+            except Exception as error:  # a call that fails must not end the records of all others
+                self.dropped += 1
+                before, self.trouble = self.trouble, f"{type(error).__name__}: {error}"
+                if self.trouble != before:
+                    self._say(f"a record is dropped and counted: {self.trouble}")
             self._busy_since = 0.0
         for path, (fd, _) in self._descriptors.items():
             if path != STDOUT:

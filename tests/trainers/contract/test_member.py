@@ -364,6 +364,17 @@ def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatc
     assert (tmp_path / "f").read_bytes().count(b"\n") == 10_000
 
 
+def test_a_call_that_raises_is_counted_and_the_records_after_it_are_written(tmp_path, capfd):
+    recorder = Recorder()
+    for _ in range(3):
+        recorder.call(lambda: {}["missing"])
+    recorder.put(tmp_path / "f", b"after\n")
+    assert recorder.close(20)
+    assert (tmp_path / "f").read_bytes() == b"after\n"
+    assert (recorder.dropped, recorder.trouble) == (3, "KeyError: 'missing'")
+    assert capfd.readouterr().err.count("KeyError: 'missing'") == 1
+
+
 def test_records_go_on_in_the_file_that_is_there_when_somebody_replaced_it(tmp_path, capfd):
     recorder, path, aside = Recorder(), tmp_path / "f.jsonl", tmp_path / "aside"
     recorder.check_every_s = 0.0

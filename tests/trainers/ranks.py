@@ -1,0 +1,74 @@
+"""Real ranks of one gloo group in forked processes, for what ranks have to agree on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.trainers.runs import CONFIG, small
+from trainers import failures, settings
+from trainers.contract.member import Member
+from trainers.parallel import Group, join
+
+TIMEOUT_MIN = 0.25
+"""Ends a collective that not all ranks call, so that a test fails instead of hanging."""
+LIMIT_S = 60.0
+Work = Callable[[int, Group, Member], Any]
+
+
+def together(
+    runs: list[Path], work: Work, variables: Mapping[str, str] | None = None,
+    first_only: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Returns what `work` returns on each rank; for an exception its class, exit code and text.
+
+    Each rank has its own run directory. `first_only`: the answer of rank 0 is enough.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    fork, children = multiprocessing.get_context("fork"), []
+    for rank, run in enumerate(runs):
+        mine = dict(variables or {}) | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(runs)),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        answers, answer = fork.Pipe(duplex=False)
+        child = fork.Process(target=_rank, args=(rank, run, work, mine, answer))
+        child.start()
+        answer.close()
+        children.append((child, answers))
+    try:
+        return [_answer(answers) for _, answers in (children[:1] if first_only else children)]
+    finally:
+        for child, _ in children:
+            child.kill()
+            child.join()
+
+
+def _answer(answers: Any) -> Any:
+    assert answers.poll(LIMIT_S), f"a rank gave no answer within {LIMIT_S:g} s"
+    return answers.recv()
+
+
+def _rank(rank: int, run: Path, work: Work, variables: dict[str, str], answer: Any) -> None:
+    os.environ.update(variables)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        resolved = settings.resolve(CONFIG, {}, small(ddp__timeout_min=TIMEOUT_MIN)).settings
+        member = Member(run, variables)
+        parallel = join(resolved, member)
+        assert isinstance(parallel, Group)
+        result = work(rank, parallel, member)
+    except Exception as error:
+        code, sentence = failures.classify(error)
+        if code == failures.BUG:
+            traceback.print_exc()
+        result = type(error).__name__, code, sentence
+    answer.send(result)
+    os._exit(0)

@@ -1,0 +1,242 @@
+"""Background saves: each ends, is told once, and leaves a whole checkpoint or nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainers.ranks import together
+from tests.trainers.runs import Run, latest_checkpoint, small
+from tests.trainers.test_checkpoint import at, made, saved, train
+from trainers import checkpoint, manifest, saver
+from trainers.failures import CheckpointError
+from trainers.limit import within
+from trainers.saver import Saver
+from trainers.schema import CheckpointSettings
+
+BACKGROUND = CheckpointSettings(background="on")
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def waited(saver: Saver) -> list[Path | CheckpointError]:
+    within(20, saver.wait, "the background save did not end")
+    return saver.collect()
+
+
+def test_a_background_save_holds_the_moment_it_began(tmp_path):
+    parts = made(1)
+    saver = Saver(tmp_path, parts, BACKGROUND)
+    before = {name: weight.clone() for name, weight in parts.model.state_dict().items()}
+    saver.save_beside(at(1))
+    train(parts, 0, 2)
+    (path,) = waited(saver)
+    assert isinstance(path, Path)
+    assert saver.collect() == []
+    weights = checkpoint.load_weights(path)
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+
+
+def test_a_failed_background_save_is_told_once_and_harms_nothing(tmp_path):
+    parts = made(1)
+    (whole,) = saved(tmp_path, parts, 1)
+    saver = Saver(tmp_path, parts, BACKGROUND)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        saver.save_beside(at(2))
+        (failed,) = waited(saver)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(failed, CheckpointError)
+    assert str(whole.with_name("step_00000002")) in str(failed)
+    assert latest_checkpoint(tmp_path) == whole
+    manifest.verify(whole)
+    assert names(tmp_path) == ["latest", whole.name]
+
+
+class Raises:
+    """A value of the manifest that cannot be copied: it fails in the thread of the saver."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __deepcopy__(self, memo):
+        raise self.error
+
+
+ERRORS = [MemoryError(), ValueError("a"), KeyError("a"), TypeError("a"), SystemExit(1)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told(tmp_path, error):
+    saver = Saver(tmp_path, made(1), BACKGROUND)
+    saver.save_beside(replace(at(1), data={"x": Raises(error)}))
+    (failed,) = waited(saver)
+    assert isinstance(failed, CheckpointError)
+    assert type(error).__name__ in str(failed)
+    assert names(tmp_path) == []
+    assert isinstance(saver.save(at(2)), Path)
+
+
+def test_a_second_save_keeps_the_failure_of_the_first(tmp_path):
+    saver = Saver(tmp_path, made(1), BACKGROUND)
+    saver.save_beside(replace(at(1), data={"x": Raises(ValueError("a"))}))
+    saver.save_beside(at(2))
+    saver.save(at(3))
+    failed, second = saver.collect()
+    assert isinstance(failed, CheckpointError)
+    assert second == tmp_path / "checkpoints" / "step_00000002"
+    assert saver.collect() == []
+
+
+def test_a_failure_that_only_the_next_save_meets_is_recorded(tmp_path):
+    changes = small(train__steps=4, checkpoint__every=1, checkpoint__background="on")
+    run = Run(tmp_path, changes, nproc=1, broken="first_seal_fails").done()
+    (failed,) = run.records(0, "checkpoint_failed")
+    assert "step_00000001 could not be written: MemoryError" in failed["error"]
+    assert [record["step"] for record in run.records(0, "checkpoint")] == [2, 3, 4]
+
+
+def test_an_error_of_the_training_lets_a_background_save_end(tmp_path):
+    changes = small(train__steps=100, checkpoint__every=5, checkpoint__background="on")
+    run = Run(tmp_path, changes, nproc=1, broken="bug_while_saving")
+    assert run.wait() == 1
+    whole = manifest.newest_first(run.path)
+    assert names(run.path) == ["latest", *sorted(path.name for path in whole)]
+    assert [manifest.verify(path).step for path in whole][-1:] == [5]
+    messages = [record["msg"] for record in run.records(0)]
+    assert messages.index("checkpoint") < messages.index("error")
+    (error,) = run.records(0, "error")
+    assert (error["error_class"], error["exit_code"]) == ("ZeroDivisionError", 1)
+    assert run.metrics()["reason"] == "ZeroDivisionError: a real bug"
+
+
+class Leaves(Saver):
+    """A rank that does not get to write what it has copied."""
+
+    how = signal.SIGSTOP
+
+    def _write(self, *arguments):
+        time.sleep(0.3)  # until rank 0 has all that both need to begin
+        os.kill(os.getpid(), self.how)
+        return super()._write(*arguments)
+
+
+class Dies(Leaves):
+    how = signal.SIGKILL
+
+
+@pytest.mark.parametrize("peer", [Leaves, Dies])
+def test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed(tmp_path, peer, monkeypatch):
+    monkeypatch.setattr(saver, "FINISH_S", 2.0)
+    run = tmp_path / "run"
+
+    def work(rank, parallel, member):
+        del member
+        mine = (peer if rank else Saver)(run, made(1, parallel), BACKGROUND)
+        mine.save_beside(at(1))
+        if rank:
+            time.sleep(60)
+        began = time.monotonic()
+        (failed,) = mine.finish()
+        return time.monotonic() - began, str(failed), names(run)
+
+    run.mkdir()
+    took_s, failed, left = together([run, run], work, first_only=True)[0]
+    assert took_s < 10
+    assert "step_00000001 could not be written" in failed
+    assert left == []
+
+
+class Blocks:
+    """A value of the manifest whose copy waits: the seal is under way meanwhile."""
+
+    def __init__(self, go: threading.Event):
+        self.go = go
+
+    def __deepcopy__(self, memo):
+        self.go.wait(60)
+        return "copied"
+
+
+def test_a_process_that_has_to_end_waits_less_and_the_seal_cannot_come_after(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "HURRY_S", 0.3)
+    mine, go = Saver(tmp_path, made(1), BACKGROUND), threading.Event()
+    mine.save_beside(replace(at(1), data={"x": Blocks(go)}))
+    began = time.monotonic()
+    (failed,) = mine.finish(lambda: True)
+    assert time.monotonic() - began < 20
+    assert isinstance(failed, CheckpointError)
+    go.set()
+    mine._workers.shutdown()
+    assert names(tmp_path) == []
+
+
+def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_is_touched(
+    tmp_path,
+):
+    """Before the save begins, and while it is written; the directory that was moved keeps all."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    saved(run, made(1), 1)
+    home = run.stat()
+    mine = Saver(run, made(1), BACKGROUND, lambda: os.path.samestat(run.stat(), home))
+    move = MovesAt(run, away)
+    mine.save_beside(replace(at(2), data={"x": "before"}))
+    assert [type(each) for each in waited(mine)] == [type(run)]
+    moving = Saver(run, made(1), BACKGROUND, move)
+    moving.save_beside(at(3))
+    (failed,) = waited(moving)
+    assert "step_00000003 could not be written" in str(failed)
+    assert f"the run directory {run} was moved or replaced" in str(failed)
+    assert names(run) == [".step_00000009.tmp"]
+    for save in (mine.save, mine.save_beside):
+        with pytest.raises(CheckpointError, match="was moved or replaced"):
+            save(at(4))
+    assert names(run) == [".step_00000009.tmp"]
+    assert {"step_00000001", "step_00000002"} < set(names(away))
+
+
+class MovesAt:
+    """Moves the run directory when it is asked for the second time, as a save is sealed."""
+
+    def __init__(self, run: Path, away: Path):
+        self.run, self.away, self.asked = run, away, 0
+        self.home = run.stat()
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        if self.asked == 2:
+            self.run.rename(self.away)
+            (self.run / "checkpoints" / ".step_00000009.tmp").mkdir(parents=True)
+        return os.path.samestat(self.run.stat(), self.home)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_directory_that_rank_0_finds_replaced_fails_the_save_on_all_ranks(tmp_path, background):
+    run = tmp_path / "run"
+
+    def work(rank, parallel, member):
+        del member
+        move = MovesAt(run, tmp_path / "away") if rank == 0 else pytest.fail
+        mine = Saver(run, made(1, parallel), BACKGROUND, move)
+        if not background:
+            return mine.save(at(1))
+        mine.save_beside(at(1))
+        mine.wait()
+        (failed,) = mine.collect()
+        raise failed
+
+    for name, code, sentence in together([run, run], work):
+        assert (name, code) == ("CheckpointError", 15)
+        assert sentence.endswith(f"the run directory {run} was moved or replaced")
