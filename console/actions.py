@@ -119,12 +119,18 @@ def prepare(options: LaunchOptions) -> Prepared:
     return Prepared(plan, directory, phases, checks, given)
 
 
-def launch(options: LaunchOptions, by: str) -> Path:
+def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory; the supervisor owns it from then on.
 
+    `seen` is the plan that an operator was asked about; one that has changed since is refused.
     Raises UsageError, RefusedError or ContractError; then nothing was begun and nothing is left.
     """
     prepared = prepare(options)
+    if seen is not None and prepared.plan != seen:
+        raise RefusedError(
+            f"the plan {seen.name} has changed since it was checked, so nothing was launched; "
+            "look at it again"
+        )
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))

@@ -193,7 +193,7 @@ class Asked:
             raise RefusedError(self.text)
         return self.text
 
-    def launch(self, options: Any, by: str) -> Path:
+    def launch(self, options: Any, by: str, seen: Any = None) -> Path:
         self.launched.append(options)
         return self.directory
 
