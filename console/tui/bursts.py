@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from textual.events import Key
 
-from console.tui.keys import TABLE
+from console.tui.keys import BOUND, TABLE
 
 APART_S = 0.03
 """A key that follows another within this time was not typed after looking at the screen."""
@@ -46,10 +46,14 @@ class Bursts:
             return [key for key in keys if key.key == LEAVE and len(keys) == 1], ""
         rushed = len(keys) > 1 or now - self._last < APART_S
         self._last = now
-        acting = IN_A_FIELD if in_field else ACTING
-        ignored = [key.key for key in keys if rushed and key.key in acting]
-        said = f"{ignored[0]} ignored: it came together with other input" if ignored else ""
-        return [key for key in keys if not (rushed and key.key in acting)], said
+        ignored = [key for key in keys if rushed and self._acts_or_means_nothing(key, in_field)]
+        said = f"{ignored[0].key} ignored: it came together with other input" if ignored else ""
+        return [key for key in keys if key not in ignored], said
+
+    def _acts_or_means_nothing(self, key: Key, in_field: bool) -> bool:
+        if in_field:
+            return key.key in IN_A_FIELD
+        return key.key in ACTING or (key.is_printable and not {key.key, key.character} & BOUND)
 
     def _is_paste(self, count: int, now: float) -> bool:
         full = len(self._times) == PASTE_KEYS and now - self._times[0] < PASTE_S

@@ -57,7 +57,9 @@ def _phase_row(
     gates: Sequence[Gate],
 ) -> Row:  # fmt: skip
     done = step if step is not None else phase.steps
-    steps = fmt.count(done) if done is not None else ""
+    if done is None and not phase.started_ts:
+        done = 0
+    steps = fmt.count(done) if done else ""
     if phase.steps_planned:
         steps = f"{fmt.count(done)}/{phase.steps_planned:,}"
         if len(steps) > STEPS:
