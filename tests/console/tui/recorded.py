@@ -180,6 +180,7 @@ class Asked:
         self.LaunchOptions, self.prepare = LaunchOptions, prepare
         self.sent: list[tuple[str, str, dict[str, Any]]] = []
         self.launched: list[Any] = []
+        self.seen: Any = None
         self.ok, self.text, self.delay_s = ok, text, delay_s
         self.directory = Path("/nowhere/launched")
 
@@ -195,6 +196,7 @@ class Asked:
 
     def launch(self, options: Any, by: str, seen: Any = None) -> Path:
         self.launched.append(options)
+        self.seen = seen
         return self.directory
 
 
