@@ -146,23 +146,26 @@ def test_only_the_result_of_the_newest_check_is_used(tmp_path):
     drive(app, body)
 
 
-def test_trouble_of_an_older_draft_is_not_that_of_the_newer_one(tmp_path):
+def test_trouble_of_an_older_draft_is_not_that_of_the_newer_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(deeds, "LIMIT_S", 20.0)
     asked = Slow()
-    asked.slow_checks = True
     check = asked._check
 
-    def fails_without_flags(options):
+    def refuses_the_first(options):
         if not options.flags:
+            asked.go.wait(20)
             raise RefusedError("the first draft is refused")
         return check(options)
 
-    asked._check = fails_without_flags
+    asked._check = refuses_the_first
     app = app_on(root=tmp_path, actions=asked)
 
     async def body(pilot):
         await until(pilot, lambda: bool(asked.checks))
         await pilot.press("j", "j", "j", "space")
+        await pilot.pause(1.5)
         asked.go.set()
+        await pilot.pause(0.5)
         await until(pilot, lambda: "✓ python" in picture(app), 20)
         assert app.draft.trouble == ""
 
