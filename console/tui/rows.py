@@ -95,8 +95,8 @@ def flow(text: str, first: int, width: int, limit: int) -> list[str]:
     """Breaks text at spaces into at most `limit` lines: the first of `first` cells at most, the
     others of `width`; the last one is cut where the text is longer."""
     text = " ".join(text.split())
-    if cell_len(text) <= first:
-        return [text]
+    if cell_len(text) <= first or limit == 1:
+        return [cut(text, first)]
     head = chop(text, first, 2, 0)[0]
     return [head, *wrap(text[len(head) :], width, limit - 1)]
 

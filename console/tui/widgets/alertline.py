@@ -12,7 +12,7 @@ from console.tui import format as fmt
 from console.tui.deeds import Pending
 from console.tui.feed import Snapshot
 from console.tui.palette import LEVEL_STYLE
-from console.tui.rows import Row, cut, flow, spread, width_of
+from console.tui.rows import Row, clip, flow, spread, width_of
 from console.tui.widgets.footer import HEIGHT
 from console.tui.widgets.lines import Panel
 
@@ -22,7 +22,7 @@ STALL = "stall"
 """How the ids of the supervisor's alerts about a stall begin."""
 MOST_LINES = 3
 LEAST_ROOM = 24
-"""Cells beside the keys below which a notice is cut: wrapped it would be a column of words."""
+"""With fewer cells than this beside them, the keys go below the text, or away."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  note"}
 
 
@@ -152,12 +152,14 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     word, style = WORDS[notice.level], LEVEL_STYLE[notice.level]
     indent = len(word) + 1
     room = width - width_of(tail) - 2 - indent
-    if limit == 1 or room < LEAST_ROOM:
-        lines = [cut(notice.text, room)]
-    else:
-        lines = flow(notice.text, room, width - indent, limit)
-    rows = [spread(((word, style), (" ", ""), (lines[0], style)), tail, width)]
-    return rows + [((" " * indent, ""), (line, style)) for line in lines[1:]]
+    below: list[Row] = []
+    if room < LEAST_ROOM:
+        below = [((" " * indent, ""), *tail)] if limit > 1 else []
+        room, tail, limit = width - indent, (), max(1, limit - 1)
+    lines = flow(notice.text, room, width - indent, limit)
+    first = spread(((word, style), (" ", ""), (lines[0], style)), tail, width)
+    rest: list[Row] = [((" " * indent, ""), (line, style)) for line in lines[1:]]
+    return [clip(row, width) for row in (first, *rest, *below)]
 
 
 class AlertLine(Panel):
