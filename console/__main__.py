@@ -5,6 +5,10 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - says so where nothing was installed yet
     sys.exit("nsa-console needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
+if not sys.flags.safe_path:
+    # `python -m` puts the working directory first; import only from the folder of this package.
+    sys.path[0] = __file__.rpartition("/console/")[0]
+
 from console.cli import main
 
 if __name__ == "__main__":

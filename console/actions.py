@@ -118,12 +118,19 @@ def prepare(options: LaunchOptions) -> Prepared:
     return Prepared(plan, directory, phases, checks, given)
 
 
-def launch(options: LaunchOptions, by: str) -> Path:
+def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory; the supervisor owns it from then on.
 
+    `seen` is the plan that an operator was asked about; one that has changed since is refused.
     Raises UsageError, RefusedError or ContractError; then nothing was begun and nothing is left.
     """
-    return begin(prepare(options), by)
+    prepared = prepare(options)
+    if seen is not None and prepared.plan != seen:
+        raise RefusedError(
+            f"the plan {seen.name} has changed since it was checked, so nothing was launched; "
+            "look at it again"
+        )
+    return begin(prepared, by)
 
 
 def begin(prepared: Prepared, by: str) -> Path:

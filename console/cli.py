@@ -95,6 +95,11 @@ def screen(options: argparse.Namespace) -> int:
     app = ConsoleApp(path, options.plan, options.root, terminal)
     app.run(mouse=terminal.mouse)
     app.feed.stop()
+    for each in app.pending:
+        if each.label != "check":
+            output.tell(
+                f"left before the answer to {each}; nsa-console runs shows what became of it"
+            )
     return FAILED if app.return_code else 0
 
 

@@ -127,7 +127,7 @@ def is_ours(phase: Phase) -> bool:
 def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
     """Returns the command that starts a phase on one host; torchrun's own files go below `logs`."""
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
         "--shutdown-timeout", str(max(1, round(grace_s))),
         "--log-dir", str(logs.absolute() / "torchrun"),

@@ -1,6 +1,6 @@
-"""Runs what was asked for beside the screen, with a time limit, and brings back one sentence.
+"""Runs an operator's actions in threads beside the screen; every result is shown, also a late one.
 
-Each deed has a daemon thread of its own: a directory that does not answer freezes nothing.
+Each action has a daemon thread: a directory that does not answer blocks neither keys nor painting.
 """
 
 from __future__ import annotations
@@ -9,17 +9,42 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
 if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
 
-ANSWER_S = 15.0
+ANSWER_S = 300.0
+"""Longest wait for a supervisor's answer; the screen shows the answer whenever it comes."""
 LIMIT_S = 20.0
+"""Without a result for this long, the alert line names the action and how long it has waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An action without a result yet. `since` is monotonic."""
+
+    label: str
+    about: str
+    since: float
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since
+
+    @property
+    def is_late(self) -> bool:
+        return self.waited_s > LIMIT_S
+
+    def __str__(self) -> str:
+        return f"{self.label} of {self.about}" if self.about else self.label
 
 
 def beside(
@@ -28,20 +53,24 @@ def beside(
     work: Callable[[], Any],
     then: Callable[[Any], object],
     failed: Callable[[str], object] | None = None,
+    about: str = "",
 ) -> None:
     """Runs `work` in a thread; `then` gets its result, `failed` the sentence of its error.
 
-    Without `failed` the screen says it. What comes after the time limit is dropped.
+    Without `failed` the screen shows the error. Until then the action is one of `app.pending`.
     """
     fail = failed or (lambda sentence: app.say(sentence, "error"))
-    settled = False
+    pending = Pending(label, about, time.monotonic())
+    app.pending.append(pending)
 
     def settle(end: Callable[[Any], object], outcome: Any) -> None:
-        nonlocal settled
-        if app.is_running and not settled:
-            settled = True
-            end(outcome)
-            app.feed.nudge()
+        if not app.is_running:
+            return
+        app.pending.remove(pending)
+        end(outcome)
+        if pending.is_late:
+            app.answer.linger()
+        app.feed.nudge()
 
     def body() -> None:
         try:
@@ -53,28 +82,26 @@ def beside(
             end, outcome = fail, text
         app.call_later(settle, end, outcome)
 
-    late = (
-        f"{label}: no answer within {LIMIT_S:.0f} s; the directory may be frozen, "
-        "and what was asked may still happen"
-    )
     threading.Thread(target=body, name=f"deed-{label}", daemon=True).start()
-    app.set_timer(LIMIT_S, lambda: settle(fail, late))
 
 
 def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
-    """Asks by `nsa-console do` (or `adopt`), in a process of its own: a thread that writes into a
-    frozen directory could not be ended, and would keep the console from leaving.
+    """Sends a request by `nsa-console do` (or `adopt`) in its own process, and returns the answer.
 
-    Returns who did what. Raises ContractError with the refusal.
+    A thread that writes into a frozen directory cannot be ended, and the console could not exit.
+    Raises ContractError with the refusal.
     """
+    from console.supervisor import orders
+
     words = [f"{name}={'' if value is None else value}" for name, value in args.items()]
     named = ["do", str(path.absolute()), action, *words, "--timeout", str(ANSWER_S)]
     if action == "adopt":
         named = ["adopt", str(path.absolute())]
+    importable = {"PYTHONPATH": orders.inherited()["PYTHONPATH"]}
     done = subprocess.run(
-        [sys.executable, "-m", "console", *named, "--json"],
+        [sys.executable, "-P", "-m", "console", *named, "--json"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        start_new_session=True,
+        start_new_session=True, env=environ.snapshot() | importable,
     )  # fmt: skip
     try:
         event = json.loads(done.stdout)

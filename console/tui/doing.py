@@ -13,6 +13,7 @@ from console.model import LaunchState, RunState
 from console.plain import counted
 from console.tui import questions
 from console.tui.deeds import beside
+from console.tui.format import age
 from console.tui.questions import CannotAsk, Choice, Question, Target
 from trainers.contract import rundir
 
@@ -105,45 +106,76 @@ class Doing:
         """Asks the supervisor for something, beside the screen, and shows its answer."""
         self.me.say(f"{action}: asked …", "wait")
         work = partial(self.me.request, path, action, args)
-        beside(self.me, action, work, self.me.say)
+        beside(self.me, action, work, self.me.say, about=path.name)
 
     # --- launching -----------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Checks the draft beside the screen; nothing is written."""
+        """Checks the draft beside the screen; nothing is written.
+
+        One check at a time: what changes meanwhile is checked when it ends, and only the result of
+        the newest draft is used.
+        """
+        self.me.draft.number += 1
+        if not self.me.draft.is_checking:
+            self._check()
+
+    def _check(self) -> None:
         app, draft = self.me, self.me.draft
+        number, options = draft.number, draft.options(self.actions)
+        draft.is_checking = True
 
-        def done(prepared: Any) -> None:
-            draft.prepared, draft.trouble = prepared, ""
+        def ended(prepared: Any, trouble: str = "") -> None:
+            draft.is_checking = False
+            if number != draft.number:
+                self._check()
+                return
+            draft.take(options, prepared, trouble)
             app.repaint_view()
 
-        def failed(sentence: str) -> None:
-            draft.trouble = sentence
-            app.repaint_view()
+        work = partial(self.actions.prepare, options)
+        beside(app, "check", work, ended, partial(ended, None), options.plan)
 
-        work = partial(self.actions.prepare, draft.options(self.actions))
-        beside(app, "check", work, done, failed)
+    def _is_starting(self) -> bool:
+        """Says whether a launch has no result yet; then says so on the screen too."""
+        held = next((each for each in self.me.pending if each.label == "launch"), None)
+        if held is not None:
+            waited = age(held.waited_s)
+            self.me.say(
+                f"a launch is still starting: {held.about}, for {waited} now; its result will be "
+                "shown here",
+                "error",
+            )
+        return held is not None
 
     async def do_launch(self) -> None:
         """Goes on with the launch that waits, or asks whether to launch the draft."""
         app, state = self.me, self.state
+        if self._is_starting():
+            return
+        if app.snapshot is not None and app.snapshot.at < app.feed.followed_at:
+            app.say("the new launch is being read; press L again in a moment", "error")
+            return
         if state is not None and state.launch is not None and state.launch.under_way:
             launch = Path(state.launch.path)
             self.ask_or_say(lambda: questions.proceed(state), partial(self._proceed, launch))
             return
         if app.view_name != "launch":
             await app.show_view("launch")
-        options = app.draft.options(self.actions)
+        options, plan = app.draft.checked, app.draft.plan
         self.ask_or_say(
-            lambda: app.draft.question(rundir.host_name()), lambda _: self._launch(options)
+            lambda: app.draft.question(rundir.host_name()), lambda _: self._launch(options, plan)
         )
 
     def _proceed(self, launch: Path, choice: Choice) -> None:
         self.send(launch, choice.action, dict(choice.args))
         self.me.run_worker(self.me.show_view("dashboard"))
 
-    def _launch(self, options: Any) -> None:
+    def _launch(self, options: Any, plan: Any) -> None:
+        """Launches what was asked about: `plan` as it was checked, or nothing."""
         app, actions = self.me, self.actions
+        if self._is_starting():
+            return
         app.say(f"launches {options.plan} …", "wait")
 
         def launched(path: Path) -> None:
@@ -151,7 +183,8 @@ class Doing:
             app.feed.follow(path)
             app.run_worker(app.show_view("dashboard"))
 
-        beside(app, "launch", lambda: actions.launch(options, actions.who()), launched)
+        work = partial(actions.launch, options, actions.who(), plan)
+        beside(app, "launch", work, launched, about=options.plan)
 
     def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None:
         """Asks the supervisor to change a flag for the next phase."""

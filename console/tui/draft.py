@@ -31,7 +31,8 @@ def coming(launch: LaunchState) -> Mapping[str, str]:
 class Draft:
     """What would be launched: a plan with the operator's flags, and what its preflight said.
 
-    Launched from the screen it asks between phases, unless the operator says `go`.
+    Launched from the screen it asks between phases, unless the operator says `go`. `prepared` and
+    `trouble` are the result of the newest check that ended, `checked` the options that it was of.
     """
 
     def __init__(self, plan_name: str, root: Path):
@@ -40,11 +41,26 @@ class Draft:
         self.between = "ask"
         self.prepared: Any = None
         self.trouble = ""
+        self.checked: Any = None
+        self.is_checking = False
+        self.number = 0
+        """Counts the checks that were asked for; a result of an older one is not used."""
 
     def options(self, actions: Any) -> Any:
         return actions.LaunchOptions(
             plan=self.plan_name, flags=dict(self.flags), between=self.between, root=self.root
         )
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the result is of exactly the options that are chosen now."""
+        held = self.checked
+        return held is not None and (held.flags, held.between) == (self.flags, self.between)
+
+    def take(self, options: Any, prepared: Any, trouble: str) -> None:
+        """Keeps the result of a check; after trouble the last plan that could be read stays."""
+        self.checked, self.trouble = options, trouble
+        self.prepared = prepared if prepared is not None else self.prepared
 
     @property
     def plan(self) -> Any:
@@ -69,10 +85,10 @@ class Draft:
 
     def question(self, host: str) -> questions.Question:
         """Returns what is asked before the launch. Raises CannotAsk when it would be refused."""
+        if not self.is_checked:
+            raise CannotAsk("the plan is still being checked; press L again in a moment")
         if self.trouble:
             raise CannotAsk(self.trouble)
-        if self.prepared is None:
-            raise CannotAsk("the plan is still being checked; press L again in a moment")
         failed = [check for check in self.checks if check.result == "fail"]
         if failed:
             raise CannotAsk(f"not launched: {failed[0].text}")

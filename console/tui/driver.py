@@ -1,4 +1,4 @@
-"""The terminal's driver: paints on stdout, and ends the process when the terminal or a signal asks.
+"""The terminal's driver: paints on stdout, filters what is typed, and always finds a way out.
 
 Textual paints on stderr, which may be a file. Its writer thread dies when the terminal goes away,
 and then the 31st write blocks the event loop for good: what needs the loop is no sure way out.
@@ -14,12 +14,25 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
+from textual.events import Key
+from textual.message import Message
+
+from console.tui.bursts import LEAVE, Bursts
+
+if TYPE_CHECKING:
+    from console.tui.main import ConsoleApp
 
 GRACE_S = 2.0
+READ_BYTES = 4096
+POLL_S = 0.1
+FEW = 8
+"""Characters that one key can send; more while a paste is being ignored belong to the paste."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -27,7 +40,10 @@ RESTORE = (
 
 
 class TerminalDriver(LinuxDriver):
-    """Leaves at once when the terminal is gone, and within `GRACE_S` of SIGTERM or SIGHUP."""
+    """Exits at once when the terminal is gone, and within `GRACE_S` of a key or signal that ends.
+
+    Also when the terminal reads nothing, which blocks the writer and then the event loop.
+    """
 
     def __init__(self, *given: Any, **named: Any):
         super().__init__(*given, **named)
@@ -38,6 +54,13 @@ class TerminalDriver(LinuxDriver):
         )
 
         self._late: threading.Thread | None = None
+        self._ends = threading.Lock()
+        self._code = 0
+        self._bursts = Bursts()
+
+    @property
+    def _console(self) -> ConsoleApp:
+        return self._app  # type: ignore[return-value]
 
     def close(self) -> None:
         """Closes, unless the terminal is being restored for a loop that was late: that ends all."""
@@ -54,6 +77,72 @@ class TerminalDriver(LinuxDriver):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
+    # --- what is typed -------------------------------------------------------------------------
+
+    def run_input_thread(self) -> None:
+        """Reads keys until the driver stops; bytes that are no UTF-8 become replacement characters.
+
+        Pasted text is counted and not parsed: a key event for each character would take hundreds of
+        MB and keep the loop from everything else.
+        """
+        parser, bursts = XTermParser(self._debug), self._bursts
+        decode = getincrementaldecoder("utf-8")("replace").decode
+        while not self.exit_event.is_set():
+            ready, _, _ = select.select([self.fileno], [], [], POLL_S)
+            try:
+                read = os.read(self.fileno, READ_BYTES) if ready else b""
+            except OSError:
+                return
+            if ready and not read:
+                return
+            text, now = decode(read), time.monotonic()
+            if bursts.pasted and len(text) > FEW:
+                bursts.count(len(text), now)
+            elif text:
+                self._accept(list(parser.feed(text)), now)
+            self._accept(list(parser.tick()), now)
+            if pasted := bursts.report(now):
+                self._app.call_later(self._console.ignored, pasted)
+
+    def _accept(self, messages: Sequence[Message], now: float) -> None:
+        """Passes on what was typed, without the keys that count for nothing in a burst."""
+        keys = [message for message in messages if isinstance(message, Key)]
+        if keys:
+            admitted, said = self._bursts.admit(keys, now, self._console.in_field)
+            messages = [m for m in messages if not isinstance(m, Key) or m in admitted]
+            if said:
+                self._app.call_later(self._console.say, said, "error")
+        for message in messages:
+            self.process_message(message)
+            if isinstance(message, Key) and message.key in (LEAVE, "q"):
+                self._leave_if_blocked(message.key)
+
+    # --- the ways out --------------------------------------------------------------------------
+
+    def _leave_if_blocked(self, key: str) -> None:
+        """Ends the process where the key that means it cannot reach the blocked loop."""
+        handled = threading.Event()
+        self._loop.call_soon_threadsafe(handled.set)
+        means_it = key == LEAVE or self._console.overlay is None
+        writer = self._writer_thread
+
+        def wait() -> None:
+            if not handled.wait(GRACE_S) and writer is not None and writer._queue.full():
+                self._end_now()
+
+        if means_it:
+            _thread(wait)
+
+    def end_in_time(self, code: int = 0) -> None:
+        """Ends the process if it is still there after `GRACE_S`; called when it begins to exit."""
+        self._code = code
+
+        def wait() -> None:
+            time.sleep(GRACE_S)
+            self._end_now()
+
+        _thread(wait)
+
     def _end_with_terminal(self) -> None:
         """Waits for the hang-up of the terminal; there is nothing left to restore then."""
         poll = select.poll()
@@ -63,15 +152,16 @@ class TerminalDriver(LinuxDriver):
 
     def _on_signal(self, *_: object) -> None:
         """Python runs this also while the loop is blocked, and the loop's own handler if it can."""
-        _thread(self._end_late)
+        self.end_in_time()
 
-    def _end_late(self) -> None:
+    def _end_now(self) -> None:
         """Ends a process whose loop did not, because the terminal reads nothing.
 
         What waits for it is dropped and the writer is turned away, so that there is room for what
-        restores it.
+        restores it; so is what was typed, which the shell would run.
         """
-        time.sleep(GRACE_S)
+        if not self._ends.acquire(blocking=False):
+            return
         self._late = threading.current_thread()
         painted, writer = self._file.fileno(), self._writer_thread
         terminal = os.dup(painted)
@@ -81,10 +171,10 @@ class TerminalDriver(LinuxDriver):
         if self.attrs_before is not None:
             termios.tcsetattr(terminal, termios.TCSANOW, self.attrs_before)
         time.sleep(GRACE_S / 20)
-        termios.tcflush(terminal, termios.TCOFLUSH)
+        termios.tcflush(terminal, termios.TCIOFLUSH)
         _thread(lambda: os.write(terminal, RESTORE))
         time.sleep(GRACE_S / 20)
-        os._exit(0)
+        os._exit(self._code)
 
 
 def _thread(work: Callable[[], object]) -> None:

@@ -6,10 +6,11 @@ way out of it (an executor's threads are waited for at exit).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,9 @@ class Feed:
         self.wants_stacks = self.wants_coming = False
         self.paused = False
         """Leaves new log lines where they are until the picture is let go."""
+        self.followed_at = 0.0
+        """When another launch was chosen (monotonic): an older snapshot is not of it."""
+        self._reading_since: float | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="feed", daemon=True).start()
@@ -112,7 +116,7 @@ class Feed:
 
     def follow(self, path: Path) -> None:
         """Shows another launch or run from now on."""
-        self._path = path
+        self._path, self.followed_at = path, time.monotonic()
         self.nudge()
 
     def nudge(self) -> None:
@@ -123,9 +127,25 @@ class Feed:
         """Says that the screen has shown the last snapshot."""
         self._taken.set()
 
+    @property
+    def silent_s(self) -> float:
+        """For how long the read that is under way has waited for the run directory, 0 for none.
+
+        The feed's thread sets it, so a busy screen does not look like a silent directory.
+        """
+        since = self._reading_since
+        return time.monotonic() - since if since is not None else 0.0
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        self._reading_since = time.monotonic()
+        yield
+        self._reading_since = None
+
     def _run(self) -> None:
         while not self._stopped:
-            snapshot = self._take_or_say()
+            with self._reading():
+                snapshot = self._take_or_say()
             self._taken.clear()
             self._deliver(snapshot)
             self._wait()
@@ -210,6 +230,8 @@ class Feed:
             if self._nudged.wait(GLANCE_S):
                 self._nudged.clear()
                 break
-            if time.monotonic() >= end - GLANCE_S / 2 or self._stamp() != self._stamps:
+            with self._reading():
+                stamps = self._stamp()
+            if time.monotonic() >= end - GLANCE_S / 2 or stamps != self._stamps:
                 break
         self._taken.wait()

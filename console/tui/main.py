@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Key
+from textual.events import Key, Paste
 
+from console.plain import counted
 from console.tui import copying, keys
-from console.tui.deeds import request
+from console.tui.deeds import Pending, request
 from console.tui.doing import Doing, preload
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
@@ -86,6 +87,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.snapshot: Snapshot | None = None
         self.picture: Snapshot | None = None
         self.paused = False
+        self.pending: list[Pending] = []
         self.view_name = "dashboard"
         self.chosen_by_hand = False
         self.overlay: Overlay | None = None
@@ -113,6 +115,12 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.footer.draw(self.view_name)
         self.call_after_refresh(self._painted)
         self.set_interval(TICK_S, self._tick)
+
+    def exit(self, *given: Any, **named: Any) -> None:
+        """Exits, in time also where the terminal reads nothing."""
+        if isinstance(self._driver, TerminalDriver):
+            self._driver.end_in_time()
+        super().exit(*given, **named)
 
     def _fatal_error(self) -> None:
         """A mistake of ours: Textual restores the terminal, then prints this one sentence."""
@@ -222,6 +230,20 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             and not ({event.key, event.character} & keys.BOUND)
         ):
             self.say(f"{event.character} does nothing; ? shows the keys", "error")
+
+    @property
+    def in_field(self) -> bool:
+        """Whether a text field has the focus."""
+        focused = self.focused if self.is_running else None
+        return focused is not None and focused.check_consume_key("a", "a")
+
+    def on_paste(self, event: Paste) -> None:
+        """Text that no field has the focus for."""
+        self.ignored(len(event.text))
+
+    def ignored(self, characters: int) -> None:
+        """Says that pasted text did nothing."""
+        self.say(f"input ignored: {counted(characters, 'character')} pasted", "error")
 
     def action_quit_now(self) -> None:
         self.do_leave()

@@ -91,6 +91,16 @@ def wrap(text: str, width: int, limit: int = 99) -> list[str]:
     return [*lines, f"{whole_words} …" if blank and not text.endswith(last) else last]
 
 
+def flow(text: str, first: int, width: int, limit: int) -> list[str]:
+    """Breaks text at spaces into at most `limit` lines: the first of `first` cells at most, the
+    others of `width`; the last one is cut where the text is longer."""
+    text = " ".join(text.split())
+    if cell_len(text) <= first or limit == 1:
+        return [cut(text, first)]
+    head = chop(text, first, 2, 0)[0]
+    return [head, *wrap(text[len(head) :], width, limit - 1)]
+
+
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
     """Breaks text into lines of at most `width` cells, at spaces where there are any; blanks stay.
 

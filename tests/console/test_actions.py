@@ -75,7 +75,7 @@ def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path):
     assert [phase["phase"] for phase in prepared.phases] == ["one", "two"]
     first = prepared.phases[0]
     argv, environment = first["argv"], first["environment"]
-    assert argv[1:3] == ["-m", "torch.distributed.run"]
+    assert argv[1:4] == ["-P", "-m", "torch.distributed.run"]
     assert argv[argv.index("--nproc-per-node") + 1] == "3"
     assert argv[argv.index("--max-restarts") + 1] == "0"
     assert environment["NCCL_DEBUG"] == "WARN"

@@ -15,6 +15,7 @@ from console.actions import LaunchOptions
 from console.supervisor.start import Claim
 from tests.console.sources import directory
 from tests.console.test_actions import MEMBER, ROOT, end, listing, options, plan
+from tests.launches import STUB
 from trainers.contract import environ, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
@@ -209,3 +210,29 @@ def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monke
         end(path)
     assert "supervisor pid" in log
     assert str(ROOT) in phase["environment"]["PYTHONPATH"]
+
+
+def planted(folder: Path) -> None:
+    """Puts modules into a folder that write a file `ran` there when they are imported."""
+    (folder / "console").mkdir()
+    for name in ("argparse.py", "json.py", "console/__init__.py"):
+        (folder / name).write_text(f"open({str(folder / 'ran')!r}, 'w')\nraise SystemExit(9)\n")
+
+
+@pytest.mark.parametrize("start", ["-m console", "nsa-console", "torchrun"])
+def test_a_command_imports_nothing_from_the_working_directory(tmp_path, monkeypatch, start):
+    """`-m console` as far as it can be: `console` itself is found by Python before we run."""
+    planted(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+    words = [str(Path(sys.executable).with_name("nsa-console")), "flags"]
+    variables = dict(os.environ)
+    if start == "-m console":
+        (tmp_path / "console").rename(tmp_path / "elsewhere")
+        words = [sys.executable, "-m", "console", "flags"]
+    elif start == "torchrun":
+        phase = actions.prepare(options(tmp_path)).phases[0]
+        words, variables = [*phase["argv"][:4], "--help"], phase["environment"]
+        assert words[-2] == "torch.distributed.run"
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()

@@ -74,7 +74,8 @@ def memory_chart(state: RunState) -> Chart:
         names = tuple(f"gpu_mem_mib:{gpu.index}" for gpu in state.gpus[:BANDED])
         return Chart(f"memory of {len(names)} GPUs", names, "GiB", True, 1024.0)
     names = tuple(f"rss_mib:{rank.rank}" for rank in state.ranks[:BANDED])
-    return Chart(f"memory of {len(names)} ranks", names, "GiB", True, 1024.0)
+    title = f"memory of {len(names)} ranks" if names else "memory"
+    return Chart(title, names, "GiB", True, 1024.0)
 
 
 def wanted_series(state: RunState) -> tuple[str, ...]:

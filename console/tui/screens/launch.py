@@ -15,7 +15,7 @@ from console.tui.rows import Row, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
-from console.tui.widgets.phases import check_rows, gate_rows, phase_rows, planned_phases
+from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from trainers.contract import flags as registry
 from trainers.contract.errors import UsageError
@@ -105,11 +105,16 @@ class Checks(DraftPanel):
             heading = f"gates of {name}, which ended"
             height //= 2
             rows = gate_rows(state.gates, state.bounds, width, height, heading)
-        if self.draft.trouble:
-            rows.append(rule("checks before the launch", width, "a launch is refused"))
-            lines = wrap(self.draft.trouble, width, height - 1)
+        draft = self.draft
+        if draft.is_checked and draft.trouble:
+            rows.append(rule(CHECKS, width, "a launch is refused"))
+            lines = wrap(draft.trouble, width, height - 1)
             return rows + [((line, "crit"),) for line in lines]
-        return rows + check_rows(self.draft.checks, width, height)
+        found = check_rows(draft.checks, width, height)
+        if not draft.is_checked:
+            before = [tuple((text, "dim") for text, _ in row) for row in found[1:]]
+            found = [rule(CHECKS, width, "under way …"), *before]
+        return rows + found
 
 
 class FlagList(Picker):

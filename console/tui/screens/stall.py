@@ -16,7 +16,7 @@ from console.tui.rows import Row, columns, cut, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
-from console.tui.widgets.ranks import PROCESS_WORDS, place_cells
+from console.tui.widgets.ranks import PROCESS_WORDS, lives, place_cells
 from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
 
 if TYPE_CHECKING:
@@ -62,10 +62,11 @@ def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: flo
     newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
     guilty = state.verdict.rank if state.verdict else None
     for rank in state.ranks:
+        is_live = lives(state, rank)
         behind = rank.pulse is not None and rank.pulse.step < newest
         style = "crit" if rank.rank == guilty else "warn" if behind else ""
         mark = "◂" if rank.rank == guilty or behind else " "
-        cells = _rank_cells(rank, layout, stacks.get(rank.rank), width, style, now)
+        cells = _rank_cells(rank, is_live, layout, stacks.get(rank.rank), width, style, now)
         rows.append(columns([*cells, (mark, 1, style)]))
     return rows
 
@@ -93,21 +94,21 @@ def heading(state: RunState) -> str:
 
 
 def _rank_cells(
-    rank: Rank, layout: Sequence[tuple[str, int]], stack: Stack | None, width: int, style: str,
-    now: float,
+    rank: Rank, is_live: bool, layout: Sequence[tuple[str, int]], stack: Stack | None, width: int,
+    style: str, now: float,
 ) -> list[tuple[str, int, str]]:  # fmt: skip
     pulse, gpu = rank.pulse, rank.gpu
-    use = fmt.percent(gpu.util_pct if gpu else rank.cpu_pct)
-    power = fmt.watts(gpu.power_w) if gpu else ""
+    use = fmt.percent((gpu.util_pct if gpu else rank.cpu_pct) if is_live else None)
+    power = fmt.watts(gpu.power_w if is_live else None) if gpu else ""
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
     process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
-    texts = place_cells(rank, style, style) | {
+    texts = place_cells(rank, is_live, style, style) | {
         "rank": (str(rank.rank), style or "strong"),
         "process": (process, style),
         "use": (use, ""),
         "power": (power, ""),
-        "coll.": (fmt.short(pulse.collectives) if pulse else fmt.DASH, ""),
+        "coll.": (fmt.short(pulse.collectives or None if pulse else None), ""),
     }
     cells = [(texts[name][0], cell, texts[name][1]) for name, cell in layout]
     frame = top_frame(stack)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from console.model import BAD_STATES, LEVELS, Alert, Gate, LaunchState, Level, RunState
 from console.plain import counted, gate_value
 from console.tui import format as fmt
+from console.tui.deeds import Pending
 from console.tui.feed import Snapshot
 from console.tui.palette import LEVEL_STYLE
-from console.tui.rows import Row, cut, spread, width_of
+from console.tui.rows import Row, clip, flow, spread, width_of
+from console.tui.widgets.footer import HEIGHT
 from console.tui.widgets.lines import Panel
 
 BLOCKED_S = 2.0
 SILENT_S = 5.0
+STALL = "stall"
+"""How the ids of the supervisor's alerts about a stall begin."""
+MOST_LINES = 3
+LEAST_ROOM = 24
+"""With fewer cells than this beside them, the keys go below the text, or away."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  note"}
 
 
@@ -28,14 +36,26 @@ class Notice:
     alert: str = ""
 
 
-def notices(snapshot: Snapshot, late_s: float = 0.0) -> list[Notice]:
-    """Returns all that the alert line could say, worst first."""
+def notices(
+    snapshot: Snapshot | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
+) -> list[Notice]:
+    """Returns all that the alert line could say, worst first.
+
+    `silent_s` is for how long the directory has not answered, `pending` the actions under way.
+    """
     found: list[Notice] = []
-    if snapshot.trouble:
+    if snapshot is not None and snapshot.trouble:
         found.append(Notice("crit", snapshot.trouble))
-    if late_s > SILENT_S:
-        text = f"the run directory has not answered for {fmt.age(late_s)}; what is shown is old"
+    if silent_s > SILENT_S:
+        old = "; what is shown is old" if snapshot is not None else ""
+        text = f"the run directory has not answered for {fmt.age(silent_s)}{old}"
         found.append(Notice("crit", text))
+    found += [
+        Notice("warn", f"{each}: no answer for {fmt.age(each.waited_s)}, still waiting")
+        for each in pending if each.is_late
+    ]  # fmt: skip
+    if snapshot is None:
+        return found
     state = snapshot.state
     if state is None:
         return found or [Notice("info", "no run; L launches one")]
@@ -44,7 +64,7 @@ def notices(snapshot: Snapshot, late_s: float = 0.0) -> list[Notice]:
         text = f"the run directory does not answer writes for {blocked}; training goes on"
         found.append(Notice("crit", text))
     found += [_of_alert(alert) for alert in state.alerts]
-    found += _of_state(state, bool(found))
+    found += _of_state(state, any(alert.id.startswith(STALL) for alert in state.alerts))
     found += _of_launch(state, state.launch)
     found += _of_gates(state.gates)
     if state.skipped_records:
@@ -66,10 +86,10 @@ def _of_alert(alert: Alert) -> Notice:
     return Notice(alert.level, alert.text, f"{hint}  A ack".strip(), alert.id)
 
 
-def _of_state(state: RunState, has_more: bool) -> list[Notice]:
+def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     if state.state == "stalled":
         said = state.verdict.sentence if state.verdict else state.why or "no rank moves on"
-        return [] if has_more else [Notice("crit", said, "3 diagnose")]
+        return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
     if state.state in BAD_STATES:
         return [Notice("crit", f"{state.state}: {state.why or 'no reason was left'}", "4 logs")]
     if state.state == "unsupervised":
@@ -118,35 +138,60 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     return []
 
 
-def alert_row(found: list[Notice], width: int, at: int = 0) -> Row:
-    """Returns the line for one of the notices; calm words when there is none."""
+def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:
+    """Returns one of the notices in at most `limit` lines; calm words when there is none.
+
+    The first line ends with the keys; what does not fit beside them goes on below.
+    """
     if not found:
-        return (("  no alert", "dim"),)
+        return [(("  no alert", "dim"),)]
     notice = found[at]
     tail: Row = ((notice.hint, "key"),)
     if len(found) > 1:
         tail = (*tail, ("  a", "key"), (f" {at + 1} of {len(found)}", "dim"))
-    style = LEVEL_STYLE[notice.level]
-    room = width - width_of(tail) - 2 - len(WORDS[notice.level]) - 1
-    return spread(
-        ((WORDS[notice.level], style), (" ", ""), (cut(notice.text, room), style)), tail, width
-    )
+    word, style = WORDS[notice.level], LEVEL_STYLE[notice.level]
+    indent = len(word) + 1
+    room = width - width_of(tail) - 2 - indent
+    below: list[Row] = []
+    if room < LEAST_ROOM:
+        below = [((" " * indent, ""), *tail)] if limit > 1 else []
+        room, tail, limit = width - indent, (), max(1, limit - 1)
+    lines = flow(notice.text, room, width - indent, limit)
+    first = spread(((word, style), (" ", ""), (lines[0], style)), tail, width)
+    rest: list[Row] = [((" " * indent, ""), (line, style)) for line in lines[1:]]
+    return [clip(row, width) for row in (first, *rest, *below)]
 
 
 class AlertLine(Panel):
-    """Knows which notice is shown: `A` acknowledges it. One that comes or goes brings the worst."""
+    """Knows which notice is shown: `A` acknowledges it. One that comes or goes brings the worst.
+
+    It takes as many lines as the notice needs, at most `MOST_LINES`.
+    """
 
     notice: Notice | None = None
     _at = 0
     _kinds: tuple[tuple[str, str], ...] = ()
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        found = notices(snapshot, time.monotonic() - snapshot.at)
+    def rows(self, snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
+        app: Any = self.app
+        found = notices(snapshot, app.feed.silent_s, app.pending)
+        if snapshot is None and not found:
+            return []
         kinds = tuple((notice.level, notice.alert) for notice in found)
         self._at = self._at % len(found) if found and kinds == self._kinds else 0
         self._kinds = kinds
         self.notice = found[self._at] if found else None
-        return [alert_row(found, width, self._at)]
+        limit = MOST_LINES if self.screen.size.height >= HEIGHT else 1
+        return alert_rows(found, width, self._at, limit)
+
+    def redraw(self) -> None:
+        """Also without a snapshot: a directory that never answered is an alert."""
+        if not self.size.area:
+            return
+        rows = self.rows(self.snapshot, *self.size)
+        if max(1, len(rows)) != self.size.height:
+            self.styles.height = max(1, len(rows))
+        self.show(rows)
 
     def turn(self) -> None:
         """Shows the next notice, after the last the first."""

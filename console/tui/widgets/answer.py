@@ -8,6 +8,8 @@ from console.tui.rows import Row, safe, wrap
 from console.tui.widgets.lines import Lines
 
 KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
+LATE_S = 60.0
+"""How long a result stays that came late: the operator may look elsewhere by then."""
 MOST_LINES = 3
 
 
@@ -37,6 +39,10 @@ class Answer(Lines):
         self.styles.height = len(self.shown)
         self._strips.clear()
         self.refresh()
+
+    def linger(self) -> None:
+        """Shows the present text for longer."""
+        self._until = time.monotonic() + LATE_S
 
     def clear(self) -> None:
         self.text = ""

@@ -102,7 +102,9 @@ def _eta(state: RunState) -> list[Row]:
 
 
 def _freshness(state: RunState, now: float, late_s: float) -> Row:
-    if state.data_age_s is None:
+    if state.state == "lost":
+        return (("end time unknown", "dim"),)
+    if state.data_age_s is None or state.state not in LIVE_STATES:
         if state.since_ts and state.state not in ("queued", "preflight", "starting"):
             return ((f"ended {fmt.age(now - state.since_ts)} ago", "dim"),)
         return (("no data yet", "dim"),)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from console.model import RESULTS, Gate, PhaseState
+from console.model import LIVE_STATES, RESULTS, Gate, PhaseState
 from console.plain import gate_value
 from console.sources import documents
 from console.tui import format as fmt
@@ -15,6 +15,7 @@ from console.tui.palette import STATE_STYLE
 from console.tui.rows import Row, columns, fill, rule, width_of, wrap
 
 STEPS = 12
+CHECKS = "checks before the launch"
 SIGNS = {"pass": ("✓", "ok"), "fail": ("✗", "crit"), "unknown": ("?", "warn")}
 
 
@@ -56,14 +57,17 @@ def _phase_row(
     gates: Sequence[Gate],
 ) -> Row:  # fmt: skip
     done = step if step is not None else phase.steps
-    steps = fmt.count(done) if done is not None else ""
+    if done is None and not phase.started_ts:
+        done = 0
+    steps = fmt.count(done) if done else ""
     if phase.steps_planned:
-        steps = f"{steps or 0}/{phase.steps_planned:,}"
+        steps = f"{fmt.count(done)}/{phase.steps_planned:,}"
         if len(steps) > STEPS:
-            steps = f"{fmt.short(float(done or 0))}/{fmt.short(float(phase.steps_planned))}"
+            steps = f"{fmt.short(done)}/{fmt.short(phase.steps_planned)}"
     took = ""
-    if phase.started_ts:
-        took = fmt.age((phase.ended_ts or now) - phase.started_ts)
+    ended = phase.ended_ts or (now if phase.state in LIVE_STATES else None)
+    if phase.started_ts and ended:
+        took = fmt.age(ended - phase.started_ts)
     result = phase.result
     if is_current and gates:
         passed = sum(gate.result == "pass" for gate in gates)
@@ -129,7 +133,7 @@ def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
         if checks
         else ""
     )
-    return grid(cells, width, height, "checks before the launch", note)
+    return grid(cells, width, height, CHECKS, note)
 
 
 def grid(

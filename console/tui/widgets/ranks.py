@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from console.model import Gpu, Rank, RunState
+from console.model import LIVE_STATES, Gpu, Rank, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
 from console.tui.rows import Row, columns, rule
@@ -95,20 +96,22 @@ def _gpus(state: RunState) -> Sequence[Gpu]:
 
 
 def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[Column]) -> Row:
-    stale = rank.age_s is not None and rank.age_s > RED_S
-    base = "dim" if stale else ""
+    is_live = lives(state, rank)
+    stale = is_live and rank.age_s is not None and rank.age_s > RED_S
+    base = "" if is_live and not stale else "dim"
     guilty = state.verdict is not None and state.verdict.rank == rank.rank
     wrong = rank.exit or PROCESS_WORDS.get(rank.state, "")
     (name, digits), *rest = layout
     cells: Cells = {
         name: (str(rank.rank), "crit" if guilty else "strong"),
-        "age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
+        "age": (fmt.age(rank.age_s if is_live else None), "stale" if stale else "dim"),
         "pid": (str(rank.pid or ""), "dim"),
-    } | place_cells(rank, base, "crit" if wrong or guilty else base, wrong)
+    } | place_cells(rank, is_live, base, "crit" if wrong or guilty else base, wrong)
     if not has_gpus:
-        cells |= _cpu_cells(rank, dict(layout)[BAR], wide, base)
+        cells |= _cpu_cells(rank if is_live else None, dict(layout)[BAR], wide, base)
     elif rank.gpu is not None and rank.gpu.state == "ok":
-        cells |= _gpu_cells(rank.gpu, dict(layout)[BAR], wide, base)
+        gpu = rank.gpu if state.state in LIVE_STATES else _unmeasured(rank.gpu)
+        cells |= _gpu_cells(gpu, dict(layout)[BAR], wide, base)
     else:
         room = sum(abs(width) for _, width in rest[:5]) + 4
         layout = [(name, digits), ("why", room), *rest[5:]]
@@ -122,6 +125,11 @@ def _lost_cell(gpu: Gpu | None) -> tuple[str, str]:
         return "no GPU", "dim"
     word = "GPU LOST" if gpu.state == "lost" else f"GPU {gpu.state}"
     return f"{word} {gpu.why}".rstrip(), "crit"
+
+
+def _unmeasured(gpu: Gpu) -> Gpu:
+    """Returns a GPU without the measurements of its last sample."""
+    return replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
 
 
 def _gpu_cells(gpu: Gpu, bar: int, wide: bool, base: str) -> Cells:
@@ -148,8 +156,13 @@ def _bar_cell(percent: float | None, width: int, base: str) -> tuple[str, str]:
     return "".join(fmt.bar(percent and percent / 100, width)), base or "data"
 
 
-def _cpu_cells(rank: Rank, bar: int, wide: bool, base: str) -> Cells:
-    if rank.exit or rank.state == "gone":
+def lives(state: RunState, rank: Rank) -> bool:
+    """Says whether what is known of a rank can be of now: nothing of one that ended counts on."""
+    return state.state in LIVE_STATES and not rank.exit and rank.state != "gone"
+
+
+def _cpu_cells(rank: Rank | None, bar: int, wide: bool, base: str) -> Cells:
+    if rank is None:
         return {"cpu": (fmt.DASH, base), BAR: ("", ""), "mem": (fmt.DASH, base)}
     return {
         "cpu": (fmt.percent(rank.cpu_pct), base),
@@ -158,12 +171,15 @@ def _cpu_cells(rank: Rank, bar: int, wide: bool, base: str) -> Cells:
     }
 
 
-def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
-    """Returns at which step and in which phase a rank is, or what is wrong with it, since when."""
+def place_cells(rank: Rank, is_live: bool, base: str, style: str, wrong: str = "") -> Cells:
+    """Returns at which step and in which phase a rank is, or what is wrong with it, since when.
+
+    Of a rank that does not live: where it was last, without a time that counts on.
+    """
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong or (pulse.phase if pulse else fmt.DASH)
-    since = fmt.span(pulse.since_s) if pulse else fmt.DASH
+    since = fmt.span(pulse.since_s) if pulse and is_live else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}
 
 

@@ -180,6 +180,7 @@ class Asked:
         self.LaunchOptions, self.prepare = LaunchOptions, prepare
         self.sent: list[tuple[str, str, dict[str, Any]]] = []
         self.launched: list[Any] = []
+        self.seen: Any = None
         self.ok, self.text, self.delay_s = ok, text, delay_s
         self.directory = Path("/nowhere/launched")
 
@@ -193,8 +194,9 @@ class Asked:
             raise RefusedError(self.text)
         return self.text
 
-    def launch(self, options: Any, by: str) -> Path:
+    def launch(self, options: Any, by: str, seen: Any = None) -> Path:
         self.launched.append(options)
+        self.seen = seen
         return self.directory
 
 

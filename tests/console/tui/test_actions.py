@@ -14,6 +14,7 @@ from console.tui.rows import text_of
 from console.tui.widgets.confirm import question_rows
 from console.tui.widgets.flags import next_value
 from tests.console.sources import directory
+from tests.console.test_security import planted
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
 from trainers.contract.errors import ContractError
@@ -185,6 +186,14 @@ def test_a_mistake_in_what_was_asked_is_said():
 def test_the_real_request_names_what_refuses_it(tmp_path):
     with pytest.raises(ContractError, match="there is no run"):
         request(tmp_path / "nowhere", "dump", {})
+
+
+def test_a_request_runs_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    planted(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ContractError, match="there is no run"):
+        request(tmp_path / "nowhere", "dump", {})
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_directory_that_does_not_answer_does_not_hold_up_the_screen():

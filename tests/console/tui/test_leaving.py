@@ -56,11 +56,35 @@ def test_a_signal_ends_it_and_leaves_the_terminal_clean(tmp_path, number, blocke
             stop_reading(terminal)
         os.kill(terminal.pid, number)
         if blocked:
-            end = time.monotonic() + 15
-            flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-            while os.waitid(os.P_PID, terminal.pid, flags) is None:
-                assert time.monotonic() < end, "it waits for the terminal to read"
-                time.sleep(0.05)
+            wait_unread(terminal, 15)
+        assert terminal.wait_exit(15) == 0
+        assert terminal.left_on() == []
+
+
+def wait_unread(terminal: Terminal, seconds: float) -> float:
+    """Waits for the end of a program whose terminal reads nothing; returns how long it took."""
+    begun = time.monotonic()
+    flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    while os.waitid(os.P_PID, terminal.pid, flags) is None:
+        assert time.monotonic() - begun < seconds, "it waits for the terminal to read"
+        time.sleep(0.05)
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("key", "blocked"), [("q", True), ("q", False), ("\x03", True)])
+def test_a_key_ends_it_where_the_terminal_reads_nothing(tmp_path, key, blocked):
+    """Also before the loop blocks: then what restores the terminal waits for it."""
+    with console(tmp_path) as terminal:
+        terminal.wait("q leave")
+        terminal.settle(1)
+        if blocked:
+            stop_reading(terminal)
+        else:
+            for width in range(6):
+                terminal.resize(200 + width, 60)
+                time.sleep(0.2)
+        os.write(terminal.fd, key.encode())
+        assert wait_unread(terminal, 15) < 4
         assert terminal.wait_exit(15) == 0
         assert terminal.left_on() == []
 

@@ -15,7 +15,7 @@ from console.sources.stacks import Frame, Stack, Thread
 from console.tui.feed import Snapshot, find_newest
 from console.tui.rows import text_of, width_of
 from console.tui.screens.dashboard import shape
-from console.tui.widgets.alertline import alert_row, notices
+from console.tui.widgets.alertline import alert_rows, notices
 from console.tui.widgets.header import header_row
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.ranks import rank_rows
@@ -114,7 +114,7 @@ def test_a_further_attempt_is_counted_and_its_reason_stands_before_what_follows(
         assert " att" not in text_of(header_row(Snapshot(0.0, NOW, recorded.running()), width))
     why = "attempt 2 begins in 5 s from the checkpoint of step 20: rank 1 was killed by SIGKILL"
     waits = recorded.running(state="restarting", why=why)
-    line = text_of(alert_row(notices(Snapshot(0.0, NOW, waits)), 80))
+    line = text_of(alert_rows(notices(Snapshot(0.0, NOW, waits)), 80)[0])
     assert "rank 1 was killed by SIGKILL; attempt 2 begins" in line, line
 
 
@@ -229,7 +229,7 @@ def test_a_launch_that_is_over_says_why_and_what_does_not_run():
     held = recorded.waiting()
     state = dataclasses.replace(held, gates=(gate,), launch=recorded.launch("ended"))
     said = notices(Snapshot(0.0, NOW, state))
-    line = text_of(alert_row(said, 80))
+    line = text_of(alert_rows(said, 80)[0])
     assert "launch over: gate no_stall failed; not run: recall" in line, line
     assert line.rstrip().endswith("2 gates  a 1 of 2")
     unknown = dataclasses.replace(gate, result="unknown")
@@ -323,7 +323,7 @@ def test_the_header_ages_when_nothing_comes():
     assert "data 5s old" in text_of(header_row(snapshot, 120, late_s=4.0))
     row = header_row(snapshot, 120, late_s=30.0)
     assert ("data 31s old", "stale") in row
-    worst = notices(snapshot, late_s=30.0)[0]
+    worst = notices(snapshot, silent_s=30.0)[0]
     assert worst.level == "crit"
     assert "has not answered for 30s" in worst.text
 
@@ -416,7 +416,7 @@ def test_header_and_alert_fit_any_width(width):
     for make in recorded.STATES.values():
         snapshot = Snapshot(0.0, NOW, make())
         assert width_of(header_row(snapshot, width)) <= width
-        assert width_of(alert_row(notices(snapshot), width)) <= width
+        assert all(width_of(row) <= width for row in alert_rows(notices(snapshot), width, 0, 3))
         state = make()
         waits = state.launch is not None and state.launch.state == "waiting"
         word = "WAITING" if waits else state.state.upper()

@@ -1,0 +1,129 @@
+"""The alert line: whole sentences, several alerts, and silence that is the directory's own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+
+import pytest
+
+from console.model import Alert
+from console.tui.rows import flow, text_of, width_of
+from console.tui.widgets import alertline
+from console.tui.widgets.alertline import Notice, alert_rows
+from tests.console.tui import recorded
+from tests.console.tui.recorded import NOW, Asked, app_on, drive, lines, picture, until
+
+WITHHELD = (
+    "no act on the stall of 74 s: the pulses stand still, but the records of rank 3 show new "
+    "steps; the run goes on, and a person has to look at it"
+)
+MOVED = (
+    "the run directory at this path is another one than the supervisor holds (device and inode "
+    "differ): no request and no .HALT from there is obeyed, and nothing is written there"
+)
+
+
+def two_alerts():
+    alerts = (
+        Alert("own-directory", NOW, "crit", MOVED),
+        Alert("withheld", NOW, "warn", WITHHELD, "3"),
+    )
+    return dataclasses.replace(recorded.stalled(), alerts=alerts)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
+    asked = Asked(text="noted")
+    app = app_on(two_alerts(), actions=asked)
+
+    async def body(pilot):
+        await until(pilot, lambda: "is written there" in picture(app))
+        shown = lines(app)
+        assert shown[1].endswith("A ack  a 1 of 3")
+        said = shown[1].removesuffix("A ack  a 1 of 3").split() + " ".join(shown[2:4]).split()
+        assert " ".join(said).startswith(f"! CRIT {MOVED}")
+        assert "q leave" in shown[-1]
+        assert "[ Dump ]" in shown[-2]
+        await pilot.press("a")
+        await until(pilot, lambda: "a 2 of 3" in lines(app)[1])
+        assert lines(app)[1].startswith(f"! CRIT {recorded.SENTENCE[:20]}")
+        await pilot.press("a")
+        await until(pilot, lambda: "has to look at it" in picture(app))
+        assert lines(app)[1].startswith("! WARN no act on the stall")
+        await pilot.press("A")
+        await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
+        await pilot.press("y")
+        await until(pilot, lambda: bool(asked.sent))
+        assert asked.sent[0][1:] == ("ack", {"alert": "withheld"})
+
+    drive(app, body, size)
+
+
+def test_the_lines_of_an_alert_go_with_it():
+    app = app_on(two_alerts())
+
+    async def body(pilot):
+        await until(pilot, lambda: "is written there" in picture(app))
+        app.feed._source.states = [recorded.running(8, True)]
+        await until(pilot, lambda: "no alert" in lines(app)[1])
+        await until(pilot, lambda: lines(app)[2].startswith("GPU"))
+
+    drive(app, body)
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 200])
+@pytest.mark.parametrize("text", [WITHHELD, MOVED * 4, "x" * 500, "", "short"], ids=len)
+def test_an_alert_fits_and_what_is_cut_is_marked(text, width):
+    notice = Notice("crit", text, "3 diagnose  A ack", "withheld")
+    rows = alert_rows([notice, notice], width, 0, 3)
+    assert len(rows) <= 3
+    assert all(width_of(row) <= width for row in rows)
+    whole = "".join("".join(text_of(row) for row in rows).split())
+    assert "".join(text.split()) in whole.replace("3diagnoseAacka1of2", "") or "…" in whole
+
+
+def test_text_flows_from_a_short_line_into_long_ones():
+    assert flow("one two three four five", 8, 12, 3) == ["one two", "three four", "five"]
+    assert flow("one two three four five", 8, 12, 2) == ["one two", "three …"]
+    assert flow("one", 8, 12, 2) == ["one"]
+
+
+def test_a_directory_that_does_not_answer_is_an_alert_also_before_the_first_picture(monkeypatch):
+    monkeypatch.setattr(alertline, "SILENT_S", 0.5)
+    answers = threading.Event()
+
+    class Hangs(recorded.Recorded):
+        def poll(self):
+            answers.wait(20)
+            return super().poll()
+
+    app = app_on(recorded.running())
+    app.feed._open = lambda path: Hangs(recorded.running())
+
+    async def main():
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: "the run directory has not answered for" in lines(app)[1])
+            assert app.snapshot is None
+            answers.set()
+            await until(pilot, lambda: "no alert" in lines(app)[1])
+            answers.clear()
+            await until(pilot, lambda: "; what is shown is old" in lines(app)[1])
+            answers.set()
+            await until(pilot, lambda: "no alert" in lines(app)[1])
+
+    asyncio.run(main())
+
+
+def test_a_busy_screen_is_no_silent_directory(monkeypatch):
+    monkeypatch.setattr(alertline, "SILENT_S", 0.5)
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        time.sleep(2)
+        app._tick()
+        assert app.alert.notice is None
+
+    drive(app, body)

@@ -1,0 +1,208 @@
+"""Results that come late: each is shown when it comes, and nothing is begun twice meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from console.tui import deeds
+from console.tui.feed import Snapshot
+from console.tui.questions import CannotAsk
+from tests.console.tui import recorded
+from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
+from tests.terminal import Terminal
+from trainers.contract.errors import RefusedError
+
+ROOT = Path(__file__).parents[3]
+
+
+class Slow(Asked):
+    """Its launches, requests and checks come back when `go` is set."""
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.go, self.checks, self._check = threading.Event(), [], self.prepare
+        self.prepare, self.slow_checks = self._prepare, False
+
+    def launch(self, options, by, seen=None):
+        path = super().launch(options, by, seen)
+        self.go.wait(20)
+        if not self.ok:
+            raise RefusedError(self.text)
+        return path
+
+    def request(self, path, action, args):
+        self.go.wait(20)
+        return super().request(path, action, args)
+
+    def _prepare(self, options):
+        self.checks.append(options)
+        if self.slow_checks:
+            self.go.wait(20)
+        return self._check(options)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(deeds, "LIMIT_S", 0.5)
+
+
+async def launch(pilot, app):
+    await until(pilot, lambda: "✓ python" in picture(app), 20)
+    await pilot.press("L")
+    await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
+    await pilot.press("y")
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about(tmp_path, ok):
+    asked = Slow(ok=ok, text="the supervisor did not start")
+    app = app_on(root=tmp_path, actions=asked)
+
+    async def body(pilot):
+        await launch(pilot, app)
+        await until(pilot, lambda: bool(asked.launched))
+        for _ in range(2):
+            await pilot.press("L")
+            await until(pilot, lambda: "a launch is still starting: cpu_smoke, for" in picture(app))
+            assert app.overlay is None
+            await pilot.press("escape")
+            await until(pilot, lambda: "launch of cpu_smoke: no answer for" in lines(app)[1])
+        asked.go.set()
+        if ok:
+            await until(pilot, lambda: "✓ launched cpu_smoke in /nowhere/launched" in picture(app))
+            assert app.feed._path == asked.directory
+            await until(pilot, lambda: app.view_name == "dashboard")
+        else:
+            await until(pilot, lambda: "✗ the supervisor did not start" in picture(app))
+            await pilot.press("L")
+            await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
+        assert "no answer for" not in lines(app)[1]
+        assert len(asked.launched) == 1
+
+    drive(app, body)
+
+
+def test_after_a_launch_nothing_is_asked_before_it_has_been_read(tmp_path):
+    app = app_on(root=tmp_path, actions=Slow())
+
+    async def body(pilot):
+        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        app.feed.stop()
+        app.feed.follow(Path("/nowhere/launched"))
+        await pilot.press("L")
+        await until(pilot, lambda: "the new launch is being read" in picture(app))
+        app.take(Snapshot(time.monotonic(), time.time()))
+        await pilot.press("L")
+        await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
+
+    drive(app, body)
+
+
+@pytest.mark.parametrize(("key", "ok"), [("H", True), ("D", False)])
+def test_a_late_answer_is_shown(key, ok):
+    asked = Slow(ok=ok, text="rank 1 does as well")
+    app = app_on(recorded.running(), actions=asked)
+    action = {"H": "halt", "D": "dump"}[key]
+
+    async def body(pilot):
+        await pilot.press(key, "y")
+        waits = f"! WARN {action} of 1-plumbing: no answer for"
+        await until(pilot, lambda: lines(app)[1].startswith(waits))
+        assert "still waiting" in lines(app)[1]
+        asked.go.set()
+        sign = "✓" if ok else "✗"
+        await until(pilot, lambda: f"{sign} rank 1 does as well" in picture(app))
+        await until(pilot, lambda: "no alert" in lines(app)[1])
+
+    drive(app, body)
+
+
+def test_only_the_result_of_the_newest_check_is_used(tmp_path):
+    asked = Slow()
+    asked.slow_checks = True
+    app = app_on(root=tmp_path, actions=asked)
+
+    async def body(pilot):
+        await until(pilot, lambda: bool(asked.checks))
+        await pilot.press("space", "j", "j", "j", "space")
+        await pilot.press("L")
+        await until(pilot, lambda: "still being checked" in picture(app))
+        assert len(asked.checks) == 1
+        results = []
+        take = app.draft.take
+        app.draft.take = lambda options, *more: (results.append(options), take(options, *more))
+        asked.go.set()
+        await until(pilot, lambda: bool(results), 20)
+        assert [each.flags for each in results] == [{"NSA_OPT_FUSED": "1"}]
+        assert [each.between for each in results] == ["go"]
+        assert len(asked.checks) == 2
+        assert app.draft.plan.phases[0].flags["NSA_OPT_FUSED"] == "1"
+
+    drive(app, body)
+
+
+def test_trouble_of_an_older_draft_is_not_that_of_the_newer_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(deeds, "LIMIT_S", 20.0)
+    asked = Slow()
+    check = asked._check
+
+    def refuses_the_first(options):
+        if not options.flags:
+            asked.go.wait(20)
+            raise RefusedError("the first draft is refused")
+        return check(options)
+
+    asked._check = refuses_the_first
+    app = app_on(root=tmp_path, actions=asked)
+
+    async def body(pilot):
+        await until(pilot, lambda: bool(asked.checks))
+        await pilot.press("j", "j", "j", "space")
+        await pilot.pause(1.5)
+        asked.go.set()
+        await pilot.pause(0.5)
+        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        assert app.draft.trouble == ""
+
+    drive(app, body)
+
+
+def test_a_question_is_about_the_options_that_were_checked(tmp_path):
+    asked = Slow()
+    app = app_on(root=tmp_path, actions=asked)
+
+    async def body(pilot):
+        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        app.draft.flags["NSA_LR"] = "0.5"
+        with pytest.raises(CannotAsk, match="still being checked"):
+            app.draft.question("gpu01")
+        app.draft.flags.clear()
+        asked.go.set()
+        await launch(pilot, app)
+        await until(pilot, lambda: bool(asked.launched))
+        assert asked.launched == [app.draft.checked]
+        assert asked.seen == app.draft.plan
+
+    drive(app, body)
+
+
+WAITS = (
+    "import console.actions as a, sys, time; a.launch = lambda *given: time.sleep(60); "
+    "from console.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def test_leaving_says_which_answers_are_open(tmp_path):
+    words = [sys.executable, "-c", WAITS, "--root", str(tmp_path)]
+    with Terminal(words, ROOT, {"XDG_STATE_HOME": str(tmp_path)}, (120, 40)) as terminal:
+        terminal.wait("ready: ")
+        terminal.press("L", "y")
+        terminal.wait("launches cpu_smoke …")
+        terminal.press("q")
+        assert terminal.wait_exit(5) == 0
+        assert "left before the answer to launch of cpu_smoke; nsa-console runs" in terminal.text

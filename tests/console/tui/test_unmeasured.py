@@ -1,0 +1,97 @@
+"""What was not measured is a dash and no zero, and nothing of a run that ended counts on."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from console.model import EXIT_CODES
+from console.tui.feed import Snapshot
+from console.tui.rows import text_of
+from console.tui.screens.stall import heading
+from console.tui.screens.stall import rank_rows as stall_rows
+from console.tui.widgets.header import header_row
+from console.tui.widgets.phases import phase_rows
+from console.tui.widgets.ranks import rank_rows
+from tests.console.tui import recorded
+from tests.console.tui.recorded import NOW
+
+
+def texts(rows):
+    return [text_of(row) for row in rows]
+
+
+@pytest.mark.parametrize("with_gpu", [False, True])
+@pytest.mark.parametrize("state", [*EXIT_CODES])
+def test_nothing_of_a_run_that_ended_counts_on(state, with_gpu):
+    shown = []
+    for later in (0.0, 500.0):
+        ranks = tuple(recorded.rank(r, with_gpu, since_s=6 + later, age_s=6 + later)
+                      for r in range(2))  # fmt: skip
+        ended = recorded.running(2, with_gpu, state=state, ranks=ranks, data_age_s=6 + later,
+                                 since_ts=None)  # fmt: skip
+        rows = [*rank_rows(ended, 100, 9), *rank_rows(ended, 50, 9)]
+        rows += stall_rows(ended, {}, 100, NOW + later)
+        shown.append([*texts(rows), text_of(header_row(Snapshot(0.0, NOW + later, ended), 120))])
+    assert shown[0] == shown[1]
+    whole = "\n".join(shown[0])
+    assert "41,208" in whole
+    for measured in ("97%", "1.2G", "612", " 63", "6s"):
+        assert measured not in whole, whole
+
+
+def test_of_a_lost_run_the_end_is_not_known():
+    lost = recorded.running(state="lost", data_age_s=None)
+    row = text_of(header_row(Snapshot(0.0, NOW, lost), 120))
+    assert "LOST" in row
+    assert "end time unknown" in row
+    assert "ago" not in row
+
+
+def test_of_a_rank_that_ended_in_a_live_run_nothing_counts_on():
+    ended = recorded.rank(1, False, exit="exit 0", state="gone", since_s=70.0, age_s=70.0)
+    rows = texts(rank_rows(recorded.running(ranks=(recorded.rank(0, False), ended)), 100, 9))
+    assert "70s" not in rows[2]
+    assert "97%" not in rows[2]
+    assert "97%" in rows[1]
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_a_program_that_counts_no_collectives_shows_a_dash(count):
+    rank = recorded.rank(0, False)
+    rank = dataclasses.replace(rank, pulse=dataclasses.replace(rank.pulse, collectives=count))
+    state = recorded.running(ranks=(rank,))
+    at = heading(state).index("coll.")
+    assert texts(stall_rows(state, {}, 100, NOW))[0][at : at + 6].strip() == "–"
+
+
+def test_a_rank_without_a_pulse_has_no_step_no_phase_and_no_time():
+    for width in (50, 100):
+        state = recorded.running(ranks=(recorded.rank(0, False, pulse=None),))
+        assert re.search(r"1\.2 ?Gi?B? +– +– +– ", texts(rank_rows(state, width, 9))[1])
+
+
+def test_a_rank_without_samples_has_dashes():
+    rank = recorded.rank(0, False, cpu_pct=None, rss_mib=None)
+    assert "0%" not in texts(rank_rows(recorded.running(ranks=(rank,)), 100, 9))[1]
+    found = recorded.rank(0, gpu=recorded.gpu(0, util_pct=None, power_w=None, mem_used_mib=None,
+                                              temp_c=None))  # fmt: skip
+    row = texts(rank_rows(recorded.running(1, True, ranks=(found,)), 100, 9))[1]
+    assert "0%" not in row
+    assert " 0W" not in row
+    assert "–/80" in row
+
+
+def test_a_phase_that_ended_unseen_has_neither_steps_nor_a_duration():
+    held = recorded.phases()
+    lost = dataclasses.replace(held[1], state="lost")
+    shown = []
+    for later in (0.0, 500.0):
+        rows = phase_rows((held[0], lost, held[2]), 1, "ask", 100, 20, NOW + later)
+        shown.append(next(text for text in texts(rows) if "2 plumbing" in text))
+    assert shown[0] == shown[1]
+    assert "–/100" in shown[0]
+    rows = texts(phase_rows(held, 1, "ask", 100, 20, NOW))
+    assert "0/100" in next(text for text in rows if "3 recall" in text)
