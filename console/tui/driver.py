@@ -28,7 +28,8 @@ from console.tui.bursts import LEAVE, Bursts
 if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
 
-GRACE_S = 2.0
+GRACE_S, RESTORE_S = 2.0, 0.5
+PROBES = 4
 READ_BYTES = 4096
 POLL_S = 0.1
 FEW = 8
@@ -63,10 +64,10 @@ class TerminalDriver(LinuxDriver):
         return self._app  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Closes, unless the terminal is being restored for a loop that was late: that ends all."""
+        """Waits for the writer; where the terminal is being restored without it, for that too."""
+        super().close()
         if self._late is not None:
             self._late.join()
-        super().close()
 
     def start_application_mode(self) -> None:
         super().start_application_mode()
@@ -120,18 +121,28 @@ class TerminalDriver(LinuxDriver):
     # --- the ways out --------------------------------------------------------------------------
 
     def _leave_if_blocked(self, key: str) -> None:
-        """Ends the process where the key that means it cannot reach the blocked loop."""
-        handled = threading.Event()
-        self._loop.call_soon_threadsafe(handled.set)
+        """Ends the process where the key that means it cannot reach the blocked loop.
+
+        The loop may block on its way to the key: it is probed until it must have handled it.
+        """
         means_it = key == LEAVE or self._console.overlay is None
         writer = self._writer_thread
 
-        def wait() -> None:
-            if not handled.wait(GRACE_S) and writer is not None and writer._queue.full():
-                self._end_now()
+        def probe() -> None:
+            for _ in range(PROBES):
+                lives = threading.Event()
+                try:
+                    self._loop.call_soon_threadsafe(lives.set)
+                except RuntimeError:  # the loop has ended
+                    return
+                if not lives.wait(GRACE_S):
+                    if writer is not None and writer._queue.full():
+                        self._end_now()
+                    return
+                time.sleep(GRACE_S / PROBES / 2)
 
         if means_it:
-            _thread(wait)
+            _thread(probe)
 
     def end_in_time(self, code: int = 0) -> None:
         """Ends the process if it is still there after `GRACE_S`; called when it begins to exit."""
@@ -170,12 +181,21 @@ class TerminalDriver(LinuxDriver):
             signal.pthread_kill(writer.ident, signal.SIGUSR1)
         if self.attrs_before is not None:
             termios.tcsetattr(terminal, termios.TCSANOW, self.attrs_before)
-        time.sleep(GRACE_S / 20)
+        self._wait_until_drained()
         termios.tcflush(terminal, termios.TCIOFLUSH)
-        _thread(lambda: os.write(terminal, RESTORE))
-        time.sleep(GRACE_S / 20)
+        _thread(lambda: os.write(terminal, RESTORE)).join(RESTORE_S)
+        time.sleep(RESTORE_S / 10)
         os._exit(self._code)
 
+    def _wait_until_drained(self) -> None:
+        """Waits until the writer has dropped what it held, which would undo the restoring."""
+        end, writer = time.monotonic() + RESTORE_S, self._writer_thread
+        time.sleep(RESTORE_S / 10)
+        while writer is not None and writer._queue.qsize() and time.monotonic() < end:
+            time.sleep(RESTORE_S / 50)
 
-def _thread(work: Callable[[], object]) -> None:
-    threading.Thread(target=work, name="leaving", daemon=True).start()
+
+def _thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="leaving", daemon=True)
+    thread.start()
+    return thread
