@@ -11,6 +11,7 @@ from typing import Any
 from console.history import History
 from console.model import LEVELS, Alert, Figure, Gpu
 from console.sources import ancestor, documents
+from console.sources.summary import Summary
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
@@ -20,11 +21,12 @@ Taken = Callable[[Path, dict[str, Any]], object]
 class Records:
     """Follows heartbeats, samples and events of one run; `history` gets what is charted.
 
-    `taken` gets each heartbeat of the newest attempt.
+    `summary` adds up all attempts, `taken` gets each heartbeat of the newest attempt.
     """
 
     def __init__(self, run: Path, history: History, taken: Taken):
         self.run, self.history, self._taken = run, history, taken
+        self.summary = Summary()
         self.attempt = 1
         self.last: dict[int, dict[str, Any]] = {}
         self.progress: dict[int, dict[str, Any]] = {}
@@ -96,6 +98,7 @@ class Records:
         return heartbeat.tail(self.run / name)
 
     def _take_heartbeat(self, record: dict[str, Any]) -> None:
+        self.summary.take(record)
         if record["attempt"] > self.attempt:
             self._begin_attempt(record["attempt"])
         if record["attempt"] != self.attempt or record["rank"] >= MAX_RANKS:
@@ -132,6 +135,7 @@ class Records:
             self.history.add(f"rss_mib:{rank}", at, jsonl.number(entry, "rss_mib"))
 
     def _take_event(self, record: dict[str, Any]) -> None:
+        self.summary.take_event(record)
         kind = jsonl.text(record, "kind")
         if kind == "state":
             self.state_event = record

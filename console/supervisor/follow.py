@@ -15,8 +15,8 @@ from typing import Any
 from console.diagnose.readings import Progress, progress_of
 from console.diagnose.stall import FIRST_STEP, SAFETY
 from console.ending import End, error_of
-from console.plans.gates import Summary
 from console.sources import documents, lastwords, process
+from console.sources.fold import OF_THE_PAST
 from console.sources.lastwords import LastWords
 from console.sources.logs import Log
 from console.sources.sanitize import clean
@@ -37,7 +37,7 @@ DEATH = re.compile(rb"Received (\d{1,2}) death signal")
 
 @dataclass(slots=True)
 class News:
-    """What one look found."""
+    """What one look found; records are those of all attempts."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     halt_file: bool = False
@@ -55,7 +55,6 @@ class Rest:
     """What is read when all processes have ended; `last` are the last words of each rank."""
 
     log: bytes = b""
-    metrics: Mapping[str, Any] | None = None
     last: Mapping[int, LastWords] = field(default_factory=dict)
     checkpoint: int = 0
     """The step of the newest whole checkpoint, 0 without one."""
@@ -127,7 +126,7 @@ class Files:
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
         newest = documents.latest_checkpoint(self._run).removeprefix("step_")
         checkpoint = int(newest) if newest.isdecimal() else 0
-        return Rest(log, rundir.read_json(self._run / rundir.METRICS), last, checkpoint)
+        return Rest(log, last, checkpoint)
 
     def _news(self) -> News:
         """Looks for `.HALT`, and for what torchrun's log tells of signals since the last look."""
@@ -151,8 +150,8 @@ class Files:
         left = LOOK_BYTES
         for _ in range(len(self._tails)):
             rank, tail = self._tails[0]
-            before, mine = tail.offset, (self._attempt, rank)
-            news.records += [r for r in tail.poll(left) if (r["attempt"], r["rank"]) == mine]
+            before = tail.offset
+            news.records += [r for r in tail.poll(left) if r["rank"] == rank]
             left -= max(0, tail.offset - before)
             if left <= 0:
                 news.behind = True
@@ -161,10 +160,9 @@ class Files:
 
 
 class Story:
-    """What the records told so far: for gates, stall limits and the end of the run."""
+    """What the records of one attempt told so far: for stall limits and the end of the run."""
 
     def __init__(self) -> None:
-        self.summary = Summary()
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
         self.reason = ""
@@ -183,12 +181,12 @@ class Story:
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
-        self.summary.take(record)
         rank, step = record["rank"], record["step"]
         self.last[rank] = record
-        self.steps[rank] = max(step, self.steps.get(rank, 0))
+        if record["msg"] not in OF_THE_PAST:
+            self.steps[rank] = step
         if record["msg"] == "resume":
-            self.first_step = max(step + 1, self.first_step)
+            self.first_step = max(step + 1, FIRST_STEP)
         self.newest_ts = jsonl.number(record, "ts")
         if record["msg"] == "progress":
             self.progress[rank] = progress_of(record)
