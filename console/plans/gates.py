@@ -73,12 +73,14 @@ def _steps_of(s: Summary, fold: Fold, exits: list[int]) -> tuple[int, str]:
             return 0, f"its newest record is of step {part.step}, its pulse of step {end.step}"
         return fold.step, ""
     step, code = part.exit
+    if part.start is None and step == 0:
+        return fold.step, ""  # there was nothing left to do
     if end is not None and end.step != step:
         return 0, f"its exit record is of step {step}, its pulse of step {end.step}"
     if part.step > step:
         return 0, f"its newest record is of step {part.step}, its exit record of step {step}"
     sure = code == 0 and (end is not None or exits.count(step) > 1)
-    return step if sure else fold.step, ""
+    return step if sure else min(step, fold.step), ""
 
 
 def steps_done(summary: Summary) -> int:
@@ -232,9 +234,9 @@ def _gate(rule: Rule, bound: Any, summary: Summary) -> Gate:
     sign, holds = BOUNDS[rule.bound]
     limit = 0.0 if rule.bound == "yes" else LEAST_FALL_NATS if bound is True else float(bound)
     result: Result = "unknown"
-    why = found.doubt or rule.gap(summary)
+    why = rule.gap(summary) or found.doubt
     if found.value is None:
-        why = found.doubt or found.why or rule.missing or why
+        why = why or found.why or rule.missing
     elif holds(found.value, limit):
         result = "unknown" if why else "pass"
     elif rule.certain or not why:

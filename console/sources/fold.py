@@ -250,7 +250,7 @@ class Fold:
         part.take(record)
         if record["msg"] == "resume":
             self._begin(part, record["step"] + 1)
-            self.step = record["step"]
+            self.step = min(self.step, record["step"])
         elif record["msg"] == "progress":
             self._take_progress(part, record)
 
