@@ -48,6 +48,17 @@ def test_nonfinite_norms_do_not_enter_the_window():
     assert spikes.found(torch.tensor(5.0), NO)
 
 
+def test_steps_that_are_skipped_are_counted_by_their_cause():
+    """Nonfinite and spike are what the gradients showed; a loss that is not finite is one cause."""
+    rows = [
+        Row(1, math.nan, 1, 0, True, False, ""), Row(2, math.inf, 1, 0, True, True, ""),
+        Row(3, 1.0, 1, 0, True, True, ""), Row(4, 1.0, 1, 0, False, True, ""), row(5, 1.0),
+    ]  # fmt: skip
+    judge = Guard(50)
+    judge.count(rows)
+    assert (judge.nonfinite_loss, judge.overflow, judge.spikes, judge.skipped) == (2, 1, 1, 4)
+
+
 def test_random_bytes_below_chance_are_a_leak_over_enough_tokens_only():
     judge = Guard(5, math.log(256))
     judge.judge([row(step, math.log(256) - 0.03) for step in range(1, 16)])
