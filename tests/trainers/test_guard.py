@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from console.plans import gates
 from tests.trainers.runs import Run, small
 from trainers import guard
 from trainers.failures import LeakError
@@ -99,3 +100,17 @@ def test_a_dead_parameter_is_said_after_the_first_step(tmp_path):
     dead = run.records(0, "dead_parameters")[-1]["parameters"]
     assert "blocks.0.attn.q.weight" in dead
     assert "blocks.0.mlp.up.weight" not in dead
+
+
+def test_steps_that_were_not_finite_between_two_records_fail_the_gate(tmp_path):
+    """Records are due at steps 1 to 5, 10 and 20; the loss is NaN in steps 6 to 9."""
+    changes = small(train__steps=20, report__log_every=10, checkpoint__at_end=False)
+    nans = ",".join(f"nan@{step}" for step in range(6, 10))
+    run = Run(tmp_path, changes, nproc=1, flags={"NSA_DRILL": nans}).done()
+    assert not [r for r in run.records(0, "progress") if r["loss"] == "nan"]
+    summary = gates.Summary(world=1, attempts=1, stalls=0)
+    for record in run.records(0):
+        summary.take(record)
+    (gate,) = gates.evaluate(summary, {"loss_finite": True})
+    assert (gate.result, gate.value) == ("fail", 4)
+    assert gates.overall(gates.evaluate(summary, {"steps_done": 20})) == "pass"

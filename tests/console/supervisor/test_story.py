@@ -49,3 +49,13 @@ def test_evaluation_and_saving_have_budgets_of_their_own():
     assert [limit(phase) for phase in ("eval", "save", "halt", "forward")] == [40, 50, 50, 10]
     assert limit("eval", 20.0) == 100
     assert limit_s(Seen(0, 1, "S", 9, "save", 0.0), Watch(startup_s=77)) == 77
+
+
+def test_one_absurd_step_does_not_stick():
+    told = story({}, {"step": 10**12}, {})
+    assert told.steps[0] == 5
+    told.take(record(3, msg="checkpoint"))
+    assert told.steps[0] == 5, "a checkpoint is of a step before"
+    told.take(record(10**12, msg="resume"))
+    told.take(record(20, msg="resume"))
+    assert told.first_step == 21
