@@ -66,10 +66,11 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     if state.behind_bytes:
         yield "its records are not read to the end"
         return
-    summary.world = min(jsonl.integer(born, "world") or 0, MAX_RANKS)
-    if summary.world < 1:
+    world = jsonl.integer(born, "world") or 0
+    if not 1 <= world <= MAX_RANKS:
         yield f"{rundir.RUN} does not say how many ranks there are"
         return
+    summary.limit(world)
     summary.take_document(rundir.read_json(run / rundir.SUPERVISOR, below=run) or {})
     try:
         gates.check(bounds, rundir.RUN)

@@ -74,17 +74,14 @@ class Part:
     _bare: bool = False
     _mono: float = -math.inf
 
-    def has(self, record: Record) -> bool:
+    def has(self, number: int, mono: float | None) -> bool:
         """Says whether a record was seen before: a file that was replaced is read again."""
-        number, mono = jsonl.integer(record, "n"), jsonl.number(record, "mono")
-        seen = number is not None and 1 <= number <= self.last
-        return seen and mono is not None and mono <= self._mono
+        return 1 <= number <= self.last and mono is not None and mono <= self._mono
 
-    def take(self, record: Record) -> None:
+    def take(self, record: Record, number: int, mono: float | None) -> None:
         """Takes the number of a record, and what holds for all kinds."""
-        number, mono = jsonl.integer(record, "n"), jsonl.number(record, "mono")
-        step = record["step"]
-        if number is None or number < 1:
+        step, msg = record["step"], record["msg"]
+        if number < 1:
             self.trouble = self.trouble or "its records have no numbers (an older program)"
         elif number <= self.last:
             self.trouble = self.trouble or f"record {number} comes twice, and they differ"
@@ -94,12 +91,13 @@ class Part:
             self.last = number
         if self.exit is not None:
             self.trouble = self.trouble or "there are records after its exit record"
-        self._mono = max(self._mono, mono if mono is not None else -math.inf)
-        if record["msg"] not in OF_THE_PAST:
+        if mono is not None and mono > self._mono:
+            self._mono = mono
+        if msg not in OF_THE_PAST:
             self.at = step
-        if record["msg"] in ("progress", "exit"):
+        if msg in ("progress", "exit"):
             self._take_count(jsonl.integer(record, "nonfinite_loss_steps"))
-        if record["msg"] == "exit":
+        if msg == "exit":
             self.exit = (step, jsonl.integer(record, "exit_code") or 0)
 
     @property
@@ -121,9 +119,8 @@ class Part:
             self.trouble = self.trouble or "its count of non-finite steps goes back"
         self.counted = count
 
-    def take_progress(self, record: Record) -> None:
+    def take_progress(self, step: int, loss: float | None) -> None:
         """Takes the step and the loss of a progress record."""
-        step, loss = record["step"], jsonl.number(record, "loss")
         expected = self.step + 1 if self.step else self.start
         self.broken = self.broken or self._bare or step != expected
         self.step, self._bare = step, loss is None
@@ -241,13 +238,14 @@ class Fold:
                 self.parts[self.newest].trouble = f"more than {MAX_ATTEMPTS} attempts"
                 return
             part = self.parts[attempt] = Part()
-        if part.has(record):
+        number, mono = jsonl.integer(record, "n") or 0, jsonl.number(record, "mono")
+        if part.has(number, mono):
             return
         if attempt < self.newest:
             part.trouble = part.trouble or f"a record comes after those of attempt {self.newest}"
             return
         self.newest = attempt
-        part.take(record)
+        part.take(record, number, mono)
         if record["msg"] == "resume":
             self._begin(part, record["step"] + 1)
             self.step = min(self.step, record["step"])
@@ -263,13 +261,13 @@ class Fold:
         self.window.cut(step)
 
     def _take_progress(self, part: Part, record: Record) -> None:
-        step = record["step"]
+        step, loss = record["step"], jsonl.number(record, "loss")
         if part.start is None:
             self._begin(part, max(1, step + 1 - max(1, len(jsonl.numbers(record, "steps_dt_s")))))
         elif not part.step and step < part.start:
             said = f"it resumed at step {part.start}, and its first record is of step {step}"
             part.trouble = part.trouble or said
-        part.take_progress(record)
+        part.take_progress(step, loss)
         self.step = step
         self.progress += 1
         memory = jsonl.number(record, "gpu_mem_reserved")
@@ -277,8 +275,7 @@ class Fold:
             self.memory_mib.add(step, memory)
         if self.rank:
             return
-        norm, loss = jsonl.number(record, "grad_norm"), jsonl.number(record, "loss")
-        speed = jsonl.number(record, "toks_per_s")
+        norm, speed = jsonl.number(record, "grad_norm"), jsonl.number(record, "toks_per_s")
         if norm is not None:
             self.norms += 1
             if self.norm_min is None or math.isnan(norm) or norm < self.norm_min:

@@ -45,6 +45,11 @@ class Summary:
             fold = self.folds[rank] = Fold(rank)
         fold.take(record)
 
+    def limit(self, world: int) -> None:
+        """Leaves out ranks that the run does not have: it is known when its records were read."""
+        self.world = world
+        self.folds = {rank: fold for rank, fold in self.folds.items() if rank < world}
+
     def take_event(self, record: Record) -> None:
         """Takes in one event of the supervisor: its attempt, and whether it is a stall."""
         attempt = jsonl.integer(record, "attempt")

@@ -52,7 +52,9 @@ def test_evaluation_and_saving_have_budgets_of_their_own():
 
 
 def test_one_absurd_step_does_not_stick():
-    told = story({}, {"step": 10**12}, {})
+    told = story({})
+    told.take(record(10**12))
+    told.take(record(5))
     assert told.steps[0] == 5
     told.take(record(3, msg="checkpoint"))
     assert told.steps[0] == 5, "a checkpoint is of a step before"
