@@ -29,6 +29,10 @@ LIVE_STATES: frozenset[State] = frozenset(
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
 """The alert that says that a run cannot go on: a rank ended before the others."""
+STALL = "stall"
+"""The alert and the watch rule of a run that makes no progress."""
+NO_GO = "no-go"
+"""The alert that says that the records do not confirm the gates of a run that completed."""
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip

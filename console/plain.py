@@ -11,6 +11,7 @@ from typing import Any
 from console.model import (
     EXIT_CODES,
     LIVE_STATES,
+    NO_GO,
     RANK_GONE,
     UNHEALTHY_STATES,
     Gate,
@@ -63,7 +64,7 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     also while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
-        return launch_exit_code(state.launch)
+        return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
     code = EXIT_CODES.get(state.state, 0)
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
@@ -71,9 +72,15 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     unknown = (
         state.state == "queued" and state.launch is not None and state.launch.state == "unknown"
     )
-    if code == 0 and (gates_failed or unknown or state.state in UNHEALTHY_STATES):
+    wrong = gates_failed or unknown or no_go(state)
+    if code == 0 and (wrong or state.state in UNHEALTHY_STATES):
         return NOT_GOOD
     return code
+
+
+def no_go(state: RunState) -> str:
+    """Returns why the records do not confirm that a run passed, "" when they do."""
+    return next((alert.text for alert in state.alerts if alert.id == NO_GO), "")
 
 
 def launch_exit_code(launch: LaunchState) -> int:
@@ -96,6 +103,8 @@ def outcome(state: RunState) -> tuple[str, str]:
     """Returns how a launch is, in a word and a sentence: as its run, unless it ended otherwise."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
+    if no_go(state):
+        return "gate unknown", no_go(state)
     if launch is None or code == 0:
         return state.state, state.why
     failed = any(phase.result == "fail" for phase in launch.phases)

@@ -97,7 +97,16 @@ class Guard:
         self._in_a_row = 0
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
-        self.skipped = 0
+        self.skipped = self.nonfinite_loss = self.overflow = self.spikes = 0
+        """Steps of this process."""
+
+    def count(self, rows: list[Row]) -> None:
+        """Counts skipped steps by cause; a step that was not finite is no spike."""
+        for row in rows:
+            self.skipped += row.skipped
+            self.nonfinite_loss += row.nonfinite_loss
+            self.overflow += row.overflow
+            self.spikes += row.spike and not row.nonfinite
 
     def judge(self, rows: list[Row]) -> None:
         """Raises NonFiniteError when too many steps in a row were skipped, and LeakError when
@@ -105,7 +114,6 @@ class Guard:
         """
         for row in rows:
             self._in_a_row = self._in_a_row + 1 if row.nonfinite else 0
-            self.skipped += row.skipped
             if self._in_a_row >= self._most:
                 raise NonFiniteError(
                     f"loss or gradients were not finite in {self._in_a_row} steps in a row, the "

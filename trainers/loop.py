@@ -31,6 +31,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
 
     Raises TrainingError and UsageError with one sentence; whatever else it raises is a bug.
     """
+    member.pulse.nonfinite_steps = 0
     member.pulse.set(0, "load")
     training = build(settings, member, report)
     try:
@@ -39,7 +40,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         about = training.loader.source.about
         report.say("loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began)
         reason = run_steps(training)
-        training.votes.collect(all_of_them=True)
+        count(training, training.votes.collect(all_of_them=True))
         keep(training)
         if reason not in (DONE, RIGHT_REACHED):
             training.phases.enter(report.steps_done, "halt")
@@ -137,9 +138,16 @@ def agree(t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Ten
     asks = frozenset() if t.parallel.rank else t.member.take_asks()
     t.votes.cast(step, figures, t.member.halt_wish, asks)
     rows = t.votes.collect(all_of_them=t.report.due(step))
+    count(t, rows)
     for row in rows:
         t.report.count_right(row.right, row.tokens)
     return rows
+
+
+def count(t: Training, rows: list[Row]) -> None:
+    """Counts what all ranks agreed on, in the pulse too: it outlives a rank that is killed."""
+    t.guard.count(rows)
+    t.member.pulse.nonfinite_steps = t.guard.nonfinite_loss
 
 
 def log(
@@ -149,9 +157,9 @@ def log(
     extra = facts.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
-    skipped = t.guard.skipped + sum(row.skipped for row in rows)
     return t.report.progress(
-        step, loss=rows[-1].loss, lr=rate, grad_norm=norm.item(), skipped_steps=skipped,
+        step, loss=rows[-1].loss, lr=rate, grad_norm=norm.item(), skipped_steps=t.guard.skipped,
+        overflow_steps=t.guard.overflow, spike_steps=t.guard.spikes,
         phases_s=t.phases.take(), **extra,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ without another collective.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,16 @@ class Row:
     def skipped(self) -> bool:
         """Says whether the optimizer left the weights alone."""
         return self.nonfinite or self.spike
+
+    @property
+    def nonfinite_loss(self) -> bool:
+        """Says whether the loss of a rank was not finite."""
+        return not math.isfinite(self.loss_sum)
+
+    @property
+    def overflow(self) -> bool:
+        """Says whether the gradients were not finite although the loss was."""
+        return self.nonfinite and not self.nonfinite_loss
 
     @property
     def loss(self) -> float:

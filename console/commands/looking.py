@@ -13,6 +13,7 @@ from typing import Any
 from console import plain
 from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, tell
 from console.model import LIVE_STATES, LaunchState, RunState, State
+from console.plans.confirm import confirmed
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -34,7 +35,7 @@ def runs(options: argparse.Namespace) -> int:
         raise NotFoundError(f"there is no directory {options.root}, so no runs")
     rows, lines = [], []
     for path in launches.launches(options.root)[: options.limit]:
-        state = RunSource(path).poll()
+        state = confirmed(RunSource(path))
         launch = state.launch
         if launch is None:
             continue
@@ -63,7 +64,7 @@ def _run_line(row: dict[str, Any], launch: LaunchState) -> str:
 def status(options: argparse.Namespace) -> int:
     """Says how one run is."""
     run = source(options)
-    state = run.poll()
+    state = confirmed(run)
     lines = [*plain.status_lines(state, run.whole), *_go_on(state)]
     show(options.json, plain.as_json(state, run.whole), lines)
     return plain.exit_code(state, run.whole)
@@ -97,7 +98,7 @@ def follow(
     """
     changes = plain.Changes()
     while True:
-        state = run.poll()
+        state = confirmed(run)
         for sentence in changes.sentences(state, time.monotonic()):
             if not as_json:
                 say(sentence)
@@ -138,10 +139,11 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 def _check_run(options: argparse.Namespace) -> int:
     run = source(options)
-    state = run.poll()
+    state = confirmed(run)
     code = plain.exit_code(state, run.whole)
     word, why = plain.outcome(state) if run.whole else (state.state, state.why)
     end = "go" if code == 0 else f"no go; {state.id} is {word}{': ' * bool(why)}{why}"
+    end = plain.no_go(state) or end
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
     gates = plain.as_json(state)["gates"]

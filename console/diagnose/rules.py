@@ -339,7 +339,14 @@ def _confirmed(bad: Callable[[Progress], bool | None]) -> Second:
     return second
 
 
-_loss_confirms = _confirmed(lambda p: None if p.loss is None else not math.isfinite(p.loss))
+def _loss_confirms(now: Readings, past: Past) -> str:
+    """Asks as `_confirmed` does; in a run of one rank its pulse does as well, which counts."""
+    doubt = _loss_recorded(now, past)
+    alone = [seen.nonfinite_steps for seen in now.seen] if len(now.seen) == 1 else []
+    return "" if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None) else doubt
+
+
+_loss_recorded = _confirmed(lambda p: None if p.loss is None else not math.isfinite(p.loss))
 _norm_confirms = _confirmed(lambda p: None if p.grad_norm is None else p.grad_norm == 0)
 _gate_confirms = _confirmed(gate_collapsed)
 

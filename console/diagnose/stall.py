@@ -57,6 +57,8 @@ class Seen:
     """Time since its records showed a new step, None without a record."""
     doubt: Doubt = ""
     """Why its pulse says nothing: it cannot be read, or its records are ahead of it."""
+    nonfinite_steps: int = -1
+    """Steps with a non-finite loss, as its pulse counts them; -1 where it does not."""
 
     @property
     def position(self) -> tuple[int, int, int]:

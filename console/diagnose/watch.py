@@ -14,15 +14,13 @@ from typing import Literal
 
 from console.diagnose.readings import Past, Readings
 from console.diagnose.rules import STRONG, STRONG_TIMES, Found, Rule, chosen
-from console.model import Level
+from console.model import STALL, Level
 from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
 """Of the time between two looks so much counts as looked at, more where looks are rarer."""
 AGAIN_S = 10.0
 """A rule that is raised is told again at most so often."""
-STALL = "stall"
-"""The rule on pulses that stand still."""
 Kind = Literal["raise", "clear", "act", "withhold"]
 
 

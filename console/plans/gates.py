@@ -1,161 +1,208 @@
 """The acceptance rules of a phase: one row each, evaluated over what the run recorded.
 
-A `Summary` takes in the records of a run once, as they come; a gate is a function over it.
+A gate names its span: all attempts, or the steps that survived (no later attempt did them again).
+It passes only where the numbered records of its ranks cover that span without a gap.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from console.model import RESULTS, Gate, Result
 from console.plain import counted
-from trainers.contract import jsonl
+from console.sources.fold import FIRST_LOSSES, Fold
+from console.sources.summary import Summary
 from trainers.contract.errors import UsageError, did_you_mean
 
+__all__ = ["RULES", "Summary", "check", "evaluate", "overall", "steps_done"]
+
 Bound = Literal["yes", "at least", "above", "at most", "fall"]
+Span = Literal["all attempts", "surviving steps"]
 BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
     "yes": ("=", operator.eq), "at least": ("≥", operator.ge), "above": (">", operator.gt),
     "at most": ("≤", operator.le), "fall": ("≥", operator.ge),
 }  # fmt: skip
 """The sign of each kind of bound, and when a value keeps to its limit."""
-EDGE_RECORDS = 5
 LEAST_FALL_NATS = 0.1
+MEDIAN_RECORDS = 50
 LARGEST_BOUND = 1e300
-RANK0 = "heartbeat_rank0.jsonl"
-
-
-@dataclass(slots=True)
-class Summary:
-    """What the gates need to know of a run, in constant memory."""
-
-    steps: int = 0
-    records: int = 0
-    nonfinite: int = 0
-    first_nonfinite_step: int | None = None
-    grad_norm_min: float | None = None
-    bytes_right: float | None = None
-    bytes_right_step: int | None = None
-    toks_per_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
-    first_losses: list[float] = field(default_factory=list)
-    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_RECORDS))
-    stalls: int = 0
-    memory_mib: float | None = None
-
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Takes in one heartbeat of any rank."""
-        if record.get("msg") != "progress":
-            return
-        step = jsonl.integer(record, "step") or 0
-        self.steps = max(self.steps, step)
-        reserved = jsonl.number(record, "gpu_mem_reserved")
-        if reserved is not None:
-            self.memory_mib = max(reserved, self.memory_mib or 0.0)
-        if record.get("rank") != 0:
-            return
-        self.records += 1
-        self._take_loss(record, step)
-        norm = jsonl.number(record, "grad_norm")
-        if norm is not None:
-            lowest = self.grad_norm_min
-            if lowest is None or math.isnan(norm) or norm < lowest:
-                self.grad_norm_min = norm
-        right = jsonl.number(record, "bytes_right")
-        if right is not None:
-            self.bytes_right, self.bytes_right_step = right, step
-        speed = jsonl.number(record, "toks_per_s")
-        if speed is not None:
-            self.toks_per_s.append(speed)
-
-    def _take_loss(self, record: Mapping[str, Any], step: int) -> None:
-        loss = jsonl.number(record, "loss")
-        if loss is None:
-            return
-        if not math.isfinite(loss):
-            self.nonfinite += 1
-            if self.first_nonfinite_step is None:
-                self.first_nonfinite_step = step
-            return
-        if len(self.first_losses) < EDGE_RECORDS:
-            self.first_losses.append(loss)
-        self.last_losses.append(loss)
-
-    def take_metrics(self, metrics: Mapping[str, Any] | None) -> None:
-        """Takes in metrics.json: it knows the last step also when no progress record was due."""
-        for key in ("steps", "steps_done", "step"):
-            self.steps = max(self.steps, jsonl.integer(metrics or {}, key) or 0)
+RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
+EVENTS = "events.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A gate's value, None while there is none, with its window and what else there is to say."""
+    """A gate's value, None while there is none, with its window and what else there is to say.
+
+    `doubt` says why it must not pass, whatever its value.
+    """
 
     value: float | None
-    window: str
+    window: str = ""
     why: str = ""
+    doubt: str = ""
+
+
+def _steps_done(s: Summary) -> Measured:
+    """The step up to which every rank recorded steps; one record alone is not believed."""
+    done: list[int] = []
+    exits = [part.exit[0] for fold in s.folds.values() if (part := fold.parts.get(fold.newest))
+             and part.exit is not None]  # fmt: skip
+    for rank, fold in s.folds.items():
+        step, doubt = _steps_of(s, fold, exits)
+        if doubt:
+            return Measured(None, doubt=f"rank {rank}: {doubt}")
+        if step or rank == 0:
+            done.append(step)
+    return Measured(float(min(done)) if s.fold(0).progress else None)
+
+
+def _steps_of(s: Summary, fold: Fold, exits: list[int]) -> tuple[int, str]:
+    """Returns the last step of a rank, and what disagrees on it.
+
+    An exit record may tell of more steps than the progress records, where nothing was due at the
+    last ones: then its pulse, or another rank, has to tell the same.
+    """
+    part, end = fold.parts.get(fold.newest), s.ends.get((fold.newest, fold.rank))
+    if part is None or part.exit is None:
+        if end is not None and part is not None and part.step > end.step:
+            return 0, f"its newest record is of step {part.step}, its pulse of step {end.step}"
+        return fold.step, ""
+    step, code = part.exit
+    if part.start is None and step == 0:
+        return fold.step, ""  # there was nothing left to do
+    if end is not None and end.step != step:
+        return 0, f"its exit record is of step {step}, its pulse of step {end.step}"
+    if part.step > step:
+        return 0, f"its newest record is of step {part.step}, its exit record of step {step}"
+    sure = code == 0 and (end is not None or exits.count(step) > 1)
+    return step if sure else min(step, fold.step), ""
+
+
+def steps_done(summary: Summary) -> int:
+    """Returns how many steps survived so far, 0 where the records do not agree on it."""
+    return int(_steps_done(summary).value or 0)
 
 
 def _loss_finite(s: Summary) -> Measured:
-    first = s.first_nonfinite_step
-    why = f"first non-finite loss at step {first}" if first is not None else ""
-    seen = s.nonfinite or s.last_losses
-    return Measured(
-        float(s.nonfinite) if seen else None, f"all {counted(s.records, 'record')}", why
-    )
+    """Steps whose loss was not finite, over all attempts: as ranks and pulses count them."""
+    worst: dict[int, int] = {}
+    first, doubt, told = "", "", False
+    for attempt, rank, part, end in s.parts():
+        by_pulse = end.nonfinite_steps if end is not None else -1
+        count = max(part.counted or 0, part.bad_losses, by_pulse)
+        worst[attempt] = max(count, worst.get(attempt, 0))
+        tells = part.counted is not None or part.losses > 0
+        told = told or (tells and rank == 0)
+        if part.first_bad is not None and not first:
+            first = f"first non-finite loss on record: step {part.first_bad} of attempt {attempt}"
+        counts = part.exit is not None and part.counts_at_last
+        counts = counts or by_pulse >= 0 or not part.has_stepped(end)
+        if (tells or rank == 0) and not counts and not part.every_loss_is_recorded(end):
+            doubt = (f"rank {rank}, attempt {attempt}: it does not count its non-finite steps, and "
+                     "not every step has a record with a loss")  # fmt: skip
+    total = sum(worst.values())
+    return Measured(float(total) if told or total else None, "steps", first, doubt)
 
 
 def _loss_fall(s: Summary) -> Measured:
-    if len(s.first_losses) < EDGE_RECORDS or s.records < 2 * EDGE_RECORDS:
-        return Measured(None, "", f"needs {2 * EDGE_RECORDS} progress records, has {s.records}")
-    first = math.fsum(s.first_losses) / len(s.first_losses)
-    last = math.fsum(s.last_losses) / len(s.last_losses)
-    window = f"mean of the first {EDGE_RECORDS} records less that of the last {EDGE_RECORDS}"
-    return Measured(first - last, window, f"{first:.3f} to {last:.3f}")
+    window, last = s.fold(0).window, s.fold(0).window.last("loss", FIRST_LOSSES)
+    few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
+    if last is None or few:
+        needs = f"needs {2 * FIRST_LOSSES} progress records, has {window.losses}"
+        return Measured(None, why=needs)
+    before = math.fsum(loss for _, loss in window.first) / FIRST_LOSSES
+    after = math.fsum(last) / FIRST_LOSSES
+    text = f"mean of the first {FIRST_LOSSES} records less that of the last {FIRST_LOSSES}"
+    return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 
 
 def _toks_per_s(s: Summary) -> Measured:
-    ordered = sorted(s.toks_per_s)
+    found = s.fold(0).window.last("toks_per_s", MEDIAN_RECORDS)
+    if found is None:
+        return Measured(None, why="too few records are kept of the steps before the restart")
+    ordered = sorted(found)
     median = ordered[len(ordered) // 2] if ordered else None
     return Measured(median, f"median of the last {counted(len(ordered), 'record')}")
+
+
+def _bytes_right(s: Summary) -> Measured:
+    told = [each for each in s.fold(0).window.newest if each.bytes_right is not None]
+    return (
+        Measured(told[-1].bytes_right, f"record of step {told[-1].step}")
+        if told
+        else Measured(None)
+    )
+
+
+def _grad_norm(s: Summary) -> Measured:
+    fold = s.fold(0)
+    return Measured(fold.norm_min, f"lowest of {counted(fold.norms, 'record')}")
+
+
+def _memory(s: Summary) -> Measured:
+    largest = [fold.memory_mib.value for fold in s.folds.values()]
+    return Measured(max((v for v in largest if v is not None), default=None), "largest rank")
+
+
+def _stalls(s: Summary) -> Measured:
+    lost = "" if s.stalls is not None else "the number of stalls before is lost"
+    return Measured(float(s.stalls_seen), doubt=lost)
+
+
+def _restarts(s: Summary) -> Measured:
+    seen = max((fold.newest for fold in s.folds.values()), default=0)
+    return Measured(float(max(s.attempts or 0, seen, 1) - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One row of the registry. "yes" counts what must be zero; "fall" takes true or nats.
 
-    `missing` says why there is no value.
+    `source` RANK0 means that the records of rank 0 are enough. `missing` says why there is no
+    value. A breach of a `certain` bound stays one, whatever is missing. With `tails` the pulse of
+    a rank that was killed stands in for records that it did not write any more.
     """
 
     name: str
     unit: str
     bound: Bound
     measure: Callable[[Summary], Measured]
+    span: Span
     source: str
     missing: str = ""
+    certain: bool = False
+    tails: bool = False
+
+    def gap(self, summary: Summary) -> str:
+        """Says why the records do not cover its span, "" when they do."""
+        ranks = range(1 if self.source == RANK0 else summary.world)
+        return summary.gap(ranks, self.span == "surviving steps", self.tails)
 
 
 TABLE: tuple[Rule, ...] = (
-    Rule("steps_done", "steps", "at least",
-         lambda s: Measured(s.steps if s.records else None, "whole run"),
-         "heartbeat_rank*.jsonl, metrics.json", "no progress record"),
-    Rule("loss_finite", "records", "yes", _loss_finite, RANK0, "no loss was recorded"),
-    Rule("grad_norm_above", "", "above",
-         lambda s: Measured(s.grad_norm_min, f"lowest of {counted(s.records, 'record')}"), RANK0,
-         "no grad_norm was recorded"),
-    Rule("no_stall", "stalls", "yes", lambda s: Measured(float(s.stalls), "whole run"),
-         "events.jsonl"),
-    Rule("loss_falls", "nats/token", "fall", _loss_fall, RANK0),
-    Rule("bytes_right", "share", "at least",
-         lambda s: Measured(s.bytes_right, f"record of step {s.bytes_right_step}"), RANK0,
+    Rule("steps_done", "steps", "at least", _steps_done, "surviving steps", RANKS,
+         "no progress record"),
+    Rule("loss_finite", "steps", "yes", _loss_finite, "all attempts", RANKS,
+         "no loss was recorded", certain=True, tails=True),
+    Rule("grad_norm_above", "", "above", _grad_norm, "all attempts", RANK0,
+         "no grad_norm was recorded", certain=True),
+    Rule("no_stall", "stalls", "yes", _stalls, "all attempts", EVENTS, certain=True, tails=True),
+    Rule("stalls_at_most", "stalls", "at most", _stalls, "all attempts", EVENTS, certain=True,
+         tails=True),
+    Rule("restarts_at_most", "restarts", "at most", _restarts, "all attempts", EVENTS,
+         certain=True, tails=True),
+    Rule("loss_falls", "nats/token", "fall", _loss_fall, "surviving steps", RANK0),
+    Rule("bytes_right", "share", "at least", _bytes_right, "surviving steps", RANK0,
          "no bytes_right was recorded; only recall counts it"),
-    Rule("toks_per_s_above", "tok/s", "above", _toks_per_s, RANK0, "no toks_per_s was recorded"),
-    Rule("gpu_mem_below_mib", "MiB", "at most",
-         lambda s: Measured(s.memory_mib, "largest rank, whole run"), "heartbeat_rank*.jsonl",
-         "no gpu_mem_reserved was recorded"),
+    Rule("toks_per_s_above", "tok/s", "above", _toks_per_s, "surviving steps", RANK0,
+         "no toks_per_s was recorded"),
+    Rule("gpu_mem_below_mib", "MiB", "at most", _memory, "surviving steps", RANKS,
+         "no gpu_mem_reserved was recorded", certain=True),
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
@@ -179,22 +226,26 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
 
 def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     """Returns every gate of a phase with its value, window, source, bound and result."""
-    return tuple(_gate(RULES[name], bound, RULES[name].measure(summary))
-                 for name, bound in bounds.items())  # fmt: skip
+    return tuple(_gate(RULES[name], bound, summary) for name, bound in bounds.items())
 
 
-def _gate(rule: Rule, bound: Any, found: Measured) -> Gate:
+def _gate(rule: Rule, bound: Any, summary: Summary) -> Gate:
+    found = rule.measure(summary)
     sign, holds = BOUNDS[rule.bound]
     limit = 0.0 if rule.bound == "yes" else LEAST_FALL_NATS if bound is True else float(bound)
-    words = f"{sign} {limit:g}"
+    result: Result = "unknown"
+    why = rule.gap(summary) or found.doubt
     if found.value is None:
-        why = found.why or rule.missing
-        return Gate(rule.name, None, rule.unit, "", rule.source, words, "unknown", why)
-    result: Result = "pass" if holds(found.value, limit) else "fail"
+        why = why or found.why or rule.missing
+    elif holds(found.value, limit):
+        result = "unknown" if why else "pass"
+    elif rule.certain or not why:
+        result = "fail"
+    why = found.why if result != "unknown" else why
+    window = ", ".join(filter(None, (rule.span, found.window)))
     return Gate(
-        rule.name, found.value, rule.unit, found.window, rule.source, words, result,
-        found.why,
-    )  # fmt: skip
+        rule.name, found.value, rule.unit, window, rule.source, f"{sign} {limit:g}", result, why
+    )
 
 
 def overall(gates: tuple[Gate, ...]) -> Result:

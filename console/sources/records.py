@@ -13,6 +13,7 @@ from typing import Any
 from console.history import History
 from console.model import LEVELS, Alert, Figure, Gpu
 from console.sources import ancestor, documents
+from console.sources.summary import Summary
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
@@ -25,12 +26,14 @@ Taken = Callable[[Path, dict[str, Any]], object]
 class Records:
     """Follows heartbeats, samples and events of one run; `history` gets what is charted.
 
-    `taken` gets each heartbeat of the present attempt. Which one that is, the supervisor's document
-    says; without one two records have to agree. Records of the next attempt wait until then.
+    `summary` adds up all attempts, `taken` gets each heartbeat of the present attempt. Which one
+    that is, the supervisor's document says; without one two records have to agree. Records of the
+    next attempt wait until then.
     """
 
     def __init__(self, run: Path, history: History, taken: Taken):
         self.run, self.history, self._taken = run, history, taken
+        self.summary = Summary()
         self.attempt = 1
         self.last: dict[int, dict[str, Any]] = {}
         self.progress: dict[int, dict[str, Any]] = {}
@@ -138,6 +141,7 @@ class Records:
         """Takes a record of the rank whose file it is in; a file speaks for no other rank."""
         if rank is None or record["rank"] != rank or rank >= self._world:
             return
+        self.summary.take(record)
         if not self._is_present(record):
             return
         self._taken(self.run, record)
@@ -171,6 +175,7 @@ class Records:
             self.history.add(f"rss_mib:{rank}", at, jsonl.number(entry, "rss_mib"))
 
     def _take_event(self, record: dict[str, Any]) -> None:
+        self.summary.take_event(record)
         kind = jsonl.text(record, "kind")
         if kind == "state":
             self.state_event = record

@@ -15,6 +15,7 @@ from console.model import Alert, Gpu, LaunchState, Pulse, Rank, RunState, State
 from console.sources import ancestor, documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of
 from console.sources.records import MAX_RANKS, Records, Taken
+from console.sources.summary import Summary
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
@@ -46,6 +47,11 @@ class RunSource:
         self._reader: Records | None = None
         self._away = False
         """A launch's run is no directory: not there, or a link that is not followed."""
+
+    @property
+    def summary(self) -> Summary | None:
+        """What the records of the run add up to that was read last, None before there is one."""
+        return self._reader.summary if self._reader is not None else None
 
     def poll(self) -> RunState:
         """Returns the state as it is on disk and in shared memory now."""

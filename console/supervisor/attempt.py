@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.ending import End, Facts, decide
-from console.model import RANK_GONE, Gate, State
-from console.plans import gates
+from console.model import RANK_GONE, State
 from console.sources import kernel
 from console.sources.lastwords import LastWords
 from console.sources.nvml import Nvml
+from console.sources.summary import Summary
 from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
@@ -29,6 +29,7 @@ from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
 from trainers.contract import jsonl, rundir
 from trainers.contract.plan import Phase, Watch
+from trainers.contract.pulse import Pulse
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
@@ -63,8 +64,8 @@ class Attempt:
     `live` has the pulses of the ranks. `prepare` runs first, on the directory's
     thread. `event` writes into the run's events, and `changed` is called when what supervisor.json
     holds has changed. `actions` are what watch rules do beside the plan's, `former` is the attempt
-    before. With `held`, a former supervisor's document, the attempt takes over the processes that
-    are there instead of starting.
+    before, `summary` that of the run. With `held`, a former supervisor's document, the attempt
+    takes over the processes that are there instead of starting.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Attempt:
         run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Live,
         argv: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None],
         event: Callable[..., dict[str, Any]], changed: Callable[[], None],
-        actions: Mapping[str, str], former: Attempt | None, held: Mapping[str, Any] | None,
+        actions: Mapping[str, str], summary: Summary, former: Attempt | None,
+        held: Mapping[str, Any] | None,
     ):  # fmt: skip
         self._run, self._number, self._phase, self._watch = run, number, phase, watch
         self._live, self._argv, self._environment = live, argv, environment
@@ -80,13 +82,13 @@ class Attempt:
         self.stage: Stage = "prepare"
         self.known = Facts(world=phase.nproc)
         """What was told; what follows from processes and records is added by `facts`."""
-        self.gates: tuple[Gate, ...] = ()
-        self.story = Story()
+        self.story, self._summary = Story(), summary
         self._services, self._directory = services, services.directory
         self.alerts = alerts
         self.watching = Watching(
-            watch, actions, run, alerts, self.story, event, services.directory.document, changed
-        )
+            watch, actions, run, alerts, self.story, summary, event, services.directory.document,
+            changed,
+        )  # fmt: skip
         self.tree = Tree(token, phase.nproc, services.poller)
         self.behind = False
         self.files = Files(run, number, phase.nproc, former.files if former else None)
@@ -94,8 +96,8 @@ class Attempt:
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
         self._words: Mapping[int, LastWords] = {}
-        self._died_at: dict[int, int] = {}
-        """The step of each ended rank's last pulse: its last records may be lost."""
+        self._died_at: dict[int, Pulse | None] = {}
+        """Each ended rank's last pulse: its last records may be lost."""
         self._oom_before = kernel.snapshot()
         self.checkpoint = 0
         """The step of the newest checkpoint at its end."""
@@ -323,11 +325,10 @@ class Attempt:
     def _conclude(self, rest: Rest | None, _: object) -> None:
         rest = rest or Rest()
         self.tree.take_log(rest.log)
-        self.story.summary.take_metrics(rest.metrics)
         self.checkpoint = self.story.saved if rest.checkpoint is None else rest.checkpoint
         self._words = rest.last
         self._learn(oom=kernel.since(self._oom_before), agent_signal=rest.agent_signal)
-        self.gates = gates.evaluate(self.story.summary, self._phase.gates)
+        self._take_ends()
         self.watching.verdict, self.stage = None, "over"
         self.alerts.clear_all("the attempt has ended")
         self.tree.close()
@@ -338,7 +339,9 @@ class Attempt:
         """Takes in what a look at the run's files found."""
         self.behind = news.behind
         for record in news.records:
-            self.story.take(record)
+            self._summary.take(record)
+            if record["attempt"] == self._number:
+                self.story.take(record)
         if not self._caught_up and news.disk and not news.behind:
             self._caught_up = True
             self.story.settle()
@@ -385,7 +388,7 @@ class Attempt:
     def step(self) -> int:
         """The newest step that a pulse or a record tells of."""
         pulsed = max((seen.step for seen in self._sampler.seen), default=0)
-        return max(pulsed, self.story.summary.steps, *self.story.steps.values(), 0)
+        return max(pulsed, *self.story.steps.values(), 0)
 
     def end_of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""
@@ -393,8 +396,22 @@ class Attempt:
         if rank not in self._died_at:
             found = self._live.pulse(rank)
             mine = found is not None and found.pid == worker.handle.pid
-            self._died_at[rank] = found.step if found is not None and mine else 0
-        return end_of(worker, self.story, self._words.get(rank), self._died_at.get(rank, 0))
+            self._died_at[rank] = found if mine else None
+            if mine:
+                self._summary.take_end(self._number, rank, found)
+        last = self._died_at.get(rank)
+        return end_of(worker, self.story, self._words.get(rank), last.step if last else 0)
+
+    def _take_ends(self) -> None:
+        """Takes for the gates what the pulse of each rank says at the end of the attempt.
+
+        A pulse that nobody has written into is that of a rank that wrote no record either.
+        """
+        for worker in self.tree.workers.values():
+            self.end_of(worker)
+        for rank in range(self._phase.nproc):
+            if not self._died_at.get(rank) and self._live.is_blank(rank):
+                self._summary.take_end(self._number, rank, None)
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""

@@ -17,8 +17,8 @@ from typing import Any
 from console.diagnose.readings import LONGEST_STEP_S, Progress, progress_of
 from console.diagnose.stall import FIRST_STEP, SAFETY
 from console.ending import End, error_of
-from console.plans.gates import Summary
 from console.sources import ancestor, documents, lastwords, process
+from console.sources.fold import OF_THE_PAST
 from console.sources.lastwords import LastWords
 from console.sources.sanitize import clean
 from console.supervisor.tree import Worker
@@ -37,7 +37,7 @@ DEATH = re.compile(rb"Received (\d{1,2}) death signal")
 
 @dataclass(slots=True)
 class News:
-    """What one look found."""
+    """What one look found; records are those of all attempts."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     halt_file: bool = False
@@ -53,7 +53,6 @@ class Rest:
     """What is read when all processes have ended; `last` are the last words of each rank."""
 
     log: bytes = b""
-    metrics: Mapping[str, Any] | None = None
     last: Mapping[int, LastWords] = field(default_factory=dict)
     checkpoint: int | None = None
     """The step of the newest whole checkpoint, 0 without one, None where nobody can tell."""
@@ -169,10 +168,8 @@ class Files:
             own = lastwords.read(self._end_of(path))
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
         death = DEATH.search(log)
-        return Rest(
-            log, rundir.read_json(self._run / rundir.METRICS), last, newest_checkpoint(self._run),
-            process.signal_name(int(death[1])) if death else "",
-        )  # fmt: skip
+        signal = process.signal_name(int(death[1])) if death else ""
+        return Rest(log, last, newest_checkpoint(self._run), signal)
 
     def _end_of(self, log: Path) -> bytes:
         """Returns the last bytes of a log, from before its rotation too where it is short."""
@@ -186,8 +183,8 @@ class Files:
         left = LOOK_BYTES
         for _ in range(len(self._tails)):
             rank, tail = self._tails[0]
-            before, mine = tail.offset, (self._attempt, rank)
-            news.records += [r for r in tail.poll(left) if (r["attempt"], r["rank"]) == mine]
+            before = tail.offset
+            news.records += [r for r in tail.poll(left) if r["rank"] == rank]
             left -= max(0, tail.offset - before)
             if left <= 0:
                 news.behind = True
@@ -196,10 +193,9 @@ class Files:
 
 
 class Story:
-    """What the records told so far: for gates, stall limits and the end of the run."""
+    """What the records of one attempt told so far: for stall limits and the end of the run."""
 
     def __init__(self) -> None:
-        self.summary = Summary()
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
         self.reason = ""
@@ -222,16 +218,16 @@ class Story:
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
-        self.summary.take(record)
         rank, step = record["rank"], record["step"]
         if rank not in self.last or step > self.last[rank]["step"]:
             self._rose[rank] = time.monotonic()
         self.last[rank] = record
-        self.steps[rank] = max(step, self.steps.get(rank, 0))
-        if record["msg"] == "checkpoint":
+        if record["msg"] not in OF_THE_PAST:
+            self.steps[rank] = step
+        elif record["msg"] == "checkpoint":
             self.saved = step
         if record["msg"] == "resume":
-            self.first_step = max(step + 1, self.first_step)
+            self.first_step = max(step + 1, FIRST_STEP)
         self.newest_ts = jsonl.number(record, "ts")
         if record["msg"] == "progress":
             self.progress[rank] = progress_of(record)

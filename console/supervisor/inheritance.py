@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import documents, presence, process
+from console.sources.summary import Summary
 from console.supervisor.orders import FlagValue
 from console.supervisor.restart import Ended
 from trainers.contract import VERSION, environ, jsonl, rundir
@@ -71,6 +72,18 @@ def ended(held: Mapping[str, Any]) -> list[Ended]:
     """Returns how the attempts before ended, as supervisor.json tells it."""
     told = documents.entries(held, "ended")[-MAX_ENDED:]
     return [each for entry in told if (each := documents.read(Ended, entry)).state]
+
+
+def summary(held: Mapping[str, Any], world: int, attempt: int) -> Summary:
+    """Returns what the records and counts of former attempts add up to; records are read again.
+
+    What supervisor.json does not tell stays unknown.
+    """
+    counted = jsonl.integer(held, "attempt") is not None
+    stalls = jsonl.integer(held, "stalls")
+    found = Summary(world, attempt if counted else None, stalls)
+    found.take_document(held)
+    return found
 
 
 def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:

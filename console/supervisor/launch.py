@@ -213,17 +213,16 @@ class Launch:
         return self._publish()
 
     def _end_of_phase(self, run: Run) -> None:
-        attempt = run.attempt
-        result = gates.overall(attempt.gates)
+        result = gates.overall(run.gates)
         self._dumps.abandon(self._mailbox.answer)
         entry, self.run = self._phases[self._index], None
         entry |= {
             "state": run.state, "why": run.why,
-            "result": result if attempt.gates or run.state == "completed" else "unknown",
-            "steps": attempt.story.summary.steps, "ended_ts": time.time(),
+            "result": result if run.gates or run.state == "completed" else "unknown",
+            "steps": gates.steps_done(run.summary), "ended_ts": time.time(),
         }  # fmt: skip
         name = entry["name"]
-        judged = f", gates {result}" if attempt.gates else ""
+        judged = f", gates {result}" if run.gates else ""
         self._event("phase", f"{name} {run.state}{judged}: {run.why}")
         refusal = self._why_not_on(run, result)
         if refusal:
@@ -247,7 +246,8 @@ class Launch:
                 f"{rundir.HALT} is there" if run.attempt.known.halt_file else ""
             )
         missed = [f"{gate.name} {gate.result} ({gate_value(gate)}, bound {gate.bound})"
-                  for gate in run.attempt.gates if gate.result != "pass"]  # fmt: skip
+                  + (f": {gate.why}" if gate.result == "unknown" else "")
+                  for gate in run.gates if gate.result != "pass"]  # fmt: skip
         return "gate " + "; gate ".join(missed)
 
     def _end(self, why: str) -> None:
@@ -398,7 +398,7 @@ class Launch:
         if run is not None and self._index >= 0:
             entry = self._phases[self._index]
             entry |= {"state": run.state, "why": run.why,
-                      "steps": run.attempt.story.summary.steps or None}  # fmt: skip
+                      "steps": gates.steps_done(run.summary) or None}  # fmt: skip
         self._directory.document(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],

@@ -86,6 +86,11 @@ class Live:
         fd = self._pulses.get(rank)
         return None if fd is None else pulse.read_open(fd)
 
+    def is_blank(self, rank: int) -> bool:
+        """Says whether a rank has a place for its pulse and has never written there."""
+        fd = self._pulses.get(rank)
+        return fd is not None and pulse.is_blank(fd)
+
     def is_removed(self) -> bool:
         """Says whether somebody removed or replaced the directory while it is in use."""
         if self.path is None:

@@ -19,6 +19,7 @@ from console.diagnose.cadence import Cadence
 from console.diagnose.readings import Readings
 from console.diagnose.stall import RECORDS_LATE_S, Seen, disagreement
 from console.model import Rank, RunState
+from console.plans.confirm import confirmed
 from console.sources import ancestor, presence, process
 from console.sources.run import RunSource
 from console.supervisor.follow import Disk, NewestRow, Story
@@ -115,7 +116,7 @@ class Contract:
 
     def poll(self) -> Moment | None:
         """Returns what is there now, None before the launch has a run."""
-        state, run = self._source.poll(), self._source.run_path
+        state, run = confirmed(self._source), self._source.run_path
         if plain.is_over(state):
             self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
             self.exit_code = plain.exit_code(state, self._source.whole)

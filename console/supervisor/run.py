@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from console.ending import deterministic, signature
-from console.model import State
+from console.model import Gate, State
 from console.plans import gates
 from console.sources import presence
+from console.sources.summary import Summary
 from console.supervisor import inheritance, orders, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt, Services
@@ -55,6 +56,8 @@ class Run:
         self._ended: list[restart.Ended] = []
         self._again_at: float | None = None
         self._final = False
+        self.gates: tuple[Gate, ...] = ()
+        self.summary = Summary(self.phase.nproc, 1, 0)
         self._refreshed = self._said = 0.0
         held = self._read_held() if adopt else None
         flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
@@ -88,6 +91,7 @@ class Run:
         if running or jsonl.text(held, "state") != "restarting":
             del self._ended[self.number - 1 :]
         self._final = jsonl.text(held, "state") in inheritance.FINAL
+        self.summary = inheritance.summary(held, self.phase.nproc, self.number)
         self.state = "running"
         return held
 
@@ -193,7 +197,8 @@ class Run:
             token=self._token, live=self._live, argv=argv,
             environment=self._environment | self._contract(),
             prepare=self._prepare if self.number == 1 else self._check,
-            event=self.event, changed=self._publish, actions=on_stall, former=former, held=held,
+            event=self.event, changed=self._publish, actions=on_stall, summary=self.summary,
+            former=former, held=held,
         )  # fmt: skip
         folder = orders.code_folder(self.phase)
         self._directory.job(lambda: orders.git_facts(folder), self._take_git)
@@ -247,6 +252,7 @@ class Run:
         elif self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
             self.number += 1
+            self.summary.attempts = self.number
             self._live.renew(self.number)
             self.attempt = self._attempt(self.attempt)
             self._decide()
@@ -290,7 +296,7 @@ class Run:
     def _conclude(self, state: State, why: str) -> None:
         """Writes the last word; while the disk does not take it, it stands in shared memory."""
         self._again_at, self.over = None, True
-        held = self.attempt.gates
+        self.gates = held = gates.evaluate(self.summary, self.phase.gates)
         self._directory.document(
             self.path / rundir.GATES,
             {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(held),
@@ -321,6 +327,7 @@ class Run:
             "asked_by": known.by, "ended": [asdict(each) for each in self._ended],
             "live_dir": "" if self.over else str(self.live or ""),
             "watch": asdict(self.watch), "git": self._git, **self._armed(),
+            **self.summary.as_dict(),
             "verdict": asdict(verdict) if verdict else None, "updated_ts": time.time(),
         }  # fmt: skip
         self._directory.document(self.path / rundir.SUPERVISOR, record)

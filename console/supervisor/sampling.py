@@ -86,5 +86,6 @@ class Sampler:
             story.first_step if attempt == 1 or story.steps.get(worker.rank) else found.step,
             story.code(worker.rank) if worker.code is None else worker.code,
             records_s, "ahead" if recorded and recorded.step > found.step else "",
+            found.nonfinite_steps,
         )  # fmt: skip
         return row, seen

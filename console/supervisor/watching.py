@@ -13,6 +13,7 @@ from console.diagnose.stall import Seen, diagnose, disagreement, doubted
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
+from console.sources.summary import Summary
 from console.supervisor.alerts import Alerts
 from console.supervisor.follow import Story
 from console.supervisor.sampling import Sampler
@@ -33,11 +34,12 @@ class Watching:
 
     def __init__(
         self, watch: Watch, actions: Mapping[str, str], run: Path, alerts: Alerts, story: Story,
-        event: Callable[..., object], document: Callable[[Path, Mapping[str, Any]], None],
-        changed: Callable[[], None],
+        summary: Summary, event: Callable[..., object],
+        document: Callable[[Path, Mapping[str, Any]], None], changed: Callable[[], None],
     ):  # fmt: skip
         self.verdict: Verdict | None = None
         self._watch, self._run, self._alerts, self._story = watch, run, alerts, story
+        self._summary = summary
         self._event, self._document, self._changed = event, document, changed
         self._dog = Watchdog(watch, actions)
         self._ending = False
@@ -117,7 +119,8 @@ class Watching:
         path = self._run / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
         self._document(path, {"v": VERSION} | asdict(verdict))
         self._event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
-        self._story.summary.stalls += self._alerts.raise_(STALL, verdict.sentence, "crit", "3")
+        if self._alerts.raise_(STALL, verdict.sentence, "crit", "3"):
+            self._summary.count_stall()
         self._changed()
 
 

@@ -160,6 +160,8 @@ class Feed:
 
     def take(self) -> Snapshot:
         """Reads once."""
+        from console.plans.confirm import confirmed
+
         at, now = time.monotonic(), time.time()
         newest = None if self._path else find_newest(self._root)
         path = self._path = self._path or newest
@@ -170,7 +172,7 @@ class Feed:
                 self._source, self._opened = self._open(path), path
                 self._logs = self._state = None
             source = self._source
-            state = self._state = source.poll()
+            state = self._state = confirmed(source, former=False)
         except OSError as error:
             text = f"{path} cannot be read: {error.strerror}"
             return Snapshot(at, now, self._state, trouble=text)

@@ -72,6 +72,11 @@ def test_a_further_attempt_is_told_in_status_and_in_the_list(launch, capsys):
 def ended(launch, why: str, result: str, gate: str) -> None:
     """The launch ended after its first phase, which completed."""
     run = directory.run(launch / "0-first", state="completed", why="all ranks done after step 100")
+    born = rundir.read_json(run / rundir.RUN) or {}
+    directory.document(run / rundir.RUN, born | {"world": 1, "gates": {"no_stall": True}})
+    directory.event(run, "state", attempt=1, state="completed")
+    directory.beat(run, 0, 100)
+    directory.beat(run, 0, 100, "exit", exit_code=0)
     gates = [{"name": "no_stall", "value": 1.0, "bound": "= 0", "result": gate}]
     directory.document(run / rundir.GATES, {"gates": gates})
     phases = [{"name": "first", "state": "completed", "result": result, "dir": "0-first"}]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from console.plans import gates
 from tests.trainers.runs import Run, small
 from trainers import guard
 from trainers.failures import LeakError
@@ -46,6 +47,17 @@ def test_nonfinite_norms_do_not_enter_the_window():
         spikes.found(torch.tensor(float("nan")), YES)
         spikes.found(torch.tensor(1.0 + 0.01 * (number % 7)), NO)
     assert spikes.found(torch.tensor(5.0), NO)
+
+
+def test_steps_that_are_skipped_are_counted_by_their_cause():
+    """Nonfinite and spike are what the gradients showed; a loss that is not finite is one cause."""
+    rows = [
+        Row(1, math.nan, 1, 0, True, False, ""), Row(2, math.inf, 1, 0, True, True, ""),
+        Row(3, 1.0, 1, 0, True, True, ""), Row(4, 1.0, 1, 0, False, True, ""), row(5, 1.0),
+    ]  # fmt: skip
+    judge = Guard(50)
+    judge.count(rows)
+    assert (judge.nonfinite_loss, judge.overflow, judge.spikes, judge.skipped) == (2, 1, 1, 4)
 
 
 def test_random_bytes_below_chance_are_a_leak_over_enough_tokens_only():
@@ -88,3 +100,17 @@ def test_a_dead_parameter_is_said_after_the_first_step(tmp_path):
     dead = run.records(0, "dead_parameters")[-1]["parameters"]
     assert "blocks.0.attn.q.weight" in dead
     assert "blocks.0.mlp.up.weight" not in dead
+
+
+def test_steps_that_were_not_finite_between_two_records_fail_the_gate(tmp_path):
+    """Records are due at steps 1 to 5, 10 and 20; the loss is NaN in steps 6 to 9."""
+    changes = small(train__steps=20, report__log_every=10, checkpoint__at_end=False)
+    nans = ",".join(f"nan@{step}" for step in range(6, 10))
+    run = Run(tmp_path, changes, nproc=1, flags={"NSA_DRILL": nans}).done()
+    assert not [r for r in run.records(0, "progress") if r["loss"] == "nan"]
+    summary = gates.Summary(world=1, attempts=1, stalls=0)
+    for record in run.records(0):
+        summary.take(record)
+    (gate,) = gates.evaluate(summary, {"loss_finite": True})
+    assert (gate.result, gate.value) == ("fail", 4)
+    assert gates.overall(gates.evaluate(summary, {"steps_done": 20})) == "pass"

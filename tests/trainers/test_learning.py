@@ -126,8 +126,8 @@ def test_the_selected_branch_is_what_recalls_in_the_prototype_shape_too(tmp_path
 )
 def test_the_gate_of_the_plan_tells_attention_from_its_stubs(runs, name, result):
     phase = next(phase for phase in catalog.load("cpu_smoke").phases if phase.name == "recall")
-    summary = gates.Summary()
-    for record in runs[name].records(0, "progress"):
+    summary = gates.Summary(world=1, attempts=1, stalls=0)
+    for record in runs[name].records(0):
         summary.take(record)
     found = gates.evaluate(summary, phase.gates)
     assert {gate.name: gate.result for gate in found}["bytes_right"] == result

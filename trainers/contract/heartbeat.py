@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainers.contract import VERSION, jsonl
 
 REQUIRED_INTEGERS = ("v", "rank", "step", "attempt")
+LARGEST: Mapping[str, int] = {"rank": 10**6, "attempt": 10**6, "step": 10**12}
+"""No run has more: a record that says so is skipped as one that cannot be read."""
 TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
 """Lists that grow with the number of steps or layers; shortened first when a line is too long."""
 
@@ -26,7 +29,8 @@ def encode(record: dict[str, Any]) -> bytes:
             line = jsonl.encode(record)
             if len(line) <= jsonl.MAX_HEARTBEAT_BYTES:
                 return line
-    kept = ("v", "run", "attempt", "ts", "mono", "host", "pid", "rank", "world", "step", "msg")
+    kept = ("v", "n", "run", "attempt", "ts", "mono", "host", "pid", "rank", "world", "step", "msg",
+            "nonfinite_loss_steps")  # fmt: skip
     record = {key: record[key] for key in kept if key in record}
     return jsonl.encode(record | {"cut": "all figures"})
 
@@ -35,7 +39,9 @@ def accept(record: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the record if it is a heartbeat of this version, else None."""
     if any(jsonl.integer(record, key) is None for key in REQUIRED_INTEGERS):
         return None
-    if record["v"] != VERSION or record["rank"] < 0 or record["step"] < 0:
+    if record["v"] != VERSION:
+        return None
+    if not all(0 <= record[key] <= largest for key, largest in LARGEST.items()):
         return None
     if jsonl.number(record, "ts") is None or not isinstance(record.get("msg"), str):
         return None

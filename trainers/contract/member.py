@@ -13,6 +13,7 @@ Then the console shows it, dumps its stacks and halts all ranks at the same step
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import struct
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +35,8 @@ HALT_POLL_S = 0.05
 HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torchrun passes on to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
+COUNTING = ("progress", "exit")
+"""Records that carry the number of steps with a non-finite loss."""
 _BOARD = struct.Struct("<qq")
 
 
@@ -62,6 +66,8 @@ class Member:
             rundir.pulse(self.live, self.rank) if self.live else None, self.rank
         )
         self._heartbeat = rundir.heartbeat(run, self.rank)
+        self._numbering = threading.Lock()
+        """Records are queued in the order of their numbers, whatever thread they come from."""
         self.halt_wish = ""
         self._ignored_halt = None if self.supervised else self._identity(rundir.HALT)
         self._known_asks = {name: self._identity(name) for name in rundir.ASKS}
@@ -79,13 +85,20 @@ class Member:
         self._watcher.start()
 
     def beat(self, msg: str, step: int, **figures: Any) -> None:
-        """Records one heartbeat; `figures` are the fields of docs/run-directory.md."""
-        figures |= {
-            "v": VERSION, "run": self.run_id, "attempt": self.attempt, "ts": time.time(),
-            "mono": time.monotonic(), "host": self._host, "pid": self._pid, "rank": self.rank,
-            "local_rank": self.local_rank, "world": self.world, "step": step, "msg": msg,
-        }  # fmt: skip
-        self.recorder.put(self._heartbeat, figures)
+        """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
+
+        Its number is spent also when the record is dropped: the gap says so.
+        """
+        if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
+            figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
+        with self._numbering:
+            figures |= {
+                "v": VERSION, "n": self.pulse.number(), "run": self.run_id,
+                "attempt": self.attempt, "ts": time.time(), "mono": time.monotonic(),
+                "host": self._host, "pid": self._pid, "rank": self.rank,
+                "local_rank": self.local_rank, "world": self.world, "step": step, "msg": msg,
+            }  # fmt: skip
+            self.recorder.put(self._heartbeat, figures)
 
     def append(self, name: str, data: bytes) -> None:
         """Appends a whole record to another file of the run directory."""
@@ -191,12 +204,18 @@ class Joined(Member):
         self._last_at = time.monotonic()
         self._in_step = False
         self._reason = "done"
+        self.pulse.nonfinite_steps = 0
         self.start()
         self.beat("boot", 0)
         atexit.register(self._leave)
 
     def step(self, step: int, **figures: Any) -> bool:
-        """Says that `step` begins (figures are of the step before); True: all ranks stop here."""
+        """Says that `step` begins (figures are of the step before); True: all ranks stop here.
+
+        Steps with a non-finite `loss` are counted, unless a step comes without a plain number.
+        """
+        if self._in_step:
+            self._count(figures.get("loss"))
         self._end_step(**figures)
         if self._board.decide(self.rank, step, bool(self.halt_wish)):
             self._reason = self.halt_wish or "agreed"
@@ -212,6 +231,13 @@ class Joined(Member):
             self._in_step = False
             duration_s = time.monotonic() - self._last_at
             self.beat("progress", self._last_step, steps_dt_s=[duration_s], **figures)
+
+    def _count(self, loss: object) -> None:
+        """Counts a loss; one that is no plain number may wait for a device, and ends the count."""
+        if not isinstance(loss, Real):
+            self.pulse.nonfinite_steps = -1
+        elif self.pulse.nonfinite_steps >= 0:
+            self.pulse.nonfinite_steps += not math.isfinite(loss)
 
     def _leave(self) -> None:
         """The last step of a loop ends here, unless an exception that nobody caught ended it."""

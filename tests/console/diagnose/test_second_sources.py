@@ -122,6 +122,15 @@ def test_in_a_run_of_one_rank_its_csv_confirms_the_figure(rule):
     assert kinds(found, rule) == ["raise", "act"]
 
 
+@pytest.mark.parametrize(("count", "kind"), [(3, "act"), (0, "withhold"), (-1, "withhold")])
+def test_in_a_run_of_one_rank_without_csv_its_pulse_confirms_a_loss(count, kind):
+    def make(step):
+        seen = (rank(0.0, 0.0, step=step, nonfinite_steps=count),)
+        return figures(step, BAD["non_finite"]) | {"seen": seen}
+
+    assert kinds(acts(make), "non_finite") == ["raise", kind]
+
+
 @decision("act-on-figure", "lie")
 @pytest.mark.parametrize("rule", BAD)
 def test_a_figure_that_the_other_rank_records_otherwise_is_not_acted_upon(rule):

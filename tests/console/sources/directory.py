@@ -117,11 +117,14 @@ def document(path: Path, record: dict[str, Any]) -> None:
 
 
 def beat(path: Path, rank: int, step: int, msg: str = "progress", **figures: Any) -> None:
+    file = rundir.heartbeat(path, rank)
+    number = file.read_bytes().count(b"\n") + 1 if file.exists() else 1
     record = {
-        "v": 1, "run": "toy", "attempt": 1, "ts": time.time(), "mono": time.monotonic(),
-        "host": rundir.host_name(), "pid": os.getpid(), "rank": rank, "step": step, "msg": msg,
+        "v": 1, "n": number, "run": "toy", "attempt": 1, "ts": time.time(),
+        "mono": time.monotonic(), "host": rundir.host_name(), "pid": os.getpid(), "rank": rank,
+        "step": step, "msg": msg,
     } | figures  # fmt: skip
-    append(rundir.heartbeat(path, rank), record)
+    append(file, record)
 
 
 def sample(path: Path, **fields: Any) -> None:

@@ -48,6 +48,9 @@ def test_use_is_measured_from_one_look_to_the_next(busy):
 @pytest.mark.decision("target-process", "true")
 @pytest.mark.decision("target-process", "absent")
 def test_a_process_is_found_by_token_and_held_only_with_it(busy):
+    deadline = time.monotonic() + 5
+    while busy.pid not in process.with_token("test-token") and time.monotonic() < deadline:
+        time.sleep(0.01)  # until it has begun its program
     assert busy.pid in process.children(os.getpid())
     assert process.with_token("test-token") == [busy.pid]
     assert process.hold(busy.pid, "another") is None

@@ -12,6 +12,7 @@ from console.diagnose.rules import HALTING
 from console.diagnose.stall import Seen, diagnose, disagreement, limit_s
 from console.diagnose.watch import Watchdog
 from console.plans import gates
+from console.sources.summary import Summary
 from console.supervisor.follow import Story
 from console.supervisor.watching import readings
 from trainers.contract import heartbeat, jsonl, pulse
@@ -85,7 +86,8 @@ RECORDS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(RECORDS)
 def test_no_record_raises_in_what_watches(drawn):
-    told, dog = Story(), Watchdog(Watch(), dict.fromkeys(HALTING, "halt"))
+    told, summed = Story(), Summary(3)
+    dog = Watchdog(Watch(), dict.fromkeys(HALTING, "halt"))
     for msg, rank, step, fields in drawn:
         line = json.dumps({"v": 1, "attempt": 1, "ts": 1.0, "rank": rank, "step": step, "msg": msg}
                           | fields)  # fmt: skip
@@ -93,6 +95,7 @@ def test_no_record_raises_in_what_watches(drawn):
         accepted = heartbeat.accept(given_record) if given_record is not None else None
         if accepted is not None:
             told.take(accepted)
+            summed.take(accepted)
     seen = tuple(
         Seen(rank, 1, "S", 3, "forward", 1e6, 0, told.p99_s(rank, "forward"),
              records_s=told.still_s(rank, 1e6)) for rank in range(3)
@@ -100,7 +103,7 @@ def test_no_record_raises_in_what_watches(drawn):
     diagnose(seen, Watch(), 1.8e9)
     for _ in range(3):
         dog.look(readings(told, seen, {}, (), {}, stall_doubt=disagreement(seen)))
-    gates.evaluate(told.summary, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
+    gates.evaluate(summed, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
 
 
 STEP_AT, SINCE_AT = 24, 40
@@ -117,3 +120,15 @@ def test_a_pulse_of_no_time_is_none(noise, since, beat, step):
         if found is not None:
             assert 0 <= found.since < pulse.LATEST_S
             assert found.step >= 0
+
+
+def test_one_absurd_step_does_not_stick():
+    told = story({})
+    told.take(record(10**12))
+    told.take(record(5))
+    assert told.steps[0] == 5
+    told.take(record(3, msg="checkpoint"))
+    assert told.steps[0] == 5, "a checkpoint is of a step before"
+    told.take(record(10**12, msg="resume"))
+    told.take(record(20, msg="resume"))
+    assert told.first_step == 21

@@ -159,3 +159,12 @@ def test_what_was_cut_from_a_long_record_is_named():
 
 def test_reader_of_a_bare_directory_of_paths():
     assert heartbeat.tail(Path("/nonexistent/x")).poll() == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("attempt", 2**60), ("step", 2**62), ("rank", 2**40)])
+def test_a_record_of_an_impossible_run_is_skipped(tmp_path, key, value):
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(jsonl.encode(GOOD | {key: value}) + jsonl.encode(GOOD))
+    tail = heartbeat.tail(path)
+    assert tail.poll() == [GOOD]
+    assert tail.skipped == 1

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from trainers.contract import dumps, environ, pulse, rundir
-from trainers.contract.member import HaltBoard
+from trainers.contract.member import HaltBoard, Member
 from trainers.contract.recorder import Recorder
 
 ROOT = Path(__file__).parents[3]
@@ -404,3 +404,45 @@ def test_records_go_on_in_the_file_that_is_there_when_somebody_replaced_it(tmp_p
     assert recorder.close(10)
     assert path.read_text() == '"last"\n'
     assert capfd.readouterr().err.count("f.jsonl was removed or replaced") == 3
+
+
+COUNTED = """
+import sys
+from trainers.contract.member import join
+run = join()
+losses = [1.0, float("nan"), 2.0, float("inf"), eval(sys.argv[1]), 1.0]
+for step, loss in enumerate([0.0, *losses], start=1):
+    run.step(step, **({} if loss is None else {"loss": loss}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "counts"),
+    [("3.0", [0, 1, 1, 2, 2, 2, 2]), ("None", [0, 1, 1, 2, None, None, None])],
+    ids=["each step", "a step without"],
+)
+def test_records_are_numbered_and_steps_that_are_not_finite_counted(tmp_path, live, loss, counts):
+    """`run.step(step, loss=…)` tells the loss of the step before; the last has none."""
+    words = [sys.executable, "-c", COUNTED, loss]
+    subprocess.run(words, env=environment(tmp_path, live), timeout=30, check=True)
+    records = beats(tmp_path)
+    assert [record["n"] for record in records] == list(range(1, len(records) + 1))
+    progress = [r.get("nonfinite_loss_steps") for r in records if r["msg"] == "progress"]
+    assert progress == counts
+    assert records[-1]["msg"] == "exit"
+    assert records[-1].get("nonfinite_loss_steps") == counts[-1]
+    left = pulse.read(rundir.pulse(live, 0))
+    assert left is not None
+    assert (left.records, left.nonfinite_steps) == (len(records), counts[-1] or -1)
+
+
+def test_a_dropped_record_leaves_its_number_free(tmp_path):
+    member = Member(tmp_path, {"RANK": "0"})
+    member.beat("boot", 0)
+    member.recorder.put, put = lambda *_: False, member.recorder.put
+    member.beat("progress", 1)
+    member.recorder.put = put
+    member.beat("progress", 2)
+    assert member.recorder.close(10)
+    assert [record["n"] for record in beats(tmp_path)] == [1, 3]
+    assert member.pulse.records == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -97,3 +98,27 @@ def test_a_reader_never_sees_a_mixture_while_another_process_writes(tmp_path):
     finally:
         writer.kill()
         writer.wait()
+
+
+def test_a_pulse_says_how_many_records_there_are_and_how_many_steps_were_not_finite(tmp_path):
+    writer = pulse.PulseWriter(tmp_path / "p", rank=0)
+    assert pulse.SIZE_BYTES == (tmp_path / "p").stat().st_size == 256
+    found = pulse.read(tmp_path / "p")
+    assert found is not None
+    assert (found.records, found.nonfinite_steps) == (0, -1), "nobody counts yet"
+    writer.nonfinite_steps = 2
+    assert [writer.number(), writer.number()] == [1, 2]
+    after = pulse.read(tmp_path / "p")
+    assert after is not None
+    assert (after.records, after.nonfinite_steps) == (2, 2)
+    assert (after.beat, after.since) == (found.beat, found.since), "a record is no progress"
+
+
+def test_a_place_for_a_pulse_is_told_from_a_pulse(tmp_path):
+    pulse.mapped(tmp_path / "p", pulse.SIZE_BYTES).close()
+    fd = os.open(tmp_path / "p", os.O_RDONLY)
+    assert pulse.is_blank(fd)
+    pulse.PulseWriter(tmp_path / "p", rank=0)
+    assert not pulse.is_blank(fd)
+    os.close(fd)
+    assert not pulse.is_blank(fd)

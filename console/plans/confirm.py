@@ -1,0 +1,97 @@
+"""GO for a run: what the supervisor wrote of its gates, and what the records say to this reader.
+
+Both have to say that each gate passed: `gates.json` alone is one document of one writer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from console import plain
+from console.model import NO_GO, Alert, Gate, RunState
+from console.plans import gates
+from console.sources.run import RunSource
+from console.sources.summary import MAX_RANKS
+from trainers.contract import jsonl, rundir
+from trainers.contract.errors import UsageError
+
+
+def confirmed(source: RunSource, former: bool = True) -> RunState:
+    """Returns the state of a run, with an alert where its records do not confirm that it passed.
+
+    With `former` that holds for all phases of a launch that is over, and for records that were not
+    read to their end. Nothing more is read for a run that has not completed.
+    """
+    state = source.poll()
+    if state.state != "completed" or plain.exit_code(state, source.whole):
+        return state
+    if state.behind_bytes and not former:
+        return state
+    found = list(_doubts(source, state))
+    if former and source.whole and plain.is_over(state):
+        found += _doubts_of_former(source, state)
+    if not found:
+        return state
+    alert = Alert(NO_GO, time.time(), "crit", "no go: " + "; ".join(found), observed=True)
+    return replace(state, alerts=(alert, *state.alerts))
+
+
+def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[str]:
+    """Yields the same for the phases before the last one."""
+    for phase in state.launch.phases if state.launch else ():
+        if source.launch_path is None or "/" in phase.dir or phase.dir in ("", ".", ".."):
+            yield f"{phase.name}: its run directory is not known"
+            continue
+        path = source.launch_path / phase.dir
+        if path != source.run_path:
+            before = RunSource(path)
+            yield from (f"{phase.name}: {doubt}" for doubt in _doubts(before, before.poll()))
+
+
+def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
+    """Yields why a run that completed is no go, one sentence a gate."""
+    run, summary = source.run_path, source.summary
+    if run is None or summary is None:
+        return
+    born = rundir.read_json(run / rundir.RUN, below=run)
+    if born is None and source.launch_path is not None:
+        yield f"{rundir.RUN} cannot be read"
+        return
+    born = born or {}
+    bounds, told = jsonl.mapping(born, "gates"), {gate.name: gate for gate in state.gates}
+    if not bounds and not told:
+        return
+    if state.behind_bytes:
+        yield "its records are not read to the end"
+        return
+    world = jsonl.integer(born, "world") or 0
+    if not 1 <= world <= MAX_RANKS:
+        yield f"{rundir.RUN} does not say how many ranks there are"
+        return
+    summary.limit(world)
+    summary.take_document(rundir.read_json(run / rundir.SUPERVISOR, below=run) or {})
+    try:
+        gates.check(bounds, rundir.RUN)
+    except UsageError as error:
+        yield str(error)
+        return
+    mine = {gate.name: gate for gate in gates.evaluate(summary, bounds)}
+    for name in sorted(told.keys() | mine.keys()):
+        if why := _disagreement(told.get(name), mine.get(name)):
+            yield f"gate {name} {why}"
+
+
+def _disagreement(told: Gate | None, mine: Gate | None) -> str:
+    """Says why a gate is not passed by both: gates.json, and the records."""
+    if told is None or mine is None:
+        return f"is not in {rundir.GATES if told is None else rundir.RUN}"
+    if told.result != "pass":
+        return f"is {told.result} in {rundir.GATES}"
+    if mine.result != "pass":
+        by = f"{mine.result} by the records ({plain.gate_value(mine)}, bound {mine.bound})"
+        return f"passes in {rundir.GATES} and is {by}" + f": {mine.why}" * bool(mine.why)
+    if told.bound != mine.bound:
+        return f"has the bound {told.bound} in {rundir.GATES} and {mine.bound} in {rundir.RUN}"
+    return ""

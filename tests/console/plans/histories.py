@@ -1,0 +1,66 @@
+"""Records as ranks write them: numbered by rank and attempt, in the order of the file."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from console.sources.summary import Summary
+from trainers.contract.pulse import Pulse
+
+Record = dict[str, Any]
+_clock = itertools.count(1)
+
+
+class Written:
+    """The records of one rank in one attempt, whether or not they reached the file."""
+
+    def __init__(self, rank: int = 0, attempt: int = 1):
+        self.rank, self.attempt = rank, attempt
+        self.records: list[Record] = []
+
+    def add(self, msg: str, step: int, **figures: Any) -> Record:
+        record = {
+            "v": 1, "n": len(self.records) + 1, "attempt": self.attempt, "rank": self.rank,
+            "ts": 1.0, "mono": float(next(_clock)), "step": step, "msg": msg,
+        } | figures  # fmt: skip
+        self.records.append(record)
+        return record
+
+    def pulse(self, step: int, nonfinite_steps: int = -1) -> Pulse:
+        """The pulse that a rank leaves which is killed in `step`."""
+        return Pulse(
+            self.rank, 1, step, "forward", 0.0, 0.0, 0, step, "forward", len(self.records),
+            nonfinite_steps,
+        )  # fmt: skip
+
+
+def attempt(
+    number: int, steps: range, rank: int = 0, exit_code: int | None = 0, **figures: Any
+) -> Written:
+    """An attempt with one record a step; from step 2 on it resumed. None: it was killed."""
+    written = Written(rank, number)
+    written.add("boot", 0)
+    if steps.start > 1:
+        written.add("resume", steps.start - 1)
+    for step in steps:
+        written.add("progress", step, loss=1.0, nonfinite_loss_steps=0, **figures)
+    if exit_code is not None:
+        written.add("exit", steps.stop - 1, exit_code=exit_code, nonfinite_loss_steps=0)
+    return written
+
+
+def told(*written: Written, **counted: int) -> Summary:
+    """What the records add up to, with the counts of a supervisor that saw no stall."""
+    newest = max((each.attempt for each in written), default=1)
+    world = max((each.rank for each in written), default=0) + 1
+    summary = Summary(**{"world": world, "attempts": newest, "stalls": 0} | counted)
+    for record in lines(*written):
+        summary.take(record)
+    return summary
+
+
+def lines(*written: Written) -> Iterator[Record]:
+    for each in written:
+        yield from each.records

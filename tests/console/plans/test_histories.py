@@ -1,0 +1,323 @@
+"""No gate passes whose bound the truth breaks, whatever became of the records of a history.
+
+A history is drawn as what really happened, step by step, with the files that it leaves. Then the
+files, the pulses and the counts are damaged.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from console.plans import gates
+from console.sources.summary import Summary
+from tests.console.plans.histories import Written
+from trainers.contract import heartbeat, jsonl
+from trainers.contract.pulse import Pulse
+
+Records = list[dict[str, Any]]
+NAN_SHARE = 0.02
+
+
+@dataclass
+class Truth:
+    """What really happened."""
+
+    world: int
+    nonfinite: int = 0
+    stalls: int = 0
+    attempts: int = 0
+    norms: list[float] = field(default_factory=list)
+    figures: Records = field(default_factory=list)
+    """What rank 0 recorded of the steps that survived, in order."""
+    memory: list[tuple[int, float]] = field(default_factory=list)
+    """Of all ranks, of the steps that survived."""
+    steps: int = 0
+    tells: bool = False
+    """Somebody knows of a step whether its loss was finite."""
+    completed: bool = False
+
+    def values(self) -> dict[str, float | None]:
+        """The value of each gate; None where there is none."""
+        losses = [f["loss"] for f in self.figures if math.isfinite(f["loss"])]
+        speeds = sorted(f["toks_per_s"] for f in self.figures[-gates.MEDIAN_RECORDS :])
+        enough, few = len(losses) >= 10, self.figures
+        return {
+            "steps_done": self.steps,
+            "loss_finite": self.nonfinite if self.tells else None,
+            "grad_norm_above": min(self.norms, default=None),
+            "no_stall": self.stalls,
+            "stalls_at_most": self.stalls,
+            "restarts_at_most": self.attempts - 1,
+            "loss_falls": statistics.fmean(losses[:5]) - statistics.fmean(losses[-5:])
+            if enough
+            else None,
+            "bytes_right": few[-1]["bytes_right"] if few else None,
+            "toks_per_s_above": speeds[len(speeds) // 2] if speeds else None,
+            "gpu_mem_below_mib": max((value for _, value in self.memory), default=None),
+        }
+
+    def cut(self, step: int) -> None:
+        self.figures = [each for each in self.figures if each["step"] < step]
+        self.memory = [each for each in self.memory if each[0] < step]
+
+
+@dataclass
+class Left:
+    """What a history leaves: the records of each rank, the pulses at its ends, the counts."""
+
+    records: dict[int, Records]
+    ends: list[tuple[int, int, Pulse | None]] = field(default_factory=list)
+    attempts: int | None = 0
+    stalls: int | None = 0
+
+
+class History:
+    """Lets attempts happen. `kind`: ours records every few steps and says from where it resumed;
+    a joined program records each step; a plain one does not count what is not finite.
+    """
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.kind = rng.choice(("ours", "joined", "plain"))
+        self.every = rng.choice((1, 3, 7)) if self.kind == "ours" else 1
+        self.truth = Truth(world=rng.choice((1, 1, 2)))
+        self.left = Left({rank: [] for rank in range(self.truth.world)})
+        done, attempts = 0, rng.choice((1, 1, 2, 3, 4))
+        for number in range(1, attempts + 1):
+            resumed = rng.choice((0, done, rng.randint(0, done))) if done else 0
+            done = self.attempt(number, resumed, last=number == attempts)
+        self.left.attempts, self.left.stalls = self.truth.attempts, self.truth.stalls
+
+    def attempt(self, number: int, resumed: int, last: bool) -> int:
+        """Takes some steps behind `resumed` and ends; returns how many are done in all."""
+        rng, truth = self.rng, self.truth
+        truth.attempts += 1
+        truth.stalls += rng.random() < 0.15
+        count = rng.choice((0, 1, rng.randint(0, 14), rng.randint(0, 14)))
+        end = rng.choice(("killed", "error")) if not last or rng.random() < 0.2 else "done"
+        if end == "done" and not resumed:
+            count = max(count, 1)
+        joined = [rng.random() > 0.1 or end == "done" for _ in range(truth.world)]
+        if end != "done" and not any(joined):
+            self.left.ends += [(number, rank, None) for rank in range(truth.world)]
+            return truth.steps
+        ranks = [Written(rank, number) for rank in range(truth.world) if joined[rank]]
+        for each in ranks:
+            each.add("boot", 0)
+        if len(ranks) < truth.world:
+            count = 0  # the others wait for it in the first collective
+        elif self.kind == "ours" and (resumed or rng.random() < 0.5):
+            truth.cut(resumed + 1)
+            truth.steps = min(truth.steps, resumed)
+            for each in ranks:
+                each.add("resume", resumed)
+        bad = self.take_steps(ranks, resumed, count, end == "done")
+        self.finish(ranks, number, resumed + count, count, end, bad)
+        for each in ranks:
+            self.left.records[each.rank] += each.records
+        self.left.ends += [(number, r, None) for r in range(truth.world) if not joined[r]]
+        truth.completed = end == "done"
+        return truth.steps
+
+    def take_steps(self, ranks: list[Written], resumed: int, count: int, done: bool) -> int:
+        """Lets `count` steps happen; returns how many were not finite."""
+        rng, truth, bad = self.rng, self.truth, 0
+        for step in range(resumed + 1, resumed + count + 1):
+            if step == resumed + 1:
+                truth.cut(step)
+            final = step == resumed + count and done
+            loss = math.nan if rng.random() < NAN_SHARE else rng.uniform(1, 5)
+            told = not (final and self.kind != "ours")
+            if not told:
+                loss = rng.uniform(1, 5)  # nobody has the loss of its last step
+            bad += not math.isfinite(loss)
+            truth.steps = step
+            if (step <= 5 and self.kind == "ours") or step % self.every == 0 or final:
+                self.record(ranks, step, loss, bad, told)
+        truth.nonfinite += bad
+        return bad
+
+    def record(self, ranks: list[Written], step: int, loss: float, bad: int, told: bool) -> None:
+        rng, truth = self.rng, self.truth
+        count = {} if self.kind == "plain" else {"nonfinite_loss_steps": bad}
+        for each in ranks:
+            if self.kind == "ours":
+                each.add("step_start", step)
+                if rng.random() < 0.1 and step > 2:
+                    each.add("checkpoint", step - 2)
+            figures = {
+                "grad_norm": rng.choice((0.5, 1.0, rng.random())), "bytes_right": rng.random(),
+                "toks_per_s": rng.uniform(50, 150), "gpu_mem_reserved": rng.choice((10, 20, 30)),
+            }  # fmt: skip
+            losses = {"loss": loss} if told else {}
+            truth.tells = truth.tells or told or bool(count)
+            each.add("progress", step, **figures, **losses, **count)
+            truth.memory.append((step, figures["gpu_mem_reserved"]))
+            if each.rank == 0:
+                truth.norms.append(figures["grad_norm"])
+                seen = {"loss": loss if told else math.nan}
+                truth.figures.append(figures | seen | {"step": step})
+
+    def finish(
+        self, ranks: list[Written], number: int, step: int, count: int, end: str, bad: int
+    ) -> None:
+        """A rank that is killed, or fails, is in the step behind the last one."""
+        counted = -1 if self.kind == "plain" else bad
+        figures = {} if self.kind == "plain" else {"nonfinite_loss_steps": bad}
+        at = step if end == "done" or not count else step + 1
+        if not count and self.kind != "ours":
+            at = 0  # it never began a step
+        for each in ranks:
+            pulse = each.pulse(at, counted)
+            if end != "killed":
+                each.add("exit", at, exit_code=int(end == "error"), **figures)
+                pulse = each.pulse(at, counted)
+            self.left.ends.append((number, each.rank, pulse))
+
+
+def encode(records: Records) -> list[bytes]:
+    return [jsonl.encode(record) for record in records]
+
+
+def drop(rng: random.Random, lines: list[bytes]) -> list[bytes]:
+    begin = rng.randrange(len(lines))
+    return lines[:begin] + lines[begin + rng.choice((1, 1, 3)) :]
+
+
+def truncate(rng: random.Random, lines: list[bytes]) -> list[bytes]:
+    whole = b"".join(lines)
+    return [whole[: rng.randrange(len(whole))]]
+
+
+def garble(rng: random.Random, lines: list[bytes]) -> list[bytes]:
+    place = rng.randrange(len(lines))
+    return [*lines[:place], lines[place][: rng.randrange(len(lines[place]))], *lines[place + 1 :]]
+
+
+def delay(rng: random.Random, lines: list[bytes]) -> list[bytes]:
+    late = list(lines)
+    line = late.pop(rng.randrange(len(late)))
+    late.insert(rng.randint(0, len(late)), line)
+    return late
+
+
+def lie(rng: random.Random, lines: list[bytes]) -> list[bytes]:
+    """One record with an absurd number or attempt; the numbers of the others give it away."""
+    place = rng.randrange(len(lines))
+    record = jsonl.decode(lines[place]) or {}
+    key, value = rng.choice((("attempt", 10**6), ("attempt", 2**60), ("n", 10**9), ("step", 2**62)))
+    return [*lines[:place], jsonl.encode(record | {key: value}), *lines[place + 1 :]]
+
+
+HARMLESS = {
+    "none": lambda rng, lines: lines,
+    "noise": lambda rng, lines: [x for line in lines for x in (line, b'{"v":1}\n', b"\xff[\n")],
+    "read twice": lambda rng, lines: lines + lines,
+}
+HARMFUL = {
+    "drop": drop, "truncate": truncate, "garble": garble, "delay": delay, "lie": lie,
+    "gone": lambda rng, lines: [],
+}  # fmt: skip
+
+
+def read(folder: Path, left: Left, files: dict[int, bytes], rng: random.Random) -> Summary:
+    """Reads the files in small portions, in whatever order they come."""
+    summary = Summary(len(files), left.attempts, left.stalls)
+    tails = {}
+    for rank, data in files.items():
+        path = folder / f"heartbeat_rank{rank}.jsonl"
+        path.write_bytes(data)
+        tails[rank] = heartbeat.tail(path)
+    while tails:
+        rank = rng.choice(list(tails))
+        before = tails[rank].offset
+        for record in tails[rank].poll(rng.choice((500, 10_000))):
+            summary.take(record)
+        if tails[rank].offset == before:
+            del tails[rank]
+    for number, rank, pulse in left.ends:
+        summary.take_end(number, rank, pulse)
+    return summary
+
+
+def bounds_around(rng: random.Random, values: dict[str, float | None]) -> dict[str, Any]:
+    """Bounds that the truth just keeps or just breaks."""
+    found: dict[str, Any] = {"loss_finite": True, "no_stall": True}
+    for name, value in values.items():
+        step = 1 if gates.RULES[name].unit in ("steps", "stalls", "restarts", "MiB") else 1e-6
+        if name not in found:
+            found[name] = (value or 0) + rng.choice((-2, -1, 0, 0, 1, 2)) * step
+    return found
+
+
+def keeps(name: str, value: float | None, bound: Any) -> bool:
+    sign = gates.BOUNDS[gates.RULES[name].bound][1]
+    return value is not None and sign(value, 0.0 if bound is True else bound)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=150)
+def test_over_whole_records_a_gate_passes_exactly_when_the_truth_keeps_its_bound(
+    tmp_path_factory, seed
+):
+    rng = random.Random(seed)
+    history = History(rng)
+    left, values = history.left, history.truth.values()
+    harm = HARMLESS[rng.choice(list(HARMLESS))]
+    files = {r: b"".join(harm(rng, encode(x))) for r, x in left.records.items()}
+    summary = read(tmp_path_factory.mktemp("h"), left, files, rng)
+    bounds = bounds_around(rng, values)
+    any_record = summary.fold(0).progress > 0
+    for gate in gates.evaluate(summary, bounds):
+        truth = keeps(gate.name, values[gate.name], bounds[gate.name])
+        if not history.truth.completed or not any_record:
+            assert gate.result != "pass" or truth, gate
+        else:
+            assert (gate.result == "pass") == truth, gate
+            assert gate.value is None or gate.value == values[gate.name], gate
+
+
+@given(st.integers(0, 2**32), st.sampled_from(sorted(HARMFUL)), st.booleans())
+@settings(max_examples=400)
+def test_no_gate_passes_whose_bound_the_truth_breaks(tmp_path_factory, seed, harm, pulses_lost):
+    check_soundness(tmp_path_factory, seed, harm, pulses_lost)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**32), st.sampled_from(sorted(HARMFUL)), st.booleans())
+@settings(max_examples=20_000)
+def test_no_gate_passes_in_many_more_histories(tmp_path_factory, seed, harm, pulses_lost):
+    check_soundness(tmp_path_factory, seed, harm, pulses_lost)
+
+
+def check_soundness(tmp_path_factory, seed, harm, pulses_lost):
+    rng = random.Random(seed)
+    history = History(rng)
+    left, values = history.left, history.truth.values()
+    hurt = rng.choice(list(left.records))
+    files = {}
+    for rank, records in left.records.items():
+        lines = encode(records)
+        if lines and (rank == hurt or rng.random() < 0.3):
+            lines = HARMFUL[harm](rng, lines)
+        files[rank] = b"".join(lines)
+    if pulses_lost:
+        left.ends = [each for each in left.ends if rng.random() < 0.5]
+    left.stalls = rng.choice((left.stalls, left.stalls, None))
+    left.attempts = rng.choice((left.attempts, left.attempts, None))
+    folder, bounds = tmp_path_factory.mktemp("h"), bounds_around(rng, values)
+    found = gates.evaluate(read(folder, left, files, rng), bounds)
+    for gate in found:
+        truth = keeps(gate.name, values[gate.name], bounds[gate.name])
+        assert gate.result != "pass" or truth, (harm, gate)
+    again = tmp_path_factory.mktemp("h")
+    assert gates.evaluate(read(again, left, files, rng), bounds) == found, "another interleaving"

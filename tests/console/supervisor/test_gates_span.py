@@ -1,0 +1,130 @@
+"""Gates of runs that were restarted, taken over and damaged, and the phase after them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from console import actions
+from console.cli import main
+from tests.launches import STUB, phase
+from trainers.contract import rundir
+
+TWICE = """
+import time
+from trainers.contract.member import join
+run = join()
+first = run.attempt == 1
+for step in range(1, 100_000 if first else 21):
+    time.sleep(0.02)
+    loss = float("nan") if first and step == 5 else 1.0 / step
+    if run.step(step, loss=loss, grad_norm=1.0):
+        break
+"""
+DONE = """
+import os, sys
+from trainers.contract.member import join
+run, mode = join(), sys.argv[1]
+put, count = run.recorder.put, 0
+def drop(path, record, keep=False):
+    global count
+    count += 1
+    return count == 5 or put(path, record, keep)
+if mode == "hole":
+    run.recorder.put = drop
+for step in range(1, 13):
+    run.step(step, loss=1.0)
+if mode == "exit 3":
+    run.close(12, exit_code=0)
+    os._exit(3)
+if mode == "no records":
+    run.recorder.close()
+    os.unlink(os.path.join(run.run, "heartbeat_rank0.jsonl"))
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_nan_stall_and_crash_of_the_first_attempt_fail_the_gates_of_the_run(
+    begin, tmp_path, capsys
+):
+    """The supervisor that saw the stall is killed too; its count is taken over."""
+    bounds = {"steps_done": 20, "loss_finite": True, "no_stall": True, "restarts_at_most": 0,
+              "stalls_at_most": 1, "grad_norm_above": 0}  # fmt: skip
+    started = begin(
+        {"name": "one", "script": script(tmp_path, TWICE), "nproc": 1, "gates": bounds},
+        phase("two", "member.py", 5), shell=STUB, restart={"when": "crash", "backoff_s": 0},
+        watch={"stall_floor_s": 2, "grace_s": 3},
+    )  # fmt: skip
+    started.wait_steps(20)
+    (pid,) = started.pids().values()
+    os.kill(pid, signal.SIGSTOP)
+    started.wait_state("stalled", timeout_s=20)
+    os.kill(pid, signal.SIGCONT)
+    started.wait_state("running", timeout_s=10)
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+    actions.adopt(started.path)
+    started.wait(lambda: started.state()["pid"] != owner["pid"])
+    os.kill(pid, signal.SIGKILL)
+    ended = started.wait_end()
+    assert [p["state"] for p in ended["phases"]] == ["completed", "later"], ended["why"]
+    assert ended["phases"][0]["result"] == "fail"
+    held = {g["name"]: g for g in rundir.read_json(started.run() / rundir.GATES)["gates"]}
+    found = {name: (gate["result"], gate["value"]) for name, gate in held.items()}
+    assert found == {
+        "steps_done": ("pass", 20), "loss_finite": ("fail", 1), "no_stall": ("fail", 1),
+        "restarts_at_most": ("fail", 1), "stalls_at_most": ("pass", 1),
+        "grad_norm_above": ("pass", 1),
+    }, held  # fmt: skip
+    assert held["no_stall"]["window"].startswith("all attempts")
+    for command in ("check", "status"):
+        assert main([command, str(started.path)]) == 1
+    assert "\ngo\n" not in capsys.readouterr().out
+
+
+def ended_with(begin, folder, mode):
+    started = begin(
+        {"name": "one", "script": script(folder, DONE), "args": [mode], "nproc": 1,
+         "gates": {"no_stall": True, "steps_done": 12}},
+        phase("two", "member.py", 3), shell=STUB,
+    )  # fmt: skip
+    return started, started.wait_end(30)
+
+
+@pytest.mark.decision("next-phase", "true")
+def test_the_next_phase_starts_when_exits_and_whole_records_say_so(begin, tmp_path):
+    started, ended = ended_with(begin, tmp_path, "whole")
+    assert [p["state"] for p in ended["phases"]] == ["completed", "completed"], ended["why"]
+    assert main(["check", str(started.path)]) == 0
+
+
+@pytest.mark.decision("next-phase", "lie")
+@pytest.mark.parametrize(
+    ("mode", "state", "why"),
+    [
+        ("exit 3", "crashed", "crashed: rank 0"),
+        ("hole", "completed", "unknown (0 stalls, bound = 0): rank 0, attempt 1: record 6 is"),
+    ],
+    ids=["records of a good end, exit code 3", "a good exit code, records with a hole"],
+)
+def test_the_plan_ends_where_exits_and_records_disagree(begin, tmp_path, mode, state, why):
+    _, ended = ended_with(begin, tmp_path, mode)
+    assert [p["state"] for p in ended["phases"]] == [state, "later"]
+    assert why in ended["why"]
+
+
+@pytest.mark.decision("next-phase", "absent")
+def test_the_plan_ends_where_there_are_no_records(begin, tmp_path):
+    _, ended = ended_with(begin, tmp_path, "no records")
+    assert [p["state"] for p in ended["phases"]] == ["completed", "later"]
+    assert "gate no_stall unknown" in ended["why"]
+    assert "gate steps_done unknown" in ended["why"]

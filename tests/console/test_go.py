@@ -1,0 +1,133 @@
+"""GO for a run: gates.json and the records have to say the same."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from console.cli import main
+from console.plans.confirm import confirmed
+from console.sources.run import RunSource
+from tests.console.sources import directory
+from trainers.contract import rundir
+
+BOUNDS = {"steps_done": 20, "loss_finite": True, "no_stall": True}
+PASSED = [
+    {"name": "steps_done", "value": 20.0, "bound": "≥ 20", "result": "pass"},
+    {"name": "loss_finite", "value": 0.0, "bound": "= 0", "result": "pass"},
+    {"name": "no_stall", "value": 0.0, "bound": "= 0", "result": "pass"},
+]
+
+
+def completed(path, **losses):
+    """A run that completed and whose gates.json says that every gate passed."""
+    run = directory.run(path, 1, "completed", why="all ranks done after step 20")
+    born = rundir.read_json(run / rundir.RUN) or {}
+    directory.document(run / rundir.RUN, born | {"world": 1, "gates": BOUNDS})
+    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": PASSED})
+    directory.event(run, "state", attempt=1, state="completed")
+    directory.beat(run, 0, 0, "boot")
+    for step in range(1, 21):
+        directory.beat(run, 0, step, loss=losses.get(f"step{step}", 1.0))
+    directory.beat(run, 0, 20, "exit", exit_code=0)
+    return run
+
+
+@pytest.fixture
+def launch(tmp_path):
+    path = directory.launch(tmp_path)
+    for name in ("0-first", "1-second"):
+        completed(path / name)
+    phases = [{"name": name, "state": "completed", "result": "pass", "dir": f"{i}-{name}"}
+              for i, name in enumerate(("first", "second"))]  # fmt: skip
+    state = rundir.read_json(path / rundir.PLAN_STATE) or {}
+    ended = {"state": "ended", "phase": 1, "why": "all phases are done", "phases": phases}
+    directory.document(path / rundir.PLAN_STATE, state | ended)
+    return path
+
+
+def said(capsys, *words):
+    code = main([str(word) for word in words])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.decision("go-run", "true")
+def test_it_is_go_when_both_say_so(launch, capsys):
+    for path in (launch, launch / "0-first", launch / "1-second"):
+        code, out = said(capsys, "check", path)
+        assert (code, out.splitlines()[-1]) == (0, "go")
+        assert said(capsys, "status", path)[0] == 0
+        assert said(capsys, "watch", "--plain", path)[0] == 0
+
+
+def lie(run, name):
+    if name == "gates.json: a NaN in the records":
+        os.unlink(rundir.heartbeat(run, 0))
+        completed(run, step7="nan")
+        return "gate loss_finite passes in gates.json and is fail by the records"
+    if name == "gates.json: a stall in the events":
+        directory.event(run, "alert", attempt=1, alert="stall", level="crit", text="stalled")
+        return "gate no_stall passes in gates.json and is fail by the records (1 stall"
+    if name == "gates.json: fewer steps in the records":
+        born = rundir.read_json(run / rundir.RUN) or {}
+        directory.document(run / rundir.RUN, born | {"gates": BOUNDS | {"steps_done": 21}})
+        return "gate steps_done passes in gates.json and is fail by the records"
+    path = rundir.heartbeat(run, 0)
+    path.write_text(path.read_text().replace('"step":15,', '"step":900000,').replace('"n":16', "?"))
+    return "record 16 is missing"
+
+
+@pytest.mark.decision("go-run", "lie")
+@pytest.mark.parametrize("where", ["0-first", "1-second"])
+@pytest.mark.parametrize(
+    "name",
+    ["gates.json: a NaN in the records", "gates.json: a stall in the events",
+     "gates.json: fewer steps in the records", "the records: a number that is not there"],
+)  # fmt: skip
+def test_it_is_no_go_when_one_of_them_says_otherwise(launch, capsys, name, where):
+    text = lie(launch / where, name)
+    for path in (launch, launch / where):
+        code, out = said(capsys, "check", path)
+        assert code == 1
+        assert out.splitlines()[-1].startswith("no go: ")
+        assert text in out
+        code, out = said(capsys, "status", path)
+        assert (code, text in out) == (1, True), "the disagreement is on the screen"
+        assert said(capsys, "watch", "--plain", path)[0] == 1
+    (row,) = json.loads(said(capsys, "--root", launch.parents[1], "runs", "--json")[1])
+    assert (row["exit_code"], row["state"]) == (1, "gate unknown")
+    alerts = confirmed(RunSource(launch / where), former=False).alerts
+    assert [alert.level for alert in alerts if text in alert.text] == ["crit"]
+
+
+@pytest.mark.decision("go-run", "absent")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("heartbeat_rank0.jsonl", "no progress record of rank 0"),
+        (rundir.EVENTS, "the number of attempts is not known"),
+        (rundir.GATES, "gate loss_finite is not in gates.json"),
+        (rundir.RUN, "run.json cannot be read"),
+    ],
+)
+def test_it_is_no_go_when_one_of_them_is_missing(launch, capsys, name, text):
+    for where in ("0-first", "1-second"):
+        run = launch / where
+        held = (run / name).read_bytes()
+        (run / name).unlink()
+        for path in (launch, run):
+            code, out = said(capsys, "check", path)
+            assert (code, text in out) == (1, True), (path, out)
+        (run / name).write_bytes(held)
+    assert said(capsys, "check", launch)[0] == 0
+
+
+def test_a_run_without_gates_goes_by_its_exits(launch, capsys):
+    run = launch / "1-second"
+    born = rundir.read_json(run / rundir.RUN) or {}
+    directory.document(run / rundir.RUN, {k: v for k, v in born.items() if k != "gates"})
+    (run / rundir.GATES).unlink()
+    rundir.heartbeat(run, 0).unlink()
+    assert said(capsys, "check", launch)[0] == 0
