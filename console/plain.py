@@ -22,7 +22,7 @@ from console.model import (
 )
 
 NOT_GOOD = 1
-COUNTED = ("records", "stalls", "steps")
+COUNTED = ("records", "restarts", "stalls", "steps")
 """Units of which there can be one."""
 
 

@@ -30,6 +30,7 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
 LEAST_FALL_NATS = 0.1
 MEDIAN_RECORDS = 50
 LARGEST_BOUND = 1e300
+UNCOUNTED = "it does not count its non-finite steps, and not every step has a record with a loss"
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
 EVENTS = "events.jsonl"
 
@@ -52,7 +53,7 @@ def _steps_done(s: Summary) -> Measured:
     done: list[int] = []
     exits = [part.exit[0] for fold in s.folds.values() if (part := fold.parts.get(fold.newest))
              and part.exit is not None]  # fmt: skip
-    for rank, fold in s.folds.items():
+    for rank, fold in sorted(s.folds.items()):
         step, doubt = _steps_of(s, fold, exits)
         if doubt:
             return Measured(None, doubt=f"rank {rank}: {doubt}")
@@ -103,10 +104,9 @@ def _loss_finite(s: Summary) -> Measured:
         counts = part.exit is not None and part.counts_at_last
         counts = counts or by_pulse >= 0 or not part.has_stepped(end)
         if (tells or rank == 0) and not counts and not part.every_loss_is_recorded(end):
-            doubt = (f"rank {rank}, attempt {attempt}: it does not count its non-finite steps, and "
-                     "not every step has a record with a loss")  # fmt: skip
+            doubt = doubt or f"rank {rank}, attempt {attempt}: {UNCOUNTED}"
     total = sum(worst.values())
-    return Measured(float(total) if told or total else None, "steps", first, doubt)
+    return Measured(float(total) if told or total else None, "", first, doubt)
 
 
 def _loss_fall(s: Summary) -> Measured:
@@ -155,8 +155,7 @@ def _stalls(s: Summary) -> Measured:
 
 
 def _restarts(s: Summary) -> Measured:
-    seen = max((fold.newest for fold in s.folds.values()), default=0)
-    return Measured(float(max(s.attempts or 0, seen, 1) - 1))
+    return Measured(None if s.attempts is None else float(s.attempts - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Summary:
         """Says where ranks tell of different checkpoints that an attempt went on from."""
         for attempt in self.all_attempts[1:]:
             starts = {
-                part.start: rank for rank in self.folds if rank in ranks
+                part.start: rank for rank in sorted(self.folds) if rank in ranks
                 and (part := self.part(rank, attempt)) is not None and part.start is not None
             }  # fmt: skip
             if len(starts) > 1:
@@ -173,7 +173,7 @@ class Summary:
     def parts(self) -> Iterator[tuple[int, int, Part, End | None]]:
         """Yields attempt, rank, part and end wherever a rank recorded something."""
         for attempt in self.all_attempts:
-            for rank, fold in self.folds.items():
+            for rank, fold in sorted(self.folds.items()):
                 part = fold.parts.get(attempt)
                 if part is not None:
                     yield attempt, rank, part, self.ends.get((attempt, rank))

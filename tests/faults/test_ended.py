@@ -113,7 +113,8 @@ def ends_by_itself(scene, run, orders, words) -> str:
     assert why.startswith("rank 1")
     assert [phase["state"] for phase in ended["phases"]] == ["crashed", "later"]
     gates = rundir.read_json(run.run() / rundir.GATES)["gates"]
-    assert [gate["result"] for gate in gates] == ["fail"]
+    # A native crash can take the last records with it.
+    assert [gate["result"] for gate in gates] in (["fail"], ["unknown"])
     scene.note(why, scene.seen_s)
     return why
 

@@ -320,6 +320,9 @@ def test_a_stall_count_or_an_attempt_that_is_lost_leaves_gates_unknown():
     assert result(found, restarts_at_most=5).result == "unknown"
     found = told(whole(), attempt(2, range(21, 31)), attempts=1)
     assert "the supervisor counts 1" in result(found, restarts_at_most=5).why
+    absurd = whole()
+    absurd.records[7]["attempt"] = 10**6
+    assert result(told(absurd, attempts=1), restarts_at_most=5).result == "unknown"
 
 
 def test_ranks_that_tell_of_different_checkpoints_leave_the_surviving_steps_unknown():
