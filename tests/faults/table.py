@@ -12,6 +12,9 @@ from dataclasses import dataclass
 TRAINERS, CONSOLE = "tests/trainers", "tests/console"
 RUN, CHECKPOINT = f"{TRAINERS}/test_run.py", f"{TRAINERS}/test_checkpoint.py"
 ACTIONS, TRUTH = f"{CONSOLE}/test_actions.py", f"{CONSOLE}/supervisor/test_truth.py"
+TARGETS, NVML = f"{CONSOLE}/test_targets.py", f"{CONSOLE}/sources/test_nvml.py"
+SAVER, RESUME = f"{TRAINERS}/test_saver.py", f"{TRAINERS}/test_resume.py"
+TUI = f"{CONSOLE}/tui"
 PARSING, TAILING = (
     f"{TRAINERS}/contract/test_flags_and_plan.py",
     f"{TRAINERS}/contract/test_jsonl.py",
@@ -120,6 +123,55 @@ ROWS: tuple[Row, ...] = (
     )),
     Row("n", "B", ".HALT in the launch directory"),
     Row("o", "B", "other code at a restart"),
+    Row("p", "A", "NaN, stall and crash in the first attempt; missing records", elsewhere=(
+        f"{CONSOLE}/supervisor/test_gates_span.py::"
+        "test_nan_stall_and_crash_of_the_first_attempt_fail_the_gates_of_the_run",
+        f"{CONSOLE}/supervisor/test_gates_span.py::"
+        "test_the_plan_ends_where_exits_and_records_disagree",
+        f"{CONSOLE}/test_go.py::test_it_is_no_go_when_one_of_them_says_otherwise",
+        f"{CONSOLE}/plans/test_histories.py::test_no_gate_passes_whose_bound_the_truth_breaks",
+    )),
+    Row("q", "A", "names, copies and hosts that mean another run", elsewhere=(
+        f"{TARGETS}::test_one_id_of_two_launches_is_refused_with_both",
+        f"{TARGETS}::test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at",
+        f"{TARGETS}::test_a_latest_that_is_not_certain_is_refused_with_both",
+        f"{TARGETS}::test_documents_of_a_living_supervisor_in_a_copy_are_refused",
+        f"{TARGETS}::test_from_another_host_a_request_is_sent_and_its_answer_counts",
+        f"{TARGETS}::test_a_document_that_cannot_be_read_is_said_and_no_action_is_done",
+    )),
+    Row("r", "B", "full disk while the owner is named; umask 777", elsewhere=(
+        f"{CONSOLE}/supervisor/test_lock.py::"
+        "test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing",
+        f"{TARGETS}::test_a_launch_works_and_is_closed_to_others_under_any_umask",
+    )),
+    Row("s", "A", "a background save and the error, the peer or the disk that meets it", elsewhere=(
+        f"{SAVER}::test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told",
+        f"{SAVER}::test_an_error_of_the_training_lets_a_background_save_end",
+        f"{SAVER}::test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed",
+        f"{SAVER}::test_a_second_save_keeps_the_failure_of_the_first",
+    )),
+    Row("t", "A", "ranks that see different checkpoints", elsewhere=(
+        f"{RESUME}::test_ranks_that_list_other_checkpoints_resume_what_rank_0_chooses",
+        f"{RESUME}::test_a_rank_that_cannot_read_what_rank_0_chose_ends_all_with_15",
+    )),
+    Row("u", "B", "NVML: silent, refused, reloaded, absent, an Xid of another GPU", elsewhere=(
+        f"{NVML}::test_each_xid_is_counted_on_the_gpu_that_it_is_about",
+        f"{NVML}::test_a_sensor_that_is_refused_leaves_the_others",
+        f"{NVML}::test_a_library_that_is_installed_later_is_found",
+        f"{NVML}::test_a_driver_that_was_reloaded_is_initialised_again",
+        f"{NVML}::test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu",
+        f"{CONSOLE}/plans/test_gpus.py::"
+        "test_a_driver_that_hangs_is_said_in_time_and_the_process_ends",
+    )),
+    Row("v", "B", "a screen that is pasted into, not read, late, or started beside planted files",
+        elsewhere=(
+            f"{TUI}/test_input.py::test_a_large_paste_is_counted_and_does_nothing",
+            f"{TUI}/test_leaving.py::test_a_key_ends_it_where_the_terminal_reads_nothing",
+            f"{TUI}/test_late.py::"
+            "test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about",
+            f"{CONSOLE}/test_security.py::"
+            "test_a_command_imports_nothing_from_the_working_directory",
+        )),
 )  # fmt: skip
 
 BY_NUMBER = {row.number: row for row in ROWS}
