@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +23,13 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.hooks import Hooks
-from console.supervisor.live import Live
+from console.supervisor.live import LastPulses, Live
 from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
 from trainers.contract import jsonl, rundir
 from trainers.contract.plan import Phase, Watch
-from trainers.contract.pulse import Pulse
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
@@ -96,8 +96,7 @@ class Attempt:
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
         self._words: Mapping[int, LastWords] = {}
-        self._died_at: dict[int, Pulse | None] = {}
-        """Each ended rank's last pulse: its last records may be lost."""
+        self._last_pulses = LastPulses(live, partial(summary.take_end, number))
         self._oom_before = kernel.snapshot()
         self.checkpoint = 0
         """The step of the newest checkpoint at its end."""
@@ -328,7 +327,8 @@ class Attempt:
         self.checkpoint = self.story.saved if rest.checkpoint is None else rest.checkpoint
         self._words = rest.last
         self._learn(oom=kernel.since(self._oom_before), agent_signal=rest.agent_signal)
-        self._take_ends()
+        pids = {rank: worker.handle.pid for rank, worker in self.tree.workers.items()}
+        self._last_pulses.take_all(pids, self._phase.nproc)
         self.watching.verdict, self.stage = None, "over"
         self.alerts.clear_all("the attempt has ended")
         self.tree.close()
@@ -392,26 +392,8 @@ class Attempt:
 
     def end_of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""
-        rank = worker.rank
-        if rank not in self._died_at:
-            found = self._live.pulse(rank)
-            mine = found is not None and found.pid == worker.handle.pid
-            self._died_at[rank] = found if mine else None
-            if mine:
-                self._summary.take_end(self._number, rank, found)
-        last = self._died_at.get(rank)
-        return end_of(worker, self.story, self._words.get(rank), last.step if last else 0)
-
-    def _take_ends(self) -> None:
-        """Takes for the gates what the pulse of each rank says at the end of the attempt.
-
-        A pulse that nobody has written into is that of a rank that wrote no record either.
-        """
-        for worker in self.tree.workers.values():
-            self.end_of(worker)
-        for rank in range(self._phase.nproc):
-            if not self._died_at.get(rank) and self._live.is_blank(rank):
-                self._summary.take_end(self._number, rank, None)
+        step = self._last_pulses.step(worker.rank, worker.handle.pid)
+        return end_of(worker, self.story, self._words.get(worker.rank), step)
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""
