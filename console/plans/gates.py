@@ -6,7 +6,6 @@ It passes only where the numbered records of its ranks cover that span without a
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,8 +114,8 @@ def _loss_fall(s: Summary) -> Measured:
     if last is None or few:
         needs = f"needs {2 * FIRST_LOSSES} progress records, has {window.losses}"
         return Measured(None, why=needs)
-    before = math.fsum(loss for _, loss in window.first) / FIRST_LOSSES
-    after = math.fsum(last) / FIRST_LOSSES
+    before = sum(loss for _, loss in window.first) / FIRST_LOSSES
+    after = sum(last) / FIRST_LOSSES
     text = f"mean of the first {FIRST_LOSSES} records less that of the last {FIRST_LOSSES}"
     return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 

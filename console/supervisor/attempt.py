@@ -37,7 +37,7 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED = "torchrun-gone", "restart-waits"
-PREPARE_AGAIN_S = 1.0
+PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 ROTATE_EVERY_S = 5.0
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
@@ -81,7 +81,7 @@ class Attempt:
         self.event, self._changed = event, changed
         self.stage: Stage = "prepare"
         self.known = Facts(world=phase.nproc)
-        """What was told; what follows from processes and records is added by `facts`."""
+        """Facts from requests and events; `facts` adds those from processes and records."""
         self.story, self._summary = Story(), summary
         self._services, self._directory = services, services.directory
         self.alerts = alerts
@@ -104,7 +104,7 @@ class Attempt:
         self._sampled = self._rotated_at = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
-        self._prepare_at = math.inf
+        self._prepare_at = self._read_at = math.inf
         if held is None:
             self._begin_preparing()
         else:
@@ -122,6 +122,9 @@ class Attempt:
             self._watch_it()
         elif self.stage == "prepare" and time.monotonic() >= self._prepare_at:
             self._begin_preparing()
+        elif self.stage == "collect" and time.monotonic() >= self._read_at:
+            self._read_at = math.inf
+            self._read_on()
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
@@ -274,13 +277,13 @@ class Attempt:
             self._end_others(sorted(failed))
 
     def _has_failed(self, worker: Worker) -> bool:
-        """Says whether a rank has exited and neither the kernel nor its last record says: well."""
+        """Says whether a rank has failed: by the kernel, or by its end and its own last record."""
         if worker.over_ts is None:
             return False
         late = worker.over_ts < time.time() - LATE_END_S
         if worker.seen:
             return worker.failed and (late or not worker.unreaped)
-        return late and self.story.code(worker.rank) != 0
+        return late and self.story.code(worker.rank) not in (None, 0)
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -311,6 +314,10 @@ class Attempt:
         self._directory.job(lambda: self.files.look(True), self._take_part)
 
     def _take_part(self, news: News | None, error: Exception | None) -> None:
+        """Takes a part; a directory that cannot be read now is asked again for a while."""
+        if news is None and time.monotonic() - self._ended_at < READ_AGAIN_S:
+            self._read_at = time.monotonic() + PREPARE_AGAIN_S / 2
+            return
         if news is None:
             why = f"the run directory cannot be read: {error}"
             self._learn(failure=self.known.failure or why)

@@ -219,7 +219,7 @@ class Story:
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
         rank, step = record["rank"], record["step"]
-        if rank not in self.last or step > self.last[rank]["step"]:
+        if rank not in self.last or step > self.steps.get(rank, 0):
             self._rose[rank] = time.monotonic()
         self.last[rank] = record
         if record["msg"] not in OF_THE_PAST:

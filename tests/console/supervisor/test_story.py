@@ -102,7 +102,7 @@ def test_no_record_raises_in_what_watches(drawn):
     )  # fmt: skip
     diagnose(seen, Watch(), 1.8e9)
     for _ in range(3):
-        dog.look(readings(told, seen, {}, (), {}, stall_doubt=disagreement(seen)))
+        dog.look(readings(told, seen, {}, (), {}, stall_doubt=disagreement(seen, Watch())))
     gates.evaluate(summed, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
 
 
