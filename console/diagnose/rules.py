@@ -230,15 +230,17 @@ def _gpu_silent(now: Readings, _past: Past, _watch: Watch) -> Found | None:
         if gpu.state == "error":
             silent.setdefault(gpu.why, []).append(gpu.index)
     parts = (f"GPU {', '.join(map(str, held))} ({why})" for why, held in silent.items())
-    counts = {index: 1 for held in silent.values() for index in held}
     text = f"NVML gives no figures for {'; '.join(parts)}"
-    return Found(float(len(counts)), text, counts=counts)
+    return Found(float(sum(map(len, silent.values()))), text)
 
 
 def _gpus_with(
-    holds: Callable[[Gpu], object], known: Callable[[Gpu], object], sentence: str
-) -> Measure:
+    holds: Callable[[Gpu], object], known: Callable[[Gpu], object], sentence: str,
+    again: bool = False,
+) -> Measure:  # fmt: skip
     """Counts the GPUs of which something holds, with a sentence for each `gpu`.
+
+    With `again` another GPU, or the same one anew, is told again.
 
     A GPU of which it is not `known` raises nothing and ends nothing.
     """
@@ -248,7 +250,7 @@ def _gpus_with(
         if not found and not all(map(known, now.gpus)):
             return None
         text = "; ".join(sentence.format(gpu=gpu) for gpu in found)
-        counts = {gpu.index: 1 for gpu in found}
+        counts = {gpu.index: 1 for gpu in found} if again else {}
         return Found(float(len(found)), text, counts=counts) if now.gpus else None
 
     return measure
@@ -258,6 +260,7 @@ _gpu_lost = _gpus_with(
     lambda gpu: gpu.state == "lost",
     lambda gpu: gpu.state != "error",
     "GPU {gpu.index} is {gpu.why}",
+    again=True,
 )
 _throttle = _gpus_with(
     lambda gpu: gpu.throttle, lambda gpu: gpu.state == "ok",

@@ -51,7 +51,7 @@ class _State:
     held_s: float = 0.0
     """For how long the condition was looked at, before it was raised."""
     counts: Mapping[int, int] = field(default_factory=dict)
-    """The most that the condition was made of, by GPU."""
+    """What the condition was made of, by GPU."""
     told_at: float = 0.0
     """When the rule was last raised or raised again."""
     grave_s: float = 0.0
@@ -134,10 +134,7 @@ class Watchdog:
         more = any(count > state.counts.get(key, 0) for key, count in found.counts.items())
         if more and now - state.told_at < AGAIN_S:
             return
-        state.counts = {
-            key: max(found.counts.get(key, 0), state.counts.get(key, 0))
-            for key in {*found.counts, *state.counts}
-        }
+        state.counts = found.counts
         if more:
             state.told_at = now
             changes.append(Change("clear", rule, "there is more, see the next alert", found.value))

@@ -51,7 +51,7 @@ class Launch:
             for i, phase in enumerate(given.plan.phases)
         ]  # fmt: skip
         self._next_flags: dict[str, dict[str, Any]] = {}
-        self._mailbox = Mailbox(self._directory, self._attempt_in)
+        self._mailbox = Mailbox(self._directory, self._attempt_in, given.created_ts)
         self._dumps = Dumps(self._keep)
         self._acts: list[tuple[Run, Change]] = []
         self._lookout = Lookout(self._directory, path, self._take_requests, self._take_halt)
@@ -202,7 +202,8 @@ class Launch:
         self._next_flags = inheritance.next_flags(held)
         self._ended_by = jsonl.text(held, "ended_by")[:400]
         folders = (self.path, *(self.path / entry["dir"] for entry in self._phases))
-        self._mailbox.remember(inheritance.answered(self.path, folders))
+        inheritance.check_phase(self._index, folders[1:], held.get("state") == "waiting")
+        self._mailbox.remember(*inheritance.answered(self.path, folders))
         self._event("state", "a new supervisor takes over from one that is gone", "warn")
         entry, last = self._phases[self._index], self._index + 1 == len(self._phases)
         run = self.path / entry["dir"]
