@@ -27,12 +27,13 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
     read to their end. Nothing more is read for a run that has not completed.
     """
     state = source.poll()
-    if state.state != "completed" or plain.exit_code(state, source.whole):
+    over = source.whole and plain.is_over(state)
+    if (state.state != "completed" and not over) or plain.exit_code(state, source.whole):
         return state
     if state.behind_bytes and not former:
         return state
     found = list(_doubts(source, state))
-    if former and source.whole and plain.is_over(state):
+    if former and over:
         found += _doubts_of_former(source, state)
     if not found:
         return state
