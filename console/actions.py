@@ -110,7 +110,7 @@ def prepare(options: LaunchOptions) -> Prepared:
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     given = Orders(
         name, plan, who(), flag_origins, set_origins, start.host_facts(),
-        orders.git_facts(catalog.PROJECT), settings.load(),
+        orders.git_facts(catalog.PROJECT), hook=settings.load(),
     )  # fmt: skip
     case = preflight.Case(plan, directory, options.devices, given.hook)
     phases = tuple(_run_record(given, index, directory) for index in range(len(plan.phases)))

@@ -126,7 +126,7 @@ class End:
             return f"signal:{self.signal}"
         if self.signal or self.secondary or self.unknown or not self.seen:
             return ""
-        return f"exit:{self.code}:{words}:{self.place}"
+        return f"exit:{self.code}:{words}:{self.place}" if words else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,9 @@ class Facts:
 
     @property
     def clean(self) -> bool:
-        """All ranks ended with 0, whatever became of torchrun."""
+        """All ranks ended with 0, whatever became of torchrun; a bad exit speaks against its 0."""
+        if any(end.signal or end.code not in (0, None) for end in self.ends):
+            return False
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
         return self.agent_code == 0 or (all_zero and len(self.ends) == self.world)
 

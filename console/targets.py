@@ -153,8 +153,8 @@ def _without_supervisor(folder: Path, box: Mailbox, owner: Supervisor) -> str:
     state = RunSource(folder, STATE_BYTES).poll()
     if box == "run" and state.state in presence.ENDED - UNSERVED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
-    why = f"{name} has no supervisor, so nothing takes a request"
+    why = f"{name} has no supervisor; {NOT_SENT}"
     if owner.pid:
-        why = f"the supervisor of {name} is gone, so nothing takes a request"
+        why = f"the supervisor of {name} is gone; {NOT_SENT}"
     advice = f"; nsa-console adopt {shlex.quote(str(top))} gives it a new one" if top else ""
     return why + advice

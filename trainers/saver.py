@@ -190,9 +190,12 @@ class Saver:
                 whole = replace(position, world=parallel.world)
                 manifest.seal(_temporary(target), target, whole)
                 self._sealed = target
-                manifest.retain(self._run, self._settings.keep_last, self._settings.keep_every)
             except BaseException as error:
                 reason = reason_of(error)
+            else:
+                # What cannot be removed stays: the new checkpoint is whole all the same.
+                with contextlib.suppress(OSError):
+                    manifest.retain(self._run, self._settings.keep_last, self._settings.keep_every)
         if self._group is not None:
             told = [reason]
             try:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from console.diagnose.readings import Past, Progress, Readings, gate_collapsed
+from console.diagnose import second
+from console.diagnose.readings import Past, Readings
+from console.diagnose.second import Second
 from console.diagnose.stall import diagnose, furthest_behind, limit_s
 from console.model import RECENT_XID_S, Gpu, Level
 from console.sources.xid import UNNAMED, said
@@ -25,8 +27,6 @@ STRONG = frozenset(ACTIONS[2:])
 """What ends or interrupts a run."""
 STRONG_TIMES = 3.0
 """For a strong action a condition must stand this many times as long as for the alert, in all."""
-STEPS_ON = 0.5
-"""At more than this share of their own pace, the ranks do not confirm that throughput is gone."""
 HELD = frozenset(("T", "t", "Z", "X", "gone"))
 """Process states that a verdict names at once."""
 
@@ -47,8 +47,6 @@ class Found:
 
 
 Measure = Callable[[Readings, Past, Watch], Found | None]
-Second = Callable[[Readings, Past], str]
-"""Asks the second source of a rule: "" where it agrees, else why no strong action is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +230,17 @@ def _gpu_silent(now: Readings, _past: Past, _watch: Watch) -> Found | None:
         if gpu.state == "error":
             silent.setdefault(gpu.why, []).append(gpu.index)
     parts = (f"GPU {', '.join(map(str, held))} ({why})" for why, held in silent.items())
-    counts = {index: 1 for held in silent.values() for index in held}
     text = f"NVML gives no figures for {'; '.join(parts)}"
-    return Found(float(len(counts)), text, counts=counts)
+    return Found(float(sum(map(len, silent.values()))), text)
 
 
 def _gpus_with(
-    holds: Callable[[Gpu], object], known: Callable[[Gpu], object], sentence: str
-) -> Measure:
+    holds: Callable[[Gpu], object], known: Callable[[Gpu], object], sentence: str,
+    again: bool = False,
+) -> Measure:  # fmt: skip
     """Counts the GPUs of which something holds, with a sentence for each `gpu`.
+
+    With `again` another GPU, or the same one anew, is told again.
 
     A GPU of which it is not `known` raises nothing and ends nothing.
     """
@@ -250,7 +250,7 @@ def _gpus_with(
         if not found and not all(map(known, now.gpus)):
             return None
         text = "; ".join(sentence.format(gpu=gpu) for gpu in found)
-        counts = {gpu.index: 1 for gpu in found}
+        counts = {gpu.index: 1 for gpu in found} if again else {}
         return Found(float(len(found)), text, counts=counts) if now.gpus else None
 
     return measure
@@ -260,6 +260,7 @@ _gpu_lost = _gpus_with(
     lambda gpu: gpu.state == "lost",
     lambda gpu: gpu.state != "error",
     "GPU {gpu.index} is {gpu.why}",
+    again=True,
 )
 _throttle = _gpus_with(
     lambda gpu: gpu.throttle, lambda gpu: gpu.state == "ok",
@@ -292,84 +293,25 @@ def _clock(now: Readings, past: Past, _watch: Watch) -> Found | None:
     return Found(past.jump_s, f"the wall clock jumped by {past.jump_s:.0f} s")
 
 
-# --- second sources --------------------------------------------------------------------------
-
-
-def _of_the_kernel(_now: Readings, _past: Past) -> str:
-    """Agrees: the kernel of this host measured it itself, no writer and no file is between."""
-    return ""
-
-
-def _records_confirm(now: Readings, _past: Past) -> str:
-    return now.stall_doubt
-
-
-def _pace_confirms(_now: Readings, past: Past) -> str:
-    """Asks the steps that the pulses show by this host's clock."""
-    if past.pace_ratio is None:
-        return "the pulses do not show a pace yet"
-    if past.pace_ratio > STEPS_ON:
-        return f"the ranks step at {past.pace_ratio:.0%} of their own pace before"
-    return ""
-
-
-def _confirmed(bad: Callable[[Progress], bool | None]) -> Second:
-    """Asks another rank's record of that step; where no other rank records it, training.csv.
-
-    `bad` says what a record shows, None where it does not have the figure.
-    """
-
-    def second(now: Readings, _past: Past) -> str:
-        own = now.progress.get(0)
-        if own is None:
-            return "rank 0 has no record"
-        others = {rank: p for rank, p in now.progress.items() if rank and bad(p) is not None}
-        found = {rank: bad(p) for rank, p in others.items() if p.step >= own.step}
-        if any(found.values()):
-            return ""
-        if found:
-            return f"rank {min(found)} records it otherwise"
-        if others:
-            return f"no other rank has recorded step {own.step} yet"
-        row = now.csv
-        if row is None or row.step != own.step or bad(row) is None:
-            return "neither another rank nor training.csv records it"
-        return "" if bad(row) else f"training.csv says otherwise at step {row.step}"
-
-    return second
-
-
-def _loss_confirms(now: Readings, past: Past) -> str:
-    """Asks as `_confirmed` does; in a run of one rank its pulse does as well, which counts."""
-    doubt = _loss_recorded(now, past)
-    alone = [seen.nonfinite_steps for seen in now.seen] if len(now.seen) == 1 else []
-    return "" if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None) else doubt
-
-
-_loss_recorded = _confirmed(lambda p: None if p.loss is None else not math.isfinite(p.loss))
-_norm_confirms = _confirmed(lambda p: None if p.grad_norm is None else p.grad_norm == 0)
-_gate_confirms = _confirmed(gate_collapsed)
-
-
 TABLE: tuple[Rule, ...] = (
     Rule("stall", "the ranks furthest behind stand still beyond their limit", "limits",
-         1.0, 0.9999, 0.0, _stall, _records_confirm, "crit", anomaly="heartbeat_stall"),
+         1.0, 0.9999, 0.0, _stall, second.stall, "crit", anomaly="heartbeat_stall"),
     Rule("throughput_drop", "tok/s below this share of the run's own before (halt: 0.1)", "share",
-         0.7, 0.8, 60.0, _throughput_drop, _pace_confirms, strong=0.1,
+         0.7, 0.8, 60.0, _throughput_drop, second.pace, strong=0.1,
          anomaly="throughput_flatline"),
     Rule("non_finite", "loss not finite", "records in a row",
-         1, 0, 0.0, _non_finite, _loss_confirms, "crit", anomaly="nan_loss"),
+         1, 0, 0.0, _non_finite, second.loss, "crit", anomaly="nan_loss"),
     Rule("zero_gradient", "gradient norm exactly zero", "records in a row",
-         3, 0, 0.0, _zero_gradient, _norm_confirms, "crit", anomaly="zero_grad"),
+         3, 0, 0.0, _zero_gradient, second.norm, "crit", anomaly="zero_grad"),
     Rule("gate_collapse", "gate entropy < 0.2 nats, largest share > 0.9 or half collapsed",
-         "records in a row", 3, 0, 60.0, _gate_collapse, _gate_confirms,
+         "records in a row", 3, 0, 60.0, _gate_collapse, second.gate,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "gate entropy within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
     Rule("memory_growth", "host full at the ranks' steady growth", "s",
-         3600, 7200, 120.0, _memory_growth, _of_the_kernel),
+         3600, 7200, 120.0, _memory_growth, second.of_the_kernel),
     Rule("memory_ceiling", "share of the host's memory in use", "share",
-         0.95, 0.92, 30.0, _memory_ceiling, _of_the_kernel),
+         0.95, 0.92, 30.0, _memory_ceiling, second.of_the_kernel),
     Rule("gpu_memory_ceiling", "share of a GPU's memory in use", "share",
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
     Rule("loader_slow", "fetch's share of the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
@@ -383,7 +325,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("imbalance", "slowest rank's own time ÷ median of the others", "ratio",
          1.3, 1.15, 300.0, _imbalance),
     Rule("disk", "free space ÷ max(2 checkpoints, 1 GiB)", "ratio", 1.0, 1.2, 5.0, _disk,
-         _of_the_kernel, "crit"),
+         second.of_the_kernel, "crit"),
     Rule("clock", "jump of the wall clock, or records from the future", "s", 5.0, 1.0, 0.0, _clock),
 )  # fmt: skip
 

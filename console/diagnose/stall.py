@@ -245,7 +245,7 @@ def _level(case: _Case) -> Verdict | None:
     hint = "" if alone else "; no rank is behind the others, so their stacks must tell"
     left = f"; {_departed(case.left)}" if case.left else ""
     sentence = f"{stands} since {_changed(case, first)}{left}{hint}"
-    certain = alone and not disagreement(case.ranks)
+    certain = alone and not disagreement(case.ranks, case.watch)
     return _verdict(case, first if alone else None, "level", "high" if certain else "low", sentence)
 
 
@@ -295,8 +295,11 @@ def doubted(ranks: Sequence[Seen]) -> str:
     )  # fmt: skip
 
 
-def disagreement(ranks: Sequence[Seen]) -> str:
-    """Says why the records do not confirm that these ranks stand still, "" when they do."""
+def disagreement(ranks: Sequence[Seen], watch: Watch) -> str:
+    """Says why the records do not confirm that these ranks stand still, "" when they do.
+
+    A new step that was read late, but longer ago than the rank's limit, is no progress any more.
+    """
     for seen in ranks:
         who = f"rank {seen.rank}"
         if seen.phase == "exit":
@@ -307,6 +310,6 @@ def disagreement(ranks: Sequence[Seen]) -> str:
             return f"{who} has no pulse"
         if seen.records_s is None:
             return f"{who} has no record that could confirm it"
-        if seen.records_s < seen.still_s - RECORDS_LATE_S:
+        if seen.records_s < min(limit_s(seen, watch), seen.still_s - RECORDS_LATE_S):
             return f"the records of {who} show a new step {seen.records_s:.0f} s ago"
     return ""

@@ -19,6 +19,8 @@ from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
 """Of the time between two looks so much counts as looked at, more where looks are rarer."""
+DOUBTED_LOOKS = 2
+"""An action that was due is said to be withheld at the second such look: a record may be late."""
 AGAIN_S = 10.0
 """A rule that is raised is told again at most so often."""
 Kind = Literal["raise", "clear", "act", "withhold"]
@@ -44,12 +46,14 @@ class _State:
     begun: bool = False
     raised: bool = False
     acted: bool = False
-    withheld: bool = False
+    doubted: int = 0
+    """Looks at which an action was due and the second source did not agree."""
     held_s: float = 0.0
     """For how long the condition was looked at, before it was raised."""
     counts: Mapping[int, int] = field(default_factory=dict)
+    """What the condition was made of, by GPU."""
     told_at: float = 0.0
-    """What the rule was made of when it was last told, and when that was."""
+    """When the rule was last raised or raised again."""
     grave_s: float = 0.0
     """For how long it has been breached, or bad enough for a strong action where that is more."""
 
@@ -105,7 +109,7 @@ class Watchdog:
         state.begun = True
         if state.held_s < rule.for_s:
             return
-        state.raised, state.acted, state.withheld, state.grave_s = True, False, False, 0.0
+        state.raised, state.acted, state.doubted, state.grave_s = True, False, 0, 0.0
         state.counts, state.told_at = found.counts, self._mono or 0.0
         changes.append(Change("raise", rule, found.text, found.value, rule.level))
         self._act(rule, state, found, now, changes)
@@ -146,9 +150,9 @@ class Watchdog:
                 return
             doubt = rule.second(now, self._past) if rule.second else "it has no second source"
             if doubt:
-                if not state.withheld:
-                    state.withheld = True
-                    text = f"{rule.action} withheld, one source alone says so: {doubt}"
+                state.doubted += 1
+                if state.doubted == DOUBTED_LOOKS:
+                    text = f"{rule.action} withheld: the second source does not agree: {doubt}"
                     changes.append(Change("withhold", rule, text, found.value, "crit", rule.action))
                 return
         state.acted = True

@@ -6,12 +6,14 @@ Both have to say that each gate passed: `gates.json` alone is one document of on
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from console import plain
 from console.model import NO_GO, Alert, Gate, RunState
 from console.plans import gates
+from console.sources import documents, presence
 from console.sources.run import RunSource
 from console.sources.summary import MAX_RANKS
 from trainers.contract import jsonl, rundir
@@ -25,12 +27,13 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
     read to their end. Nothing more is read for a run that has not completed.
     """
     state = source.poll()
-    if state.state != "completed" or plain.exit_code(state, source.whole):
+    over = source.whole and plain.is_over(state)
+    if (state.state != "completed" and not over) or plain.exit_code(state, source.whole):
         return state
     if state.behind_bytes and not former:
         return state
     found = list(_doubts(source, state))
-    if former and source.whole and plain.is_over(state):
+    if former and over:
         found += _doubts_of_former(source, state)
     if not found:
         return state
@@ -59,7 +62,11 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     if born is None and source.launch_path is not None:
         yield f"{rundir.RUN} cannot be read"
         return
-    born = born or {}
+    born, document = born or {}, rundir.read_json(run / rundir.SUPERVISOR, below=run)
+    if document is None and source.launch_path is not None:
+        yield f"{rundir.SUPERVISOR} cannot be read"
+        return
+    yield from _bad_ends(document or {})
     bounds, told = jsonl.mapping(born, "gates"), {gate.name: gate for gate in state.gates}
     if not bounds and not told:
         return
@@ -71,7 +78,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
         yield f"{rundir.RUN} does not say how many ranks there are"
         return
     summary.limit(world)
-    summary.take_document(rundir.read_json(run / rundir.SUPERVISOR, below=run) or {})
+    summary.take_document(document or {})
     try:
         gates.check(bounds, rundir.RUN)
     except UsageError as error:
@@ -81,6 +88,16 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     for name in sorted(told.keys() | mine.keys()):
         if why := _disagreement(told.get(name), mine.get(name)):
             yield f"gate {name} {why}"
+
+
+def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what supervisor.json says against a good end: its state, or the exit of a rank."""
+    if document and jsonl.text(document, "state") != "completed":
+        yield f"{rundir.SUPERVISOR} says {jsonl.text(document, 'state') or 'nothing'}"
+    for worker in documents.entries(document, "workers"):
+        end, rank = jsonl.mapping(worker, "exit"), jsonl.integer(worker, "rank")
+        if end.get("signal") or jsonl.integer(end, "code"):
+            yield f"rank {rank} ended with {presence.exit_words(worker, {})}"
 
 
 def _disagreement(told: Gate | None, mine: Gate | None) -> str:

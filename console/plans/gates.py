@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,14 +109,21 @@ def _loss_finite(s: Summary) -> Measured:
     return Measured(float(total) if told or total else None, "", first, doubt)
 
 
+def _mean(values: Sequence[float]) -> float:
+    """Returns the mean, nan for values that no sum can hold."""
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
 def _loss_fall(s: Summary) -> Measured:
     window, last = s.fold(0).window, s.fold(0).window.last("loss", FIRST_LOSSES)
     few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
     if last is None or few:
         needs = f"needs {2 * FIRST_LOSSES} progress records, has {window.losses}"
         return Measured(None, why=needs)
-    before = math.fsum(loss for _, loss in window.first) / FIRST_LOSSES
-    after = math.fsum(last) / FIRST_LOSSES
+    before, after = _mean([loss for _, loss in window.first]), _mean(last)
     text = f"mean of the first {FIRST_LOSSES} records less that of the last {FIRST_LOSSES}"
     return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 

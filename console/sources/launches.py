@@ -205,6 +205,12 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
         born = rundir.read_json(run / rundir.RUN) or {}
         home = jsonl.text(jsonl.mapping(born, "environment"), environ.RUN_DIR).partition("\0")[0]
         recorded = recorded or bool(home)
+        named = jsonl.text(born, "launch")
+        if by_name and launch and named and clean(named, 200) != launch_id(launch):
+            raise RefusedError(
+                f"{launch} is named {launch_id(launch)} by its plan and {clean(named, 200)} by its "
+                "run; give the directory"
+            )
         if home and not _is_home(Path(home), run, jsonl.text(born, "host")):
             there = Path(home).parent if launch else Path(home)
             raise RefusedError(

@@ -23,6 +23,8 @@ STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
 """What another host's process has not said for so long is not believed to live."""
+CLOCK_S = 2.0
+"""The clock of a writer may be ahead of this one by so much."""
 STOPPED = "T t"
 Record = Mapping[str, Any]
 
@@ -62,12 +64,17 @@ def newest(supervisor: Record, *others: Record | None) -> dict[str, Any]:
     """Returns supervisor.json with the state that the newest of its stand-ins tells.
 
     A disk that is full or does not answer keeps the document back; the last `state` event, or the
-    sign of life in shared memory, then tells more.
+    sign of life in shared memory, then tells more. An end in the document is final, and a time in
+    the future is none.
     """
     told, at = supervisor, jsonl.number(supervisor, "updated_ts") or 0.0
+    if jsonl.text(supervisor, "state") in ENDED:
+        return dict(supervisor)
+    latest = time.time() + CLOCK_S
     for other in others:
         ts = jsonl.number(other, "ts") if other else None
-        if other and ts is not None and ts > at and jsonl.text(other, "state") in STATES:
+        named = jsonl.text(other or {}, "state")
+        if other and ts is not None and at < ts <= latest and named in STATES:
             told, at = {"since_ts": ts} | dict(other), ts
     return dict(supervisor) | {
         key: told[key] for key in ("state", "why", "since_ts") if key in told

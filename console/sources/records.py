@@ -149,6 +149,8 @@ class Records:
         self.last[rank] = record
         if record["msg"] == "halt":
             self.halts[rank] = record["step"]
+        elif record["msg"] == "progress":
+            self.halts.pop(rank, None)
         if record["msg"] != "progress":
             return
         self.progress[rank] = record

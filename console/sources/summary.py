@@ -53,7 +53,8 @@ class Summary:
     def take_event(self, record: Record) -> None:
         """Takes in one event of the supervisor: its attempt, and whether it is a stall."""
         attempt = jsonl.integer(record, "attempt")
-        self.attempts = attempt if attempt is not None else self.attempts
+        if attempt is not None:
+            self.attempts = max(attempt, self.attempts or 0)
         self.stalls = self.stalls or 0
         if record.get("kind") == "alert" and record.get("alert") == STALL:
             self.count_stall()
@@ -153,7 +154,7 @@ class Summary:
                 return f"its exit record has number {part.last}, its pulse counted {end.records}"
             return ""
         if end is None:
-            return f"nobody knows how many records follow number {part.last}"
+            return f"the number of records after {part.last} is not available"
         if end.records < part.last:
             return f"its newest record has number {part.last}, its pulse counted {end.records}"
         return _missing(part.last + 1, end.records) if end.records > part.last and not tails else ""

@@ -17,6 +17,7 @@ WAIT_MS = 1000
 TIMEOUT_CODE = 10
 """NVML_ERROR_TIMEOUT: no event is waiting."""
 RETRY_S, PAUSE_S = 1.0, 5.0
+MANY, LONGEST_PAUSE_S = 4, 60.0
 TOGETHER_S = 0.2
 """GPUs that are opened within this time come into one event set."""
 
@@ -88,12 +89,16 @@ class XidLog:
 
     def follow(self) -> None:
         """Takes events until `stop`; an error of NVML is only a pause."""
+        failures = 0
         while not self._stop.is_set():
             try:
                 with self._in_use:
                     registered = self._take_all()
+                failures = 0
             except Exception:  # each GPU's own row says what is wrong with it
-                registered = 0
+                registered, failures = 0, failures + 1
+                # Each failure leaves an event set behind, which NVML may have freed or not.
+                self._stop.wait(0.0 if failures < MANY else min(LONGEST_PAUSE_S, 2.0**failures))
             if not registered:
                 self._opened.wait(RETRY_S)
                 self._opened.clear()

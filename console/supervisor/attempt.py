@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +23,13 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.hooks import Hooks
-from console.supervisor.live import Live
+from console.supervisor.live import LastPulses, Live
 from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
 from trainers.contract import jsonl, rundir
 from trainers.contract.plan import Phase, Watch
-from trainers.contract.pulse import Pulse
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
@@ -37,7 +37,7 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED = "torchrun-gone", "restart-waits"
-PREPARE_AGAIN_S = 1.0
+PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 ROTATE_EVERY_S = 5.0
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
@@ -81,7 +81,7 @@ class Attempt:
         self.event, self._changed = event, changed
         self.stage: Stage = "prepare"
         self.known = Facts(world=phase.nproc)
-        """What was told; what follows from processes and records is added by `facts`."""
+        """Facts from requests and events; `facts` adds those from processes and records."""
         self.story, self._summary = Story(), summary
         self._services, self._directory = services, services.directory
         self.alerts = alerts
@@ -96,8 +96,7 @@ class Attempt:
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
         self._words: Mapping[int, LastWords] = {}
-        self._died_at: dict[int, Pulse | None] = {}
-        """Each ended rank's last pulse: its last records may be lost."""
+        self._last_pulses = LastPulses(live, partial(summary.take_end, number))
         self._oom_before = kernel.snapshot()
         self.checkpoint = 0
         """The step of the newest checkpoint at its end."""
@@ -105,7 +104,7 @@ class Attempt:
         self._sampled = self._rotated_at = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
-        self._prepare_at = math.inf
+        self._prepare_at = self._read_at = math.inf
         if held is None:
             self._begin_preparing()
         else:
@@ -123,6 +122,9 @@ class Attempt:
             self._watch_it()
         elif self.stage == "prepare" and time.monotonic() >= self._prepare_at:
             self._begin_preparing()
+        elif self.stage == "collect" and time.monotonic() >= self._read_at:
+            self._read_at = math.inf
+            self._read_on()
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
@@ -275,13 +277,13 @@ class Attempt:
             self._end_others(sorted(failed))
 
     def _has_failed(self, worker: Worker) -> bool:
-        """Says whether a rank has exited and neither the kernel nor its last record says: well."""
+        """Says whether a rank has failed: by the kernel, or by its end and its own last record."""
         if worker.over_ts is None:
             return False
         late = worker.over_ts < time.time() - LATE_END_S
         if worker.seen:
             return worker.failed and (late or not worker.unreaped)
-        return late and self.story.code(worker.rank) != 0
+        return late and self.story.code(worker.rank) not in (None, 0)
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -312,6 +314,10 @@ class Attempt:
         self._directory.job(lambda: self.files.look(True), self._take_part)
 
     def _take_part(self, news: News | None, error: Exception | None) -> None:
+        """Takes a part; a directory that cannot be read now is asked again for a while."""
+        if news is None and time.monotonic() - self._ended_at < READ_AGAIN_S:
+            self._read_at = time.monotonic() + PREPARE_AGAIN_S / 2
+            return
         if news is None:
             why = f"the run directory cannot be read: {error}"
             self._learn(failure=self.known.failure or why)
@@ -328,7 +334,8 @@ class Attempt:
         self.checkpoint = self.story.saved if rest.checkpoint is None else rest.checkpoint
         self._words = rest.last
         self._learn(oom=kernel.since(self._oom_before), agent_signal=rest.agent_signal)
-        self._take_ends()
+        pids = {rank: worker.handle.pid for rank, worker in self.tree.workers.items()}
+        self._last_pulses.take_all(pids, self._phase.nproc)
         self.watching.verdict, self.stage = None, "over"
         self.alerts.clear_all("the attempt has ended")
         self.tree.close()
@@ -392,26 +399,8 @@ class Attempt:
 
     def end_of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""
-        rank = worker.rank
-        if rank not in self._died_at:
-            found = self._live.pulse(rank)
-            mine = found is not None and found.pid == worker.handle.pid
-            self._died_at[rank] = found if mine else None
-            if mine:
-                self._summary.take_end(self._number, rank, found)
-        last = self._died_at.get(rank)
-        return end_of(worker, self.story, self._words.get(rank), last.step if last else 0)
-
-    def _take_ends(self) -> None:
-        """Takes for the gates what the pulse of each rank says at the end of the attempt.
-
-        A pulse that nobody has written into is that of a rank that wrote no record either.
-        """
-        for worker in self.tree.workers.values():
-            self.end_of(worker)
-        for rank in range(self._phase.nproc):
-            if not self._died_at.get(rank) and self._live.is_blank(rank):
-                self._summary.take_end(self._number, rank, None)
+        step = self._last_pulses.step(worker.rank, worker.handle.pid)
+        return end_of(worker, self.story, self._words.get(worker.rank), step)
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""

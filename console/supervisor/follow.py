@@ -32,7 +32,7 @@ LOOK_BYTES = 512 << 10
 """Of records in one look: a backlog is read in parts, and memory stays flat."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
-DEATH = re.compile(rb"Received (\d{1,2}) death signal")
+DEATH = re.compile(rb"Received (1|2|3|15) death signal")
 
 
 @dataclass(slots=True)
@@ -68,8 +68,10 @@ def newest_checkpoint(run: Path) -> int | None:
         return 0
     except OSError:
         return None
-    step = documents.latest_checkpoint(run).removeprefix("step_")
-    return int(step) if step.isdecimal() else None
+    name = documents.latest_checkpoint(run)
+    step = name.removeprefix("step_")
+    there = step.isdecimal() and (run / rundir.CHECKPOINTS / name).is_dir()
+    return int(step) if there else None
 
 
 class Disk:
@@ -219,7 +221,7 @@ class Story:
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
         rank, step = record["rank"], record["step"]
-        if rank not in self.last or step > self.last[rank]["step"]:
+        if rank not in self.last or step > self.steps.get(rank, 0):
             self._rose[rank] = time.monotonic()
         self.last[rank] = record
         if record["msg"] not in OF_THE_PAST:
@@ -230,6 +232,9 @@ class Story:
             self.first_step = max(step + 1, FIRST_STEP)
         self.newest_ts = jsonl.number(record, "ts")
         if record["msg"] == "progress":
+            # A rank that records further steps was neither halted nor ended by an error before.
+            self.halts.pop(rank, None)
+            self.errors.pop(rank, None)
             self.progress[rank] = progress_of(record)
             self._fresh.append(self.progress[rank])
         if record["msg"] == "halt":
@@ -314,8 +319,8 @@ def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: i
     of its pulse: a crash takes the records with it that were not yet written.
     """
     rank, code = worker.rank, worker.code
-    if not worker.seen:
-        code = story.code(rank) if code is None else code
+    if not worker.seen and not code:
+        code = story.code(rank)  # nobody saw a good end: the rank itself has to say so
     last, record = words or LastWords(), story.last.get(rank, {})
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return End(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -104,14 +105,33 @@ def next_flags(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def answered(launch: Path, folders: Iterable[Path]) -> dict[str, Path]:
-    """Returns the ids of requests that the newest events answer, with their mailboxes."""
-    found = {}
+def check_phase(index: int, runs: Iterable[Path], waiting: bool) -> None:
+    """Raises RefusedError where processes live that speak against the phase in plan_state.json."""
+    for number, run in enumerate(runs):
+        named = jsonl.mapping(rundir.read_json(run / rundir.RUN, below=run) or {}, "environment")
+        found = jsonl.text(named, environ.TOKEN)
+        if (number != index or waiting) and found and process.with_token(found):
+            now = "none runs" if waiting else f"phase {index + 1} runs"
+            raise RefusedError(
+                f"{rundir.PLAN_STATE} says that {now}, but processes of {run.name} live; end them, "
+                "or mend the document"
+            )
+
+
+def answered(launch: Path, folders: Iterable[Path]) -> tuple[dict[str, Path], float]:
+    """Returns the ids of requests that the newest events answer, with their mailboxes.
+
+    The time says from when on all answers are among them (unix s).
+    """
+    found, since_ts = {}, -math.inf
     for folder in folders:
         path = folder / rundir.EVENTS
         start = max(0, jsonl.size_bytes(path, launch) - ANSWERS_BYTES)
         data = jsonl.read_bytes(path, ANSWERS_BYTES, start, launch)
-        for record in map(jsonl.decode, data.splitlines()):
-            if record is not None and record.get("kind") == "answer":
+        records = [record for record in map(jsonl.decode, data.splitlines()) if record is not None]
+        for record in records:
+            if record.get("kind") == "answer":
                 found[jsonl.text(record, "request")] = folder / rundir.REQUESTS
-    return found
+        if start and records:
+            since_ts = max(since_ts, jsonl.number(records[0], "ts") or 0.0)
+    return found, since_ts

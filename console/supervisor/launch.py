@@ -25,6 +25,7 @@ from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 BUSY_PAUSE_S, IDLE_PAUSE_S = 0.05, 0.2
+HALT_AGAIN_S = 10.0
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """What is left in the run directory for the ranks to find."""
 
@@ -50,12 +51,14 @@ class Launch:
             for i, phase in enumerate(given.plan.phases)
         ]  # fmt: skip
         self._next_flags: dict[str, dict[str, Any]] = {}
-        self._mailbox = Mailbox(self._directory, self._attempt_in)
+        self._mailbox = Mailbox(self._directory, self._attempt_in, given.created_ts)
         self._dumps = Dumps(self._keep)
         self._acts: list[tuple[Run, Change]] = []
         self._lookout = Lookout(self._directory, path, self._take_requests, self._take_halt)
-        self._halt_taken = False
+        self._halt_at = 0.0
         self._ended_by = ""
+        self._numbers: dict[Path, int] = {}
+        """The last attempt of each run."""
         self._last_look = self.over = False
         self._refreshed = 0.0
         self._actions: Mapping[str, Execute] = {
@@ -151,7 +154,7 @@ class Launch:
             run.end(action, by)
             return
         word = f"{rule.anomaly or rule.name}\n"
-        self._directory.call(lambda: rundir.write_atomic(path / rundir.ANOMALY, word))
+        self._directory.job(lambda: rundir.write_atomic(path / rundir.ANOMALY, word), _ignored)
         if action == "halt":
             self._leave_halt(run, by, partial(self._note_refusal, run))
         else:
@@ -199,7 +202,8 @@ class Launch:
         self._next_flags = inheritance.next_flags(held)
         self._ended_by = jsonl.text(held, "ended_by")[:400]
         folders = (self.path, *(self.path / entry["dir"] for entry in self._phases))
-        self._mailbox.remember(inheritance.answered(self.path, folders))
+        inheritance.check_phase(self._index, folders[1:], held.get("state") == "waiting")
+        self._mailbox.remember(*inheritance.answered(self.path, folders))
         self._event("state", "a new supervisor takes over from one that is gone", "warn")
         entry, last = self._phases[self._index], self._index + 1 == len(self._phases)
         run = self.path / entry["dir"]
@@ -215,6 +219,7 @@ class Launch:
     def _end_of_phase(self, run: Run) -> None:
         result = gates.overall(run.gates)
         self._dumps.abandon(self._mailbox.answer)
+        self._numbers[run.path] = run.number
         entry, self.run = self._phases[self._index], None
         entry |= {
             "state": run.state, "why": run.why,
@@ -270,14 +275,19 @@ class Launch:
         return begun
 
     def _take_halt(self) -> None:
-        """Halts the present run for a `.HALT` in the launch directory: once, whoever wrote it."""
-        if self._halt_taken or self.state == "ended":
+        """Halts the present run for a `.HALT` in the launch directory."""
+        if time.monotonic() < self._halt_at or self.state == "ended":
             return
-        self._halt_taken, by = True, f"{rundir.HALT} in the launch directory"
+        self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"
         if self.run is None:
             self._end_by("halt", by)
         else:
-            self._leave_halt(self.run, by, partial(self._note_refusal, self.run))
+            self._leave_halt(self.run, by, partial(self._take_halted, self.run))
+
+    def _take_halted(self, run: Run, outcome: Outcome) -> None:
+        """Tries again later where `.HALT` could not be written for the ranks."""
+        self._note_refusal(run, outcome)
+        self._halt_at = math.inf if outcome[0] else time.monotonic() + HALT_AGAIN_S
 
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Nobody's question is left without an answer: after the end it looks until none is new."""
@@ -336,7 +346,9 @@ class Launch:
 
     def _attempt_in(self, folder: Path) -> int:
         """Returns the attempt that a record in a launch or run belongs to."""
-        return self.run.number if self.run is not None and folder == self.run.path else 1
+        if self.run is not None and folder == self.run.path:
+            self._numbers[folder] = self.run.number
+        return self._numbers.get(folder, 1)
 
     def _do_note(self, request: Request) -> Outcome:
         folder = request.path.parent.parent
@@ -384,7 +396,7 @@ class Launch:
         return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
     def _keep(self, path: Path, data: bytes) -> None:
-        self._directory.job(lambda: rundir.write_atomic(path, data), lambda *_: None)
+        self._directory.job(lambda: rundir.write_atomic(path, data), _ignored)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -408,3 +420,7 @@ class Launch:
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         })  # fmt: skip
+
+
+def _ignored(_value: object, _error: Exception | None) -> None:
+    """Takes the result of a job that nobody waits for."""

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,35 @@ class Live:
         if self.path is not None and not self.is_removed():
             with contextlib.suppress(OSError):
                 rundir.write_atomic(self.path / rundir.LIVE_STATUS, jsonl.encode(record))
+
+
+class LastPulses:
+    """The pulse of each rank when its process had ended: its last records may be lost.
+
+    `take` gets each once: the rank and its pulse, None for a rank that never wrote one.
+    """
+
+    def __init__(self, live: Live, take: Callable[[int, pulse.Pulse | None], object]):
+        self._live, self._take = live, take
+        self._found: dict[int, pulse.Pulse | None] = {}
+
+    def step(self, rank: int, pid: int) -> int:
+        """Returns the step that an ended rank was at, 0 without a pulse of that process."""
+        if rank not in self._found:
+            found = self._live.pulse(rank)
+            self._found[rank] = found if found is not None and found.pid == pid else None
+            if self._found[rank] is not None:
+                self._take(rank, self._found[rank])
+        last = self._found[rank]
+        return last.step if last is not None else 0
+
+    def take_all(self, pids: Mapping[int, int], world: int) -> None:
+        """Takes those of all ranks; one that never wrote a pulse has written no record either."""
+        for rank, pid in pids.items():
+            self.step(rank, pid)
+        for rank in range(world):
+            if self._found.get(rank) is None and self._live.is_blank(rank):
+                self._take(rank, None)
 
 
 def _beats(path: Path) -> bool:

@@ -6,6 +6,7 @@ the token and no flock, another launch at the same path has another token.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -72,23 +73,27 @@ class Held:
     def __init__(self, launch: Path, fd: int | None):
         self._path, self._fd = launch / rundir.LOCK, fd
         self.token = "" if fd is None else take_over(fd)
+        self._lost = ""
 
     def lost(self) -> str:
         """Says why the directory at the path is not ours any more, "" while it is."""
         if self._fd is None:
             return ""
-        fd = jsonl.open_regular(self._path)
         try:
-            same = fd is not None and os.path.samestat(os.fstat(fd), os.fstat(self._fd))
-            if fd is not None and same and jsonl.text(read(fd), "token") == self.token:
-                return ""
-        except OSError:
+            same = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
             same = False
-        finally:
+        except OSError:  # it cannot be looked at now: what was known stays
+            return self._lost
+        if same:
+            fd = jsonl.open_regular(self._path)
+            with contextlib.suppress(OSError):
+                same = fd is None or jsonl.text(read(fd), "token") == self.token
             if fd is not None:
                 os.close(fd)
-        what = "holds the lock of another launch" if fd is not None else "does not hold our lock"
-        return (
-            f"{self._path.parent} was moved, replaced or removed: it {what}, so nothing there is "
-            f"read, obeyed or written; put it back, or end the run with kill -TERM {os.getpid()}"
-        )
+        self._lost = "" if same else (
+            f"{self._path.parent} was moved, replaced or removed (its lock is not this launch's): "
+            "requests and .HALT there are ignored, and nothing is written there; move it back, or "
+            f"stop the run with kill -TERM {os.getpid()}"
+        )  # fmt: skip
+        return self._lost

@@ -12,7 +12,7 @@ from console.supervisor.directory import Directory
 from console.supervisor.requests import Request
 
 REMEMBERED = 4096
-FORGOTTEN = "the request is older than those that are remembered, so it may be done; send a new one"
+FORGOTTEN = "the request is older than this launch, or than what is remembered; send a new one"
 Outcome = tuple[bool, str, list[str]]
 """Whether it was done, a sentence, and more lines."""
 Execute = Callable[[Request], Outcome | None]
@@ -26,17 +26,23 @@ class Mailbox:
     have been executed, so it is refused.
     """
 
-    def __init__(self, directory: Directory, attempt_in: Callable[[Path], int]):
+    def __init__(
+        self, directory: Directory, attempt_in: Callable[[Path], int], since_ts: float = -math.inf
+    ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._known: dict[str, tuple[Path | None, bool]] = {}
         """The file of each request that was taken, None once it is removed, and whether the request
         is done."""
         self._times: dict[str, float] = {}
-        self._forgotten_ts = -math.inf
-        """The time of the newest request that was forgotten."""
+        self._forgotten_ts = since_ts
+        """The time of the newest request that was forgotten, at least that of the launch."""
 
-    def remember(self, answered: Mapping[str, Path]) -> None:
-        """Takes requests as answered that a former supervisor answered: id and mailbox."""
+    def remember(self, answered: Mapping[str, Path], before_ts: float) -> None:
+        """Takes requests as answered that a former supervisor answered: id and mailbox.
+
+        What it answered before `before_ts` is not known.
+        """
+        self._forgotten_ts = max(self._forgotten_ts, before_ts)
         for name, box in list(answered.items())[-REMEMBERED:]:
             self._known[name] = box, True
 

@@ -43,6 +43,8 @@ class Orders:
     set_origins: Origins = field(default_factory=dict)
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
+    created_ts: float = 0.0
+    """When plan.json was written, 0 before."""
     hook: Hook = field(default_factory=Hook)
     """Of the operator who launched, or who took the launch over; a plan cannot name one."""
 
@@ -115,6 +117,7 @@ def load(launch: Path) -> Orders:
     return Orders(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
         *(jsonl.mapping(record, key) for key in told),
+        created_ts=jsonl.number(record, "created_ts") or 0.0,
         hook=own_settings.parse(hook, rundir.PLAN),
     )  # fmt: skip
 

@@ -47,14 +47,15 @@ class Moment:
 def other_files_rest(run: Path) -> str:
     """Says why a run whose records stopped may go on all the same, "" when nothing else goes on.
 
-    Asks the times of what a training writes beside its records: CSV files, logs, checkpoints.
+    Asks the times of what a training writes beside its records: CSV files, logs, checkpoints. What
+    was written a little after the newest record, and nothing since for longer, goes on no more.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
     if others is None or records is None:
         return "nothing but its records shows whether the run goes on"
-    if others[0] > records[0] + RECORDS_LATE_S:
-        late_s = others[0] - records[0]
+    late_s, since_s = others[0] - records[0], time.time() - others[0]
+    if late_s > RECORDS_LATE_S and since_s < late_s:
         return f"{others[1].name} was written {late_s:.0f} s after the newest record"
     return ""
 
@@ -127,13 +128,19 @@ class Contract:
 
     def _readings(self, run: Path, state: RunState) -> Readings:
         pulsed = tuple(seen for rank in state.ranks if (seen := self._pulsed(rank, state)))
+        if pulsed:
+            known = {seen.rank for seen in pulsed}
+            pulsed += tuple(
+                Seen(rank.rank, rank.pid, "?", 0, "", 0.0, doubt="lost") for rank in state.ranks
+                if rank.rank not in known and not rank.exit
+            )  # fmt: skip
         idle = state.state in ENDING or self.over
         here = not self._old and state.host in ("", rundir.host_name())
         rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
         if not (self._settled or state.behind_bytes):
             self._settled = True
             self._records.story.settle()
-        doubt = disagreement(pulsed) if pulsed else other_files_rest(run)
+        doubt = disagreement(pulsed, self._watch) if pulsed else other_files_rest(run)
         return readings(
             self._records.story, () if idle else pulsed or self._records.seen(), rss_mib,
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.look(), doubt,

@@ -139,7 +139,7 @@ class Request:
     error: str = ""
     named: bool = False
     ts: float = 0.0
-    """When it was asked, by its own word; the time of its file where it has no id."""
+    """When it was asked, by its own word; the time of its file where it has none, or no id."""
 
     @property
     def key(self) -> str:
@@ -190,7 +190,8 @@ def _read(path: Path, mailbox: Mailbox) -> Request:
         except UsageError as wrong:
             error = str(wrong)
     given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
-    named, ts = given is not None, (jsonl.number(record, "ts") or 0.0) if given else written_ts
+    named, ts = given is not None, jsonl.number(record, "ts") if given else None
+    ts = written_ts if ts is None else ts
     return Request(path, given[0] if given else name, action[:80], args, by, error, named, ts)
 
 

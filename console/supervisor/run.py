@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 from console.ending import deterministic, signature
 from console.model import Gate, State
 from console.plans import gates
-from console.sources import presence
+from console.sources import launches, presence
 from console.sources.summary import Summary
 from console.supervisor import inheritance, orders, restart
 from console.supervisor.alerts import Alerts
@@ -69,6 +71,7 @@ class Run:
         self._environment = orders.environment(self.phase, flags, contract)
         self.alerts = Alerts(self.event, self._directory)
         self._git = jsonl.mapping(held or {}, "git")
+        self._git_found: deque[tuple[Mapping[str, Any], bool]] = deque()
         self.attempt = self._attempt(held=held)
         if held is not None and not self._wait_on(held):
             self._decide()
@@ -78,12 +81,7 @@ class Run:
         """Reads what a former supervisor left, and returns its document."""
         held = inheritance.document(self.path, rundir.SUPERVISOR)
         self._record = inheritance.document(self.path, rundir.RUN)
-        born = jsonl.mapping(self._record, "environment")
-        if born.get(environ.RUN_DIR) != str(self.path.absolute()):
-            raise RefusedError(
-                f"{self.path} is a copy, or was moved: its processes belong to "
-                f"{jsonl.text(born, environ.RUN_DIR, 'another directory')}; adopt that one"
-            )
+        launches.check_in_place(self.path)
         running = inheritance.attempt(inheritance.token(self._record))
         self._ended = inheritance.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
@@ -142,17 +140,23 @@ class Run:
         if int(now) != int(self._said):
             self.alerts.watch_writes()
             self._watch_memory()
+            while self._git_found:
+                self._take_git(*self._git_found.popleft())
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:
             self._publish()
 
     def _watch_memory(self) -> None:
-        if self._live.is_removed() and not self.over:
+        if self.over or self._again_at is not None:
+            return
+        if self._live.is_removed():
             self.alerts.raise_(
-                NO_MEMORY, f"{self.live} was removed while the run goes on (by RemoveIPC=yes at a "
-                "logout?): pulses are still read here, other consoles see the samples, and dumps "
-                "do not arrive", "warn",
+                NO_MEMORY, f"shared memory {self.live} was removed while the run goes on "
+                "(RemoveIPC=yes at a logout?): stack dumps are not available until the next "
+                "attempt; run loginctl enable-linger", "warn",
             )  # fmt: skip
+        else:
+            self.alerts.clear(NO_MEMORY, "the run has shared memory again")
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run, unless as much was asked before; returns the answer."""
@@ -200,8 +204,7 @@ class Run:
             event=self.event, changed=self._publish, actions=on_stall, summary=self.summary,
             former=former, held=held,
         )  # fmt: skip
-        folder = orders.code_folder(self.phase)
-        self._directory.job(lambda: orders.git_facts(folder), self._take_git)
+        self._ask_git(held is None)
         if held is None and self.live is None:
             self.event(
                 "note", f"nothing can be made in {rundir.SHARED_MEMORY} ({self._live.why}): the "
@@ -210,13 +213,25 @@ class Run:
             )  # fmt: skip
         return attempt
 
-    def _take_git(self, git: Mapping[str, Any] | None, _: Exception | None) -> None:
-        """Takes the commit of the code that this attempt runs; another one than before is said."""
-        former, self._git = self._git, dict(git or {})
-        if former and self._git and former != self._git:
-            names = " → ".join(map(_commit, (former, self._git)))
+    def _ask_git(self, begins: bool) -> None:
+        """Asks for the commit of the code in a thread: git may take seconds.
+
+        Of an attempt that was taken over, the commit that it began with stays.
+        """
+        folder, found = orders.code_folder(self.phase), self._git_found
+        threading.Thread(
+            target=lambda: found.append((orders.git_facts(folder), begins)), name="git",
+            daemon=True,
+        ).start()  # fmt: skip
+
+    def _take_git(self, git: Mapping[str, Any], begins: bool) -> None:
+        """Takes the commit of the code; another one than before is said."""
+        former = self._git
+        if former and git and former != git:
+            names = " → ".join(map(_commit, (former, git)))
             text = f"the code changed since the last attempt or supervisor: {names}"
             self.alerts.raise_(CODE_CHANGED, text, "warn")
+        self._git = dict(git) if git and (begins or not former) else former
         self._publish()
 
     def _check(self) -> None:

@@ -58,7 +58,8 @@ class Sampler:
         pid = worker.handle.pid
         ended = process.Use("Z" if worker.unreaped else process.GONE)
         use = self._meter.look(pid) if worker.over_ts is None else ended
-        state = use.state
+        # The kernel shows the main thread; the process has ended when its pidfd says so.
+        state = "?" if worker.over_ts is None and use.state in ("Z", "X") else use.state
         found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:
             found = None

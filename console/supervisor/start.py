@@ -250,6 +250,11 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
+    if claim.is_free() and rundir.is_alive(_owner(directory)):
+        raise RefusedError(
+            f"the supervisor of {launch} (pid {_owner(directory).get('pid')}) lives, but the lock "
+            f"in {directory} is not its own; move its directory back, or stop it with kill -TERM"
+        )
     claim.take()
     try:
         _check_adoptable(directory, launch, sure)  # again: now nobody else writes

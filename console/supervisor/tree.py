@@ -301,7 +301,7 @@ class Tree:
             rank, code, pid = (int(group) for group in match.groups())
             unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
             worker = self.workers.setdefault(rank, unseen)
-            if worker.handle.pid != pid or worker.seen:
+            if worker.handle.pid != pid or worker.seen or not code:
                 continue
             worker.claimed(code)
             if rank not in self.order:

@@ -61,7 +61,7 @@ class Watching:
         self._take_verdict(diagnose(seen, self._watch, time.time()))
         found = readings(
             self._story, seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
-            stall_doubt=unread or disagreement(seen),
+            stall_doubt=unread or disagreement(seen, self._watch),
         )  # fmt: skip
         for change in self._dog.look(found):
             if change.kind != "act" or not ending:
@@ -92,6 +92,7 @@ class Watching:
         if change.kind == "act":
             text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
             self._event("watch", text, "crit", rule=rule.name, action=change.action)
+            self._alerts.clear(f"{rule.name}-withheld", "the second source agrees")
             self._acts.append(change)
         elif change.kind == "withhold":
             self._alerts.raise_(f"{rule.name}-withheld", change.text, "crit")

@@ -8,7 +8,7 @@ import pytest
 
 from console.ending import End, Facts, decide, error_of
 from console.sources import lastwords
-from console.supervisor.follow import Story
+from console.supervisor.follow import DEATH, Story
 from console.supervisor.tree import Tree
 
 PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
@@ -85,6 +85,17 @@ def test_a_signal_to_torchrun_stops_and_is_named():
     state, why = over(agent_code=1, agent_signal="SIGTERM", halt_steps={0: 4, 1: 4},
                       ends=(End(0, 0, None, 4), End(1, 0, None, 4)))  # fmt: skip
     assert (state, why) == ("halted", "all 2 ranks halted at step 4 (SIGTERM to torchrun)")
+
+
+def test_a_bad_exit_outweighs_the_good_one_of_torchrun():
+    killed = (End(0, 0, None, 9), End(1, None, "SIGKILL", 9))
+    assert over(agent_code=0, ends=killed, order=(1,))[0] == "crashed"
+    assert over(agent_code=0, ends=(End(0, 7, None, 9), End(1, 0, None, 9)))[0] == "crashed"
+
+
+def test_only_signals_that_end_torchrun_are_taken_from_its_log():
+    assert DEATH.search(b"Received 9 death signal") is None
+    assert DEATH.search(b"Received 15 death signal")[1] == b"15"
 
 
 @pytest.mark.decision("refuse-restart", "lie")

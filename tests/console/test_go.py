@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 
@@ -51,6 +52,22 @@ def launch(tmp_path):
 def said(capsys, *words):
     code = main([str(word) for word in words])
     return code, capsys.readouterr().out
+
+
+@pytest.mark.decision("go-run", "lie")
+def test_an_event_or_a_plan_state_does_not_make_a_crashed_run_a_good_one(launch, capsys):
+    run = launch / "1-second"
+    document = rundir.read_json(run / rundir.SUPERVISOR) or {}
+    worker = document["workers"][0] | {"exit": {"code": None, "signal": "SIGKILL", "ts": 1.0}}
+    crashed = document | {"state": "crashed", "workers": [worker], "updated_ts": time.time() - 9}
+    directory.document(run / rundir.SUPERVISOR, crashed)
+    directory.event(run, "state", attempt=1, state="completed", ts=time.time() + 1)
+    directory.event(run, "state", attempt=1, state="completed", ts=time.time() + 1e6)
+    assert said(capsys, "check", run)[0] == 5
+    assert said(capsys, "check", launch)[0] != 0
+    directory.document(run / rundir.SUPERVISOR, crashed | {"state": "completed"})
+    code, out = said(capsys, "check", run)
+    assert (code, "rank 0 ended with killed by SIGKILL" in out) == (1, True)
 
 
 @pytest.mark.decision("go-run", "true")

@@ -93,7 +93,10 @@ def test_a_run_whose_records_stop_while_its_other_files_grow_is_not_halted(run):
     with watchdog(run, "--halt", "--interval", "0.1") as process:
         lines = [json.loads(process.stdout.readline()) for _ in range(2)]
     assert [(c["kind"], c["rule"]) for c in lines] == [("raise", "stall"), ("withhold", "stall")]
-    assert "halt withheld, one source alone says so: training.csv was written" in lines[1]["text"]
+    assert (
+        "halt withheld: the second source does not agree: training.csv was written"
+        in lines[1]["text"]
+    )
     assert not (run / rundir.HALT).exists()
 
 

@@ -149,12 +149,21 @@ def test_the_run_goes_on_when_the_console_ends(launch, root, end):
     wait_for(lambda: RunSource(run).poll().step > step + 3)
 
 
+def settle(terminal) -> None:
+    """Reads until the screen has shown what a key did: the next one must not meet a question."""
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        terminal.pump()
+
+
 def test_buttons_work_by_tab_and_enter_and_by_click(launch, root):
     with console(root) as terminal:
         terminal.wait("[ Dump ]")
         for _ in range(12):
             terminal.press("tab")
+            settle(terminal)
             terminal.press("enter")
+            settle(terminal)
             if "Dump the stacks" in terminal.text:
                 break
         terminal.wait("Dump the stacks")

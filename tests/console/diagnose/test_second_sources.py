@@ -43,7 +43,7 @@ def rank(still, records=None, **more):
 def stands(records):
     def make(second):
         ranks = (rank(float(second), records(second)),)
-        return {"seen": ranks, "stall_doubt": disagreement(ranks)}
+        return {"seen": ranks, "stall_doubt": disagreement(ranks, WATCH)}
 
     return make
 
@@ -71,11 +71,16 @@ def test_a_pulse_that_stands_still_while_records_show_new_steps_is_not_acted_upo
 def test_a_stall_with_one_source_is_said_and_not_acted_upon(lacking, says):
     def make(second):
         ranks = (rank(second + 60.0, **{"records": second + 60.0} | lacking),)
-        return {"seen": ranks, "stall_doubt": disagreement(ranks)}
+        return {"seen": ranks, "stall_doubt": disagreement(ranks, WATCH)}
 
     found = acts(make)
     assert kinds(found, "stall") == ["raise", "withhold"]
     assert says in found[-1][2]
+
+
+def test_records_that_came_late_once_do_not_hold_an_action_up_for_ever():
+    found = acts(stands(lambda second: max(0.0, second - 12.0)))
+    assert kinds(found, "stall") == ["raise", "act"]
 
 
 def test_an_action_that_was_withheld_follows_when_the_second_source_agrees():

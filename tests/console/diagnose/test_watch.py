@@ -163,7 +163,7 @@ def test_an_xid_that_ended_the_attempt_before_is_told_and_counts_no_more():
     said = gpu_texts(*[(first,)] * 100, *[(second,)] * 5, rules={"xid": "restart"})
     assert said[0] == (0, "raise", f"Xid 79 on GPU 3 at {at(-4)}")
     acts = [entry[:2] for entry in said if entry[1] in ("act", "withhold")]
-    assert acts == [(100, "withhold")]
+    assert acts == [(101, "withhold")]
     assert gpu_texts((with_xids(3, 79, second=-700),), (GPU,)) == []
 
 

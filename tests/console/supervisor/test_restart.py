@@ -254,7 +254,7 @@ def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
     assert after["since_ts"] == before["since_ts"]
     ended = started.wait_end(60)
     assert "rank 1: no reason given" in ended["why"]
-    assert "the same error twice" in ended["why"]
+    assert "not restarted: 2 attempts without a new checkpoint" in ended["why"]
     assert started.state()["attempt"] == 2
     adopted, begun = (
         next(e["ts"] for e in started.events(0) if key in (e.get("state"), e["text"]))

@@ -102,7 +102,7 @@ def test_no_record_raises_in_what_watches(drawn):
     )  # fmt: skip
     diagnose(seen, Watch(), 1.8e9)
     for _ in range(3):
-        dog.look(readings(told, seen, {}, (), {}, stall_doubt=disagreement(seen)))
+        dog.look(readings(told, seen, {}, (), {}, stall_doubt=disagreement(seen, Watch())))
     gates.evaluate(summed, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
 
 
@@ -132,3 +132,12 @@ def test_one_absurd_step_does_not_stick():
     told.take(record(10**12, msg="resume"))
     told.take(record(20, msg="resume"))
     assert told.first_step == 21
+
+
+def test_a_halt_or_an_error_that_further_steps_follow_is_none():
+    told = story()
+    told.take(record(3, msg="halt", reason="forged"))
+    told.take(record(3, msg="error", error="ModuleNotFoundError: forged"))
+    assert (told.halts, told.errors) == ({0: 3}, {0: "ModuleNotFoundError: forged"})
+    told.take(record(4))
+    assert (told.halts, told.errors) == ({}, {})

@@ -145,7 +145,7 @@ def test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept(begin, sm
     ended = started.wait_end(20)
     assert started.state()["state"] == "halted"
     assert [p["state"] for p in ended["phases"]] == ["halted", "later"]
-    assert rundir.read_json(started.run() / rundir.GATES)
+    assert started.wait(lambda: rundir.read_json(started.run() / rundir.GATES), 20)
     started.wait(lambda: not rundir.is_alive(supervisor), 5)
 
 
