@@ -24,6 +24,7 @@ WHOLE_BYTES = 1 << 30
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 UNARMED = "nothing, no supervisor lives"
+ORPHANED = "the launch has no supervisor, so no further phase starts; R, or nsa-console adopt, gives it one"
 
 
 class RunSource:
@@ -97,6 +98,8 @@ class RunSource:
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
         more = self._troubles() + ([] if ended else [*presence.stopped(supervisor)])
+        if ended and launch is not None and launch.state == "unsupervised":
+            more.append(Alert("no-supervisor", time.time(), "crit", ORPHANED, "R", observed=True))
         if unread and state != "starting":
             text = f"{run} cannot be read: what is shown of it is what its launch knows"
             more.append(Alert("directory", time.time(), "warn", text, observed=True))

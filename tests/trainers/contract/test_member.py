@@ -38,6 +38,9 @@ for step in range(1, 100000):
         threading.Lock().acquire() or time.sleep(0)
         lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=60)
     if mode == "gil" and step == 3:
+        records = os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], "heartbeat_rank0.jsonl")
+        while not os.path.exists(records) or "progress" not in open(records).read():
+            time.sleep(0.01)
         def held():
             say("there")
             native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
