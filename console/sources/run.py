@@ -24,7 +24,7 @@ WHOLE_BYTES = 1 << 30
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 UNARMED = "nothing, no supervisor lives"
-ORPHANED = "the launch has no supervisor, so no further phase starts; R, or nsa-console adopt, gives it one"
+ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, gives it a new one"
 
 
 class RunSource:
