@@ -2,7 +2,7 @@
 
 Two sources are independent when no single faulty writer, file or clock produces both. An exit that
 was seen through a pidfd is a fact and needs no second source. Text from a log is never a source.
-Where a source is missing or two disagree, nothing is done and an alert says so.
+If a source is missing, or two disagree, nothing is done and an alert says so.
 
 `docs/decisions.md` is drawn from this table. Each row is proven by three tests, marked
 `decision(name, case)`: one source lies, one is missing, both are true.

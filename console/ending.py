@@ -333,8 +333,8 @@ def signature(facts: Facts) -> str:
 def deterministic(facts: Facts) -> bool:
     """Says whether a run ended of an error that comes again at once: settings, usage, imports.
 
-    That refuses a first restart, so the kernel has to report the exit and the rank's own error
-    record the reason; what only a log says is tried once more.
+    Such an error refuses the first restart. It therefore needs an exit that the kernel reported and
+    an error record of the rank; an error that only a log shows is tried once more.
     """
     if not signature(facts):
         return False

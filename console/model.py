@@ -53,9 +53,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Where a rank is. `since_s` for how long in this phase, `age_s` how old the reading is.
+    """The position of a rank: `since_s` is the time in this phase, `age_s` the age of the reading.
 
-    Of a run that has ended no time goes on; a program that counts no collectives has None.
+    `since_s` is None for a run that has ended, `collectives` for a program that counts none.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What an action of the operator reaches: the run, and the supervisor that takes the request.
+"""The target of an operator's action: the run, and the supervisor that takes the request.
 
 Two sources have to agree on each, see the rows of kind `target` in `console.decisions`.
 """
@@ -21,7 +21,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
 STATE_BYTES = 8 << 20
-"""Of a run's records, enough to tell its state."""
+"""Bytes of a run's records that are read to find its state."""
 UNSERVED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
 """In these no supervisor answers; ranks may live, also where this host cannot see them."""
 NOT_SENT = "the request was not sent"
@@ -88,8 +88,8 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 def is_unserved(run: Path, folder: Path, box: Mailbox) -> bool:
     """Says whether no supervisor looks into the mailbox of a run that has not ended.
 
-    Of a supervisor on another host only its answer tells. Raises RefusedError where the document
-    that names it cannot be read.
+    A supervisor on another host shows only by its answer that it lives. Raises RefusedError where
+    the document that names it cannot be read.
     """
     owner, ended = _named(folder, box)
     if ended or owner.host:

@@ -193,7 +193,7 @@ class Saver:
             except BaseException as error:
                 reason = reason_of(error)
             else:
-                # What cannot be removed stays: the new checkpoint is whole all the same.
+                # An old checkpoint that cannot be removed stays: the new one is whole all the same.
                 with contextlib.suppress(OSError):
                     manifest.retain(self._run, self._settings.keep_last, self._settings.keep_every)
         if self._group is not None:

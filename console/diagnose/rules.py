@@ -196,9 +196,9 @@ def _ecc(now: Readings, past: Past, _watch: Watch) -> Found | None:
 
 
 def _xid(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    """Xids count for a while, also those of the attempt before, which they may have ended.
+    """Counts recent Xids, those of the attempt before too: they may have ended it.
 
-    Those are told and no reason to end this attempt as well.
+    An Xid of the attempt before raises an alert and never an action in this one.
     """
     if not now.gpus:
         return None

@@ -51,7 +51,7 @@ class _State:
     held_s: float = 0.0
     """For how long the condition was looked at, before it was raised."""
     counts: Mapping[int, int] = field(default_factory=dict)
-    """What the condition was made of, by GPU."""
+    """The parts of the condition by GPU, as in `Found.counts`."""
     told_at: float = 0.0
     """When the rule was last raised or raised again."""
     grave_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What systemd-logind does to a run when its user logs out."""
+"""Rules of systemd-logind that harm a run when its user logs out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDERS = ("etc/systemd", "run/systemd", "usr/local/lib/systemd", "usr/lib/systemd", "lib/systemd")
-"""Where logind.conf and logind.conf.d are, the strongest first."""
+"""Folders of logind.conf and logind.conf.d; earlier ones override later ones."""
 NAME = "logind.conf"
 RUNS, LINGER = "run/systemd/system", "var/lib/systemd/linger"
 TRUE = frozenset(("1", "yes", "y", "true", "t", "on"))
@@ -23,7 +23,7 @@ USER_MANAGER = re.compile(r"/user@\d+\.service")
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Whose run it is."""
+    """The user that the run belongs to."""
 
     uid: int
     name: str

@@ -50,7 +50,7 @@ class Case:
     root: Path = Path("/")
     """The root of the file system, in which the facts of this machine are looked up."""
     driver_s: float = nvml.ANSWER_S
-    """How long the NVIDIA driver may take to answer."""
+    """Longest time to wait for the NVIDIA driver."""
 
     @property
     def nproc(self) -> int:
@@ -142,7 +142,7 @@ def _directory(case: Case) -> Found:
 def _shell(case: Case) -> Found:
     """Names the variables of the shell that could mean a flag: those that the launch takes or not.
 
-    What the plan or an option sets for every phase is not missed.
+    A variable that the plan or an option sets for every phase is not reported.
     """
     variables = environ.snapshot()
     taken = flags.from_shell(variables)

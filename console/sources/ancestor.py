@@ -23,7 +23,7 @@ OWN_DUMP = "watchdog_dump"
 """A record of its internal watchdog, at step 0: no sign of life of the training."""
 HEAD_BYTES = 1 << 16
 CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
-"""Of its training.csv, which has no header."""
+"""Columns of its training.csv, which has no header."""
 
 
 def is_one(run: Path) -> bool:

@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What the pulse of a rank said when its process had ended, in one attempt."""
+    """The last pulse of a rank in one attempt, read after its process had ended."""
 
     attempt: int
     rank: int
@@ -48,7 +48,7 @@ class Hole:
 
 @dataclass(slots=True)
 class Part:
-    """What one rank recorded in one attempt."""
+    """The records of one rank in one attempt."""
 
     last: int = 0
     """The number of the newest record."""

@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-Whoever only looks gets the best answer that there is. For an action (`act`) a second source has to
-agree, else it is refused: rows `target-id` and `target-latest` of `console.decisions`.
+A command that only looks takes the best match. An action (`act`) also needs a second source that
+agrees, else it is refused: rows `target-id` and `target-latest` of `console.decisions`.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _old(young: float) -> str:
 def since_ts(supervisor: Record, state: State, last: Mapping[int, Record]) -> float | None:
     """Returns when a run came into its state, as far as that is known.
 
-    What the supervisor did not live to write begins with the last sign of it or of a rank.
+    A state that no document holds begins at the last sign of the supervisor or of a rank.
     """
     if jsonl.text(supervisor, "state") == state:
         return jsonl.number(supervisor, "since_ts")

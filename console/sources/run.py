@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from console.history import History
-from console.model import Alert, Gpu, LaunchState, Pulse, Rank, RunState, State
+from console.model import Alert, Gpu, LaunchState, Level, Pulse, Rank, RunState, State
 from console.sources import ancestor, documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of
 from console.sources.records import MAX_RANKS, Records, Taken
@@ -51,7 +51,7 @@ class RunSource:
 
     @property
     def summary(self) -> Summary | None:
-        """What the records of the run add up to that was read last, None before there is one."""
+        """The sums over the records of the run that was read last, None before there is one."""
         return self._reader.summary if self._reader is not None else None
 
     def poll(self) -> RunState:
@@ -98,14 +98,8 @@ class RunSource:
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
         more = self._troubles() + ([] if ended else [*presence.stopped(supervisor)])
-        if ended and launch is not None and launch.state == "unsupervised":
-            more.append(Alert("no-supervisor", time.time(), "crit", ORPHANED, "R", observed=True))
-        if unread and state != "starting":
-            text = f"{run} cannot be read: what is shown of it is what its launch knows"
-            more.append(Alert("directory", time.time(), "warn", text, observed=True))
-        if reader.behind_bytes:
-            left = f"{reader.behind_bytes / (1 << 20):.1f} MiB of records are still to be read"
-            more.append(Alert("behind", time.time(), "info", left, observed=True))
+        orphaned = ended and launch is not None and launch.state == "unsupervised"
+        more += _observed(orphaned, run if unread and state != "starting" else None, reader)
         launch = launch and documents.sequenced(launch, run.name, state, why)
         return RunState(
             id=documents.line(born, "run", f"{launch.id}/{run.name}" if launch else run.name),
@@ -204,6 +198,22 @@ class RunSource:
             Alert(f"document {path.name}", time.time(), "warn", document.trouble, observed=True)
             for path, document in self._documents.items() if document.trouble
         ]  # fmt: skip
+
+
+def _observed(orphaned: bool, unread: Path | None, reader: Records) -> list[Alert]:
+    """Returns the alerts of this reader on a launch without supervisor, and on unread files."""
+
+    def alert(name: str, level: Level, text: str, key: str = "") -> Alert:
+        return Alert(name, time.time(), level, text, key, observed=True)
+
+    found = [alert("no-supervisor", "crit", ORPHANED, "R")] if orphaned else []
+    if unread is not None:
+        text = f"{unread} cannot be read; this is what plan_state.json says of it"
+        found.append(alert("directory", "warn", text))
+    if reader.behind_bytes:
+        left = f"{reader.behind_bytes / (1 << 20):.1f} MiB of records are still to be read"
+        found.append(alert("behind", "info", left))
+    return found
 
 
 def _is_directory(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What the records of a run add up to over all its attempts: what gates are evaluated over.
+"""Sums over the records of a run and all its attempts; gates are evaluated over them.
 
 The file of each rank is added up by itself, so the state does not depend on how the files of
 several ranks are interleaved.

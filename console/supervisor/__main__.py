@@ -37,9 +37,9 @@ KEPT_SIGNALS = frozenset((
     signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
     signal.SIGTRAP,
 ))  # fmt: skip
-"""What cannot be caught, tells of a mistake in this process, or ends nothing."""
+"""Signals that cannot be caught, that report a bug of this process, or that end nothing."""
 OPEN_FILES = 64
-"""What a supervisor opens at most, beside two descriptors for each rank: process and pulse."""
+"""Most open files of a supervisor, beside two for each rank: process and pulse."""
 
 
 def become_subreaper() -> None:

@@ -48,8 +48,8 @@ LATE_END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What everything in a launch shares: the run directory's thread, NVML, the main loop, who is
-    told of alerts, and the token in the lock file."""
+    """Services that a launch shares: the run directory's thread, NVML, the main loop, the alert
+    hook, and the token in the lock file."""
 
     directory: Directory
     nvml: Nvml

@@ -47,7 +47,7 @@ class Directory(Recorder):
     ):  # fmt: skip
         self._on_done, self._lost = on_done, lost
         self.lost = ""
-        """What `lost` said last."""
+        """The last result of `lost`."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
         self._documents: dict[Path, Mapping[str, Any]] = {}
         self.unwritten: dict[Path, Mapping[str, Any]] = {}

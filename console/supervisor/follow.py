@@ -1,4 +1,4 @@
-"""What a run's own files say: heartbeats and `.HALT`; at the end also metrics and logs."""
+"""Reads the files of a run: heartbeats and `.HALT`, and the logs after its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEATH = re.compile(rb"Received (1|2|3|15) death signal")
 
 @dataclass(slots=True)
 class News:
-    """What one look found; records are those of all attempts."""
+    """The result of one look; `records` are those of all attempts."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     halt_file: bool = False
@@ -195,7 +195,7 @@ class Files:
 
 
 class Story:
-    """What the records of one attempt told so far: for stall limits and the end of the run."""
+    """State from the records of one attempt: for stall limits and the end of the run."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}

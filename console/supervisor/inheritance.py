@@ -78,7 +78,7 @@ def ended(held: Mapping[str, Any]) -> list[Ended]:
 def summary(held: Mapping[str, Any], world: int, attempt: int) -> Summary:
     """Returns what the records and counts of former attempts add up to; records are read again.
 
-    What supervisor.json does not tell stays unknown.
+    A count that supervisor.json lacks stays unknown.
     """
     counted = jsonl.integer(held, "attempt") is not None
     stalls = jsonl.integer(held, "stalls")

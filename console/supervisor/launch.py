@@ -18,10 +18,11 @@ from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
 from console.supervisor.lookout import Lookout
 from console.supervisor.mailbox import Execute, Mailbox, Outcome
-from console.supervisor.orders import FlagValue, Orders
+from console.supervisor.next_flags import NextFlags
+from console.supervisor.orders import Orders
 from console.supervisor.requests import Request
 from console.supervisor.run import REFRESH_S, Run
-from trainers.contract import VERSION, flags, jsonl, rundir
+from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 BUSY_PAUSE_S, IDLE_PAUSE_S = 0.05, 0.2
@@ -50,7 +51,7 @@ class Launch:
              "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}
             for i, phase in enumerate(given.plan.phases)
         ]  # fmt: skip
-        self._next_flags: dict[str, dict[str, Any]] = {}
+        self._next_flags = NextFlags(given)
         self._mailbox = Mailbox(self._directory, self._attempt_in, given.created_ts)
         self._dumps = Dumps(self._keep)
         self._acts: list[tuple[Run, Change]] = []
@@ -174,16 +175,13 @@ class Launch:
         entry |= {"state": "starting", "started_ts": time.time()}
         # Before the run: whoever takes over has to know of it.
         self._publish()
-        pending = {
-            name: FlagValue(held["value"], f"operator {held['by']}")
-            for name, held in self._next_flags.items()
-        }
+        run, pending = self.path / entry["dir"], self._next_flags.values()
         try:
-            self.run = Run(self._services, self.orders, index, self.path / entry["dir"], pending)
+            self.run = Run(self._services, self.orders, index, run, pending)
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
-        self._next_flags = {}
+        self._next_flags.clear()
         self.state, self.why = "running", ""
         entry["state"] = self.run.state
         if index + 1 < len(self._phases):
@@ -199,7 +197,7 @@ class Launch:
         self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
         for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
             mine |= theirs
-        self._next_flags = inheritance.next_flags(held)
+        self._next_flags.restore(inheritance.next_flags(held))
         self._ended_by = jsonl.text(held, "ended_by")[:400]
         folders = (self.path, *(self.path / entry["dir"] for entry in self._phases))
         inheritance.check_phase(self._index, folders[1:], held.get("state") == "waiting")
@@ -361,23 +359,9 @@ class Launch:
         index = self._index + 1
         if index >= len(self._phases):
             return False, "there is no next phase, so no process could be born with the flag", []
-        phase = self._phases[index]["name"]
-        changed = {k: v for k, v in self._next_flags.items() if k != name}
-        try:
-            if value is not None:
-                value = flags.format_value(flags.parse(name, value))
-                changed[name] = {"value": value, "by": request.by, "ts": time.time()}
-            born_with = self.orders.flags(
-                index, {k: FlagValue(v["value"], "operator") for k, v in changed.items()}
-            )
-            self.orders.settings(index, born_with)
-        except UsageError as error:
-            return False, str(error), []
-        self._next_flags = changed
+        done, text = self._next_flags.set(index, name, value, request.by)
         self._publish()
-        if value is None:
-            return True, f"{name} is as the plan says again for {phase}", []
-        return True, f"{name}={value} for {phase} only", []
+        return done, text, []
 
     def _do_proceed(self, request: Request) -> Outcome:
         if self.state != "waiting":
@@ -414,7 +398,7 @@ class Launch:
         self._directory.document(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
-            "between": self.orders.plan.between, "next_flags": dict(self._next_flags),
+            "between": self.orders.plan.between, "next_flags": self._next_flags.as_dict(),
             "ended_by": self._ended_by,
             "supervisor": rundir.identity() | {"token": self._services.lock_token},
             "live_dir": str(run.live) if run is not None and run.live else "",

@@ -1,4 +1,4 @@
-"""What stands in the lock file of a launch: its owner, and the token of this ownership.
+"""The lock file of a launch: its owner, and the token of this ownership.
 
 The flock says whether the owner lives, the token which owner it is: a copy of the directory has
 the token and no flock, another launch at the same path has another token.

@@ -22,8 +22,8 @@ Execute = Callable[[Request], Outcome | None]
 class Mailbox:
     """Owns which requests were seen; a second file with the same id is answered, not executed.
 
-    Of more than `REMEMBERED` the oldest are forgotten; a request that is not newer than those may
-    have been executed, so it is refused.
+    At most `REMEMBERED` requests are remembered. A request that is not newer than a forgotten one
+    may have been executed before, so it is refused.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Mailbox:
     def remember(self, answered: Mapping[str, Path], before_ts: float) -> None:
         """Takes requests as answered that a former supervisor answered: id and mailbox.
 
-        What it answered before `before_ts` is not known.
+        Its answers before `before_ts` are not known.
         """
         self._forgotten_ts = max(self._forgotten_ts, before_ts)
         for name, box in list(answered.items())[-REMEMBERED:]:

@@ -29,7 +29,7 @@ from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
 
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
-"""What a training of either system writes beside its records."""
+"""Files that a training of either system writes beside its records."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
 """In these, ranks may stand still: they are being ended."""
 

@@ -216,7 +216,7 @@ class Run:
     def _ask_git(self, begins: bool) -> None:
         """Asks for the commit of the code in a thread: git may take seconds.
 
-        Of an attempt that was taken over, the commit that it began with stays.
+        An attempt that was taken over keeps the commit that it began with.
         """
         folder, found = orders.code_folder(self.phase), self._git_found
         threading.Thread(

@@ -25,7 +25,7 @@ ACTING = frozenset(
 )
 """Keys that ask, answer a question, or change something."""
 IN_A_FIELD = frozenset(("enter",))
-"""Of these, the ones that act while a text field has the focus; the others are text there."""
+"""Acting keys that also act while a text field has the focus; the others are text there."""
 LEAVE = "ctrl+c"
 
 

@@ -53,7 +53,7 @@ class Draft:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the result is of exactly the options that are chosen now."""
+        """The result belongs to exactly the options that are chosen now."""
         held = self.checked
         return held is not None and (held.flags, held.between) == (self.flags, self.between)
 

@@ -233,7 +233,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
 
     @property
     def in_field(self) -> bool:
-        """Whether a text field has the focus."""
+        """Says whether a text field has the focus."""
         focused = self.focused if self.is_running else None
         return focused is not None and focused.check_consume_key("a", "a")
 

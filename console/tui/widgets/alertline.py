@@ -19,7 +19,7 @@ from console.tui.widgets.lines import Panel
 BLOCKED_S = 2.0
 SILENT_S = 5.0
 STALL = "stall"
-"""How the ids of the supervisor's alerts about a stall begin."""
+"""Prefix of the ids of the supervisor's alerts about a stall."""
 MOST_LINES = 3
 LEAST_ROOM = 24
 """With fewer cells than this beside them, the keys go below the text, or away."""

@@ -9,7 +9,7 @@ from console.tui.widgets.lines import Lines
 
 KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
 LATE_S = 60.0
-"""How long a result stays that came late: the operator may look elsewhere by then."""
+"""Time for which a late result stays: the operator may look elsewhere by then."""
 MOST_LINES = 3
 
 

@@ -174,7 +174,7 @@ def _cpu_cells(rank: Rank | None, bar: int, wide: bool, base: str) -> Cells:
 def place_cells(rank: Rank, is_live: bool, base: str, style: str, wrong: str = "") -> Cells:
     """Returns at which step and in which phase a rank is, or what is wrong with it, since when.
 
-    Of a rank that does not live: where it was last, without a time that counts on.
+    A rank that does not live keeps its last place, without a time that counts on.
     """
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
