@@ -108,10 +108,14 @@ def environment(pid: int) -> dict[str, str]:
     return {name: value for name, equals, value in pairs if equals}
 
 
-def with_token(token: str) -> list[int]:
-    """Returns the living processes that were born with this token, whoever their parent is."""
+def with_token(token: str, home: str = "") -> list[int]:
+    """Returns the living processes that were started with this token, whoever their parent is.
+
+    With `home` they also have to name this run directory: a token alone may have been copied.
+    """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in pids if environment(pid).get(environ.TOKEN) == token]
+    return [pid for pid in pids if (born := environment(pid)).get(environ.TOKEN) == token
+            and (not home or born.get(environ.RUN_DIR) == home)]  # fmt: skip
 
 
 def catches(pid: int, number: int) -> bool:

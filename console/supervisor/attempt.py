@@ -28,7 +28,7 @@ from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
-from trainers.contract import jsonl, rundir
+from trainers.contract import environ, jsonl, rundir
 from trainers.contract.plan import Phase, Watch
 
 Stage = Literal["prepare", "run", "collect", "over"]
@@ -89,7 +89,8 @@ class Attempt:
             watch, actions, run, alerts, self.story, summary, event, services.directory.document,
             changed,
         )  # fmt: skip
-        self.tree = Tree(token, phase.nproc, services.poller)
+        home = environment.get(environ.RUN_DIR, "")
+        self.tree = Tree(token, phase.nproc, services.poller, home)
         self.behind = False
         self.files = Files(run, number, phase.nproc, former.files if former else None)
         self._rotation = Rotation(rundir.logs(run, number))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from console.model import STALL
 from console.sources import documents, presence, process
 from console.sources.summary import Summary
-from console.supervisor.orders import FlagValue
+from console.supervisor.orders import LOG_DIR, FlagValue, Orders, argv
 from console.supervisor.restart import Ended
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
@@ -62,11 +64,55 @@ def checked(named: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
     return found
 
 
-def attempt(token: str) -> int:
-    """Returns the newest attempt that has processes, 0 without any."""
-    numbers = (process.environment(pid).get(environ.ATTEMPT, "")
-               for pid in process.with_token(token))  # fmt: skip
+def home(record: Mapping[str, Any]) -> str:
+    """Returns the run directory that run.json names in the environment of its processes."""
+    return jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR)
+
+
+def check_processes(record: Mapping[str, Any], held: Mapping[str, Any]) -> int:
+    """Returns the newest attempt that has processes, 0 without any.
+
+    Raises RefusedError where the token in run.json is that of another run: processes with it name
+    another run directory, or supervisor.json names the shared memory of another token.
+    """
+    named, mine = token(record), home(record)
+    born = [process.environment(pid) for pid in process.with_token(named)]
+    others = [found for each in born if (found := each.get(environ.RUN_DIR, mine)) != mine]
+    live = jsonl.text(held, "live_dir")
+    if others or (live and not live.endswith(f"-{named}")):
+        whose = f", {others[0]}" if others else ""
+        raise RefusedError(
+            f"{rundir.RUN} of {mine} holds the token of another run{whose}; nothing is taken over"
+        )
+    numbers = [each.get(environ.ATTEMPT, "") for each in born if environ.RUN_DIR in each]
     return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
+
+
+def check_command(record: Mapping[str, Any], given: Orders, index: int) -> None:
+    """Raises RefusedError where plan.json and run.json name different programs.
+
+    Only what follows torchrun's own options is compared: those may be of another version.
+    """
+    phase = given.plan.phases[index]
+    here = {"argv": argv(phase, given.plan.watch.grace_s, Path())}
+    mine, theirs = (program(documents.words(each, "argv")) for each in (here, record))
+    if theirs and mine != theirs:
+        raise RefusedError(
+            f"{rundir.PLAN} starts {shlex.join(mine)} and {rundir.RUN} says {shlex.join(theirs)}; "
+            "nothing is taken over before they agree"
+        )
+
+
+def program(words: Sequence[str]) -> list[str]:
+    """Returns the program and its arguments from a command of torchrun, [] for any other.
+
+    A config is named without its folder, which depends on the working directory.
+    """
+    if LOG_DIR not in words:
+        return []
+    found = list(words[list(words).index(LOG_DIR) + 2 :])
+    before = ["", *found]
+    return [Path(word).name if before[i] == "--config" else word for i, word in enumerate(found)]
 
 
 def ended(held: Mapping[str, Any]) -> list[Ended]:
@@ -75,16 +121,25 @@ def ended(held: Mapping[str, Any]) -> list[Ended]:
     return [each for entry in told if (each := documents.read(Ended, entry)).state]
 
 
-def summary(held: Mapping[str, Any], world: int, attempt: int) -> Summary:
+def summary(held: Mapping[str, Any], run: Path, world: int, attempt: int) -> Summary:
     """Returns what the records and counts of former attempts add up to; records are read again.
 
     A count that supervisor.json lacks stays unknown.
     """
     counted = jsonl.integer(held, "attempt") is not None
     stalls = jsonl.integer(held, "stalls")
+    if stalls is not None:
+        stalls = max(stalls, _stalls_in_events(run))
     found = Summary(world, attempt if counted else None, stalls)
     found.take_document(held)
     return found
+
+
+def _stalls_in_events(run: Path) -> int:
+    """Returns the stalls in the newest events: a second source for the count."""
+    data = jsonl.read_bytes(run / rundir.EVENTS, ANSWERS_BYTES, below=run)
+    records = (record for record in map(jsonl.decode, data.splitlines()) if record is not None)
+    return sum((r.get("kind"), r.get("alert")) == ("alert", STALL) for r in records)
 
 
 def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:

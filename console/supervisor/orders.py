@@ -19,7 +19,7 @@ from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
 from trainers.contract.plan import Phase, Plan
 
-PLAN_ENV, PHASE_FLAGS = "plan env", "plan"
+PLAN_ENV, PHASE_FLAGS, LOG_DIR = "plan env", "plan", "--log-dir"
 GIT_S = 10.0
 Origins = Mapping[str, str]
 
@@ -133,7 +133,7 @@ def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
         sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
         "--shutdown-timeout", str(max(1, round(grace_s))),
-        "--log-dir", str(logs.absolute() / "torchrun"),
+        LOG_DIR, str(logs.absolute() / "torchrun"),
     ]  # fmt: skip
     words += [phase.script] if phase.script else ["-m", phase.module]
     if phase.config:

@@ -46,7 +46,8 @@ class Run:
         self, services: Services, given: Orders, index: int, path: Path,
         pending: Mapping[str, FlagValue], adopt: bool = False,
     ):  # fmt: skip
-        self.orders, self.path = given, path
+        self.orders, self.path, self._index = given, path, index
+        self._home = str(path.absolute())
         self.phase, self.watch = given.plan.phases[index], given.plan.watch
         self.id = f"{given.launch}/{path.name}"
         self.state: State = "starting"
@@ -82,14 +83,16 @@ class Run:
         held = inheritance.document(self.path, rundir.SUPERVISOR)
         self._record = inheritance.document(self.path, rundir.RUN)
         launches.check_in_place(self.path)
-        running = inheritance.attempt(inheritance.token(self._record))
+        self._home = inheritance.home(self._record)
+        running = inheritance.check_processes(self._record, held)
+        inheritance.check_command(self._record, self.orders, self._index)
         self._ended = inheritance.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
         self.number = max(1, told, running)
         if running or jsonl.text(held, "state") != "restarting":
             del self._ended[self.number - 1 :]
         self._final = jsonl.text(held, "state") in inheritance.FINAL
-        self.summary = inheritance.summary(held, self.phase.nproc, self.number)
+        self.summary = inheritance.summary(held, self.path, self.phase.nproc, self.number)
         self.state = "running"
         return held
 
@@ -185,7 +188,7 @@ class Run:
     def _contract(self) -> dict[str, str]:
         """Returns what the ranks are told about the run that they belong to."""
         told = {
-            environ.RUN_DIR: str(self.path.absolute()), environ.RUN_ID: self.id,
+            environ.RUN_DIR: self._home, environ.RUN_ID: self.id,
             environ.ATTEMPT: str(self.number), environ.TOKEN: self._token,
         }  # fmt: skip
         return told | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})

@@ -81,10 +81,13 @@ class Worker:
 
 
 class Tree:
-    """Owns the processes of one attempt; every method returns at once."""
+    """Owns the processes of one attempt; every method returns at once.
 
-    def __init__(self, token: str, nproc: int, poller: select.poll):
-        self.token, self.nproc = token, nproc
+    They are known by the token and the run directory (`home`) in their environment.
+    """
+
+    def __init__(self, token: str, nproc: int, poller: select.poll, home: str = ""):
+        self.token, self.nproc, self._home = token, nproc, home
         self._pollers = (poller, select.poll())
         """The main loop's, which ends its wait, and one of this tree alone."""
         self.agent: process.Handle | None = None
@@ -140,7 +143,7 @@ class Tree:
         codes of processes that are no children of ours, and of what ended while nobody looked, may
         stay unknown.
         """
-        found = [(ticks, pid) for pid in process.with_token(self.token)
+        found = [(ticks, pid) for pid in process.with_token(self.token, self._home)
                  if (ticks := rundir.start_ticks(pid)) is not None]  # fmt: skip
         for _, pid in sorted(found):
             self._enclosure = self._enclosure or enclosure.of(pid, self.token)
@@ -229,7 +232,7 @@ class Tree:
         now = time.monotonic()
         if now - self._scanned < SCAN_EVERY_S and self._left:
             return False
-        self._scanned, self._left = now, process.with_token(self.token)
+        self._scanned, self._left = now, process.with_token(self.token, self._home)
         self._left += self._enclosure.pids() if self._enclosure else []
         if self._left and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
             self.kill()
@@ -269,7 +272,7 @@ class Tree:
         """Sends KILL to all but torchrun, which then says who failed first."""
         for worker in self.alive():
             worker.handle.send(signal.SIGKILL)
-        for pid in process.with_token(self.token):
+        for pid in process.with_token(self.token, self._home):
             if pid == self.agent_pid:
                 continue
             handle = process.hold(pid, self.token)

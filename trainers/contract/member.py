@@ -37,7 +37,9 @@ HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
 """Records that carry the number of steps with a non-finite loss."""
-_BOARD = struct.Struct("<qq")
+_BOARD = struct.Struct("<qqq")
+_WISH, _SEAL = 0x48414C54, 0x5EA1
+"""A wish to halt on the board, and the mark by which a step is known that rank 0 decided on."""
 
 
 class Member:
@@ -171,11 +173,12 @@ class Member:
 
 
 class HaltBoard:
-    """Sixteen shared bytes through which the ranks of one host agree on the step to halt at.
+    """A few shared bytes through which the ranks of one host agree on the step to halt at.
 
     Rank 0 publishes `step + 1` before it enters the collective of `step`; no rank can begin
     `step + 1` before that collective, so all of them see the decision in time. It begins by
     clearing what a former program in the same directory decided; wishes are made again each step.
+    Bytes that are neither a wish nor a sealed step mean nothing.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -185,13 +188,14 @@ class HaltBoard:
 
     def decide(self, rank: int, step: int, wish: bool) -> bool:
         """Says whether `step` must not be begun."""
-        wished, halt_at = _BOARD.unpack_from(self._memory)
+        wished, halt_at, seal = _BOARD.unpack_from(self._memory)
+        wished, decided = wished == _WISH, halt_at > 0 and seal == halt_at ^ _SEAL
         if wish and not wished:
-            struct.pack_into("<q", self._memory, 0, 1)
-        if rank == 0 and not halt_at and (wish or wished):
-            halt_at = step + 1
-            struct.pack_into("<q", self._memory, 8, halt_at)
-        return 0 < halt_at <= step
+            struct.pack_into("<q", self._memory, 0, _WISH)
+        if rank == 0 and not decided and (wish or wished):
+            halt_at, decided = step + 1, True
+            struct.pack_into("<qq", self._memory, 8, halt_at, halt_at ^ _SEAL)
+        return decided and halt_at <= step
 
 
 class Joined(Member):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -13,11 +14,11 @@ from console import actions, plain
 from console.model import State
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import restart
+from console.supervisor import inheritance, restart
 from console.supervisor.restart import Again, Ended
 from tests.launches import PROGRAMS, STUB, phase
+from trainers.contract import environ, jsonl, rundir
 from trainers.contract import plan as plans
-from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Restart
 
@@ -198,6 +199,43 @@ def test_what_another_host_or_boot_supervised_is_not_taken_over(lost, changed, s
     with pytest.raises(RefusedError, match=says):
         actions.adopt(lost.path)
     rundir.write_json(lost.path / rundir.PLAN_STATE, state)
+
+
+def test_the_token_of_another_run_is_refused_and_its_processes_are_left_alone(lost):
+    other = subprocess.Popen(
+        ["sleep", "60"], env={environ.TOKEN: "fedcba9876543210", environ.RUN_DIR: "/elsewhere/0-x"}
+    )
+    born = rundir.read_json(lost.run() / rundir.RUN)
+    forged = born | {"environment": born["environment"] | {environ.TOKEN: "fedcba9876543210"}}
+    try:
+        rundir.write_json(lost.run() / rundir.RUN, forged)
+        with pytest.raises(RefusedError, match="holds the token of another run"):
+            actions.adopt(lost.path)
+        assert other.poll() is None
+    finally:
+        rundir.write_json(lost.run() / rundir.RUN, born)
+        other.kill()
+        other.wait()
+
+
+def test_a_plan_that_starts_another_program_than_the_run_is_not_taken_over(lost):
+    plan = rundir.read_json(lost.path / rundir.PLAN)
+    evil = plan["phases"][0] | {"script": str(PROGRAMS / "agent.py")}
+    rundir.write_json(lost.path / rundir.PLAN, plan | {"phases": [evil]})
+    try:
+        with pytest.raises(RefusedError, match="nothing is taken over before they agree"):
+            actions.adopt(lost.path)
+    finally:
+        rundir.write_json(lost.path / rundir.PLAN, plan)
+
+
+def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say(tmp_path):
+    stall = {"kind": "alert", "alert": "stall", "ts": 1.0}
+    (tmp_path / rundir.EVENTS).write_bytes(jsonl.encode(stall) * 2)
+    for told, counted in ((0, 2), (5, 5)):
+        held = {"attempt": 1, "stalls": told}
+        assert inheritance.summary(held, tmp_path, 1, 1).stalls == counted
+    assert inheritance.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
 
 
 def test_a_copy_is_not_taken_over_and_does_not_touch_the_processes_of_the_original(lost):
