@@ -28,6 +28,8 @@ Doubt = Literal["", "lost", "ahead"]
 DOUBTS: Mapping[Doubt, str] = {
     "lost": "has no pulse that can be read", "ahead": "records later steps than its pulse shows",
 }  # fmt: skip
+OVERDUE = 2.0
+"""A record is overdue after so many times the longest of the last gaps."""
 RECORDS_LATE_S = 5.0
 """A record may be read so much later than the pulse of the same moment."""
 
@@ -55,6 +57,8 @@ class Seen:
     """The exit code of a rank that has left, where it is known."""
     records_s: float | None = None
     """Time since its records showed a new step, None without a record."""
+    records_gap_s: float = 0.0
+    """Longest of the last times between two such records, 0 before it is known."""
     doubt: Doubt = ""
     """Why its pulse says nothing: it cannot be read, or its records are ahead of it."""
     nonfinite_steps: int = -1
@@ -298,7 +302,8 @@ def doubted(ranks: Sequence[Seen]) -> str:
 def disagreement(ranks: Sequence[Seen], watch: Watch) -> str:
     """Says why the records do not confirm that these ranks stand still, "" when they do.
 
-    A new step that was read late, but longer ago than the rank's limit, is no progress any more.
+    A new step that was read late, but longer ago than the rank's limit, is no progress any more. A
+    rank that records rarely confirms nothing before its next record is overdue.
     """
     for seen in ranks:
         who = f"rank {seen.rank}"
@@ -312,4 +317,6 @@ def disagreement(ranks: Sequence[Seen], watch: Watch) -> str:
             return f"{who} has no record that could confirm it"
         if seen.records_s < min(limit_s(seen, watch), seen.still_s - RECORDS_LATE_S):
             return f"the records of {who} show a new step {seen.records_s:.0f} s ago"
+        if seen.records_s < OVERDUE * seen.records_gap_s:
+            return f"{who} records only every {seen.records_gap_s:.0f} s, the next is not overdue"
     return ""

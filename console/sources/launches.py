@@ -19,6 +19,8 @@ from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
 
 ROOT = Path("artifacts")
+CLOCK_S = 60.0
+"""A clock may be set back by so much between two files of one launch."""
 STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
 SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
 """No launch was created before 2001, nor later than a day from now."""
@@ -188,8 +190,20 @@ def _latest(held: Sequence[Known], root: Path, act: bool) -> Path:
             f"{rundir.PLAN}, {rival.path} by the time of that file; give an id or a directory"
         )
     if act:
+        _check_age(newest)
         check_in_place(newest.path, by_name=True)
     return newest.path
+
+
+def _check_age(newest: Known) -> None:
+    """Raises RefusedError for a launch whose plan claims to be younger than its own runs."""
+    for run in run_directories(newest.path):
+        born_ts = jsonl.number(rundir.read_json(run / rundir.RUN) or {}, "created_ts")
+        if born_ts is not None and born_ts < newest.created_ts - CLOCK_S:
+            raise RefusedError(
+                f"which launch is the latest is not certain: the {rundir.PLAN} of {newest.path} is "
+                f"younger than its run {run.name}; give an id or a directory"
+            )
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:

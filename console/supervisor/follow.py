@@ -27,6 +27,7 @@ from trainers.contract import heartbeat, jsonl, rundir
 WARM_UP_STEPS = 2
 KEPT_STEPS = 256
 KEPT_RECORDS = 4096
+KEPT_GAPS = 8
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 LOOK_BYTES = 512 << 10
 """Of records in one look: a backlog is read in parts, and memory stays flat."""
@@ -213,6 +214,7 @@ class Story:
         self.newest_ts: float | None = None
         self._rose: dict[int, float] = {}
         """When each rank's newest step was read, in monotonic seconds."""
+        self._gaps: dict[int, deque[float]] = {}
         self._fresh: deque[Progress] = deque(maxlen=KEPT_RECORDS)
         self._durations: dict[tuple[int, str], tuple[deque[float], list[float]]] = {}
         """The last times of each rank in each phase, in the order they came and by length."""
@@ -222,7 +224,7 @@ class Story:
         """Takes in one heartbeat."""
         rank, step = record["rank"], record["step"]
         if rank not in self.last or step > self.steps.get(rank, 0):
-            self._rose[rank] = time.monotonic()
+            self._take_rise(rank)
         self.last[rank] = record
         if record["msg"] not in OF_THE_PAST:
             self.steps[rank] = step
@@ -261,6 +263,17 @@ class Story:
         """
         rose = self._rose.get(rank)
         return None if rose is None else max(0.0, mono - rose)
+
+    def gap_s(self, rank: int) -> float:
+        """Returns the longest of the last times between two records with a new step, 0 at first."""
+        return max(self._gaps.get(rank, ()), default=0.0)
+
+    def _take_rise(self, rank: int) -> None:
+        """Takes that a new step of a rank was read; gaps count behind the first steps."""
+        now, before = time.monotonic(), self._rose.get(rank, -math.inf)
+        if self.steps.get(rank, 0) >= self.first_step and before > -math.inf:
+            self._gaps.setdefault(rank, deque(maxlen=KEPT_GAPS)).append(now - before)
+        self._rose[rank] = now
 
     def settle(self) -> None:
         """Takes what was read so far for what was there before this reader came."""

@@ -159,6 +159,7 @@ class Contract:
             rank.rank, rank.pid, letter, held.step, held.phase, held.since_s,
             held.collectives or 0, self._records.story.p99_s(rank.rank, held.phase),
             records_s=self._records.story.still_s(rank.rank, time.monotonic()),
+            records_gap_s=self._records.story.gap_s(rank.rank),
         )  # fmt: skip
 
 

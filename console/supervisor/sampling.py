@@ -86,7 +86,7 @@ class Sampler:
             # A program that went on without a word may take its first step anywhere.
             story.first_step if attempt == 1 or story.steps.get(worker.rank) else found.step,
             story.code(worker.rank) if worker.code is None else worker.code,
-            records_s, "ahead" if recorded and recorded.step > found.step else "",
-            found.nonfinite_steps,
+            records_s, story.gap_s(worker.rank),
+            "ahead" if recorded and recorded.step > found.step else "", found.nonfinite_steps,
         )  # fmt: skip
         return row, seen

@@ -158,6 +158,17 @@ def test_a_latest_that_is_not_certain_is_refused_with_both(tmp_path, capsys, cre
     assert files(tmp_path) == before
 
 
+@pytest.mark.decision("target-latest", "lie")
+def test_a_plan_that_is_younger_than_its_run_is_not_the_latest(tmp_path):
+    made(tmp_path / "new", "new", NOW - 60, NOW - 60)
+    forged = made(tmp_path / "old", "old", NOW, NOW)
+    path = forged / "0-first" / rundir.RUN
+    path.write_text(json.dumps((rundir.read_json(path) or {}) | {"created_ts": NOW - 9000}))
+    assert launches.find("latest", tmp_path) == forged
+    with pytest.raises(RefusedError, match="younger than its run 0-first"):
+        launches.find("latest", tmp_path, act=True)
+
+
 @pytest.mark.decision("target-latest", "absent")
 @pytest.mark.parametrize(
     "created", [None, "x", "nan", 1e300, -5.0, 7.0, pytest.param(NOW + 1e6, id="later")]

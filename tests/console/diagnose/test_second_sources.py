@@ -78,6 +78,16 @@ def test_a_stall_with_one_source_is_said_and_not_acted_upon(lacking, says):
     assert says in found[-1][2]
 
 
+@decision("act-on-stall", "absent")
+def test_a_rank_that_records_rarely_confirms_nothing_before_its_record_is_overdue():
+    def make(second):
+        ranks = (replace(rank(float(second), float(second)), records_gap_s=60.0),)
+        return {"seen": ranks, "stall_doubt": disagreement(ranks, WATCH)}
+
+    assert kinds(acts(make, 119), "stall") == ["raise", "withhold"]
+    assert kinds(acts(make, 200), "stall") == ["raise", "withhold", "act"]
+
+
 def test_records_that_came_late_once_do_not_hold_an_action_up_for_ever():
     found = acts(stands(lambda second: max(0.0, second - 12.0)))
     assert kinds(found, "stall") == ["raise", "act"]
