@@ -80,7 +80,8 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
             f"nsa-console status {options.run}"
         )
     detail = (f"  {clean(str(line))}" for line in event.get("detail") or ())
-    show(options.json, event, (clean(str(event.get("text", ""))), *detail))
+    name = launches.launch_id(launches.launch_of(path) or path)
+    show(options.json, event, (f"{name}: {clean(str(event.get('text', '')))}", *detail))
     return 0 if event.get("ok") else 4
 
 

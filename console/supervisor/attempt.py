@@ -295,7 +295,8 @@ class Attempt:
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
-        self.watching.look(self._sampler, seen, ending, self._unread())
+        halting = self.known.asked == "halt" or self.known.halt_file
+        self.watching.look(self._sampler, seen, ending, halting, self._unread())
 
     def _unread(self) -> str:
         """Says why the records are not up to date, "" when they are."""

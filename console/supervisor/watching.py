@@ -21,6 +21,7 @@ from trainers.contract import VERSION, rundir
 from trainers.contract.plan import Watch
 
 LONGEST_STILL_S = 1e9
+HALT_PENDING = "halt-pending"
 PULSE, UNSEEN_LOOKS = "pulse", 3
 """The alert on pulses that say nothing, and how many looks in a row they have to."""
 
@@ -50,7 +51,9 @@ class Watching:
         """Returns what a stall is answered with, and the sentence that also says when."""
         return self._dog.stall_action, self._dog.stall_words()
 
-    def look(self, now: Sampler, seen: Sequence[Seen], ending: bool, unread: str) -> None:
+    def look(
+        self, now: Sampler, seen: Sequence[Seen], ending: bool, halting: bool, unread: str
+    ) -> None:
         """Takes the last sample; `seen` is empty while nobody is to be waited for.
 
         Nothing more is done to ranks that are being ended. `unread` says why the records are not
@@ -59,6 +62,11 @@ class Watching:
         self._ending = ending
         self._watch_pulses(seen)
         self._take_verdict(diagnose(seen, self._watch, time.time()))
+        if halting and self.verdict:
+            text = "a halt is pending: ranks stop at the end of a step, so when all step again"
+            self._alerts.raise_(HALT_PENDING, text, "crit", "K")
+        else:
+            self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
         found = readings(
             self._story, seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
             stall_doubt=unread or disagreement(seen, self._watch),

@@ -38,6 +38,11 @@ def test_live_states(facts, state):
     assert decide(Facts(**facts))[0] == state
 
 
+def test_a_halt_of_a_stalled_run_is_said_to_be_pending():
+    why = decide(Facts(step=9, halt_file=True, verdict="rank 1 is stopped"))[1]
+    assert why == "rank 1 is stopped; a halt is pending"
+
+
 def test_a_halt_before_the_start_is_a_halt():
     facts = Facts(over=True, asked="halt", by="ada", failure="halt was asked before the start")
     assert decide(facts) == ("halted", "halted, asked by ada")

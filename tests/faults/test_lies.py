@@ -332,6 +332,10 @@ def test_a_stop_of_a_stalled_run_says_nothing_untrue(scene, launch, orders):
     order(orders, 0, "deaf")
     order(orders, 1, "sleep 3600")
     started.wait_state("stalled")
+    assert started.ask("halt", started.run())["ok"]
+    source, pending = RunSource(started.path), sentence_of("halt-pending")
+    assert "when all step again" in started.wait(lambda: pending(source.poll()), 10)
+    assert started.wait(lambda: source.poll().why.endswith("; a halt is pending"), 10)
     assert started.ask("stop", started.run())["ok"]
     started.wait_end()
     events = [e["text"] for e in started.events(0) if e["kind"] in ("alert", "clear")]
