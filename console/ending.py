@@ -164,6 +164,11 @@ class Facts:
     """What the kernel killed for memory while the ranks ran, None where nobody looked."""
 
     @property
+    def said(self) -> str:
+        """The reason of the ranks, as their word and not as ours."""
+        return f'the ranks say "{self.reason}"' if self.reason else ""
+
+    @property
     def clean(self) -> bool:
         """All ranks ended with 0, whatever became of torchrun; a bad exit speaks against its 0."""
         if any(end.signal or end.code not in (0, None) for end in self.ends):
@@ -214,9 +219,9 @@ class Facts:
         bad = [end for end in self.ends if end.bad or end.unknown]
         if not bad or not all(end.lost_peer for end in bad):
             return None
-        first = min((self._place(end) for end in bad), default=0)
-        early = [end for end in self.ends if end.code == 0 and self._place(end) < first]
-        return min(early, key=self._place, default=None)
+        first = min((self.place(end) for end in bad), default=0)
+        early = [end for end in self.ends if end.code == 0 and self.place(end) < first]
+        return min(early, key=self.place, default=None)
 
     def culprit(self) -> End | None:
         """Returns the rank to blame: the first that ended badly and not because of another.
@@ -225,10 +230,23 @@ class Facts:
         """
         bad = [end for end in self.ends if end.bad or (self.over and end.unknown)]
         return self.left_early() or min(
-            bad, key=lambda e: (e.secondary, e.unknown, self._place(e), e.rank), default=None
+            bad, key=lambda e: (self._weight(e), e.unknown, self.place(e), e.rank), default=None
         )
 
-    def _place(self, end: End) -> int:
+    def _weight(self, end: End) -> int:
+        """Says how far an end is from being the cause: 2 where it was told to end.
+
+        A rank that lost its peer and one that ended without a word are alike: a text cannot shift
+        the blame to who ended later and says nothing.
+        """
+        if end.lost_peer and not end.culled:
+            return 1
+        if end.secondary:
+            return 2
+        wordless = not (end.words or end.signal or end.unknown or end.code in NAMED_CODES)
+        return 1 if wordless else 0
+
+    def place(self, end: End) -> int:
         """Returns its place in the order of the ends, those that are not in it last."""
         return self.order.index(end.rank) if end.rank in self.order else len(self.order)
 
@@ -236,7 +254,7 @@ class Facts:
 def _halt_words(facts: Facts) -> str:
     steps = sorted(set(facts.halt_steps.values()))
     by = f", asked by {facts.by}" if facts.by and facts.asked == "halt" else ""
-    cause = f"{facts.agent_signal} to torchrun" if facts.told_to_end else facts.reason
+    cause = f"{facts.agent_signal} to torchrun" if facts.told_to_end else facts.said
     by = by or (f" ({cause})" if cause else "")
     if len(steps) == 1:
         who = f"all {len(facts.halt_steps)} ranks" if len(facts.halt_steps) > 1 else "rank 0"
@@ -246,7 +264,7 @@ def _halt_words(facts: Facts) -> str:
 
 def _done_words(facts: Facts) -> str:
     """A run that needed fewer steps than planned says why."""
-    early = f": {facts.reason}" if facts.reason not in ("", LAST_STEP) else ""
+    early = f"; {facts.said}" if facts.reason not in ("", LAST_STEP) else ""
     return f"all ranks done after step {facts.step}{early}"
 
 
@@ -268,11 +286,16 @@ def _error_words(facts: Facts) -> str:
     else:
         sentence = _memory_words(facts, end)
     others = [e for e in facts.ends if e.rank != end.rank and e.bad and e.secondary]
-    if not others:
-        return sentence
-    ranks = ", ".join(str(e.rank) for e in others[:8])
-    plural = "ranks" if len(others) > 1 else "rank"
-    return f"{sentence}; {plural} {ranks} ended because of it"
+    before = [e for e in others if e.lost_peer and facts.place(e) < facts.place(end)]
+    because = [e for e in others if e not in before]
+    told = [f"; {_ranks(before)} ended before it, with the words of a lost peer"] * bool(before)
+    told += [f"; {_ranks(because)} ended because of it"] * bool(because)
+    return f"{sentence}{''.join(told)}"
+
+
+def _ranks(ends: Sequence[End]) -> str:
+    """Returns "ranks 0, 2"."""
+    return f"rank{'s' * (len(ends) > 1)} {', '.join(str(end.rank) for end in ends[:8])}"
 
 
 def _at_once_words(facts: Facts) -> str:

@@ -120,15 +120,24 @@ def _named(ranks: Sequence[Seen]) -> str:
 
 
 def _waiting(others: Sequence[Seen], than: Seen) -> str:
-    """Says what the ranks do that are not to blame, grouped by place."""
-    places: dict[str, list[Seen]] = {}
+    """Says what the other ranks do, grouped: who is stopped, who is behind, and who waits."""
+    groups: dict[tuple[str, str], list[Seen]] = {}
     for seen in others:
         same_step = seen.phase and seen.step == than.step
-        places.setdefault(seen.phase if same_step else seen.where(), []).append(seen)
+        place = seen.phase if same_step else seen.where()
+        groups.setdefault((_does(seen, than), place), []).append(seen)
     return "".join(
-        f"; {_named(group)} wait{'s' if len(group) == 1 else ''} in {place}"
-        for place, group in places.items()
+        f"; {_are(group) if does else _named(group)} "
+        f"{does or ('waits' if len(group) == 1 else 'wait')} in {place}"
+        for (does, place), group in groups.items()
     )
+
+
+def _does(seen: Seen, than: Seen) -> str:
+    """Says what a rank is that does not just wait for another one, "" for one that does."""
+    if seen.state in STOPPED_STATES:
+        return "stopped"
+    return "further behind" if seen.position < than.position else ""
 
 
 def _changed(case: _Case, seen: Seen) -> str:
@@ -169,15 +178,17 @@ def _are(ranks: Sequence[Seen]) -> str:
 
 
 def _stopped(case: _Case) -> Verdict | None:
+    """Names stopped ranks, unless another one holds the run up that is further behind."""
     found, waiting = _in_state(case, STOPPED_STATES)
-    if not found:
+    first = found[0] if found else None
+    further = first is not None and case.behind[0].position < first.position
+    if first is None or (further and case.overdue):
         return None
-    first = found[0]
     sentence = (
         f"{_are(found)} stopped (SIGSTOP or a debugger): in {first.where()} "
         f"since {_changed(case, first)}; kill -CONT {first.pid} lets it go on{waiting}"
     )
-    return _verdict(case, first, "stopped", "high", sentence)
+    return _verdict(case, first, "stopped", "medium" if further else "high", sentence)
 
 
 def _gone(case: _Case) -> Verdict | None:
@@ -227,18 +238,16 @@ def _left(case: _Case) -> Verdict | None:
 
 
 def _behind(case: _Case) -> Verdict | None:
+    """Names who is furthest behind; one pulse alone says so, which is never sure."""
     if not case.overdue or not case.others:
         return None
     first = case.behind[0]
-    clear = any(s.position[:2] != first.position[:2] for s in case.others)
     left = f"; {_departed(case.left)}" if case.left else ""
     sentence = (
         f"{_are(case.behind)} behind: in {first.where()} since {_changed(case, first)}"
         f"{_waiting(case.others, first)}{left}"
     )
-    wait = all(s.still_s > first.still_s / 2 for s in case.others)
-    sure = "high" if clear and wait and len(case.behind) == 1 else "medium"
-    return _verdict(case, first, "behind", sure, sentence)
+    return _verdict(case, first, "behind", "medium", sentence)
 
 
 def _level(case: _Case) -> Verdict | None:

@@ -196,13 +196,13 @@ def hold_named(owner: Mapping[str, Any], run: Path, logs: Path) -> Handle | None
         fd = os.pidfd_open(owner["pid"])
     except OSError:
         return None
-    if rundir.is_alive(owner) and _writes_into(owner["pid"], run, logs):
+    if rundir.is_alive(owner) and writes_into(owner["pid"], run, logs):
         return Handle(owner["pid"], fd, owner["start_ticks"])
     os.close(fd)
     return None
 
 
-def _writes_into(pid: int, run: Path, logs: Path) -> bool:
+def writes_into(pid: int, run: Path, logs: Path) -> bool:
     """Says whether a process of this user has a file of `logs` for its output.
 
     One that is a file of some other folder too (a link) proves nothing.

@@ -82,7 +82,7 @@ class Attempt:
         self.stage: Stage = "prepare"
         self.known = Facts(world=phase.nproc)
         """Facts from requests and events; `facts` adds those from processes and records."""
-        self.story, self._summary = Story(), summary
+        self.story, self._summary = Story(live=held is None), summary
         self._services, self._directory = services, services.directory
         self.alerts = alerts
         self.watching = Watching(

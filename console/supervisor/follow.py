@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import LONGEST_STEP_S, Progress, progress_of
-from console.diagnose.stall import FIRST_STEP, SAFETY
+from console.diagnose.stall import FIRST_STEP, RECORDS_LATE_S, SAFETY, Seen
 from console.ending import End, error_of
 from console.sources import ancestor, documents, lastwords, process
 from console.sources.fold import OF_THE_PAST
@@ -196,9 +196,12 @@ class Files:
 
 
 class Story:
-    """State from the records of one attempt: for stall limits and the end of the run."""
+    """State from the records of one attempt: for stall limits and the end of the run.
 
-    def __init__(self) -> None:
+    `live`: its reader was there from the begin of the attempt; else since `settle`.
+    """
+
+    def __init__(self, live: bool = False) -> None:
         self.steps: dict[int, int] = {}
         self.halts: dict[int, int] = {}
         self.reason = ""
@@ -219,6 +222,9 @@ class Story:
         self._durations: dict[tuple[int, str], tuple[deque[float], list[float]]] = {}
         """The last times of each rank in each phase, in the order they came and by length."""
         self._seen: dict[int, int] = {}
+        self._live_since = time.monotonic() if live else math.inf
+        self._told_s: dict[int, float] = {}
+        """The step time that each rank's records told of since then."""
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
@@ -230,7 +236,7 @@ class Story:
             self.steps[rank] = step
         elif record["msg"] == "checkpoint":
             self.saved = step
-        if record["msg"] == "resume":
+        if record["msg"] == "resume" and rank not in self.progress:
             self.first_step = max(step + 1, FIRST_STEP)
         self.newest_ts = jsonl.number(record, "ts")
         if record["msg"] == "progress":
@@ -247,7 +253,7 @@ class Story:
         if error:
             self.errors.setdefault(rank, error)
         steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < LONGEST_STEP_S]
-        if steps_s:
+        if steps_s and self._can_have_passed(rank, math.fsum(steps_s)):
             self._take_durations(record, rank, steps_s)
 
     def code(self, rank: int) -> int | None:
@@ -255,6 +261,30 @@ class Story:
         last = self.last.get(rank, {})
         code = jsonl.integer(last, "exit_code")
         return 0 if code is None and last.get("msg") == "exit" else code
+
+    def seen(
+        self, rank: int, pid: int, state: str, *, attempt: int, step: int, phase: str,
+        still_s: float, collectives: int, code: int | None = None, nonfinite_steps: int = -1,
+        lagging: bool = False,
+    ) -> Seen:  # fmt: skip
+        """Returns a rank where its pulse shows it, with the limits and doubts of its records.
+
+        A pulse that is `lagging` comes from a sample: its records may be ahead of it.
+        """
+        recorded = self.progress.get(rank)
+        return Seen(
+            rank, pid, state, step, phase, still_s, collectives, self.p99_s(rank, phase),
+            self._first_step_of(rank, attempt, step),
+            self.code(rank) if code is None else code,
+            self.still_s(rank, time.monotonic()), self.gap_s(rank),
+            "ahead" if recorded and recorded.step > step and not lagging else "", nonfinite_steps,
+        )  # fmt: skip
+
+    def _first_step_of(self, rank: int, attempt: int, step: int) -> int:
+        """Returns the first step of the attempt; a pulse before it disproves its record."""
+        if attempt > 1 and not self.steps.get(rank):
+            return step  # a program that went on without a word may take its first step anywhere
+        return self.first_step if self.first_step <= step + 1 else FIRST_STEP
 
     def still_s(self, rank: int, mono: float) -> float | None:
         """Returns the time since a new step of a rank was read, None without a record.
@@ -278,12 +308,23 @@ class Story:
     def settle(self) -> None:
         """Takes what was read so far for what was there before this reader came."""
         self._rose = dict.fromkeys(self._rose, -math.inf)
+        self._live_since = time.monotonic()
 
     def take_fresh(self) -> tuple[Progress, ...]:
         """Returns the progress records since the last call; whoever watches asks for them."""
         fresh = tuple(self._fresh)
         self._fresh.clear()
         return fresh
+
+    def _can_have_passed(self, rank: int, step_s: float) -> bool:
+        """Says whether a rank's steps can have taken so much more time since its reader came."""
+        if self._live_since == math.inf:
+            return True
+        told_s = self._told_s.get(rank, 0.0) + step_s
+        if told_s > time.monotonic() - self._live_since + RECORDS_LATE_S:
+            return False
+        self._told_s[rank] = told_s
+        return True
 
     def _take_durations(self, record: Mapping[str, Any], rank: int, steps_s: list[float]) -> None:
         """Takes step times, and the longest that each phase can have lasted in these steps.

@@ -155,11 +155,9 @@ class Contract:
             return None
         here = held.live and rank.host in ("", rundir.host_name())
         letter = process.state(rank.pid) if here else rank.state or "?"
-        return Seen(
-            rank.rank, rank.pid, letter, held.step, held.phase, held.since_s,
-            held.collectives or 0, self._records.story.p99_s(rank.rank, held.phase),
-            records_s=self._records.story.still_s(rank.rank, time.monotonic()),
-            records_gap_s=self._records.story.gap_s(rank.rank),
+        return self._records.story.seen(
+            rank.rank, rank.pid, letter, attempt=state.attempt, step=held.step, phase=held.phase,
+            still_s=held.since_s, collectives=held.collectives or 0, lagging=not held.live,
         )  # fmt: skip
 
 

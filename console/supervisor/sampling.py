@@ -67,9 +67,8 @@ class Sampler:
             "rank": worker.rank, "pid": pid, "state": state,
             "cpu_pct": use.cpu_pct, "rss_mib": use.rss_mib, "pulse": None,
         }  # fmt: skip
-        records_s, recorded = story.still_s(worker.rank, now), story.progress.get(worker.rank)
         if found is None:
-            doubt: Doubt = "" if records_s is None else "lost"
+            doubt: Doubt = "" if story.still_s(worker.rank, now) is None else "lost"
             p99_s = story.p99_s(worker.rank)
             return row, Seen(
                 worker.rank, pid, state, 0, "", now - begun, 0, p99_s, doubt=doubt
@@ -80,13 +79,9 @@ class Sampler:
             "age_s": round(age_s, 3), "collectives": found.collectives,
             "device_step": found.device_step, "device_phase": found.device_phase,
         }  # fmt: skip
-        seen = Seen(
-            worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
-            found.collectives, story.p99_s(worker.rank, found.phase),
-            # A program that went on without a word may take its first step anywhere.
-            story.first_step if attempt == 1 or story.steps.get(worker.rank) else found.step,
-            story.code(worker.rank) if worker.code is None else worker.code,
-            records_s, story.gap_s(worker.rank),
-            "ahead" if recorded and recorded.step > found.step else "", found.nonfinite_steps,
+        seen = story.seen(
+            worker.rank, pid, state, attempt=attempt, step=found.step, phase=found.phase,
+            still_s=min(since_s, age_s), collectives=found.collectives, code=worker.code,
+            nonfinite_steps=found.nonfinite_steps,
         )  # fmt: skip
         return row, seen

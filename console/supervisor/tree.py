@@ -141,11 +141,17 @@ class Tree:
 
         It only tells of ranks that have lost their token, and how those ended that are gone. Exit
         codes of processes that are no children of ours, and of what ended while nobody looked, may
-        stay unknown.
+        stay unknown. Anybody can copy a token: a rank is also named by the document, or its output
+        goes into a log of the attempt.
         """
+        entries, agent = documents.entries(held, "workers"), jsonl.mapping(held, "torchrun")
+        told = {(entry.get("start_ticks"), entry.get("pid")) for entry in (*entries, agent)}
+        here, logs = {key: held.get(key) for key in ("boot_id", "host")}, rundir.logs(run, number)
         found = [(ticks, pid) for pid in process.with_token(self.token, self._home)
                  if (ticks := rundir.start_ticks(pid)) is not None]  # fmt: skip
-        for _, pid in sorted(found):
+        for ticks, pid in sorted(found):
+            if (ticks, pid) not in told and not process.writes_into(pid, run, logs):
+                continue
             self._enclosure = self._enclosure or enclosure.of(pid, self.token)
             # The first of a rank is the rank: what it starts inherits its environment.
             if "RANK" in process.environment(pid):
@@ -153,23 +159,20 @@ class Tree:
             elif self.agent is None:
                 self.agent = self._taken(process.hold(pid, self.token))
 
-        here, logs = {key: held.get(key) for key in ("boot_id", "host")}, rundir.logs(run, number)
-
         def named(entry: Mapping[str, Any]) -> process.Handle | None:
             handle = self._taken(process.hold_named(here | dict(entry), run, logs))
             if handle is not None:
                 self._enclosure = self._enclosure or enclosure.of(handle.pid, self.token)
             return handle
 
-        entries = documents.entries(held, "workers")
         entries.sort(key=lambda e: jsonl.number(jsonl.mapping(e, "exit"), "ts") or math.inf)
         for entry in entries:
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
                 self._adopt_named(rank, entry, named(entry))
-        self.agent = self.agent or named(jsonl.mapping(held, "torchrun"))
+        self.agent = self.agent or named(agent)
         if self.agent is None:
-            pid = jsonl.integer(jsonl.mapping(held, "torchrun"), "pid") or 0
+            pid = jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
             self._agent_ended(None)
 

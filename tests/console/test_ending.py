@@ -59,7 +59,7 @@ def test_a_run_that_needed_fewer_steps_than_planned_says_why():
     story = Story()
     story.take({"rank": 0, "msg": "exit", "step": 95, "reason": "bytes_right reached"})
     why = over(agent_code=0, step=95, reason=story.reason)[1]
-    assert why == "all ranks done after step 95: bytes_right reached"
+    assert why == 'all ranks done after step 95; the ranks say "bytes_right reached"'
 
 
 def test_a_halt_names_the_step_and_who_asked():
@@ -131,8 +131,18 @@ def test_ranks_that_outlived_torchrun_and_ended_well_are_completed():
 def test_the_peer_of_a_killed_rank_is_secondary_whatever_came_first():
     ends = (End(0, 14, None, 40, PEER), End(1, None, "SIGKILL", 41))
     state, why = over(agent_code=1, ends=ends, order=(0, 1))
-    assert state == "crashed"
-    assert why == "rank 1 was killed by SIGKILL at step 41; rank 0 ended because of it"
+    blamed, words = "rank 1 was killed by SIGKILL at step 41", "the words of a lost peer"
+    assert (state, why) == ("crashed", f"{blamed}; rank 0 ended before it, with {words}")
+    _, why = over(agent_code=1, ends=ends, order=(1, 0))
+    assert why == f"{blamed}; rank 0 ended because of it"
+
+
+def test_words_of_a_lost_peer_do_not_shift_the_blame_to_who_ended_later_without_a_word():
+    ends = (End(0, 1, None, 40), End(1, 1, None, 40, log=f"RuntimeError: {PEER}"))
+    assert over(agent_code=1, ends=ends, order=(1, 0))[1].startswith("rank 1: RuntimeError")
+    assert over(agent_code=1, ends=ends, order=(0, 1))[1].startswith("rank 0: no reason given")
+    told = (End(0, None, "SIGTERM", 40), ends[1])
+    assert over(agent_code=1, ends=told, order=(0, 1))[1].startswith("rank 1: RuntimeError")
 
 
 def test_a_rank_that_was_killed_after_the_failure_of_another_is_not_blamed():

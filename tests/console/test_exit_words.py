@@ -69,7 +69,7 @@ def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
     sentence = why(watchdog, crash)
     assert sentence == (
         "rank 1 crashed in native code (SIGABRT) at step 8, in f (m.py:3): "
-        "std::out_of_range: map::at; rank 0 ended because of it"
+        "std::out_of_range: map::at; rank 0 ended before it, with the words of a lost peer"
     )
 
 

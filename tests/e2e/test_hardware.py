@@ -18,7 +18,7 @@ from tests.mounts import ext4
 from tests.terminal import Terminal
 from trainers.contract import jsonl, rundir
 
-FROZEN_S = 30.0
+FROZEN_S = 12.0
 
 
 def screen(root: Path, size: tuple[int, int] = (80, 24)) -> Terminal:

@@ -259,7 +259,9 @@ def test_recomputation_gives_the_same_gradients(reentrant, route):
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-@pytest.mark.parametrize("route", ["masked", "chunked", "ranges"])
+@pytest.mark.parametrize(
+    "route", ["masked", "chunked", pytest.param("ranges", marks=pytest.mark.slow)]
+)
 def test_the_layer_compiles_as_one_graph(route):
     layer, x, weight = layer_and_input(model_config(), 0, 2, 40, torch.float32, route)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

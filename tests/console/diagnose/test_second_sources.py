@@ -268,18 +268,9 @@ def test_a_rank_that_has_exited_while_the_other_moves_is_not_blamed():
     assert sure(rank(0.1), rank(12.0, state="gone", **LEFT)) is None
 
 
-@decision("verdict-behind", "true")
-def test_one_rank_behind_others_that_stand_still_is_named():
-    assert sure(rank(12.0, phase="backward"), rank(12.0)) == ("behind", "high")
-
-
-@decision("verdict-behind", "lie")
-def test_one_rank_behind_others_that_still_move_is_not_sure():
+def test_one_rank_behind_is_never_sure_its_pulse_alone_says_so():
+    assert sure(rank(12.0, phase="backward"), rank(12.0)) == ("behind", "medium")
     assert sure(rank(0.1, phase="backward"), rank(12.0)) == ("behind", "medium")
-
-
-@decision("verdict-behind", "absent")
-def test_one_rank_behind_others_of_which_one_cannot_be_seen_is_not_sure():
     found = sure(rank(12.0, phase="backward"), rank(12.0), rank(12.0, doubt="lost"))
     assert found == ("behind", "low")
 

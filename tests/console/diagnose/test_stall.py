@@ -38,7 +38,7 @@ def test_the_rank_behind_is_named_with_phase_step_and_who_waits():
     assert verdict.sentence == (
         f"rank 1 is behind: in forward of step 41 since {since}; rank 0 waits in backward"
     )
-    assert verdict.sure == "high"
+    assert verdict.sure == "medium"
     assert [line.partition(":")[0] for line in verdict.evidence] == ["rank 1", "rank 0"]
 
 
@@ -59,6 +59,18 @@ def test_a_stopped_rank_is_named_after_three_seconds_whatever_the_limit():
     assert (verdict.rank, verdict.cause, verdict.sure) == (1, "stopped", "high")
     assert "kill -CONT 1001" in verdict.sentence
     assert judge(seen(0, "boot", 4.0, step=0), seen(1, "", 4.0, "T", step=0)).rank == 1
+
+
+def test_a_stopped_rank_that_waits_is_not_blamed_for_the_one_behind_it():
+    stopped, fetching = seen(0, "backward", state="T"), seen(1, "fetch")
+    early = judge(replace(stopped, still_s=4.0), replace(fetching, still_s=4.0))
+    assert (early.rank, early.cause, early.sure) == (0, "stopped", "medium")
+    assert early.sentence.endswith("; rank 1 is further behind in fetch")
+    verdict = judge(stopped, fetching, seen(2, "backward"))
+    assert (verdict.rank, verdict.cause, verdict.phase) == (1, "behind", "fetch")
+    assert verdict.sentence.endswith("; rank 0 is stopped in backward; rank 2 waits in backward")
+    behind = judge(replace(stopped, phase="fetch"), seen(1, "backward"))
+    assert (behind.rank, behind.cause, behind.sure) == (0, "stopped", "high")
 
 
 def test_a_rank_that_is_gone_is_named_but_not_an_end_of_all():

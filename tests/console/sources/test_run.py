@@ -414,7 +414,7 @@ NAMED = st.dictionaries(
 
 
 @given(st.tuples(*[NAMED] * 7))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_no_document_makes_the_reader_raise(tmp_path_factory, documents):
     path = directory.launch(tmp_path_factory.mktemp("hostile"))
     run = directory.run(path / "0-first")

@@ -100,6 +100,28 @@ def test_who_takes_over_finds_them_by_what_the_document_and_the_kernel_say(tree,
     after.close()
 
 
+def test_a_stranger_with_a_copied_token_is_no_rank(run):
+    """Rank 1 is gone when the new supervisor comes; somebody else has its environment."""
+    token = secrets.token_hex(8)
+    environment = given.inherited() | {
+        environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "1", "LOCAL_RANK": "1",
+    }  # fmt: skip
+    with subprocess.Popen(["sleep", "60"], env=environment) as copied:
+        found = Tree(token, 2, select.poll(), str(run))
+        found.adopt({}, run, 1)
+        assert not found.workers
+        with (rundir.logs(run, 1) / "rank1.log").open("w") as log, subprocess.Popen(
+            ["sleep", "60"], env=environment, stdout=log
+        ) as own:  # fmt: skip
+            again = Tree(token, 2, select.poll(), str(run))
+            again.adopt({}, run, 1)
+            assert [worker.handle.pid for worker in again.workers.values()] == [own.pid]
+            again.close()
+            own.kill()
+        found.close()
+        copied.kill()
+
+
 @pytest.fixture
 def stranger(run, tmp_path_factory):
     """A process of this user whose output goes into a log of another run."""

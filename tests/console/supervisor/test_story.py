@@ -129,9 +129,10 @@ def test_one_absurd_step_does_not_stick():
     assert told.steps[0] == 5
     told.take(record(3, msg="checkpoint"))
     assert told.steps[0] == 5, "a checkpoint is of a step before"
-    told.take(record(10**12, msg="resume"))
-    told.take(record(20, msg="resume"))
-    assert told.first_step == 21
+    resumed = Story()
+    resumed.take(record(10**12, msg="resume"))
+    resumed.take(record(20, msg="resume"))
+    assert resumed.first_step == 21
 
 
 def test_a_halt_or_an_error_that_further_steps_follow_is_none():
@@ -141,3 +142,46 @@ def test_a_halt_or_an_error_that_further_steps_follow_is_none():
     assert (told.halts, told.errors) == ({0: 3}, {0: "ModuleNotFoundError: forged"})
     told.take(record(4))
     assert (told.halts, told.errors) == ({}, {})
+
+
+def at(told, step, attempt=1):
+    return told.seen(0, 1, "S", attempt=attempt, step=step, phase="forward", still_s=99.0,
+                     collectives=0)  # fmt: skip
+
+
+def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
+    told = Story(live=True)
+    told.take(record(2, steps_dt_s=[0.1, 0.1]))
+    told.take(record(4, steps_dt_s=[1000.0, 1000.0]))
+    told.take(record(5, steps_dt_s=[1.0]))
+    assert told.p99_s(0) == 1.0
+    assert limit_s(at(told, 9), Watch(stall_floor_s=2)) == 5.0
+    late = Story()
+    late.take(record(2, steps_dt_s=[0.1, 0.1]))
+    late.take(record(4, steps_dt_s=[1.0, 9.0]))
+    assert late.p99_s(0) == 9.0
+    late.settle()
+    late.take(record(5, steps_dt_s=[40.0]))
+    assert late.p99_s(0) == 9.0
+
+
+def test_a_resume_that_the_pulse_disproves_raises_no_limit():
+    watch = Watch(stall_floor_s=2, startup_s=600)
+    told = Story(live=True)
+    told.take(record(1_000_000, msg="resume"))
+    assert limit_s(at(told, 7), watch) == 2.0
+    resumed = Story(live=True)
+    resumed.take(record(6, msg="resume"))
+    assert limit_s(at(resumed, 7), watch) == 600.0
+    resumed.take(record(8))
+    resumed.take(record(20, msg="resume"))
+    assert limit_s(at(resumed, 20), watch) == 2.0
+
+
+def test_records_ahead_of_a_pulse_are_a_doubt_but_not_where_it_was_sampled_before():
+    told = Story()
+    told.take(record(30))
+    assert at(told, 7).doubt == "ahead"
+    sampled = told.seen(0, 1, "S", attempt=1, step=7, phase="forward", still_s=1.0,
+                        collectives=0, lagging=True)  # fmt: skip
+    assert not sampled.doubt

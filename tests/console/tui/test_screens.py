@@ -341,7 +341,7 @@ def test_a_run_that_completed_early_is_no_share_of_its_plan():
     header = text_of(header_row(Snapshot(0.0, NOW, state), 120))
     assert "step 95" in header
     assert "%" not in header
-    why = "all ranks done after step 95: bytes_right reached"
+    why = 'all ranks done after step 95; the ranks say "bytes_right reached"'
     said = notices(Snapshot(0.0, NOW, dataclasses.replace(state, why=why)))
     assert f"completed: {why}" in [notice.text for notice in said]
 
