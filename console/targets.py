@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import State
-from console.sources import documents, launches, presence
+from console.sources import documents, launches, presence, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.supervisor import inheritance, lock
@@ -119,6 +119,13 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
 def host_of(path: Path, action: Action) -> str:
     """Returns the other host whose supervisor takes the action, "" for this one."""
     return _named(*mailbox(path, action))[0].host
+
+
+def stopped_pid(path: Path, action: Action) -> int:
+    """Returns the pid of the supervisor that takes the action where it is stopped, else 0."""
+    owner, _ = _named(*mailbox(path, action))
+    is_here = not owner.host and rundir.is_alive(owner.identity)
+    return owner.pid if is_here and process.state(owner.pid) in presence.STOPPED.split() else 0
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:

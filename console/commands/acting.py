@@ -75,9 +75,14 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
     if event is None:
         host = targets.host_of(path, ACTIONS[action])
         of = f" from the supervisor on {host}, and nothing else was done" if host else ""
+        pid = targets.stopped_pid(path, ACTIONS[action])
+        then = (
+            f"kill -CONT {pid} lets its supervisor go on, which is stopped"
+            if pid
+            else (f"see nsa-console status {options.run}")
+        )
         raise ContractError(
-            f"no answer to {action} {limit}{of}; the request stays and may be executed yet, see "
-            f"nsa-console status {options.run}"
+            f"no answer to {action} {limit}{of}; the request stays and may be executed yet; {then}"
         )
     detail = (f"  {clean(str(line))}" for line in event.get("detail") or ())
     name = launches.launch_id(launches.launch_of(path) or path)

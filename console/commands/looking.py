@@ -142,7 +142,11 @@ def _check_run(options: argparse.Namespace) -> int:
     state = confirmed(run)
     code = plain.exit_code(state, run.whole)
     word, why = plain.outcome(state) if run.whole else (state.state, state.why)
-    end = "go" if code == 0 else f"no go; {state.id} is {word}{': ' * bool(why)}{why}"
+    end = (
+        _go(state, run.whole)
+        if code == 0
+        else f"no go; {state.id} is {word}{': ' * bool(why)}{why}"
+    )
     end = plain.no_go(state) or end
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
@@ -150,6 +154,12 @@ def _check_run(options: argparse.Namespace) -> int:
     record = {"id": state.id, "state": state.state, "gates": gates, "exit_code": code}
     show(options.json, record, [*map(plain.gate_line, state.gates), end])
     return code
+
+
+def _go(state: RunState, whole: bool) -> str:
+    """Returns "go", with the phases of a plan that have not run yet."""
+    rest = [phase.name for phase in state.launch.rest] if whole and state.launch else []
+    return f"go so far; not run yet: {', '.join(rest)}" if rest else "go"
 
 
 def logs(options: argparse.Namespace) -> int:

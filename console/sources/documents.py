@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache
@@ -23,7 +24,7 @@ from console.model import (
     Sure,
     Verdict,
 )
-from console.sources.presence import supervisor_lives
+from console.sources.presence import CLOCK_S, supervisor_lives
 from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
 
@@ -66,6 +67,9 @@ class Document:
             self.trouble = f"{self.path.name} is of version {version}; this console reads {VERSION}"
         else:
             self.record, self.trouble = record, ""
+            if (jsonl.number(record, "updated_ts") or 0.0) > time.time() + CLOCK_S:
+                # The clock of its writer is ahead, and its file system has one of its own.
+                self.record["updated_ts"] = stamp[2] / 1e9
         return self.record
 
 

@@ -28,12 +28,23 @@ SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A launch under the root. `written_ts` is the time of its plan file, written once."""
+    """A launch under the root. `written_ts` is the time of its plan file, written once.
+
+    `up_s` is for how long its host was up then, in the boot `boot_id`: a wrong clock has no part.
+    """
 
     path: Path
     id: str
     created_ts: float
     written_ts: float
+    boot_id: str
+    up_s: float
+
+    def is_rival_of(self, newest: Known) -> bool:
+        """Says whether this one may be the newest, though the other has a later creation time."""
+        one_boot = self.boot_id == newest.boot_id != ""
+        later = self.written_ts > newest.written_ts or (one_boot and self.up_s > newest.up_s)
+        return later or self.created_ts == newest.created_ts
 
 
 def is_launch(path: Path) -> bool:
@@ -69,7 +80,9 @@ def _known(path: Path) -> Known:
         written_ts = 0.0
     if not SANE_FROM_TS < created_ts < time.time() + SANE_AHEAD_S:
         created_ts = _stamped(stamp[1]) if stamp else written_ts
-    return Known(path, name, created_ts, written_ts)
+    host = jsonl.mapping(record, "host")
+    boot_id, up_s = jsonl.text(host, "boot_id"), jsonl.number(host, "up_s")
+    return Known(path, name, created_ts, written_ts, boot_id * (up_s is not None), up_s or 0.0)
 
 
 def _stamped(stamp: str) -> float:
@@ -179,15 +192,16 @@ def _latest(held: Sequence[Known], root: Path, act: bool) -> Path:
     if not held:
         raise NotFoundError(f"there is no run under {root}; start one with nsa-console launch")
     newest = held[0]
-    rivals = [
-        each for each in held[1:]
-        if each.created_ts == newest.created_ts or each.written_ts > newest.written_ts
-    ]  # fmt: skip
+    rivals = [each for each in held[1:] if each.is_rival_of(newest)]
     if act and rivals:
-        rival = max(rivals, key=lambda each: each.written_ts)
+        rival = max(rivals, key=lambda each: (each.written_ts, each.up_s))
+        by_file = rival.written_ts >= newest.written_ts
+        other = (
+            "the time of that file" if by_file else "the uptime of its host, whose clock was set"
+        )
         raise RefusedError(
             f"which launch is the latest is not certain: {newest.path} by the creation time in its "
-            f"{rundir.PLAN}, {rival.path} by the time of that file; give an id or a directory"
+            f"{rundir.PLAN}, {rival.path} by {other}; give an id or a directory"
         )
     if act:
         _check_age(newest)

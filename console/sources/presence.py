@@ -26,6 +26,7 @@ SILENT_S = 10.0
 CLOCK_S = 2.0
 """The clock of a writer may be ahead of this one by so much."""
 STOPPED = "T t"
+SUPERVISOR_STOPPED = "supervisor-stopped"
 Record = Mapping[str, Any]
 
 
@@ -102,8 +103,8 @@ def state_of(
     world = jsonl.integer(born, "world") or 0
     if last and len(last) >= world and all(r.get("msg") == "exit" for r in last.values()):
         return _said_by_ranks(supervisor, last, halts)
-    ages = (age(jsonl.number(r, "ts")) for r in last.values())
-    young = min((each for each in ages if each is not None), default=math.inf)
+    times = [ts for r in last.values() if (ts := jsonl.number(r, "ts")) and math.isfinite(ts)]
+    young = time.time() - max(times, default=-math.inf)
     if named not in STATES:
         if not last:
             return "queued", "no record yet"
@@ -114,9 +115,10 @@ def state_of(
 
 
 def _old(young: float) -> str:
-    return (
-        f"newest record {young:.0f} s old" if math.isfinite(young) else "its records have no time"
-    )
+    if young < -CLOCK_S:
+        return f"its newest record is {-young:.0f} s in the future, so its age is not known"
+    known = f"newest record {max(0.0, young):.0f} s old"
+    return known if math.isfinite(young) else "its records have no time"
 
 
 def since_ts(supervisor: Record, state: State, last: Mapping[int, Record]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from console.history import History
 from console.model import LEVELS, Alert, Figure, Gpu
-from console.sources import ancestor, documents
+from console.sources import ancestor, documents, presence
 from console.sources.summary import Summary
 from trainers.contract import heartbeat, jsonl, rundir
 
@@ -192,18 +193,24 @@ class Records:
         elif name in self._alerts:
             self._alerts[name] = replace(self._alerts[name], acknowledged=True)
 
-    def alerts(
-        self, standing: Sequence[dict[str, Any]], more: Sequence[Alert]
-    ) -> tuple[Alert, ...]:
+    def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts, worst first, and those of this reader.
 
-        `standing` are those of the sign of life: an event that the disk did not take is there.
+        `status` is the supervisor's sign of life, {} without one. It lists what is open: a line in
+        the events raises or clears nothing that is older than it. Of an event that the disk did not
+        take it tells as well.
         """
         found = dict(self._alerts)
-        for record in standing:
-            name, ts = documents.line(record, "alert", ""), jsonl.number(record, "ts") or 0.0
-            if name and ts > self._alert_ts.get(name, 0.0):
-                found[name] = _raised(name, record)
+        said_ts = jsonl.number(status, "ts")
+        if said_ts is not None and time.time() - said_ts < presence.SILENT_S:
+            latest = time.time() + presence.CLOCK_S
+            told = {documents.line(record, "alert", ""): record
+                    for record in documents.entries(status, "alerts")}  # fmt: skip
+            newer = {name for name, ts in self._alert_ts.items() if said_ts < ts <= latest}
+            found = {name: found[name] for name in newer & found.keys()}
+            for name in told.keys() - newer - {""}:
+                noted = name in self._alerts and self._alerts[name].acknowledged
+                found[name] = replace(_raised(name, told[name]), acknowledged=noted)
 
         def rank(alert: Alert) -> tuple[bool, int, float]:
             return alert.acknowledged, LEVELS.index(alert.level), -alert.ts

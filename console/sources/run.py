@@ -23,7 +23,7 @@ WHOLE_BYTES = 1 << 30
 """What one look reads at most where nobody waits for it."""
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
-UNARMED = "nothing, no supervisor lives"
+UNARMED, HELD = "nothing, no supervisor lives", "nothing, the supervisor is stopped"
 ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, gives it a new one"
 
 
@@ -97,7 +97,9 @@ class RunSource:
         planned = documents.setting_int(born, "train.steps")
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
-        more = self._troubles() + ([] if ended else [*presence.stopped(supervisor)])
+        stopped = [] if ended else [*presence.stopped(supervisor)]
+        held = any(alert.id == presence.SUPERVISOR_STOPPED for alert in stopped)
+        more = self._troubles() + stopped
         orphaned = ended and launch is not None and launch.state == "unsupervised"
         more += _observed(orphaned, run if unread and state != "starting" else None, reader)
         launch = launch and documents.sequenced(launch, run.name, state, why)
@@ -117,12 +119,12 @@ class RunSource:
             ranks=ranks,
             gpus=reader.gpus,
             figures=reader.figures(bool(born.get("settings")) or reader.legacy),
-            alerts=reader.alerts(() if ended else documents.entries(status, "alerts"), more),
+            alerts=reader.alerts({} if ended else status, more),
             verdict=documents.verdict(supervisor),
             gates=gates,
             bounds=documents.bounds(born),
-            armed=documents.line(supervisor, "armed", "") if state != "unsupervised" else UNARMED,
-            armed_short=documents.line(supervisor, "armed_short", ""),
+            armed=_armed(supervisor, state, held),
+            armed_short="" if held else documents.line(supervisor, "armed_short", ""),
             launch=launch,
             skipped_records=reader.skipped,
             directory_blocked_s=blocked or 0.0,
@@ -214,6 +216,13 @@ def _observed(orphaned: bool, unread: Path | None, reader: Records) -> list[Aler
         left = f"{reader.behind_bytes / (1 << 20):.1f} MiB of records are still to be read"
         found.append(alert("behind", "info", left))
     return found
+
+
+def _armed(supervisor: dict[str, Any], state: State, held: bool) -> str:
+    """Says what would act on a fault; `held` is a supervisor that is stopped."""
+    if state == "unsupervised":
+        return UNARMED
+    return HELD if held else documents.line(supervisor, "armed", "")
 
 
 def _is_directory(path: Path) -> bool:

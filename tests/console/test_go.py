@@ -79,6 +79,15 @@ def test_it_is_go_when_both_say_so(launch, capsys):
         assert said(capsys, "watch", "--plain", path)[0] == 0
 
 
+def test_a_plan_that_waits_is_go_so_far_and_names_what_has_not_run(launch, capsys):
+    held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
+    phases = [held["phases"][0], {"name": "second", "state": "next", "dir": "1-second"}]
+    waits = held | {"state": "waiting", "phase": 0, "phases": phases}
+    directory.document(launch / rundir.PLAN_STATE, waits)
+    code, out = said(capsys, "check", launch)
+    assert (code, out.splitlines()[-1]) == (0, "go so far; not run yet: second")
+
+
 def lie(run, name):
     if name == "gates.json: a NaN in the records":
         os.unlink(rundir.heartbeat(run, 0))

@@ -169,6 +169,24 @@ def test_a_plan_that_is_younger_than_its_run_is_not_the_latest(tmp_path):
         launches.find("latest", tmp_path, act=True)
 
 
+@pytest.mark.decision("target-latest", "lie")
+@pytest.mark.parametrize("same_boot", [True, False])
+def test_a_launch_of_a_time_when_the_clock_was_ahead_is_not_the_latest(tmp_path, same_boot):
+    ahead = made(tmp_path / "old", "old", NOW - 5, NOW - 5)
+    new = made(tmp_path / "new", "new", NOW - 60, NOW - 60)
+    for path, up_s in ((ahead, 100.0), (new, 200.0)):
+        boot = "one" if same_boot else path.name
+        plan = rundir.read_json(path / rundir.PLAN) or {}
+        directory.document(path / rundir.PLAN, plan | {"host": {"boot_id": boot, "up_s": up_s}})
+        written = plan["created_ts"]
+        os.utime(path / rundir.PLAN, (written, written))
+    if not same_boot:
+        assert launches.find("latest", tmp_path, act=True) == ahead
+        return
+    with pytest.raises(RefusedError, match=rf"{ahead} by the creation.*{new} by the uptime"):
+        launches.find("latest", tmp_path, act=True)
+
+
 @pytest.mark.decision("target-latest", "absent")
 @pytest.mark.parametrize(
     "created", [None, "x", "nan", 1e300, -5.0, 7.0, pytest.param(NOW + 1e6, id="later")]

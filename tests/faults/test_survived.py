@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from console import actions
+from console.commands import acting
 from console.sources import process, stacks
 from console.sources.run import RunSource
 from console.supervisor.follow import KEPT_STEPS
@@ -23,6 +25,7 @@ from tests.faults.scene import ROOT, console, order, sentence_of, verdict_of
 from tests.launches import phase
 from tests.terminal import Terminal
 from trainers.contract import rundir
+from trainers.contract.errors import ContractError
 
 DEFAULT_PORTS = (29400, 29500)
 WATCH = {"stall_floor_s": 2, "startup_s": 60, "grace_s": 2}
@@ -210,6 +213,11 @@ def test_a_stopped_supervisor_is_said_and_answers_when_it_goes_on(scene, run):
         run.wait(lambda: RunSource(run.path).poll().step > before + 20)
         asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
         assert actions.answer(run.path, asked, 0.5) is None
+        assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
+        with pytest.raises(ContractError, match=f"kill -CONT {supervisor} lets its supervisor"):
+            acting.dump(argparse.Namespace(
+                run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False
+            ))  # fmt: skip
     finally:
         os.kill(supervisor, signal.SIGCONT)
     assert actions.answer(run.path, asked, 15)["ok"]

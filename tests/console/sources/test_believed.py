@@ -180,3 +180,17 @@ def test_records_without_a_time_are_not_new(launch):
     directory.beat(run, 0, 3, ts="nan")
     state = RunSource(launch).poll()
     assert state.state == "lost"
+
+
+def test_another_host_whose_clock_is_ahead_looks_alive_only_while_it_writes(launch):
+    run = launch / "0-first"
+    directory.run(run, workers=[], host="elsewhere", updated_ts=time.time() + 3600)
+    directory.beat(run, 0, 3, ts=time.time() - 3600)
+    assert RunSource(launch).poll().state == "running"
+    before = time.time() - 60
+    os.utime(run / rundir.SUPERVISOR, (before, before))
+    assert RunSource(launch).poll().state == "lost"
+    directory.beat(run, 0, 4, ts=time.time() + 3600)
+    state = RunSource(launch).poll()
+    assert state.state == "unsupervised"
+    assert "s in the future, so its age is not known" in state.why

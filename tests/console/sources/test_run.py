@@ -120,6 +120,24 @@ def test_live_pulses_are_read_from_shared_memory(launch, shared_memory):
     assert found.since_s < 5
 
 
+def test_a_line_in_the_events_raises_and_clears_nothing_that_the_sign_of_life_tells_otherwise(
+    launch, shared_memory
+):
+    run, now = launch / "0-first", time.time()
+    directory.run(run, live_dir=str(shared_memory))
+    stall = {"alert": "stall", "ts": now - 60, "level": "crit", "text": "rank 1 hangs"}
+    directory.event(run, "alert", **stall)
+    directory.event(run, "ack", alert="stall", ts=now - 50)
+    told = {"v": 1, "ts": now, "state": "stalled", "why": "rank 1", "alerts": [stall]}
+    directory.document(shared_memory / rundir.LIVE_STATUS, told)
+    for at in (now - 30, now + 1e6):
+        directory.event(run, "clear", alert="stall", ts=at)
+        directory.event(run, "alert", alert="forged", ts=at, level="crit", text="all is lost")
+        assert [a.text for a in RunSource(launch).poll().alerts] == ["rank 1 hangs"]
+    directory.document(shared_memory / rundir.LIVE_STATUS, told | {"ts": now - 60})
+    assert [a.text for a in RunSource(launch).poll().alerts] == ["all is lost"]
+
+
 def test_without_shared_memory_the_sampled_pulse_ages(launch):
     run = launch / "0-first"
     held = {"step": 9, "phase": "forward", "since_s": 4.0, "collectives": 2}
