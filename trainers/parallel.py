@@ -67,9 +67,8 @@ class Single:
     def gather_text(self, text: str) -> list[str]:
         """Returns the texts of all ranks, in their order; one collective where all are empty."""
         data = text.encode("utf-8", "surrogateescape")
-        total = torch.tensor([len(data)], device=self.device)
-        self.reduce(total)()
-        size = int(total.item())
+        lengths = self.gather(torch.tensor([len(data)], device=self.device))
+        size = max(int(each.item()) for each in lengths)
         if not size:
             return [""] * self.world
         padded = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)

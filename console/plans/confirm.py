@@ -44,7 +44,7 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[str]:
     """Yields the same for the phases before the last one."""
     for phase in state.launch.phases if state.launch else ():
-        if source.launch_path is None or "/" in phase.dir or phase.dir in ("", ".", ".."):
+        if source.launch_path is None or not phase.dir:
             yield f"{phase.name}: its run directory is not known"
             continue
         path = source.launch_path / phase.dir

@@ -14,10 +14,9 @@ from typing import Any
 from console.history import History
 from console.model import LEVELS, Alert, Figure, Gpu
 from console.sources import ancestor, documents, presence
-from console.sources.summary import Summary
+from console.sources.summary import MAX_RANKS, Summary
 from trainers.contract import heartbeat, jsonl, rundir
 
-MAX_RANKS = 4096
 MAX_ATTEMPT = 100_000
 """No run has more; a record of a later one is not believed."""
 MAX_EARLY = 1024

@@ -14,8 +14,8 @@ from console.history import History
 from console.model import Alert, Gpu, LaunchState, Level, Pulse, Rank, RunState, State
 from console.sources import ancestor, documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of
-from console.sources.records import MAX_RANKS, Records, Taken
-from console.sources.summary import Summary
+from console.sources.records import Records, Taken
+from console.sources.summary import MAX_RANKS, Summary
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
@@ -184,7 +184,7 @@ class RunSource:
         for phase in reversed(launch.phases[: launch.phase + 1]):
             run = self.launch_path / phase.dir
             begun = phase.state in presence.STATES or _is_directory(run)
-            if phase.dir and "/" not in phase.dir and begun:
+            if phase.dir and begun:
                 return run
         return None
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from console.model import BAD_STATES, LEVELS, Alert, Gate, LaunchState, Level, RunState
+from console.model import BAD_STATES, LEVELS, STALL, Alert, Gate, LaunchState, Level, RunState
 from console.plain import counted, gate_value
 from console.tui import format as fmt
 from console.tui.deeds import Pending
@@ -18,8 +18,6 @@ from console.tui.widgets.lines import Panel
 
 BLOCKED_S = 2.0
 SILENT_S = 5.0
-STALL = "stall"
-"""Prefix of the ids of the supervisor's alerts about a stall."""
 MOST_LINES = 3
 LEAST_ROOM = 24
 """With fewer cells than this beside them, the keys go below the text, or away."""
