@@ -1,7 +1,7 @@
 """The state of a run and why, decided here and nowhere else.
 
 torchrun returns 1 for everything, so the truth about an end comes from the ranks: how each ended,
-in which order, and what it wrote last. A rank that lost its peer is never the one to blame.
+in which order, and what it wrote last. A rank that lost its peer is blamed where no other failed.
 """
 
 from __future__ import annotations
@@ -164,6 +164,11 @@ class Facts:
     """What the kernel killed for memory while the ranks ran, None where nobody looked."""
 
     @property
+    def halt_pending(self) -> bool:
+        """A halt was asked for, and no rank has begun with it."""
+        return (self.asked == "halt" or self.halt_file) and not self.halting_ranks
+
+    @property
     def said(self) -> str:
         """The reason of the ranks, as their word and not as ours."""
         return f'the ranks say "{self.reason}"' if self.reason else ""
@@ -219,9 +224,9 @@ class Facts:
         bad = [end for end in self.ends if end.bad or end.unknown]
         if not bad or not all(end.lost_peer for end in bad):
             return None
-        first = min((self.place(end) for end in bad), default=0)
-        early = [end for end in self.ends if end.code == 0 and self.place(end) < first]
-        return min(early, key=self.place, default=None)
+        first = min((self.turn(end) for end in bad), default=0)
+        early = [end for end in self.ends if end.code == 0 and self.turn(end) < first]
+        return min(early, key=self.turn, default=None)
 
     def culprit(self) -> End | None:
         """Returns the rank to blame: the first that ended badly and not because of another.
@@ -230,23 +235,10 @@ class Facts:
         """
         bad = [end for end in self.ends if end.bad or (self.over and end.unknown)]
         return self.left_early() or min(
-            bad, key=lambda e: (self._weight(e), e.unknown, self.place(e), e.rank), default=None
+            bad, key=lambda e: (e.secondary, e.unknown, self.turn(e), e.rank), default=None
         )
 
-    def _weight(self, end: End) -> int:
-        """Says how far an end is from being the cause: 2 where it was told to end.
-
-        A rank that lost its peer and one that ended without a word are alike: a text cannot shift
-        the blame to who ended later and says nothing.
-        """
-        if end.lost_peer and not end.culled:
-            return 1
-        if end.secondary:
-            return 2
-        wordless = not (end.words or end.signal or end.unknown or end.code in NAMED_CODES)
-        return 1 if wordless else 0
-
-    def place(self, end: End) -> int:
+    def turn(self, end: End) -> int:
         """Returns its place in the order of the ends, those that are not in it last."""
         return self.order.index(end.rank) if end.rank in self.order else len(self.order)
 
@@ -286,9 +278,9 @@ def _error_words(facts: Facts) -> str:
     else:
         sentence = _memory_words(facts, end)
     others = [e for e in facts.ends if e.rank != end.rank and e.bad and e.secondary]
-    before = [e for e in others if e.lost_peer and facts.place(e) < facts.place(end)]
+    before = [e for e in others if e.lost_peer and facts.turn(e) < facts.turn(end)]
     because = [e for e in others if e not in before]
-    told = [f"; {_ranks(before)} ended before it, with the words of a lost peer"] * bool(before)
+    told = [f"; {_ranks(before)} exited earlier, with the error of a lost peer"] * bool(before)
     told += [f"; {_ranks(because)} ended because of it"] * bool(because)
     return f"{sentence}{''.join(told)}"
 
@@ -390,7 +382,7 @@ LIVE: tuple[Rule, ...] = (
      lambda f: f"{f.asked}, asked by {f.by}"),
     ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
     ("stalled", lambda f: bool(f.verdict),
-     lambda f: f.verdict + ("; a halt is pending" if f.asked == "halt" or f.halt_file else "")),
+     lambda f: f.verdict + ("; a halt is pending" if f.halt_pending else "")),
     ("halting", lambda f: f.asked == "halt" or f.halt_file or f.halting_ranks > 0,
      lambda f: f"halt, asked by {f.by}" if f.by else "a .HALT file or a signal asks for it"),
     ("running", lambda f: f.step > 0,

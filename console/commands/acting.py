@@ -76,11 +76,9 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
         host = targets.host_of(path, ACTIONS[action])
         of = f" from the supervisor on {host}, and nothing else was done" if host else ""
         pid = targets.stopped_pid(path, ACTIONS[action])
-        then = (
-            f"kill -CONT {pid} lets its supervisor go on, which is stopped"
-            if pid
-            else (f"see nsa-console status {options.run}")
-        )
+        then = f"see nsa-console status {options.run}"
+        if pid:
+            then = f"the supervisor (pid {pid}) is stopped, kill -CONT {pid} lets it go on"
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request stays and may be executed yet; {then}"
         )

@@ -2,7 +2,8 @@
 
 A run stalls when the rank that is furthest behind has not changed its pulse for longer than its
 limit: max(floor, 5 × p99 of that phase), with budgets of their own for start-up, evaluation and
-saving. A rank that the kernel shows as stopped or gone is named after `NAMED_AT_ONCE_S`.
+saving. A rank that the kernel shows as stopped or gone is named after `NAMED_AT_ONCE_S`; one that
+is stopped while another one further behind holds the run up is named beside it.
 """
 
 from __future__ import annotations
@@ -120,24 +121,26 @@ def _named(ranks: Sequence[Seen]) -> str:
 
 
 def _waiting(others: Sequence[Seen], than: Seen) -> str:
-    """Says what the other ranks do, grouped: who is stopped, who is behind, and who waits."""
-    groups: dict[tuple[str, str], list[Seen]] = {}
+    """Says what the other ranks do, grouped: who is stopped, who is further behind, who waits."""
+    groups: dict[tuple[str, str, str], list[Seen]] = {}
     for seen in others:
         same_step = seen.phase and seen.step == than.step
+        does, remedy = _does(seen, than)
         place = seen.phase if same_step else seen.where()
-        groups.setdefault((_does(seen, than), place), []).append(seen)
+        groups.setdefault((does, place, remedy), []).append(seen)
     return "".join(
         f"; {_are(group) if does else _named(group)} "
-        f"{does or ('waits' if len(group) == 1 else 'wait')} in {place}"
-        for (does, place), group in groups.items()
+        f"{does or ('waits' if len(group) == 1 else 'wait')} in {place}{remedy}"
+        for (does, place, remedy), group in groups.items()
     )
 
 
-def _does(seen: Seen, than: Seen) -> str:
-    """Says what a rank is that does not just wait for another one, "" for one that does."""
+def _does(seen: Seen, than: Seen) -> tuple[str, str]:
+    """Says what a rank is that does not just wait, "" for one that does, and what helps."""
     if seen.state in STOPPED_STATES:
-        return "stopped"
-    return "further behind" if seen.position < than.position else ""
+        return "stopped", f" (kill -CONT {seen.pid} lets it go on)"
+    behind = than.phase != "exit" and seen.position < than.position
+    return ("further behind" if behind else ""), ""
 
 
 def _changed(case: _Case, seen: Seen) -> str:

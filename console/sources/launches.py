@@ -22,6 +22,8 @@ ROOT = Path("artifacts")
 CLOCK_S = 60.0
 """A clock may be set back by so much between two files of one launch."""
 STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
+ONE_MOMENT_S = 1.0
+"""Creation time and uptime of a launch are read within this time."""
 SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
 """No launch was created before 2001, nor later than a day from now."""
 
@@ -42,9 +44,11 @@ class Known:
 
     def is_rival_of(self, newest: Known) -> bool:
         """Says whether this one may be the newest, though the other has a later creation time."""
-        one_boot = self.boot_id == newest.boot_id != ""
-        later = self.written_ts > newest.written_ts or (one_boot and self.up_s > newest.up_s)
-        return later or self.created_ts == newest.created_ts
+        same = self.created_ts == newest.created_ts
+        return same or self.written_ts > newest.written_ts or self.is_later_by_uptime(newest)
+
+    def is_later_by_uptime(self, other: Known) -> bool:
+        return self.boot_id == other.boot_id != "" and self.up_s > other.up_s + ONE_MOMENT_S
 
 
 def is_launch(path: Path) -> bool:
@@ -80,9 +84,9 @@ def _known(path: Path) -> Known:
         written_ts = 0.0
     if not SANE_FROM_TS < created_ts < time.time() + SANE_AHEAD_S:
         created_ts = _stamped(stamp[1]) if stamp else written_ts
-    host = jsonl.mapping(record, "host")
-    boot_id, up_s = jsonl.text(host, "boot_id"), jsonl.number(host, "up_s")
-    return Known(path, name, created_ts, written_ts, boot_id * (up_s is not None), up_s or 0.0)
+    up_s = jsonl.number(record, "up_s")
+    boot_id = "" if up_s is None else jsonl.text(record, "boot_id")
+    return Known(path, name, created_ts, written_ts, boot_id, up_s or 0.0)
 
 
 def _stamped(stamp: str) -> float:
@@ -195,13 +199,13 @@ def _latest(held: Sequence[Known], root: Path, act: bool) -> Path:
     rivals = [each for each in held[1:] if each.is_rival_of(newest)]
     if act and rivals:
         rival = max(rivals, key=lambda each: (each.written_ts, each.up_s))
-        by_file = rival.written_ts >= newest.written_ts
-        other = (
-            "the time of that file" if by_file else "the uptime of its host, whose clock was set"
-        )
+        other = f"{rival.path} by the time of that file"
+        if rival.written_ts <= newest.written_ts:
+            by_uptime = rival.is_later_by_uptime(newest)
+            other = f"{rival.path} by " + ("the host's uptime" if by_uptime else "the same time")
         raise RefusedError(
             f"which launch is the latest is not certain: {newest.path} by the creation time in its "
-            f"{rundir.PLAN}, {rival.path} by {other}; give an id or a directory"
+            f"{rundir.PLAN}, {other}; give an id or a directory"
         )
     if act:
         _check_age(newest)

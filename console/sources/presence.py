@@ -116,7 +116,7 @@ def state_of(
 
 def _old(young: float) -> str:
     if young < -CLOCK_S:
-        return f"its newest record is {-young:.0f} s in the future, so its age is not known"
+        return "its newest record has a time in the future, so its age is not known"
     known = f"newest record {max(0.0, young):.0f} s old"
     return known if math.isfinite(young) else "its records have no time"
 

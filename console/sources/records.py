@@ -195,21 +195,22 @@ class Records:
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts, worst first, and those of this reader.
 
-        `status` is the supervisor's sign of life, {} without one. It lists what is open: a line in
-        the events raises or clears nothing that is older than it. Of an event that the disk did not
-        take it tells as well.
+        `status` is the supervisor's sign of life, {} without one. It lists what is open: while
+        it is young, a line in the events raises or clears nothing that is older. Of an event
+        that the disk did not take it tells as well.
         """
-        found = dict(self._alerts)
-        said_ts = jsonl.number(status, "ts")
+        found, said_ts = dict(self._alerts), jsonl.number(status, "ts")
+        told = {name: _raised(name, record) for record in documents.entries(status, "alerts")
+                if (name := documents.line(record, "alert", ""))}  # fmt: skip
+        newer = {name for name, alert in told.items() if alert.ts <= self._alert_ts.get(name, 0.0)}
         if said_ts is not None and time.time() - said_ts < presence.SILENT_S:
             latest = time.time() + presence.CLOCK_S
-            told = {documents.line(record, "alert", ""): record
-                    for record in documents.entries(status, "alerts")}  # fmt: skip
             newer = {name for name, ts in self._alert_ts.items() if said_ts < ts <= latest}
             found = {name: found[name] for name in newer & found.keys()}
-            for name in told.keys() - newer - {""}:
-                noted = name in self._alerts and self._alerts[name].acknowledged
-                found[name] = replace(_raised(name, told[name]), acknowledged=noted)
+        for name in told.keys() - newer:
+            held = self._alerts.get(name)
+            noted = held is not None and held.acknowledged and held.ts >= told[name].ts
+            found[name] = replace(told[name], acknowledged=noted)
 
         def rank(alert: Alert) -> tuple[bool, int, float]:
             return alert.acknowledged, LEVELS.index(alert.level), -alert.ts

@@ -29,6 +29,10 @@ class Alerts:
         self._open[name] = self._event("alert", text, level, alert=name, key=key)
         return True
 
+    def retell(self, name: str, text: str) -> None:
+        """Gives an open alert another text; it was raised once, and its event stays as it is."""
+        self._open[name] = self._open[name] | {"text": text}
+
     def clear(self, name: str, text: str) -> None:
         """Closes an alert, if it is open."""
         if self._open.pop(name, None) is not None:

@@ -406,11 +406,12 @@ class Attempt:
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""
-        found = []
+        found, blamed = [], self.facts().culprit()
         for _, worker in sorted(self.tree.workers.items()):
             record = worker.as_dict()
             if record["exit"] is not None:
                 end = self.end_of(worker)
-                record["exit"] |= {"code": end.code, "secondary": end.bad and end.secondary}
+                secondary = end.bad and end.secondary and end != blamed
+                record["exit"] |= {"code": end.code, "secondary": secondary}
             found.append(record)
         return found

@@ -224,7 +224,7 @@ class Story:
         self._seen: dict[int, int] = {}
         self._live_since = time.monotonic() if live else math.inf
         self._told_s: dict[int, float] = {}
-        """The step time that each rank's records told of since then."""
+        """The step time that each rank's records told of since then, behind the first of them."""
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in one heartbeat."""
@@ -253,7 +253,7 @@ class Story:
         if error:
             self.errors.setdefault(rank, error)
         steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < LONGEST_STEP_S]
-        if steps_s and self._can_have_passed(rank, math.fsum(steps_s)):
+        if steps_s := self._that_passed(rank, steps_s):
             self._take_durations(record, rank, steps_s)
 
     def code(self, rank: int) -> int | None:
@@ -301,7 +301,8 @@ class Story:
     def _take_rise(self, rank: int) -> None:
         """Takes that a new step of a rank was read; gaps count behind the first steps."""
         now, before = time.monotonic(), self._rose.get(rank, -math.inf)
-        if self.steps.get(rank, 0) >= self.first_step and before > -math.inf:
+        stepped = rank in self.progress or self.steps.get(rank, 0) >= self.first_step
+        if stepped and before > -math.inf:
             self._gaps.setdefault(rank, deque(maxlen=KEPT_GAPS)).append(now - before)
         self._rose[rank] = now
 
@@ -316,15 +317,22 @@ class Story:
         self._fresh.clear()
         return fresh
 
-    def _can_have_passed(self, rank: int, step_s: float) -> bool:
-        """Says whether a rank's steps can have taken so much more time since its reader came."""
+    def _that_passed(self, rank: int, steps_s: list[float]) -> list[float]:
+        """Returns the step times that can be true: no more has passed since the reader came.
+
+        Of a rank's first record then the steps may have begun before; each is cut to that time.
+        """
+        most_s = time.monotonic() - self._live_since + RECORDS_LATE_S
         if self._live_since == math.inf:
-            return True
-        told_s = self._told_s.get(rank, 0.0) + step_s
-        if told_s > time.monotonic() - self._live_since + RECORDS_LATE_S:
-            return False
+            return steps_s
+        if rank not in self._told_s:
+            self._told_s[rank] = 0.0
+            return [min(step_s, most_s) for step_s in steps_s]
+        told_s = self._told_s[rank] + math.fsum(steps_s)
+        if told_s > most_s:
+            return []
         self._told_s[rank] = told_s
-        return True
+        return steps_s
 
     def _take_durations(self, record: Mapping[str, Any], rank: int, steps_s: list[float]) -> None:
         """Takes step times, and the longest that each phase can have lasted in these steps.

@@ -54,6 +54,7 @@ class Orders:
             "v": VERSION, "launch": self.launch, "by": self.by, "created_ts": created_ts,
             "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
             "host": dict(self.host), "git": dict(self.git), "cwd": str(Path.cwd()),
+            "boot_id": rundir.boot_id(), "up_s": time.clock_gettime(time.CLOCK_BOOTTIME),
         } | self.hook.as_dict()  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:

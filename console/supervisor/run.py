@@ -244,7 +244,7 @@ class Run:
         """
         path = self.path / rundir.RUN
         record = rundir.read_json(path)
-        if record is None and not path.exists() and os.listdir(self.path.parent):
+        if record is None and not self.path.exists() and os.listdir(self.path.parent):
             raise RefusedError(f"{self.path} was removed; no further attempt begins")
         if record is None:
             raise OSError(errno.EIO, "it cannot be read", str(path))

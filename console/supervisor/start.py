@@ -356,5 +356,4 @@ def host_facts() -> dict[str, Any]:
         "machine": uname.machine, "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": ".".join(map(str, sys.version_info[:3])), "executable": sys.executable,
-        "boot_id": rundir.boot_id(), "up_s": time.clock_gettime(time.CLOCK_BOOTTIME),
     }  # fmt: skip

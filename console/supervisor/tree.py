@@ -141,16 +141,21 @@ class Tree:
 
         It only tells of ranks that have lost their token, and how those ended that are gone. Exit
         codes of processes that are no children of ours, and of what ended while nobody looked, may
-        stay unknown. Anybody can copy a token: a rank is also named by the document, or its output
-        goes into a log of the attempt.
+        stay unknown. Anybody can copy a token: who is named by the document, or writes into a log
+        of the attempt, goes first, and nobody else is a rank that has ended by the document.
         """
         entries, agent = documents.entries(held, "workers"), jsonl.mapping(held, "torchrun")
-        told = {(entry.get("start_ticks"), entry.get("pid")) for entry in (*entries, agent)}
+        told = {(jsonl.integer(entry, "start_ticks"), jsonl.integer(entry, "pid"))
+                for entry in (*entries, agent)}  # fmt: skip
+        over = {str(entry.get("rank")) for entry in entries if entry.get("exit") is not None}
         here, logs = {key: held.get(key) for key in ("boot_id", "host")}, rundir.logs(run, number)
-        found = [(ticks, pid) for pid in process.with_token(self.token, self._home)
-                 if (ticks := rundir.start_ticks(pid)) is not None]  # fmt: skip
-        for ticks, pid in sorted(found):
-            if (ticks, pid) not in told and not process.writes_into(pid, run, logs):
+        found = [
+            ((ticks, pid) not in told and not process.writes_into(pid, run, logs), ticks, pid)
+            for pid in process.with_token(self.token, self._home)
+            if (ticks := rundir.start_ticks(pid)) is not None
+        ]
+        for uncertain, _, pid in sorted(found):
+            if uncertain and process.environment(pid).get("RANK") in over:
                 continue
             self._enclosure = self._enclosure or enclosure.of(pid, self.token)
             # The first of a rank is the rank: what it starts inherits its environment.

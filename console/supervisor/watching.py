@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import Progress, Readings
-from console.diagnose.stall import Seen, diagnose, disagreement, doubted
+from console.diagnose.stall import SAVING_PHASES, Seen, diagnose, disagreement, doubted
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
@@ -62,8 +62,8 @@ class Watching:
         self._ending = ending
         self._watch_pulses(seen)
         self._take_verdict(diagnose(seen, self._watch, time.time()))
-        if halting and self.verdict:
-            text = "a halt is pending: ranks stop at the end of a step, so when all step again"
+        if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
+            text = "a halt was asked for; ranks stop at the end of a step, and this run is stalled"
             self._alerts.raise_(HALT_PENDING, text, "crit", "K")
         else:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
@@ -130,6 +130,8 @@ class Watching:
         self._event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
         if self._alerts.raise_(STALL, verdict.sentence, "crit", "3"):
             self._summary.count_stall()
+        else:
+            self._alerts.retell(STALL, verdict.sentence)
         self._changed()
 
 

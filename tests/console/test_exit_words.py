@@ -54,7 +54,7 @@ def why(*ends, **facts):
 def test_the_words_of_a_lost_peer_are_never_the_cause(text):
     lost, cause = End(0, 1, None, 8, log=text), End(1, 7, None, 8, log="ValueError: broken")
     assert why(lost, cause).startswith(
-        "rank 1: ValueError: broken at step 8 (exit 7); rank 0 ended"
+        "rank 1: ValueError: broken at step 8 (exit 7); rank 0 exited earlier"
     )
     assert signature(ended(lost)) == ""
 
@@ -69,7 +69,7 @@ def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
     sentence = why(watchdog, crash)
     assert sentence == (
         "rank 1 crashed in native code (SIGABRT) at step 8, in f (m.py:3): "
-        "std::out_of_range: map::at; rank 0 ended before it, with the words of a lost peer"
+        "std::out_of_range: map::at; rank 0 exited earlier, with the error of a lost peer"
     )
 
 

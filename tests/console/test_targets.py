@@ -177,13 +177,13 @@ def test_a_launch_of_a_time_when_the_clock_was_ahead_is_not_the_latest(tmp_path,
     for path, up_s in ((ahead, 100.0), (new, 200.0)):
         boot = "one" if same_boot else path.name
         plan = rundir.read_json(path / rundir.PLAN) or {}
-        directory.document(path / rundir.PLAN, plan | {"host": {"boot_id": boot, "up_s": up_s}})
+        directory.document(path / rundir.PLAN, plan | {"boot_id": boot, "up_s": up_s})
         written = plan["created_ts"]
         os.utime(path / rundir.PLAN, (written, written))
     if not same_boot:
         assert launches.find("latest", tmp_path, act=True) == ahead
         return
-    with pytest.raises(RefusedError, match=rf"{ahead} by the creation.*{new} by the uptime"):
+    with pytest.raises(RefusedError, match=rf"{ahead} by the creation.*{new} by the host's uptime"):
         launches.find("latest", tmp_path, act=True)
 
 

@@ -214,7 +214,7 @@ def test_a_stopped_supervisor_is_said_and_answers_when_it_goes_on(scene, run):
         asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
         assert actions.answer(run.path, asked, 0.5) is None
         assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
-        with pytest.raises(ContractError, match=f"kill -CONT {supervisor} lets its supervisor"):
+        with pytest.raises(ContractError, match=f"is stopped, kill -CONT {supervisor}"):
             acting.dump(argparse.Namespace(
                 run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False
             ))  # fmt: skip

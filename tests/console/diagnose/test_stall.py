@@ -68,7 +68,8 @@ def test_a_stopped_rank_that_waits_is_not_blamed_for_the_one_behind_it():
     assert early.sentence.endswith("; rank 1 is further behind in fetch")
     verdict = judge(stopped, fetching, seen(2, "backward"))
     assert (verdict.rank, verdict.cause, verdict.phase) == (1, "behind", "fetch")
-    assert verdict.sentence.endswith("; rank 0 is stopped in backward; rank 2 waits in backward")
+    assert verdict.sentence.endswith("; rank 2 waits in backward")
+    assert "; rank 0 is stopped in backward (kill -CONT 1000 lets it go on); " in verdict.sentence
     behind = judge(replace(stopped, phase="fetch"), seen(1, "backward"))
     assert (behind.rank, behind.cause, behind.sure) == (0, "stopped", "high")
 
@@ -109,6 +110,7 @@ def test_a_rank_that_left_while_the_others_wait_is_named_with_its_exit_code():
     assert verdict.evidence[0].startswith("rank 0: process state gone, exit of step 5")
     same = judge(left, seen(1, "backward", step=5))
     assert (same.cause, same.rank, same.sure) == ("left", 0, "medium")
+    assert same.sentence.endswith("; rank 1 waits in backward")
     assert "rank 0 is leaving at step" in judge(replace(left, state="S"), seen(1)).sentence
     assert judge(left, seen(1, "backward", still=1.0, step=6)) is None
 

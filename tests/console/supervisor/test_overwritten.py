@@ -108,8 +108,9 @@ def test_a_stranger_with_a_copied_token_is_no_rank(run):
     }  # fmt: skip
     with subprocess.Popen(["sleep", "60"], env=environment) as copied:
         found = Tree(token, 2, select.poll(), str(run))
-        found.adopt({}, run, 1)
-        assert not found.workers
+        gone = {"rank": 1, "pid": 4194303, "start_ticks": 1, "exit": {"code": 0, "ts": 1.0}}
+        found.adopt({"workers": [gone]}, run, 1)
+        assert found.workers[1].handle.pid != copied.pid
         with (rundir.logs(run, 1) / "rank1.log").open("w") as log, subprocess.Popen(
             ["sleep", "60"], env=environment, stdout=log
         ) as own:  # fmt: skip

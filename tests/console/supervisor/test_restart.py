@@ -349,6 +349,10 @@ def test_documents_that_nobody_can_believe_are_not_taken_over(begin):
     rundir.write_json(started.path / rundir.PLAN_STATE, state)
     (started.run() / rundir.EVENTS).unlink()
     os.mkfifo(started.run() / rundir.EVENTS)
+    wrong = {"rank": 0, "pid": [1], "start_ticks": {}}
+    document = started.state() | {"workers": [wrong, 7], "torchrun": {"pid": {}}}
+    rundir.write_json(started.run() / rundir.SUPERVISOR, document)
     actions.adopt(started.path)
+    started.wait(lambda: [worker["rank"] for worker in started.state()["workers"]] == [0, 1])
     assert started.ask("stop")["ok"]
     assert started.wait_end(20)["phases"][0]["state"] == "stopped"

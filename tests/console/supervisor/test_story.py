@@ -162,7 +162,16 @@ def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
     assert late.p99_s(0) == 9.0
     late.settle()
     late.take(record(5, steps_dt_s=[40.0]))
+    assert late.p99_s(0) == 9.0, "no more has passed since it came"
+    late.take(record(6, steps_dt_s=[40.0]))
     assert late.p99_s(0) == 9.0
+
+
+def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before():
+    late = Story()
+    late.settle()
+    late.take(record(100, steps_dt_s=[1.0] * 100))
+    assert late.p99_s(0) == 1.0
 
 
 def test_a_resume_that_the_pulse_disproves_raises_no_limit():
@@ -170,6 +179,9 @@ def test_a_resume_that_the_pulse_disproves_raises_no_limit():
     told = Story(live=True)
     told.take(record(1_000_000, msg="resume"))
     assert limit_s(at(told, 7), watch) == 2.0
+    for step in (7, 8, 9):
+        told.take(record(step))
+    assert told.gap_s(0) > 0, "and its records have a rhythm all the same"
     resumed = Story(live=True)
     resumed.take(record(6, msg="resume"))
     assert limit_s(at(resumed, 7), watch) == 600.0
