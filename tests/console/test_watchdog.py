@@ -145,19 +145,24 @@ def test_a_healthy_run_is_left_alone_to_its_end(run):
     assert not (run / rundir.ANOMALY).exists()
 
 
-def test_pulses_tell_which_rank_stands_still(run):
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [(81, "rank 1 is behind: in forward of step 81 since"), (41, "no record since")],
+    ids=["pulses", "pulses that the records disprove"],
+)
+def test_pulses_tell_which_rank_stands_still(run, step, text):
     live = rundir.SHARED_MEMORY / f"{rundir.LIVE_PREFIX}test-{secrets.token_hex(4)}"
     live.mkdir(mode=0o700)
     try:
         for rank, phase in ((0, "backward"), (1, "forward")):
-            PulseWriter(rundir.pulse(live, rank), rank).set(41, phase)
+            PulseWriter(rundir.pulse(live, rank), rank).set(step, phase)
         held = json.loads((run / rundir.SUPERVISOR).read_text())
         directory.document(run / rundir.SUPERVISOR, held | {"live_dir": str(live)})
         with watchdog(run, "--interval", "0.1") as process:
             line = json.loads(process.stdout.readline())
     finally:
         shutil.rmtree(live)
-    assert line["text"].startswith("rank 1 is behind: in forward of step 41 since")
+    assert line["text"].startswith(text)
 
 
 def test_a_halt_that_is_there_already_stays_as_it_is(run):

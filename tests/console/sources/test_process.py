@@ -31,7 +31,7 @@ def test_use_is_measured_from_one_look_to_the_next(busy):
     assert (first.cpu_pct, first.state) in ((None, "R"), (None, "S"))
     time.sleep(0.5)
     second = meter.look(busy.pid)
-    assert 20 < second.cpu_pct < 120
+    assert 5 < second.cpu_pct < 120
     assert 1 < second.rss_mib < 200
     busy.send_signal(signal.SIGSTOP)
     time.sleep(0.05)
