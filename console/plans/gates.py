@@ -235,6 +235,12 @@ def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     return tuple(_gate(RULES[name], bound, summary) for name, bound in bounds.items())
 
 
+def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
+    """Returns the gates of a phase of which nobody can tell how they are."""
+    rules = (RULES[name] for name in bounds)
+    return tuple(Gate(r.name, None, r.unit, r.span, r.source, "", "unknown", why) for r in rules)
+
+
 def _gate(rule: Rule, bound: Any, summary: Summary) -> Gate:
     found = rule.measure(summary)
     sign, holds = BOUNDS[rule.bound]

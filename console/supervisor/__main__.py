@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -122,6 +123,9 @@ def supervise(path: Path, adopt: str | None, lock_fd: int | None) -> None:
     hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
     services = Services(directory, nvml, poller, hooks, held_lock.token)
     launch: Launch | None = None
+    ends = contextlib.ExitStack()
+    for end in (partial(directory.close, FLUSH_S), hooks.close, nvml.stop):
+        ends.callback(end)
     try:
         launch = Launch(path, given, services, held)
         while not launch.over:
@@ -143,9 +147,7 @@ def supervise(path: Path, adopt: str | None, lock_fd: int | None) -> None:
             f"see {rundir.SUPERVISOR_LOG}"
         )
     finally:
-        nvml.stop()
-        hooks.close()
-        directory.close(FLUSH_S)
+        ends.close()
 
 
 def main() -> int:

@@ -19,11 +19,11 @@ from console.sources import kernel
 from console.sources.lastwords import LastWords
 from console.sources.nvml import Nvml
 from console.sources.summary import Summary
-from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.hooks import Hooks
 from console.supervisor.live import LastPulses, Live
+from console.supervisor.observers import Observers
 from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
@@ -69,7 +69,7 @@ class Attempt:
     """
 
     def __init__(
-        self, services: Services, alerts: Alerts, *,
+        self, services: Services, observers: Observers, *,
         run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Live,
         argv: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None],
         event: Callable[..., dict[str, Any]], changed: Callable[[], None],
@@ -84,10 +84,10 @@ class Attempt:
         """Facts from requests and events; `facts` adds those from processes and records."""
         self.story, self._summary = Story(live=held is None), summary
         self._services, self._directory = services, services.directory
-        self.alerts = alerts
+        self._observers, self.alerts = observers, observers.alerts
         self.watching = Watching(
-            watch, actions, run, alerts, self.story, summary, event, services.directory.document,
-            changed,
+            watch, actions, run, self.alerts, self.story, summary, event,
+            services.directory.document, changed,
         )  # fmt: skip
         home = environment.get(environ.RUN_DIR, "")
         self.tree = Tree(token, phase.nproc, services.poller, home)
@@ -177,7 +177,10 @@ class Attempt:
     def decided(self) -> tuple[State, str]:
         """Returns the state that the facts give; while the rest is collected, that from before."""
         if self.stage != "collect":
-            self._decided = decide(self.facts())
+            untold: State = "crashed" if self.stage == "over" else self._decided[0]
+            self._decided = self._observers.once(
+                "the state", lambda: decide(self.facts()), (untold, "its state cannot be decided")
+            )
         elif time.monotonic() - self._ended_at > LONG_COLLECTING_S:
             return "stopping", "all ranks have ended; the run directory does not give their records"
         return self._decided
@@ -288,15 +291,26 @@ class Attempt:
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
-        sample = self._sampler.sample(workers, self.story, self._number, self._begun)
-        path = rundir.samples(self._run, rundir.host_name())
-        self._directory.put(path, jsonl.encode(sample))
+        sample = self._observers.run(
+            "processes and pulses",
+            lambda: self._sampler.sample(workers, self.story, self._number, self._begun), None,
+        )  # fmt: skip
+        if sample is None:
+            self._sampler.clear()
+        else:
+            path = rundir.samples(self._run, rundir.host_name())
+            self._directory.put(path, jsonl.encode(sample))
         ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
         halting = self.known.asked == "halt" or self.known.halt_file
-        self.watching.look(self._sampler, seen, ending, halting, self._unread())
+        looked = self._observers.run(
+            "watch rules",
+            lambda: self.watching.look(self._sampler, seen, ending, halting, self._unread()), False,
+        )  # fmt: skip
+        if not looked:
+            self.watching.verdict = None
 
     def _unread(self) -> str:
         """Says why the records are not up to date, "" when they are."""
@@ -347,10 +361,7 @@ class Attempt:
     def take(self, news: News) -> None:
         """Takes in what a look at the run's files found."""
         self.behind = news.behind
-        for record in news.records:
-            self._summary.take(record)
-            if record["attempt"] == self._number:
-                self.story.take(record)
+        taken = self._observers.run("records", lambda: self._take_records(news.records), False)
         if not self._caught_up and news.disk and not news.behind:
             self._caught_up = True
             self.story.settle()
@@ -358,7 +369,14 @@ class Attempt:
         self._learn(halt_file=known.halt_file or news.halt_file)
         if news.disk:
             self._sampler.disk, self._sampler.csv = news.disk, news.csv
-            self._records_at = time.monotonic()
+            self._records_at = time.monotonic() if taken else self._records_at
+
+    def _take_records(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        for record in records:
+            self._summary.take(record)
+            if record["attempt"] == self._number:
+                self.story.take(record)
+        return True
 
     def _end_others(self, failed: Sequence[int]) -> None:
         """Gives the ranks that are left the grace time: one that failed holds them up for good."""

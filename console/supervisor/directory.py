@@ -54,6 +54,8 @@ class Directory(Recorder):
         """Documents that the disk did not take; only this thread touches it."""
         self.replaced: deque[Path] = deque()
         """Files that somebody removed or replaced, for whoever says it."""
+        self.mistakes: deque[Exception] = deque()
+        """Exceptions of jobs that nobody thought of, for whoever says it."""
         self._lock = threading.Lock()
         self.changed = False
         self._glance: Callable[[], bool] = lambda: False
@@ -113,12 +115,13 @@ class Directory(Recorder):
     def deliver(self) -> None:
         """Hands over the results of jobs, on the thread of who calls.
 
-        Raises what a job raised that tells neither of the disk nor of the directory: a mistake.
+        What a job raised that tells neither of the disk nor of the directory is a mistake, and goes
+        into `mistakes` as well.
         """
         while self._results:
             then, value, error = self._results.popleft()
             if error is not None and not isinstance(error, OSError | ContractError):
-                raise error
+                self.mistakes.append(error)
             then(value, error)
 
     def ask(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:

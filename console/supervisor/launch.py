@@ -13,12 +13,14 @@ from console.diagnose.watch import Change
 from console.plain import gate_value
 from console.plans import gates
 from console.supervisor import inheritance, live
+from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Services
 from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
 from console.supervisor.lookout import Lookout
 from console.supervisor.mailbox import Execute, Mailbox, Outcome
 from console.supervisor.next_flags import NextFlags
+from console.supervisor.observers import Observers
 from console.supervisor.orders import Orders
 from console.supervisor.requests import Request
 from console.supervisor.run import REFRESH_S, Run
@@ -54,6 +56,7 @@ class Launch:
         self._next_flags = NextFlags(given)
         self._mailbox = Mailbox(self._directory, self._attempt_in, given.created_ts)
         self._dumps = Dumps(self._keep)
+        self._own_observers = Observers(Alerts(self._event, self._directory))
         self._acts: list[tuple[Run, Change]] = []
         self._lookout = Lookout(self._directory, path, self._take_requests, self._take_halt)
         self._halt_at = 0.0
@@ -102,8 +105,10 @@ class Launch:
         self._directory.deliver()
         if self._look_around() and self.quiet:
             return
-        self._dumps.poll(self._mailbox.answer)
-        self._services.hooks.poll()
+        self._observe("stack dumps", lambda: self._dumps.poll(self._mailbox.answer))
+        self._observe("alert hook", self._services.hooks.poll)
+        while self._directory.mistakes:
+            self._observers.failed("files", self._directory.mistakes.popleft())
         if self.run is not None:
             before = self.run.state
             self.run.tick()
@@ -114,6 +119,15 @@ class Launch:
                 self._publish()
         if time.monotonic() - self._refreshed >= REFRESH_S:
             self._publish()
+
+    def _observe(self, name: str, look: Callable[[], object]) -> None:
+        """Runs what ranks do not depend on."""
+        self._observers.run(name, look, None)
+
+    @property
+    def _observers(self) -> Observers:
+        """Those of the run, between phases those of the launch."""
+        return self._own_observers if self.run is None else self.run.observers
 
     def terminate(self, by: str) -> None:
         """Stops the running phase and ends the plan: what SIGTERM asks for."""
@@ -295,7 +309,9 @@ class Launch:
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
             return False, f"the plan has ended: {self.why}", []
-        return self._actions[request.action](request)
+        execute = partial(self._actions[request.action], request)
+        refusal = False, f"the supervisor failed at it, see {rundir.SUPERVISOR_LOG}", []
+        return self._observers.once("requests", execute, refusal)
 
     def _addressed(self, request: Request) -> Run | None:
         """Returns the run of this phase, None when the request lies in a former one's mailbox."""
@@ -384,8 +400,8 @@ class Launch:
 
     # --- records -------------------------------------------------------------------------------
 
-    def _event(self, kind: str, text: str, level: str = "info") -> None:
-        self._directory.event(self.path, 1, kind, text, level)
+    def _event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
+        return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _publish(self) -> None:
         """Replaces plan_state.json."""

@@ -65,11 +65,15 @@ class Lookout:
             for folder in () if settled else folders:
                 found += requests.scan(folder, "launch" if folder == self._launch else "run")
             self._changed_at = time.monotonic() if found else self._changed_at
-            halts = os.path.lexists(halt)
+            halts, news = os.path.lexists(halt), None
+            # What is asked is taken also where the run directory is gone, or cannot be understood.
             try:
-                return found, at.files.look(heartbeats) if at is not None else None, halts
-            except OSError:  # what is asked is taken also where the run directory is gone
-                return found, None, halts
+                news = at.files.look(heartbeats) if at is not None else None
+            except OSError:
+                pass
+            except Exception as mistake:
+                self._directory.mistakes.append(mistake)
+            return found, news, halts
 
         def take(found: tuple[list[Request], News | None, bool] | None, _: object) -> None:
             self.under_way = False

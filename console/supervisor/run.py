@@ -22,6 +22,7 @@ from console.supervisor import inheritance, orders, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt, Services
 from console.supervisor.live import Live
+from console.supervisor.observers import Observers
 from console.supervisor.orders import FlagValue, Orders
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -60,6 +61,8 @@ class Run:
         self._again_at: float | None = None
         self._final = False
         self.gates: tuple[Gate, ...] = ()
+        self._told: dict[str, Any] = {}
+        """What supervisor.json held last."""
         self.summary = Summary(self.phase.nproc, 1, 0)
         self._refreshed = self._said = 0.0
         held = self._read_held() if adopt else None
@@ -71,6 +74,7 @@ class Run:
             self._record = given.run_record(index, path, flags, contract)
         self._environment = orders.environment(self.phase, flags, contract)
         self.alerts = Alerts(self.event, self._directory)
+        self.observers = Observers(self.alerts)
         self._git = jsonl.mapping(held or {}, "git")
         self._git_found: deque[tuple[Mapping[str, Any], bool]] = deque()
         self.attempt = self._attempt(held=held)
@@ -141,13 +145,16 @@ class Run:
             self._decide()
         now = time.monotonic()
         if int(now) != int(self._said):
-            self.alerts.watch_writes()
-            self._watch_memory()
-            while self._git_found:
-                self._take_git(*self._git_found.popleft())
+            self.observers.run("the run directory", self._watch_directory, None)
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:
             self._publish()
+
+    def _watch_directory(self) -> None:
+        self.alerts.watch_writes()
+        self._watch_memory()
+        while self._git_found:
+            self._take_git(*self._git_found.popleft())
 
     def _watch_memory(self) -> None:
         if self.over or self._again_at is not None:
@@ -199,7 +206,7 @@ class Run:
         argv = orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.path, self.number))
         on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
         attempt = Attempt(
-            self._services, self.alerts,
+            self._services, self.observers,
             run=self.path, number=self.number, phase=self.phase, watch=self.watch,
             token=self._token, live=self._live, argv=argv,
             environment=self._environment | self._contract(),
@@ -314,7 +321,10 @@ class Run:
     def _conclude(self, state: State, why: str) -> None:
         """Writes the last word; while the disk does not take it, it stands in shared memory."""
         self._again_at, self.over = None, True
-        self.gates = held = gates.evaluate(self.summary, self.phase.gates)
+        self.gates = held = self.observers.once(
+            "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
+            gates.unknown(self.phase.gates, "they could not be evaluated"),
+        )  # fmt: skip
         self._directory.document(
             self.path / rundir.GATES,
             {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(held),
@@ -332,13 +342,20 @@ class Run:
     def _publish(self) -> None:
         """Replaces supervisor.json."""
         self._refreshed = time.monotonic()
+        now = {
+            "state": self.state, "why": self.why, "since_ts": self.since_ts, "attempt": self.number,
+            "updated_ts": time.time(),
+        }  # fmt: skip
+        self._told = self.observers.run(rundir.SUPERVISOR, self._document, self._told) | now
+        self._directory.document(self.path / rundir.SUPERVISOR, self._told)
+
+    def _document(self) -> dict[str, Any]:
         tree, verdict = self.attempt.tree, self.attempt.watching.verdict
         known = self.attempt.known
         agent = tree.agent
         torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
-        record = rundir.identity() | {
-            "v": VERSION, "run": self.id, "state": self.state, "why": self.why,
-            "since_ts": self.since_ts, "attempt": self.number,
+        return rundir.identity() | {
+            "v": VERSION, "run": self.id,
             "lock_token": self._services.lock_token,
             "launch": self.orders.launch, "torchrun": torchrun,
             "workers": self.attempt.workers(), "asked": known.asked,
@@ -346,9 +363,8 @@ class Run:
             "live_dir": "" if self.over else str(self.live or ""),
             "watch": asdict(self.watch), "git": self._git, **self._armed(),
             **self.summary.as_dict(),
-            "verdict": asdict(verdict) if verdict else None, "updated_ts": time.time(),
+            "verdict": asdict(verdict) if verdict else None,
         }  # fmt: skip
-        self._directory.document(self.path / rundir.SUPERVISOR, record)
 
     def _armed(self) -> dict[str, str]:
         """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
@@ -363,6 +379,9 @@ class Run:
     def _say_alive(self) -> None:
         """Replaces the sign of life: all of it also where the run directory takes no writes."""
         self._said = time.monotonic()
+        self.observers.run("the sign of life", self._write_status, None)
+
+    def _write_status(self) -> None:
         self._live.write_status({
             "v": VERSION, "ts": time.time(), "mono": self._said, "state": self.state,
             "why": self.why, "since_ts": self.since_ts, "run": self.id,

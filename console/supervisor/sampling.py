@@ -32,6 +32,10 @@ class Sampler:
         self.rss_mib: dict[int, float] = {}
         self.seen: tuple[Seen, ...] = ()
 
+    def clear(self) -> None:
+        """Forgets the last sample: nothing is known of this moment."""
+        self.seen, self.gpus, self.rss_mib = (), (), {}
+
     def sample(
         self, workers: Sequence[Worker], story: Story, attempt: int, begun: float
     ) -> dict[str, Any]:

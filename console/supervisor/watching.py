@@ -53,7 +53,7 @@ class Watching:
 
     def look(
         self, now: Sampler, seen: Sequence[Seen], ending: bool, halting: bool, unread: str
-    ) -> None:
+    ) -> bool:
         """Takes the last sample; `seen` is empty while nobody is to be waited for.
 
         Nothing more is done to ranks that are being ended. `unread` says why the records are not
@@ -74,6 +74,7 @@ class Watching:
         for change in self._dog.look(found):
             if change.kind != "act" or not ending:
                 self._take(change)
+        return True
 
     def _watch_pulses(self, seen: Sequence[Seen]) -> None:
         """Raises an alert while the pulse of a rank says nothing: no stall of it can be seen."""

@@ -22,12 +22,13 @@ from .conftest import PROGRAMS, phase, write_plan
 BROKEN = """
 import sys
 from console.supervisor import __main__ as supervisor, attempt
-class Sampler(attempt.Sampler):
-    def sample(self, *given):
-        if self.seen:
+class Tree(attempt.Tree):
+    def is_over(self):
+        if self.workers:
+            type(self).is_over = attempt.OwnTree.is_over
             raise ArithmeticError("broken on purpose")
-        return super().sample(*given)
-attempt.Sampler = Sampler
+        return super().is_over()
+attempt.OwnTree, attempt.Tree = attempt.Tree, Tree
 sys.exit(supervisor.main())
 """
 

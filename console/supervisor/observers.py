@@ -1,0 +1,83 @@
+"""What only observes: an exception in it is an alert that names it, never the end of the ranks.
+
+Whoever looks at a run may meet what nobody thought of. The ranks do not depend on it: what fails is
+left out, tried again later, and switched off when it goes on failing. Who owns processes (the tree
+of an attempt, its order of phases) is not run here.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from console.supervisor.alerts import Alerts
+from trainers.contract import rundir
+
+T = TypeVar("T")
+WAITS_S = (2.0, 10.0)
+"""For so long an observer rests after its first and after its second failure in a row."""
+SETTLED_S = 60.0
+"""One that has worked for so long after a failure has had none."""
+
+
+@dataclass(slots=True)
+class _Health:
+    failures: int = 0
+    failed_at: float = 0.0
+    again_at: float = 0.0
+    off: bool = False
+
+
+class Observers:
+    """Owns which observers of a run have failed; `alerts` says so."""
+
+    def __init__(
+        self, alerts: Alerts, waits_s: tuple[float, ...] = WAITS_S, settled_s: float = SETTLED_S
+    ):  # fmt: skip
+        self.alerts = alerts
+        self._waits_s, self._settled_s = waits_s, settled_s
+        self._held: dict[str, _Health] = {}
+
+    def run(self, name: str, look: Callable[[], T], otherwise: T) -> T:
+        """Returns what `look` returns; `otherwise` where it raises, rests or is switched off."""
+        health = self._held.setdefault(name, _Health())
+        now = time.monotonic()
+        if health.off or now < health.again_at:
+            return otherwise
+        try:
+            result = look()
+        except Exception as mistake:
+            health.failures += 1
+            health.off = health.failures > len(self._waits_s)
+            rest_s = 0.0 if health.off else self._waits_s[health.failures - 1]
+            health.failed_at, health.again_at = now, now + rest_s
+            then = "it is switched off" if health.off else f"tried again in {rest_s:g} s"
+            self.failed(name, mistake, then)
+            return otherwise
+        if health.failures and now - health.failed_at >= self._settled_s:
+            health.failures = 0
+            self.alerts.clear(_alert(name), f"{name} can be observed again")
+        return result
+
+    def once(self, name: str, look: Callable[[], T], otherwise: T) -> T:
+        """Returns the same for what cannot rest: an answer that somebody waits for, an end."""
+        try:
+            return look()
+        except Exception as mistake:
+            self.failed(name, mistake)
+            return otherwise
+
+    def failed(self, name: str, mistake: Exception, then: str = "") -> None:
+        """Says that an observer failed; its traceback goes into the supervisor's log."""
+        traceback.print_exception(mistake)
+        then = f"{then}; see {rundir.SUPERVISOR_LOG}" if then else f"see {rundir.SUPERVISOR_LOG}"
+        text = f"{name} cannot be observed ({type(mistake).__name__}: {mistake})"[:300]
+        if not self.alerts.raise_(_alert(name), f"{text}: {then}", "crit"):
+            self.alerts.retell(_alert(name), f"{text}: {then}")
+
+
+def _alert(name: str) -> str:
+    return f"observer-{name}"

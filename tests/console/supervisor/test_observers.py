@@ -1,0 +1,122 @@
+"""An exception in whatever observes costs its figures, never the ranks: real supervisors."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from console.supervisor.alerts import Alerts
+from console.supervisor.directory import Directory
+from console.supervisor.observers import Observers
+from tests.launches import STUB, Begin, Started, phase
+from trainers.contract import rundir
+
+BROKEN = """
+import sys
+if "console.supervisor" in sys.orig_argv:
+    from console.supervisor.{module} import {owner}
+    true, begun = {owner}.{name}, []
+    def broken(self, *given, **named):
+        begun.append(1)
+        if {when}:
+            raise ArithmeticError("broken on purpose")
+        return true(self, *given, **named)
+    {owner}.{name} = broken
+"""
+ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
+"""At the start all is well."""
+OBSERVERS = {
+    "processes and pulses": ("sampling", "Sampler", "sample"),
+    "watch rules": ("watching", "Watching", "look"),
+    "records": ("follow", "Story", "take"),
+    "files": ("follow", "Files", "look"),
+    "stack dumps": ("dump", "Dumps", "poll"),
+    "alert hook": ("hooks", "Hooks", "poll"),
+    "the run directory": ("alerts", "Alerts", "watch_writes"),
+    "the sign of life": ("live", "Live", "write_status"),
+    "supervisor.json": ("attempt", "Attempt", "workers"),
+}
+STEPS, GATES = 600, ("loss_finite", "no_stall")
+CASES = [*((name, ALWAYS) for name in OBSERVERS), ("processes and pulses", ONCE), ("files", ONCE)]
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory):
+    starter = Begin(tmp_path_factory)
+    yield starter
+    starter.clean()
+
+
+@pytest.fixture(scope="module")
+def broken(begin, tmp_path_factory):
+    """A launch for each observer that breaks, for good and once, all at the same time."""
+    begun = {}
+    for name, when in CASES:
+        module, owner, function = OBSERVERS[name]
+        program = BROKEN.format(module=module, owner=owner, name=function, when=when)
+        folder = tmp_path_factory.mktemp("broken")
+        (folder / "sitecustomize.py").write_text(program)
+        one = phase("one", "member.py", STEPS, nproc=1, gates=dict.fromkeys(GATES, True))
+        path = f"{folder}:{STUB['PYTHONPATH']}"
+        begun[name, when] = begin(one, shell={"PYTHONPATH": path}, watch={"grace_s": 2})
+    answers = {}
+    for (name, when), started in begun.items():
+        started.wait(lambda started=started, name=name: alerts_of(started, name))
+        answers[name, when] = started.ask("note", text="is served")
+    return {case: (started, answers[case]) for case, started in begun.items()}
+
+
+def alerts_of(started: Started, name: str) -> list[str]:
+    if not any(started.path.glob(f"0-*/{rundir.EVENTS}")):
+        return []
+    return [e["text"] for e in started.events(0) if e.get("alert") == f"observer-{name}"]
+
+
+@pytest.mark.parametrize(("name", "when"), CASES)
+def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(broken, name, when):
+    started, answer = broken[name, when]
+    assert answer["ok"]
+    ended = started.wait_end()
+    assert started.state()["state"] == "completed", started.state()["why"]
+    if name != "supervisor.json":
+        assert started.state()["workers"][0]["exit"]["code"] == 0
+    assert "cannot be observed (ArithmeticError: broken on purpose)" in alerts_of(started, name)[0]
+    assert "Traceback" in (started.path / rundir.SUPERVISOR_LOG).read_text()
+    whole = when == ONCE or name not in ("records", "files")
+    assert ended["phases"][0]["result"] == ("pass" if whole else "unknown")
+
+
+def test_an_observer_rests_after_a_failure_and_is_switched_off_after_three():
+    directory = Directory()
+    raised: list[str] = []
+    alerts = Alerts(lambda kind, text, *_, **more: raised.append(kind) or {"text": text}, directory)
+    observers, calls = Observers(alerts, waits_s=(0.1, 0.2), settled_s=0.3), []
+
+    def look(fails: bool) -> str:
+        calls.append(fails)
+        if fails:
+            raise ArithmeticError("broken on purpose")
+        return "seen"
+
+    def text() -> str:
+        return alerts.open()["observer-it"]["text"]
+
+    try:
+        assert observers.run("it", lambda: look(True), "nothing") == "nothing"
+        assert observers.run("it", lambda: look(False), "nothing") == "nothing"
+        assert (len(calls), "tried again in 0.1 s" in text()) == (1, True)
+        time.sleep(0.15)
+        assert observers.run("it", lambda: look(False), "nothing") == "seen"
+        time.sleep(0.3)
+        assert observers.run("it", lambda: look(False), "nothing") == "seen"
+        assert raised == ["alert", "clear"]
+        for wait_s in (0.15, 0.25, 0.25):
+            observers.run("it", lambda: look(True), "nothing")
+            time.sleep(wait_s)
+        assert "it is switched off" in text()
+        count = len(calls)
+        assert observers.run("it", lambda: look(False), "nothing") == "nothing"
+        assert len(calls) == count
+    finally:
+        directory.close()
