@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from console.supervisor.directory import Directory
 from trainers.contract import rundir
 
