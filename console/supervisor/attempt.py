@@ -310,7 +310,7 @@ class Attempt:
             lambda: self.watching.look(self._sampler, seen, ending, halting, self._unread()), False,
         )  # fmt: skip
         if not looked:
-            self.watching.verdict = None
+            self.watching.forget()
 
     def _unread(self) -> str:
         """Says why the records are not up to date, "" when they are."""

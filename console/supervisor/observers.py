@@ -7,12 +7,15 @@ of an attempt, its order of phases) is not run here.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from console.sources.sanitize import clean
 from console.supervisor.alerts import Alerts
 from trainers.contract import rundir
 
@@ -28,6 +31,7 @@ class _Health:
     failures: int = 0
     failed_at: float = 0.0
     again_at: float = 0.0
+    told_at: float = -math.inf
     off: bool = False
 
 
@@ -59,7 +63,7 @@ class Observers:
             return otherwise
         if health.failures and now - health.failed_at >= self._settled_s:
             health.failures = 0
-            self.alerts.clear(_alert(name), f"{name} can be observed again")
+            self.alerts.clear(_alert(name), f"{name}: the observer works again")
         return result
 
     def once(self, name: str, look: Callable[[], T], otherwise: T) -> T:
@@ -71,13 +75,21 @@ class Observers:
             return otherwise
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
-        """Says that an observer failed; its traceback goes into the supervisor's log."""
-        traceback.print_exception(mistake)
-        then = f"{then}; see {rundir.SUPERVISOR_LOG}" if then else f"see {rundir.SUPERVISOR_LOG}"
-        text = f"{name} cannot be observed ({type(mistake).__name__}: {mistake})"[:300]
-        if not self.alerts.raise_(_alert(name), f"{text}: {then}", "crit"):
-            self.alerts.retell(_alert(name), f"{text}: {then}")
+        """Says that an observer failed; its traceback goes into the supervisor's log.
+
+        One that fails again and again writes there at most once in `settled_s`.
+        """
+        health, now = self._held.setdefault(name, _Health()), time.monotonic()
+        if then or now - health.told_at >= self._settled_s:
+            health.told_at = now
+            with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+                traceback.print_exception(mistake)
+        words = clean(f"{type(mistake).__name__}: {mistake}", 200)
+        text = f"{name}: the observer failed ({words}); "
+        text += f"{then}, see {rundir.SUPERVISOR_LOG}" if then else f"see {rundir.SUPERVISOR_LOG}"
+        if not self.alerts.raise_(_alert(name), text, "crit"):
+            self.alerts.retell(_alert(name), text)
 
 
 def _alert(name: str) -> str:
-    return f"observer-{name}"
+    return f"observer-{name.replace(' ', '-')}"

@@ -76,6 +76,12 @@ class Watching:
                 self._take(change)
         return True
 
+    def forget(self) -> None:
+        """Takes the verdict back: nobody has looked."""
+        self.verdict = None
+        for alert in (STALL, HALT_PENDING, PULSE):
+            self._alerts.clear(alert, "the watch rules do not look")
+
     def _watch_pulses(self, seen: Sequence[Seen]) -> None:
         """Raises an alert while the pulse of a rank says nothing: no stall of it can be seen."""
         unseen = [each for each in seen if each.doubt]

@@ -70,7 +70,8 @@ def broken(begin, tmp_path_factory):
 def alerts_of(started: Started, name: str) -> list[str]:
     if not any(started.path.glob(f"0-*/{rundir.EVENTS}")):
         return []
-    return [e["text"] for e in started.events(0) if e.get("alert") == f"observer-{name}"]
+    alert = f"observer-{name.replace(' ', '-')}"
+    return [e["text"] for e in started.events(0) if e.get("alert") == alert]
 
 
 @pytest.mark.parametrize(("name", "when"), CASES)
@@ -81,10 +82,24 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(broken, name, 
     assert started.state()["state"] == "completed", started.state()["why"]
     if name != "supervisor.json":
         assert started.state()["workers"][0]["exit"]["code"] == 0
-    assert "cannot be observed (ArithmeticError: broken on purpose)" in alerts_of(started, name)[0]
+    assert "the observer failed (ArithmeticError: broken on purpose)" in alerts_of(started, name)[0]
     assert "Traceback" in (started.path / rundir.SUPERVISOR_LOG).read_text()
     whole = when == ONCE or name not in ("records", "files")
     assert ended["phases"][0]["result"] == ("pass" if whole else "unknown")
+
+
+def test_what_cannot_rest_writes_its_traceback_once_in_a_while(capfd):
+    directory = Directory()
+    alerts = Alerts(lambda kind, text, *_, **more: {"text": text}, directory)
+    observers = Observers(alerts)
+    try:
+        for _ in range(50):
+            assert observers.once("the state", lambda: 1 // 0, -1) == -1
+        assert capfd.readouterr().err.count("Traceback") == 1
+        text = alerts.open()["observer-the-state"]["text"]
+        assert text.startswith("the state: the observer failed (ZeroDivisionError: ")
+    finally:
+        directory.close()
 
 
 def test_an_observer_rests_after_a_failure_and_is_switched_off_after_three():
