@@ -15,7 +15,7 @@ from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, tell
 from console.model import LIVE_STATES, LaunchState, RunState, State
 from console.plans.confirm import confirmed
 from console.sources import launches
-from console.sources.run import RunSource
+from console.sources.run import RECENT_BYTES, RunSource
 from console.sources.sanitize import clean
 from trainers.contract import rundir
 from trainers.contract.errors import NotFoundError, UsageError
@@ -26,7 +26,7 @@ ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "cras
 
 
 def source(options: argparse.Namespace) -> RunSource:
-    return RunSource(launches.find(options.run, options.root))
+    return RunSource(launches.find(options.run, options.root), recent_bytes=RECENT_BYTES)
 
 
 def runs(options: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def runs(options: argparse.Namespace) -> int:
         raise NotFoundError(f"there is no directory {options.root}, so no runs")
     rows, lines = [], []
     for path in launches.launches(options.root)[: options.limit]:
-        state = confirmed(RunSource(path))
+        state = confirmed(RunSource(path, recent_bytes=RECENT_BYTES))
         launch = state.launch
         if launch is None:
             continue

@@ -24,12 +24,14 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
     """Returns the state of a run, with an alert where its records do not confirm that it passed.
 
     With `former` that holds for all phases of a launch that is over, and for records that were not
-    read to their end. Nothing more is read for a run that has not completed.
+    read to their end. Of a run that has not completed nothing more is read than `source` does.
     """
     state = source.poll()
     over = source.whole and plain.is_over(state)
     if (state.state != "completed" and not over) or plain.exit_code(state, source.whole):
         return state
+    if not source.is_whole:
+        state = source.read_whole()
     if state.behind_bytes and not former:
         return state
     found = list(_doubts(source, state))

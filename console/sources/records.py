@@ -28,10 +28,14 @@ class Records:
 
     `summary` adds up all attempts, `taken` gets each heartbeat of the present attempt. Which one
     that is, the supervisor's document says; without one two records have to agree. Records of the
-    next attempt wait until then.
+    next attempt wait until then. With `recent_bytes` only the end of each heartbeat and sample file
+    is read, which tells how a run is, and not how it was: then there is no sum over all attempts.
     """
 
-    def __init__(self, run: Path, history: History, taken: Taken):
+    def __init__(
+        self, run: Path, history: History, taken: Taken, recent_bytes: int | None = None
+    ):  # fmt: skip
+        self._recent_bytes = recent_bytes
         self.run, self.history, self._taken = run, history, taken
         self.summary = Summary()
         self.attempt = 1
@@ -56,6 +60,11 @@ class Records:
     @property
     def skipped(self) -> int:
         return self._events.skipped + sum(tail.skipped for tail in self._tails.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Says whether every file is read from its begin."""
+        return not any(tail.left_out_bytes for tail in self._tails.values())
 
     @property
     def behind_bytes(self) -> int:
@@ -128,14 +137,15 @@ class Records:
             if name.startswith("heartbeat_rank"):
                 self._tails[name] = self._heartbeats(name)
             elif name.startswith("samples_"):
-                self._tails[name] = jsonl.Tail(self.run / name, lambda record: record)
+                path, recent = self.run / name, self._recent_bytes
+                self._tails[name] = jsonl.Tail(path, lambda record: record, recent)
 
     def _heartbeats(self, name: str) -> jsonl.Tail:
         rank = _rank_of(name)
         if rank is not None and ancestor.is_one(self.run):
             self.legacy = True
             return ancestor.Heartbeats(self.run, rank).tail
-        return heartbeat.tail(self.run / name)
+        return heartbeat.tail(self.run / name, self._recent_bytes)
 
     def _take_heartbeat(self, rank: int | None, record: dict[str, Any]) -> None:
         """Takes a record of the rank whose file it is in; a file speaks for no other rank."""

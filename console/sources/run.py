@@ -21,6 +21,8 @@ from trainers.contract.flags import DEVICES
 
 WHOLE_BYTES = 1 << 30
 """What one look reads at most where nobody waits for it."""
+RECENT_BYTES = 256 << 10
+"""Of a file of records, for how a run is now."""
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 UNARMED, HELD = "nothing, no supervisor lives", "nothing, the supervisor is stopped"
@@ -31,13 +33,15 @@ class RunSource:
     """Follows a run, or a launch's current run. One thread at a time may `poll`.
 
     One `poll` reads about `limit_bytes` of records; the state says how much is left. `taken` gets
-    the run and each heartbeat of its newest attempt.
+    the run and each heartbeat of its newest attempt. `recent_bytes` as in `Records`: for who wants
+    to know how the run is now, however long it has run.
     """
 
     def __init__(
-        self, path: Path, limit_bytes: int = WHOLE_BYTES, taken: Taken = lambda *_: None
+        self, path: Path, limit_bytes: int = WHOLE_BYTES, taken: Taken = lambda *_: None,
+        recent_bytes: int | None = None,
     ):  # fmt: skip
-        self._limit_bytes, self._taken = limit_bytes, taken
+        self._limit_bytes, self._taken, self._recent_bytes = limit_bytes, taken, recent_bytes
         self.launch_path = launch_of(path)
         self.whole = is_launch(path)
         """A launch was asked for, and not one run of it."""
@@ -54,6 +58,16 @@ class RunSource:
         """The sums over the records of the run that was read last, None before there is one."""
         return self._reader.summary if self._reader is not None else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Says whether all records are read from their begin, as a sum over them needs it."""
+        return self._reader is None or self._reader.is_whole
+
+    def read_whole(self) -> RunState:
+        """Begins anew with all records, and returns the state."""
+        self._recent_bytes, self._reader = None, None
+        return self.poll()
+
     def poll(self) -> RunState:
         """Returns the state as it is on disk and in shared memory now."""
         launch = self._launch()
@@ -64,7 +78,7 @@ class RunSource:
             return _empty(self.launch_path, launch, self._troubles())
         if self._reader is None or self._reader.run != run:
             self.history = History()
-            self._reader = Records(run, self.history, self._taken)
+            self._reader = Records(run, self.history, self._taken, self._recent_bytes)
         self._away = self._fixed is None and not _is_directory(run)
         supervisor = self._document(run / rundir.SUPERVISOR)
         if not self._away:

@@ -48,6 +48,6 @@ def accept(record: dict[str, Any]) -> dict[str, Any] | None:
     return record
 
 
-def tail(path: Path) -> jsonl.Tail:
-    """Returns a reader that follows one heartbeat file."""
-    return jsonl.Tail(path, accept)
+def tail(path: Path, recent_bytes: int | None = None) -> jsonl.Tail:
+    """Returns a reader that follows one heartbeat file; `recent_bytes` as in `jsonl.Tail`."""
+    return jsonl.Tail(path, accept, recent_bytes)

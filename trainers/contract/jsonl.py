@@ -170,11 +170,18 @@ class Tail:
     """Follows one growing file of JSON lines.
 
     `accept` turns a decoded object into a record or None (then it counts as skipped). `poll`
-    returns the new records; call it until `offset` stands still to catch up with a long file.
+    returns the new records; call it until `offset` stands still to catch up with a long file. With
+    `recent_bytes` it begins so far before the end of a longer one.
     """
 
-    def __init__(self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]):
+    def __init__(
+        self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None],
+        recent_bytes: int | None = None,
+    ):  # fmt: skip
         self.path = path
+        self.left_out_bytes = 0
+        """What lies before its begin."""
+        self._recent_bytes = recent_bytes
         self.skipped = 0
         self.size_bytes = 0
         self.offset = 0
@@ -213,7 +220,7 @@ class Tail:
             status = os.fstat(fd)
             identity = (status.st_dev, status.st_ino)
             if identity != self._identity or status.st_size < self.offset:
-                self._identity, self.offset, self._carry, self._overlong = identity, 0, b"", False
+                self._begin(identity, status.st_size)
             self.size_bytes = status.st_size
             data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
         except OSError:
@@ -222,3 +229,13 @@ class Tail:
             os.close(fd)
         self.offset += len(data)
         return data
+
+    def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
+        """Begins with a file that is new at the path; half a line at the begin is left out.
+
+        The byte before the begin tells whether a line begins there.
+        """
+        recent = size_bytes if self._recent_bytes is None else self._recent_bytes + 1
+        self._identity, self._carry = identity, b""
+        self.offset = self.left_out_bytes = max(0, size_bytes - recent)
+        self._overlong = self.offset > 0

@@ -1,0 +1,145 @@
+"""What it costs to look at a run that has gone on for days: `python -m benchmarks.long_run`.
+
+A run directory is written through the contract: 8 ranks, 8 GPUs, a sample each second, a record a
+rank every 20 steps of 0.3 s. Costs are CPU times as multiples of `nsa-console flags`, which reads
+no run, in turn in one run of this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.common import ROOT, median, publish, table
+from trainers.contract import heartbeat, rundir
+
+RANKS, STEP_S, EVERY = 8, 0.3, 20
+BUDGETS = {"status": 6.0, "check": 10.0}
+DAY_S = 86_400
+
+
+def write(folder: Path, span_s: int) -> Path:
+    """Writes the launch of a run that goes on now and began `span_s` ago; returns its directory."""
+    launch = folder / "long" / "20261101-000000"
+    run = launch / "0-one"
+    for each in (run, launch / rundir.REQUESTS, run / rundir.REQUESTS):
+        each.mkdir(parents=True, exist_ok=True)
+    began, me = time.time() - span_s, rundir.identity()
+    planned = int(2 * span_s / STEP_S)
+    document = {"v": 1, "updated_ts": time.time()}
+    rundir.write_json(launch / rundir.PLAN, {
+        "v": 1, "launch": "long-20261101-000000", "name": "long", "created_ts": began,
+        "phases": [{"name": "one", "proves": "nothing"}],
+    })  # fmt: skip
+    rundir.write_json(launch / rundir.PLAN_STATE, document | {
+        "state": "running", "phase": 0, "supervisor": me,
+        "phases": [{"name": "one", "state": "running", "dir": "0-one"}],
+    })  # fmt: skip
+    rundir.write_json(run / rundir.RUN, {
+        "v": 1, "run": "long-20261101-000000/0-one", "world": RANKS, "nproc": RANKS,
+        "settings": {"train.steps": {"value": planned, "origin": "plan"}}, "flags": {},
+        "gates": {"loss_finite": True}, "created_ts": began,
+    })  # fmt: skip
+    workers = [
+        {"rank": rank, "local_rank": rank, "pid": os.getpid(), "exit": None, "host": me["host"]}
+        for rank in range(RANKS)
+    ]
+    rundir.write_json(run / rundir.SUPERVISOR, document | me | {
+        "state": "running", "why": "", "since_ts": began, "attempt": 1, "workers": workers,
+        "run": "long-20261101-000000/0-one",
+    })  # fmt: skip
+    for rank in range(RANKS):
+        with rundir.heartbeat(run, rank).open("wb") as stream:
+            stream.writelines(map(heartbeat.encode, records(rank, began, span_s)))
+    with rundir.samples(run, me["host"]).open("wb") as stream:
+        stream.writelines(samples(began, span_s, me["host"]))
+    return run
+
+
+def records(rank: int, began: float, span_s: int) -> Iterator[dict]:
+    for number, step in enumerate(range(EVERY, int(span_s / STEP_S), EVERY), 1):
+        yield {
+            "v": 1, "n": number, "ts": began + step * STEP_S, "mono": step * STEP_S, "rank": rank,
+            "attempt": 1, "step": step, "msg": "progress", "loss": 2.5 + 1 / step, "lr": 3e-4,
+            "grad_norm": 0.7, "toks_per_s": 12345.6, "toks_per_s_rank": 1543.2, "mfu": 0.31,
+            "tokens_total": step * 10**6, "dt_fetch_s": 0.001, "dt_forward_s": 0.1,
+            "dt_backward_s": 0.18, "dt_optimizer_s": 0.01, "gate_entropy_mean": 0.93,
+            "gate_entropy_layers": [0.9] * 12, "gate_branch_shares": [0.3, 0.3, 0.4],
+            "steps_dt_s": [STEP_S] * EVERY, "nonfinite_loss_steps": 0, "skipped_steps": 0,
+        }  # fmt: skip
+
+
+def samples(began: float, span_s: int, host: str) -> Iterator[bytes]:
+    gpus = [
+        {"index": index, "name": "H200", "uuid": f"GPU-{index}", "util_pct": 97.0,
+         "mem_used_mib": 90_000.0, "mem_total_mib": 141_000.0, "power_w": 640.0, "temp_c": 61.0,
+         "sm_mhz": 1980.0, "state": "ok", "why": "", "throttle": "", "ecc_uncorrected": 0,
+         "xid_count": 0}
+        for index in range(RANKS)
+    ]  # fmt: skip
+    for second in range(span_s):
+        step = int(second / STEP_S)
+        ranks = [
+            {"rank": rank, "pid": os.getpid(), "state": "R", "cpu_pct": 99.0, "rss_mib": 5000.5,
+             "pulse": {"step": step, "phase": "forward", "since_s": 0.1, "age_s": 0.1,
+                       "collectives": step, "device_step": step, "device_phase": "forward"}}
+            for rank in range(RANKS)
+        ]  # fmt: skip
+        record = {
+            "v": 1, "ts": began + second, "mono": float(second), "host": host, "attempt": 1,
+            "gpus": gpus, "ranks": ranks, "disk": {"free_gib": 900.0}, "load1": 9.0,
+        }  # fmt: skip
+        yield json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def cost(words: list[str]) -> tuple[float, float]:
+    """Returns CPU seconds and the peak memory in MiB of one command."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "console", *words], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    _, _, used = os.wait4(child.pid, 0)
+    child.returncode = 0
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--days", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = write(Path(folder), int(options.days * DAY_S))
+        size_mib = sum(path.stat().st_size for path in run.iterdir()) / (1 << 20)
+        commands = {
+            "flags": ["flags"], "status": ["status", str(run)], "check": ["check", str(run)],
+            "runs": ["--root", folder, "runs"],
+        }  # fmt: skip
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        for _ in range(options.repeats):
+            for name, words in commands.items():
+                found[name].append(cost(words))
+    base = median([cpu_s for cpu_s, _ in found["flags"]])
+    rows = []
+    for name, costs in found.items():
+        cpu_s, budget = median([each for each, _ in costs]), BUDGETS.get(name)
+        rows.append((
+            name, f"{cpu_s:.2f}", f"{cpu_s / base:.1f}", f"≤ {budget:g}" if budget else "",
+            f"{max(mib for _, mib in costs):.0f}",
+        ))  # fmt: skip
+    publish(
+        "long_run",
+        f"A look at a run of {options.days:g} days that goes on",
+        table(("command", "CPU s", "× flags", "budget", "peak MiB"), rows),
+        f"Medians of {options.repeats}; {RANKS} ranks, {size_mib:,.0f} MiB of records.",
+    )
+
+
+if __name__ == "__main__":
+    main()

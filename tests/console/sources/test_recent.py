@@ -1,0 +1,96 @@
+"""How a run is now, from the end of its files: the same as from all of them, at a bounded cost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.cli import main
+from console.sources import run as source
+from console.sources.run import RunSource
+from tests.console.sources import directory
+from trainers.contract import jsonl, rundir
+
+STEPS, RECENT = 400, 4 << 10
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A run of two ranks that goes on, with a loss that was not finite long ago."""
+    path = directory.launch(tmp_path)
+    run = directory.run(path / "0-first")
+    for step in range(1, STEPS + 1):
+        for rank in (0, 1):
+            loss = "nan" if step == 7 else 2.0 / step
+            directory.beat(run, rank, step, loss=loss, steps_dt_s=[0.1])
+        directory.sample(
+            run, ranks=[{"rank": rank, "state": "R", "rss_mib": 9.0} for rank in (0, 1)]
+        )
+    directory.event(run, "alert", alert="disk", level="warn", text="little room")
+    return path
+
+
+def told(state):
+    """What does not depend on how much was read."""
+    return (
+        state.state, state.why, state.step, state.attempt, state.alerts, state.ranks[0].rss_mib,
+        [rank.pulse for rank in state.ranks], state.figures["loss"].value, state.behind_bytes,
+    )  # fmt: skip
+
+
+def test_the_end_of_the_files_tells_how_a_run_is_as_all_of_them_do(launch):
+    whole, recent = RunSource(launch), RunSource(launch, recent_bytes=RECENT)
+    assert told(recent.poll()) == told(whole.poll())
+    assert (whole.is_whole, recent.is_whole) == (True, False)
+    directory.beat(launch / "0-first", 0, STEPS + 1, loss=0.5)
+    assert told(recent.poll()) == told(whole.poll())
+    assert recent.poll().step == STEPS + 1
+
+
+def test_a_sum_over_all_records_reads_all_of_them(launch, capsys, monkeypatch):
+    """A run that completed is no go for what is far from the end of its records."""
+    monkeypatch.setattr(source, "RECENT_BYTES", RECENT)
+    monkeypatch.setattr("console.commands.looking.RECENT_BYTES", RECENT)
+    run = launch / "0-first"
+    gate = {"name": "loss_finite", "value": 0.0, "bound": "= 0", "result": "pass"}
+    born = rundir.read_json(run / rundir.RUN) or {}
+    directory.document(run / rundir.RUN, born | {"world": 2, "gates": {"loss_finite": True}})
+    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
+    held = rundir.read_json(run / rundir.SUPERVISOR) or {}
+    directory.document(run / rundir.SUPERVISOR, held | {"state": "completed"})
+    for rank in (0, 1):
+        directory.beat(run, rank, STEPS, "exit", exit_code=0)
+    assert main(["check", str(run), "--json"]) == 1
+    capsys.readouterr()
+    assert main(["check", str(run)]) == 1
+    assert "gate loss_finite passes in gates.json and is fail by the records" in (
+        capsys.readouterr().out
+    )
+
+
+@given(
+    st.lists(st.integers(0, 10**6), max_size=40), st.integers(0, 400),
+    st.lists(st.integers(0, 10**6), max_size=5),
+)  # fmt: skip
+def test_a_tail_that_begins_late_has_the_last_whole_lines(tmp_path_factory, before, recent, after):
+    path = tmp_path_factory.mktemp("tail") / "x.jsonl"
+    lines = [json.dumps({"n": number}).encode() + b"\n" for number in before]
+    path.write_bytes(b"".join(lines))
+    tail = jsonl.Tail(path, lambda record: record, recent)
+    found = [record["n"] for record in tail.poll()]
+    size = sum(map(len, lines))
+    assert found == before[len(before) - len(found) :]
+    left_out = lines[: len(lines) - len(found)]
+    assert (
+        tail.left_out_bytes
+        <= sum(map(len, left_out))
+        <= tail.left_out_bytes + max(map(len, lines), default=0)
+    )
+    assert tail.left_out_bytes == max(0, size - recent - 1)
+    with path.open("ab") as stream:
+        stream.write(b"".join(json.dumps({"n": number}).encode() + b"\n" for number in after))
+    assert [record["n"] for record in tail.poll()] == after
+    assert tail.skipped == 0
