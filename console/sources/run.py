@@ -6,6 +6,7 @@ Nothing here raises on what a run directory holds; what cannot be read is counte
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,9 @@ class RunSource:
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
         stopped = [] if ended else [*presence.stopped(supervisor)]
-        held = any(alert.id == presence.SUPERVISOR_STOPPED for alert in stopped)
-        more = self._troubles() + stopped
         orphaned = ended and launch is not None and launch.state == "unsupervised"
-        more += _observed(orphaned, run if unread and state != "starting" else None, reader)
+        missing = run if unread and state != "starting" else None
+        more = [*self._troubles(), *stopped, *_observed(orphaned, missing, reader)]
         launch = launch and documents.sequenced(launch, run.name, state, why)
         return RunState(
             id=documents.line(born, "run", f"{launch.id}/{run.name}" if launch else run.name),
@@ -137,8 +137,8 @@ class RunSource:
             verdict=documents.verdict(supervisor),
             gates=gates,
             bounds=documents.bounds(born),
-            armed=_armed(supervisor, state, held),
-            armed_short="" if held else documents.line(supervisor, "armed_short", ""),
+            armed=_armed(supervisor, "armed", state, stopped),
+            armed_short=_armed(supervisor, "armed_short", state, stopped),
             launch=launch,
             skipped_records=reader.skipped,
             directory_blocked_s=blocked or 0.0,
@@ -232,11 +232,15 @@ def _observed(orphaned: bool, unread: Path | None, reader: Records) -> list[Aler
     return found
 
 
-def _armed(supervisor: dict[str, Any], state: State, held: bool) -> str:
-    """Says what would act on a fault; `held` is a supervisor that is stopped."""
+def _armed(
+    supervisor: dict[str, Any], key: str, state: State, stopped: Sequence[Alert]
+) -> str:  # fmt: skip
+    """Says what would act on a fault; `stopped` tells which owners are stopped."""
     if state == "unsupervised":
-        return UNARMED
-    return HELD if held else documents.line(supervisor, "armed", "")
+        return UNARMED if key == "armed" else "nothing"
+    if any(alert.id == presence.SUPERVISOR_STOPPED for alert in stopped):
+        return HELD if key == "armed" else "nothing"
+    return documents.line(supervisor, key, "")
 
 
 def _is_directory(path: Path) -> bool:

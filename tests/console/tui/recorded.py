@@ -158,7 +158,7 @@ class Recorded:
     def __init__(self, *states: RunState, run: Path | None = None):
         self.states = list(states)
         self.run_path = run
-        self.whole, self.launch_path, self.summary = False, None, None
+        self.whole, self.is_whole, self.launch_path, self.summary = False, True, None, None
         self.history = History()
         self.polls = 0
         for second in range(120):
