@@ -260,7 +260,7 @@ def test_recomputation_gives_the_same_gradients(reentrant, route):
 
 
 @pytest.mark.parametrize(
-    "route", ["masked", "chunked", pytest.param("ranges", marks=pytest.mark.slow)]
+    "route", ["chunked", *(pytest.param(r, marks=pytest.mark.slow) for r in ("masked", "ranges"))]
 )
 def test_the_layer_compiles_as_one_graph(route):
     layer, x, weight = layer_and_input(model_config(), 0, 2, 40, torch.float32, route)

@@ -36,7 +36,6 @@ WAYS = {
 }  # fmt: skip
 QUICK = {
     ("recompute", "fp32"),
-    ("ddp, recompute, accumulate", "fp64"),
     ("fsdp, recompute, accumulate", "fp64"),
 }
 """Of all that is compared in the full suite, what each run of the tests compares."""
