@@ -23,7 +23,7 @@ from trainers.contract.flags import DEVICES
 WHOLE_BYTES = 1 << 30
 """What one look reads at most where nobody waits for it."""
 RECENT_BYTES = 256 << 10
-"""Of a file of records, for how a run is now."""
+"""A reader that wants to know how a run is now reads so much of each file of records."""
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 UNARMED, HELD = "nothing, no supervisor lives", "nothing, the supervisor is stopped"

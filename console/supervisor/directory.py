@@ -115,8 +115,7 @@ class Directory(Recorder):
     def deliver(self) -> None:
         """Hands over the results of jobs, on the thread of who calls.
 
-        What a job raised that tells neither of the disk nor of the directory is a mistake, and goes
-        into `mistakes` as well.
+        An exception that tells neither of the disk nor of the directory also goes into `mistakes`.
         """
         while self._results:
             then, value, error = self._results.popleft()

@@ -320,7 +320,7 @@ class Story:
     def _that_passed(self, rank: int, steps_s: list[float]) -> list[float]:
         """Returns the step times that can be true: no more has passed since the reader came.
 
-        Of a rank's first record then the steps may have begun before; each is cut to that time.
+        The steps in a rank's first record may have begun before; each is cut to that time.
         """
         most_s = time.monotonic() - self._live_since + RECORDS_LATE_S
         if self._live_since == math.inf:

@@ -126,7 +126,7 @@ class Launch:
 
     @property
     def _observers(self) -> Observers:
-        """Those of the run, between phases those of the launch."""
+        """The observers of the run, between phases the observers of the launch."""
         return self._own_observers if self.run is None else self.run.observers
 
     def terminate(self, by: str) -> None:

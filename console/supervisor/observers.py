@@ -1,8 +1,8 @@
-"""What only observes: an exception in it is an alert that names it, never the end of the ranks.
+"""Observers of a run: an exception in one is an alert that names it, never the end of the ranks.
 
-Whoever looks at a run may meet what nobody thought of. The ranks do not depend on it: what fails is
-left out, tried again later, and switched off when it goes on failing. Who owns processes (the tree
-of an attempt, its order of phases) is not run here.
+The ranks do not depend on an observer. One that fails is left out, tried again later, and switched
+off when it goes on failing. The code that owns processes (the tree of an attempt, the order of
+phases) does not run here.
 """
 
 from __future__ import annotations

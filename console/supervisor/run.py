@@ -62,7 +62,7 @@ class Run:
         self._final = False
         self.gates: tuple[Gate, ...] = ()
         self._told: dict[str, Any] = {}
-        """What supervisor.json held last."""
+        """The newest content of supervisor.json."""
         self.summary = Summary(self.phase.nproc, 1, 0)
         self._refreshed = self._said = 0.0
         held = self._read_held() if adopt else None

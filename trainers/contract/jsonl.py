@@ -180,7 +180,7 @@ class Tail:
     ):  # fmt: skip
         self.path = path
         self.left_out_bytes = 0
-        """What lies before its begin."""
+        """The bytes before the place where reading began."""
         self._recent_bytes = recent_bytes
         self.skipped = 0
         self.size_bytes = 0
