@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -27,6 +28,14 @@ TERM = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
 SMALL, WIDE = (80, 24), (120, 40)
 
 
+def without_root(svg: str) -> str:
+    """The picture with paths below the repository relative to it; the text keeps its width."""
+    prefix = f"{ROOT}/"
+    return re.sub(
+        rf"{re.escape(prefix)}([^<]*)", lambda found: found[1] + "&#160;" * len(prefix), svg
+    )
+
+
 async def shoot(
     path: Path | None, root: Path, size: tuple[int, int], shots: dict[str, str]
 ) -> None:
@@ -39,7 +48,7 @@ async def shoot(
                 await pilot.press(key)
                 await pilot.pause(1.5)
             svg = app.export_screenshot(title="nsa-console", simplify=True)
-            (FOLDER / f"{name}.svg").write_text(svg)
+            (FOLDER / f"{name}.svg").write_text(without_root(svg))
             sys.stdout.write(f"docs/pictures/{name}.svg\n")
         app.feed.stop()
 
