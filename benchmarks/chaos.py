@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.supervisor import memory_mib
 from console import actions
 from console.model import RunState
 from console.sources import process
@@ -87,9 +88,9 @@ class Chaos:
         return self.started.plan_state["supervisor"]["pid"]
 
     def memory_mib(self) -> float:
-        """Returns the supervisor's resident memory, 0 while there is none."""
+        """Returns the memory of both processes of the supervisor, 0 while there is none."""
         try:
-            found = psutil.Process(self.supervisor).memory_info().rss / 2**20
+            found = memory_mib(psutil.Process(self.supervisor))
         except psutil.NoSuchProcess:
             return 0.0
         self.most_mib = max(self.most_mib, found)
@@ -186,6 +187,8 @@ DISRUPTIVE = (
     Fault("supervisor SIGKILL, adopted after 1 s",
           lambda c: os.kill(c.supervisor, signal.SIGKILL), moves,
           lambda c: actions.adopt(c.started.path)),
+    Fault("working process of the supervisor SIGKILL",
+          lambda c: os.kill(c.started.child(), signal.SIGKILL), moves, harmless=True),
     Fault("supervisor and a rank SIGKILL, adopted after 1 s", Chaos.kill_both, restarted,
           lambda c: actions.adopt(c.started.path), ends=True),
 )  # fmt: skip

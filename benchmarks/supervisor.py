@@ -39,11 +39,22 @@ for step in range(1, steps + 1):
             time.sleep(0.001)
 """
 RANKS = 8
-BUDGET_MIB, BUDGET_PCT = 40.0, 0.5
+BUDGET_MIB, BUDGET_PCT = 48.0, 0.7
+
+
+def processes(supervisor: psutil.Process) -> list[psutil.Process]:
+    """Returns the owner of a launch, and the child that works for it."""
+    own = supervisor.cmdline()
+    return [supervisor, *(each for each in supervisor.children() if each.cmdline() == own)]
+
+
+def memory_mib(supervisor: psutil.Process) -> float:
+    """Returns the proportional set size of both: pages that both have count once."""
+    return sum(each.memory_full_info().pss for each in processes(supervisor)) / 2**20
 
 
 class Launched:
-    """A launch of the program above, and the process of its supervisor."""
+    """A launch of the program above, and both processes of its supervisor: owner and child."""
 
     def __init__(self, folder: Path, steps: int, pause_s: float):
         script, plan = folder / "program.py", folder / "measured.yaml"
@@ -60,11 +71,11 @@ class Launched:
         self.run = self.path / "0-one"
 
     def memory_mib(self) -> float:
-        return self.supervisor.memory_info().rss / 2**20
+        return memory_mib(self.supervisor)
 
     def cpu_s(self) -> float:
-        used = self.supervisor.cpu_times()
-        return used.user + used.system
+        used = [each.cpu_times() for each in processes(self.supervisor)]
+        return sum(each.user + each.system for each in used)
 
     def records(self) -> int:
         """Returns how many records all ranks have written, from the sizes of their files."""
@@ -130,12 +141,13 @@ def main() -> None:
     seen = flood(options.records)
     rows = [
         ("CPU at 8 ranks, one step a second", f"{cpu_pct:.2f} % of a core", f"≤ {BUDGET_PCT} %"),
-        ("memory (RSS) then", f"{memory_mib:.1f} MiB", f"≤ {BUDGET_MIB:g} MiB"),
+        ("memory (PSS) then", f"{memory_mib:.1f} MiB", f"≤ {BUDGET_MIB:g} MiB"),
         *((f"memory {when}", f"{mib:.1f} MiB", "flat") for when, mib in seen),
     ]
     note = f"CPU over {options.seconds:g} s. A record has the figures of a trainer of 12 layers."
     publish(
-        "supervisor", "What the supervisor costs", table(("what", "measured", "budget"), rows),
+        "supervisor", "What the supervisor costs, owner and child together", table(
+            ("what", "measured", "budget"), rows),
         note,
     )  # fmt: skip
 

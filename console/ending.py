@@ -156,10 +156,7 @@ class Facts:
     """Which rank failed, as soon as its exit was seen while others still run."""
     world: int = 1
     failure: str = ""
-    """Why the run could not even be started or its directory be read, or what broke the supervisor.
-    """
-    broken: bool = False
-    """The supervisor failed and stopped the ranks itself."""
+    """Why the run could not even be started, or its directory be read."""
     oom: OomEvidence | None = None
     """What the kernel killed for memory while the ranks ran, None where nobody looked."""
 
@@ -335,8 +332,6 @@ def signature(facts: Facts) -> str:
     """
     if not facts.over or decide(facts)[0] not in ("failed", "crashed"):
         return ""
-    if facts.broken:
-        return f"supervisor:{causes.same_words(facts.failure)}"
     end = facts.culprit()
     if end is None:
         return f"start:{causes.same_words(facts.failure)}" if facts.failure else ""
@@ -362,7 +357,6 @@ def deterministic(facts: Facts) -> bool:
 Rule = tuple[State, Callable[[Facts], bool], Callable[[Facts], str]]
 
 ENDED: tuple[Rule, ...] = (
-    ("crashed", lambda f: f.broken, lambda f: f.failure),
     ("crashed", lambda f: f.asked == "restart", lambda f: f"ended for a restart by {f.by}"),
     ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
     ("stopped", lambda f: f.asked == "stop" and not (f.clean and f.told and not f.halt_steps),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -52,6 +53,20 @@ class Started:
 
     def pids(self, index: int = 0) -> dict[int, int]:
         return {w["rank"]: w["pid"] for w in self.state(index).get("workers", [])}
+
+    def child(self) -> int:
+        """Returns the pid of the process that works for the supervisor."""
+        owner = self.wait(lambda: self.plan_state.get("supervisor", {}).get("pid"))
+        mine = Path(f"/proc/{owner}/cmdline").read_bytes()
+
+        def found() -> int:
+            for pid in process.children(owner):
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{pid}/cmdline").read_bytes() == mine:
+                        return pid
+            return 0
+
+        return self.wait(found)
 
     def events(self, index: int | None = None) -> list[dict[str, Any]]:
         folder = self.path if index is None else self.run(index)

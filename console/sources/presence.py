@@ -26,7 +26,7 @@ SILENT_S = 10.0
 CLOCK_S = 2.0
 """The clock of a writer may be ahead of this one by so much."""
 STOPPED = "T t"
-SUPERVISOR_STOPPED = "supervisor-stopped"
+SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
 Record = Mapping[str, Any]
 
 
@@ -179,10 +179,14 @@ def _living(supervisor: Record, born: Record) -> str:
 
 
 def stopped(supervisor: Record) -> Iterator[Alert]:
-    """Yields an alert for the supervisor and torchrun when a signal has stopped them."""
+    """Yields an alert for each process of the supervisor and torchrun that a signal has stopped."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     owners = {
-        "supervisor": (supervisor, "nothing is sampled and no request is answered"),
+        "supervisor": (supervisor, "no attempt begins, and its working process is not replaced"),
+        "working process": (
+            jsonl.mapping(supervisor, "child"),
+            "nothing is sampled and no request is answered",
+        ),
         "torchrun": (
             jsonl.mapping(supervisor, "torchrun"),
             "a rank that fails does not end the others",
@@ -197,7 +201,9 @@ def stopped(supervisor: Record) -> Iterator[Alert]:
                 f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
                 f"kill -CONT {pid} lets it go on"
             )
-            yield Alert(f"{name}-stopped", time.time(), "crit", text, observed=True)
+            yield Alert(
+                f"{name.replace(' ', '-')}-stopped", time.time(), "crit", text, observed=True
+            )
 
 
 def exit_words(worker: Record, beat: Record) -> str:

@@ -27,6 +27,7 @@ RECENT_BYTES = 256 << 10
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 UNARMED, HELD = "nothing, no supervisor lives", "nothing, the supervisor is stopped"
+NO_ATTEMPT = "no attempt begins: the supervisor is stopped"
 ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, gives it a new one"
 
 
@@ -238,9 +239,13 @@ def _armed(
     """Says what would act on a fault; `stopped` tells which owners are stopped."""
     if state == "unsupervised":
         return UNARMED if key == "armed" else "nothing"
-    if any(alert.id == presence.SUPERVISOR_STOPPED for alert in stopped):
+    ids = [alert.id for alert in stopped]
+    if presence.WORK_STOPPED in ids:
         return HELD if key == "armed" else "nothing"
-    return documents.line(supervisor, key, "")
+    told = documents.line(supervisor, key, "")
+    return (
+        f"{told}; {NO_ATTEMPT}" if presence.SUPERVISOR_STOPPED in ids and key == "armed" else told
+    )
 
 
 def _is_directory(path: Path) -> bool:

@@ -7,7 +7,6 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from console.sources.summary import Summary
 from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.hooks import Hooks
+from console.supervisor.link import Link
 from console.supervisor.live import LastPulses, Live
 from console.supervisor.observers import Observers
 from console.supervisor.rotation import Rotation
@@ -49,13 +49,19 @@ LATE_END_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Services:
     """Services that a launch shares: the run directory's thread, NVML, the main loop, the alert
-    hook, and the token in the lock file."""
+    hook, the token in the lock file, and the owner of the processes."""
 
     directory: Directory
     nvml: Nvml
     poller: select.poll
     hooks: Hooks
     lock_token: str
+    owner: Link
+
+    def publish(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Replaces a document; whoever has to go on with this launch is given it too."""
+        self.directory.document(path, record)
+        self.owner.keep(path, record)
 
 
 class Attempt:
@@ -90,7 +96,7 @@ class Attempt:
             services.directory.document, changed,
         )  # fmt: skip
         home = environment.get(environ.RUN_DIR, "")
-        self.tree = Tree(token, phase.nproc, services.poller, home)
+        self.tree = Tree(token, phase.nproc, services.poller, home, services.owner)
         self.behind = False
         self.files = Files(run, number, phase.nproc, former.files if former else None)
         self._rotation = Rotation(rundir.logs(run, number))
@@ -106,14 +112,15 @@ class Attempt:
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
         self._prepare_at = self._read_at = math.inf
-        if held is None:
+        never = services.owner.mishap and not services.owner.has_spawned(home, str(number))
+        if held is None or never:
             self._begin_preparing()
         else:
             self.tree.adopt(held, run, number)
             self.stage = "run"
             self._sample()
-            if (asked := jsonl.text(held, "asked")) in ENDINGS:
-                self.end(asked, jsonl.text(held, "asked_by", "?"))
+        if held is not None and (asked := jsonl.text(held, "asked")) in ENDINGS:
+            self.end(asked, jsonl.text(held, "asked_by", "?"))
 
     # --- what the run calls --------------------------------------------------------------------
 
@@ -148,26 +155,6 @@ class Attempt:
             return "KILL is sent to every process of the run"
         self.tree.terminate(grace_s)
         return f"TERM is sent; what is left after {grace_s:g} s is killed"
-
-    def give_up(self, why: str) -> None:
-        """Stops the ranks and ends the attempt here and now: the supervisor itself is broken."""
-        self.tree.terminate(self._watch.grace_s)
-        until = time.monotonic() + 2 * self._watch.grace_s
-        while time.monotonic() < until:
-            time.sleep(0.05)
-            try:
-                if not self.tree.spawned or self.tree.is_over():
-                    break
-                self.tree.look()
-                self.tree.enforce()
-            except OSError as error:  # what broke the supervisor may be broken still
-                why = f"{why}; {error.strerror}"
-                break
-        with suppress(OSError):
-            self.tree.kill()
-        self.stage = "over"
-        self._learn(failure=why, broken=True)
-        self.tree.close()
 
     def abandon(self) -> None:
         """Takes this attempt as over: all that there is to tell of it was told before."""
@@ -223,7 +210,7 @@ class Attempt:
             asked, by = self.known.asked, self.known.by
             self._never_began(f"{asked} was asked by {by} before the start")
             return
-        self.tree.spawn(self._argv, self._environment, log_fd)
+        self.tree.spawn(self._argv, self._environment, log_fd, self._watch.grace_s)
         self._begun, self.stage = time.monotonic(), "run"
         self.event("phase", f"{self._phase.name}: torchrun started as pid {self.tree.agent_pid}")
         self._changed()

@@ -17,7 +17,7 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Services
 from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
-from console.supervisor.lookout import Lookout
+from console.supervisor.lookout import FILES_NAME, Lookout
 from console.supervisor.mailbox import Execute, Mailbox, Outcome
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
@@ -56,9 +56,11 @@ class Launch:
         self._next_flags = NextFlags(given)
         self._mailbox = Mailbox(self._directory, self._attempt_in, given.created_ts)
         self._dumps = Dumps(self._keep)
-        self._own_observers = Observers(Alerts(self._event, self._directory))
+        self._own_observers = Observers(Alerts(self._event, self._directory), services.owner)
         self._acts: list[tuple[Run, Change]] = []
-        self._lookout = Lookout(self._directory, path, self._take_requests, self._take_halt)
+        self._lookout = Lookout(
+            self._directory, path, self._take_requests, self._take_halt, services.owner
+        )
         self._halt_at = 0.0
         self._ended_by = ""
         self._numbers: dict[Path, int] = {}
@@ -108,7 +110,7 @@ class Launch:
         self._observe("stack dumps", lambda: self._dumps.poll(self._mailbox.answer))
         self._observe("alert hook", self._services.hooks.poll)
         while self._directory.mistakes:
-            self._observers.failed("files", self._directory.mistakes.popleft())
+            self._observers.failed(FILES_NAME, self._directory.mistakes.popleft())
         if self.run is not None:
             before = self.run.state
             self.run.tick()
@@ -132,14 +134,6 @@ class Launch:
     def terminate(self, by: str) -> None:
         """Stops the running phase and ends the plan: what SIGTERM asks for."""
         self._end_by("stop", by)
-
-    def give_up(self, why: str) -> None:
-        """Ends everything because the supervisor itself is broken."""
-        if self.run is not None:
-            self.run.give_up(why)
-            self._publish()
-            self.run = None
-        self._end(why)
 
     def _end_by(self, action: str, by: str) -> str:
         """Ends the running phase, and the plan with it; returns the answer."""
@@ -214,16 +208,21 @@ class Launch:
         self._next_flags.restore(inheritance.next_flags(held))
         self._ended_by = jsonl.text(held, "ended_by")[:400]
         folders = (self.path, *(self.path / entry["dir"] for entry in self._phases))
-        inheritance.check_phase(self._index, folders[1:], held.get("state") == "waiting")
+        owner = self._services.owner
+        if not owner.mishap:
+            inheritance.check_phase(self._index, folders[1:], held.get("state") == "waiting")
         self._mailbox.remember(*inheritance.answered(self.path, folders))
-        self._event("state", "a new supervisor takes over from one that is gone", "warn")
+        told = f"the supervisor's working process {owner.mishap}: a new one goes on"
+        former = told if owner.mishap else "a new supervisor takes over from one that is gone"
+        self._event("state", former, "warn")
         entry, last = self._phases[self._index], self._index + 1 == len(self._phases)
         run = self.path / entry["dir"]
         if held.get("state") == "waiting" and not last:
             self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
-        elif (run / rundir.RUN).exists():
+        elif owner.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
             self.run = Run(self._services, self.orders, self._index, run, {}, adopt=True)
-            self.run.event("note", "a new supervisor watches this run", "warn")
+            if not owner.mishap:
+                self.run.event("note", "a new supervisor watches this run", "warn")
         else:
             return self._start(self._index)
         return self._publish()
@@ -411,12 +410,12 @@ class Launch:
             entry = self._phases[self._index]
             entry |= {"state": run.state, "why": run.why,
                       "steps": gates.steps_done(run.summary) or None}  # fmt: skip
-        self._directory.document(self.path / rundir.PLAN_STATE, {
+        self._services.publish(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.orders.plan.between, "next_flags": self._next_flags.as_dict(),
             "ended_by": self._ended_by,
-            "supervisor": rundir.identity() | {"token": self._services.lock_token},
+            "supervisor": {**self._services.owner.identity, "token": self._services.lock_token},
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         })  # fmt: skip

@@ -64,23 +64,25 @@ def _write(fd: int, record: dict[str, Any]) -> None:
 
 
 class Held:
-    """The lock of a launch in the hands of its owner: by descriptor, and by the token in it.
+    """The lock of a launch as its owner took it: which file it is, and the token in it.
 
     A directory that was moved away, or put in the place of ours, may belong to another launch.
-    Without a descriptor (a supervisor that was started by hand) nothing can be compared.
+    Without a descriptor (a supervisor that was started by hand) nothing can be compared. Raises
+    OSError where the owner cannot be named in the lock.
     """
 
     def __init__(self, launch: Path, fd: int | None):
-        self._path, self._fd = launch / rundir.LOCK, fd
+        self._path, self._pid = launch / rundir.LOCK, os.getpid()
+        self._file = None if fd is None else os.fstat(fd)
         self.token = "" if fd is None else take_over(fd)
         self._lost = ""
 
     def lost(self) -> str:
         """Says why the directory at the path is not ours any more, "" while it is."""
-        if self._fd is None:
+        if self._file is None:
             return ""
         try:
-            same = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+            same = os.path.samestat(os.stat(self._path), self._file)
         except (FileNotFoundError, NotADirectoryError):
             same = False
         except OSError:  # it cannot be looked at now: what was known stays
@@ -94,6 +96,6 @@ class Held:
         self._lost = "" if same else (
             f"{self._path.parent} was moved, replaced or removed (its lock is not this launch's): "
             "requests and .HALT there are ignored, and nothing is written there; move it back, or "
-            f"stop the run with kill -TERM {os.getpid()}"
+            f"stop the run with kill -TERM {self._pid}"
         )  # fmt: skip
         return self._lost

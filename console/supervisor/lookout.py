@@ -10,10 +10,14 @@ from pathlib import Path
 from console.supervisor import requests
 from console.supervisor.attempt import Attempt
 from console.supervisor.directory import Directory
-from console.supervisor.follow import News
+from console.supervisor.follow import Files, News
+from console.supervisor.link import Link
+from console.supervisor.owner import FILES
 from console.supervisor.requests import Request
 from trainers.contract import rundir
 
+FILES_NAME = "files"
+"""Of the observer that looks at them."""
 SETTLED_S = 2.0
 """For so long after a change mailboxes are read at each look: another one may have come in the same
 tick of the directory's clock."""
@@ -29,9 +33,10 @@ class Lookout:
 
     def __init__(
         self, directory: Directory, launch: Path, take: Callable[[list[Request]], object],
-        halt: Callable[[], object],
+        halt: Callable[[], object], owner: Link | None = None,
     ):  # fmt: skip
-        self._directory, self._launch, self._take, self._halt = directory, launch, take, halt
+        self._directory, self._owner = directory, owner
+        self._launch, self._take, self._halt = launch, take, halt
         self._watched: list[Path] = []
         self._stamps: list[object] = []
         self.under_way = False
@@ -68,7 +73,7 @@ class Lookout:
             halts, news = os.path.lexists(halt), None
             # What is asked is taken also where the run directory is gone, or cannot be understood.
             try:
-                news = at.files.look(heartbeats) if at is not None else None
+                news = self._look_at(at.files, heartbeats) if at is not None else None
             except OSError:
                 pass
             except Exception as mistake:
@@ -87,6 +92,18 @@ class Lookout:
         self.under_way = True
         self._directory.job(look, take)
         return True
+
+    def _look_at(self, files: Files, heartbeats: bool) -> News | None:
+        """Looks at a run's files; the owner knows where this process does not come back from it."""
+        if self._owner is None:
+            return files.look(heartbeats)
+        if FILES_NAME in self._owner.off():
+            return None
+        self._owner.notes.write(FILES, FILES_NAME)
+        try:
+            return files.look(heartbeats)
+        finally:
+            self._owner.notes.write(FILES, "")
 
     def _glance(self) -> bool:
         """Says whether something has changed since the last time; on the directory's thread."""

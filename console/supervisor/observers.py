@@ -17,6 +17,8 @@ from typing import TypeVar
 
 from console.sources.sanitize import clean
 from console.supervisor.alerts import Alerts
+from console.supervisor.link import Link
+from console.supervisor.owner import MAIN
 from trainers.contract import rundir
 
 T = TypeVar("T")
@@ -39,9 +41,10 @@ class Observers:
     """Owns which observers of a run have failed; `alerts` says so."""
 
     def __init__(
-        self, alerts: Alerts, waits_s: tuple[float, ...] = WAITS_S, settled_s: float = SETTLED_S
+        self, alerts: Alerts, owner: Link | None = None, waits_s: tuple[float, ...] = WAITS_S,
+        settled_s: float = SETTLED_S,
     ):  # fmt: skip
-        self.alerts = alerts
+        self.alerts, self._owner = alerts, owner
         self._waits_s, self._settled_s = waits_s, settled_s
         self._held: dict[str, _Health] = {}
 
@@ -52,7 +55,7 @@ class Observers:
         if health.off or now < health.again_at:
             return otherwise
         try:
-            result = look()
+            result = self._look(name, look)
         except Exception as mistake:
             health.failures += 1
             health.off = health.failures > len(self._waits_s)
@@ -69,10 +72,26 @@ class Observers:
     def once(self, name: str, look: Callable[[], T], otherwise: T) -> T:
         """Returns the same for what cannot rest: an answer that somebody waits for, an end."""
         try:
-            return look()
+            return self._look(name, look)
         except Exception as mistake:
             self.failed(name, mistake)
             return otherwise
+
+    def _look(self, name: str, look: Callable[[], T]) -> T:
+        """Looks; the owner knows in what this process was where it does not come back."""
+        if self._owner is None:
+            return look()
+        self._owner.notes.write(MAIN, name)
+        try:
+            return look()
+        finally:
+            self._owner.notes.write(MAIN, "")
+
+    def leave_out(self, name: str) -> None:
+        """Switches off an observer that former processes ended in."""
+        self._held[name] = _Health(off=True)
+        text = f"{name}: the supervisor's working process ended in it again and again; it is"
+        self.alerts.raise_(_alert(name), f"{text} switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
         """Says that an observer failed; its traceback goes into the supervisor's log.

@@ -105,9 +105,12 @@ class Orders:
         }  # fmt: skip
 
 
-def load(launch: Path) -> Orders:
-    """Returns the orders in a launch directory. Raises NotFoundError or UsageError."""
-    record = rundir.read_json(launch / rundir.PLAN)
+def load(launch: Path, kept: Mapping[str, Any] | None = None) -> Orders:
+    """Returns the orders in a launch directory, or in a plan.json that was `kept`.
+
+    Raises NotFoundError or UsageError.
+    """
+    record = kept or rundir.read_json(launch / rundir.PLAN)
     if record is None:
         raise NotFoundError(f"{launch} holds no readable {rundir.PLAN}")
     own = {each.name for each in fields(Plan)}

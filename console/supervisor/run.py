@@ -22,13 +22,13 @@ from console.supervisor import inheritance, orders, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt, Services
 from console.supervisor.live import Live
-from console.supervisor.observers import Observers
+from console.supervisor.observers import SETTLED_S, Observers
 from console.supervisor.orders import FlagValue, Orders
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 REFRESH_S = 5.0
-CODE_CHANGED, NO_MEMORY = "code-changed", "live-directory"
+CODE_CHANGED, NO_MEMORY, REPLACED = "code-changed", "live-directory", "supervisor-replaced"
 ENDED_AS: Mapping[str, State] = {
     "halt": "halted", "restart": "crashed", "stop": "stopped", "kill": "killed",
 }  # fmt: skip
@@ -65,6 +65,7 @@ class Run:
         """The newest content of supervisor.json."""
         self.summary = Summary(self.phase.nproc, 1, 0)
         self._refreshed = self._said = 0.0
+        self._begun = time.monotonic()
         held = self._read_held() if adopt else None
         flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
         self._token = secrets.token_hex(8) if held is None else inheritance.token(self._record)
@@ -72,24 +73,39 @@ class Run:
         contract = self._contract()
         if held is None:
             self._record = given.run_record(index, path, flags, contract)
+            services.owner.keep(path / rundir.RUN, self._record)
         self._environment = orders.environment(self.phase, flags, contract)
         self.alerts = Alerts(self.event, self._directory)
-        self.observers = Observers(self.alerts)
+        self.observers = Observers(self.alerts, services.owner)
+        for name in services.owner.off():
+            self.observers.leave_out(name)
         self._git = jsonl.mapping(held or {}, "git")
         self._git_found: deque[tuple[Mapping[str, Any], bool]] = deque()
         self.attempt = self._attempt(held=held)
         if held is not None and not self._wait_on(held):
             self._decide()
         self._publish()
+        if adopt and services.owner.mishap:
+            self.alerts.raise_(
+                REPLACED, f"the supervisor's working process {services.owner.mishap}; the ranks go "
+                f"on, a new one watches them; see {rundir.SUPERVISOR_LOG}", "crit",
+            )  # fmt: skip
 
     def _read_held(self) -> dict[str, Any]:
-        """Reads what a former supervisor left, and returns its document."""
-        held = inheritance.document(self.path, rundir.SUPERVISOR)
-        self._record = inheritance.document(self.path, rundir.RUN)
-        launches.check_in_place(self.path)
-        self._home = inheritance.home(self._record)
-        running = inheritance.check_processes(self._record, held)
-        inheritance.check_command(self._record, self.orders, self._index)
+        """Takes what a former child of this owner kept, else what a former supervisor left.
+
+        Returns its document.
+        """
+        record = self._services.owner.kept(self.path / rundir.RUN)
+        held = self._services.owner.kept(self.path / rundir.SUPERVISOR) or {}
+        if record is None:
+            held = inheritance.document(self.path, rundir.SUPERVISOR)
+            record = inheritance.document(self.path, rundir.RUN)
+            launches.check_in_place(self.path)
+            inheritance.check_command(record, self.orders, self._index)
+        self._record = record
+        self._home = inheritance.home(record)
+        running = inheritance.check_processes(record, held)
         self._ended = inheritance.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
         self.number = max(1, told, running)
@@ -153,6 +169,8 @@ class Run:
     def _watch_directory(self) -> None:
         self.alerts.watch_writes()
         self._watch_memory()
+        if time.monotonic() - self._begun >= SETTLED_S:
+            self.alerts.clear(REPLACED, "the supervisor works again")
         while self._git_found:
             self._take_git(*self._git_found.popleft())
 
@@ -177,11 +195,6 @@ class Run:
         answer = self.attempt.end(action, by)
         self._decide()
         return answer
-
-    def give_up(self, why: str) -> None:
-        """Stops the ranks and ends the run here and now: the supervisor itself is broken."""
-        self.attempt.give_up(why)
-        self._conclude(*self.attempt.decided())
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
         """Appends to the run's events, under the attempt's number; alerts also reach the hook."""
@@ -347,15 +360,15 @@ class Run:
             "updated_ts": time.time(),
         }  # fmt: skip
         self._told = self.observers.run(rundir.SUPERVISOR, self._document, self._told) | now
-        self._directory.document(self.path / rundir.SUPERVISOR, self._told)
+        self._services.publish(self.path / rundir.SUPERVISOR, self._told)
 
     def _document(self) -> dict[str, Any]:
         tree, verdict = self.attempt.tree, self.attempt.watching.verdict
         known = self.attempt.known
         agent = tree.agent
         torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
-        return rundir.identity() | {
-            "v": VERSION, "run": self.id,
+        return dict(self._services.owner.identity) | {
+            "v": VERSION, "run": self.id, "child": rundir.identity(),
             "lock_token": self._services.lock_token,
             "launch": self.orders.launch, "torchrun": torchrun,
             "workers": self.attempt.workers(), "asked": known.asked,

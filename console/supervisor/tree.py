@@ -1,19 +1,16 @@
 """The processes of one attempt: torchrun, its ranks and whatever they started.
 
-The supervisor is the subreaper, so a rank that outlives torchrun becomes its child and leaves a
-real exit status; of those that torchrun reaps the kernel tells it. Everything is found by the
+The owner is the subreaper, so a rank that outlives torchrun becomes its child and leaves a real
+exit status; of those that torchrun reaps the kernel tells it. Everything is found by the
 attempt's token in its environment; a rank that was found is held, whatever becomes of its token.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import resource
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from typing import Any
 
 from console.sources import documents, process
 from console.supervisor import enclosure
+from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
@@ -31,8 +29,8 @@ REAP_EVERY_S = 1.0
 FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
 )
-OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-"""What this process was given, and so gives to torchrun: the supervisor raises its own."""
+REAPED_S = 1.0
+"""After so long the owner has told of a process that it reaped."""
 ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 
@@ -86,8 +84,11 @@ class Tree:
     They are known by the token and the run directory (`home`) in their environment.
     """
 
-    def __init__(self, token: str, nproc: int, poller: select.poll, home: str = ""):
-        self.token, self.nproc, self._home = token, nproc, home
+    def __init__(
+        self, token: str, nproc: int, poller: select.poll, home: str = "",
+        owner: Link | None = None,
+    ):  # fmt: skip
+        self.token, self.nproc, self._home, self._owner = token, nproc, home, owner
         self._pollers = (poller, select.poll())
         """The main loop's, which ends its wait, and one of this tree alone."""
         self.agent: process.Handle | None = None
@@ -98,7 +99,6 @@ class Tree:
         self.workers: dict[int, Worker] = {}
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
-        self._popen: subprocess.Popen[bytes] | None = None
         self._agent_over_at: float | None = None
         self._kill_at: float | None = None
         self._ranks_kill_at: float | None = None
@@ -119,21 +119,15 @@ class Tree:
         """Says whether torchrun lives and some of its ranks have not been found yet."""
         return self.spawned and not self.agent_over and len(self.workers) < self.nproc
 
-    def spawn(self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int) -> None:
-        """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in it."""
-        self._popen = subprocess.Popen(
-            argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            resource.prlimit(self._popen.pid, resource.RLIMIT_NOFILE, OPEN_FILES)
-            fd = os.pidfd_open(self._popen.pid)
-        except OSError:
-            self._popen.kill()
-            raise
-        ticks = rundir.start_ticks(self._popen.pid) or 0
-        self.agent = process.Handle(self._popen.pid, fd, ticks)
-        self._enclosure = enclosure.around(self._popen.pid, self.token)
+    def spawn(
+        self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
+    ) -> None:
+        """Has the owner start torchrun in its own session. Raises OSError where it cannot."""
+        if self._owner is None:
+            raise ValueError("without an owner nothing can be started")
+        pid, fd = self._owner.spawn(argv, environment, log_fd, self.token, self._home, grace_s)
+        self.agent = process.Handle(pid, fd, rundir.start_ticks(pid) or 0)
+        self._enclosure = enclosure.around(pid, self.token)
         self._register(fd)
 
     def adopt(self, held: Mapping[str, Any], run: Path, number: int) -> None:
@@ -177,9 +171,9 @@ class Tree:
                 self._adopt_named(rank, entry, named(entry))
         self.agent = self.agent or named(agent)
         if self.agent is None:
-            pid = jsonl.integer(agent, "pid") or 0
+            pid = (self._owner.agent if self._owner else 0) or jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
-            self._agent_ended(None)
+            self._agent_ended(self._owner.exits.pop(pid, None) if self._owner else None)
 
     def _adopt_named(
         self, rank: int, entry: Mapping[str, Any], handle: process.Handle | None
@@ -213,10 +207,6 @@ class Tree:
             return changed
         self._reaped = now
         changed = self._reap() or changed
-        adopted = self.agent if self._popen is None and not self.agent_over else None
-        if adopted is not None and adopted.is_over():
-            self._agent_ended(adopted.exit_code())
-            changed = True
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():
                 code = worker.handle.exit_code()
@@ -254,6 +244,8 @@ class Tree:
             return
         if self._kill_at is None:
             self._kill_at = time.monotonic() + grace_s
+            if self._owner is not None:
+                self._owner.ending(grace_s)
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
             return
@@ -269,6 +261,8 @@ class Tree:
         """Sends KILL to every process of this attempt, and again at each `enforce`."""
         if not self.spawned:
             return
+        if self._owner is not None and self._kill_at != 0.0:
+            self._owner.ending(0.0)
         self._kill_at, self._killed = 0.0, time.monotonic()
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
@@ -345,29 +339,29 @@ class Tree:
         return True
 
     def _reap(self) -> bool:
-        """Collects every child that ended: torchrun, and ranks that it left behind."""
+        """Takes how those ended that the owner reaped: torchrun, and ranks that it left behind."""
+        exits = self._owner.exits if self._owner is not None else {}
         changed = False
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return changed
-            if pid == 0:
-                return changed
-            changed = True
-            code = os.waitstatus_to_exitcode(status)
-            if self.agent is not None and pid == self.agent.pid:
-                self._agent_ended(code)
-            for worker in self.workers.values():
-                if worker.handle.pid == pid:
-                    worker.ended(code)
-                    self._take_end(worker)
+        for worker in self.workers.values():
+            code = exits.pop(worker.handle.pid, None)
+            if code is not None:
+                worker.ended(code)
+                self._take_end(worker)
+                changed = True
+        agent = self.agent
+        if agent is None or self.agent_over or not agent.is_over():
+            return changed
+        code = exits.pop(agent.pid, agent.exit_code())
+        self._agent_over_at = self._agent_over_at or time.monotonic()
+        told = self._owner is None or self._owner.agent != agent.pid
+        if code is None and not told and time.monotonic() - self._agent_over_at < REAPED_S:
+            return changed
+        self._agent_ended(code)
+        return True
 
     def _agent_ended(self, code: int | None) -> None:
         self.agent_status, self.agent_over = code, True
         self._agent_over_at = time.monotonic()
-        if self._popen is not None:
-            self._popen.returncode = code
         if self.agent is not None:
             self._forget(self.agent)
 

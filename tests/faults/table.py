@@ -114,6 +114,7 @@ ROWS: tuple[Row, ...] = (
     Row("g", "A", "launch directory moved away, launched into again, replaced by a copy"),
     Row("h", "A", "a pulse that stands still while steps go on, a record that says so falsely"),
     Row("i", "A", "records that no program writes: 1e308, 2^60, NaN"),
+    Row("w", "A", "working process of the supervisor SIGKILL, SIGSEGV, SIGSTOP", 3.0),
     Row("j", "A", "signals that mean nothing to the supervisor"),
     Row("k", "B", "a run directory that cannot be read when an attempt begins"),
     Row("l", "B", "a stop of a stalled run"),

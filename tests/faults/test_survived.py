@@ -203,11 +203,31 @@ def test_a_stopped_rank_is_offered_cont_and_never_killed(scene, run):
 
 
 @pytest.mark.fault("b")
-def test_a_stopped_supervisor_is_said_and_answers_when_it_goes_on(scene, run):
+def test_a_stopped_supervisor_is_said_and_its_working_process_answers(scene, run):
     pids, supervisor = run.pids(), run.plan_state["supervisor"]["pid"]
     try:
         words = scene.inject(
             run, lambda: os.kill(supervisor, signal.SIGSTOP), sentence_of("supervisor-stopped")
+        )
+        before = RunSource(run.path).poll().step
+        run.wait(lambda: RunSource(run.path).poll().step > before + 20)
+        assert run.ask("note", text="while it was stopped")["ok"]
+        assert RunSource(run.path).poll().armed.endswith("the supervisor is stopped")
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+    assert words.startswith(f"supervisor (pid {supervisor}) is stopped (SIGSTOP")
+    assert f"kill -CONT {supervisor}" in words
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("w")
+def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_go_on(scene, run):
+    pids, child = run.pids(), run.child()
+    supervisor = run.plan_state["supervisor"]["pid"]
+    try:
+        os.kill(supervisor, signal.SIGSTOP)
+        words = scene.inject(
+            run, lambda: os.kill(child, signal.SIGSTOP), sentence_of("working-process-stopped")
         )
         before = RunSource(run.path).poll().step
         run.wait(lambda: RunSource(run.path).poll().step > before + 20)
@@ -219,10 +239,21 @@ def test_a_stopped_supervisor_is_said_and_answers_when_it_goes_on(scene, run):
                 run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False
             ))  # fmt: skip
     finally:
+        os.kill(child, signal.SIGCONT)
         os.kill(supervisor, signal.SIGCONT)
     assert actions.answer(run.path, asked, 15)["ok"]
-    assert words.startswith(f"supervisor (pid {supervisor}) is stopped (SIGSTOP")
-    assert f"kill -CONT {supervisor}" in words
+    assert words.startswith(f"working process (pid {child}) is stopped (SIGSTOP")
+    scene.goes_on(run, pids)
+
+
+@pytest.mark.fault("w")
+def test_a_working_process_that_is_killed_is_replaced_and_the_ranks_go_on(scene, run):
+    pids, child = run.pids(), run.child()
+    words = scene.inject(
+        run, lambda: os.kill(child, signal.SIGKILL), sentence_of("supervisor-replaced")
+    )  # fmt: skip
+    assert f"the supervisor's working process ended with SIGKILL" in words
+    assert run.ask("note", text="is served")["ok"]
     scene.goes_on(run, pids)
 
 

@@ -20,6 +20,7 @@ from console.supervisor import orders
 from console.supervisor.follow import Files, Story, end_of
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree
+from tests import owners
 from trainers.contract import environ, rundir
 
 from .conftest import PROGRAMS
@@ -39,7 +40,7 @@ class NoGpus:
 class Trial:
     """Two ranks of `ends.py` below an agent, as an attempt follows them.
 
-    One at a time: a tree reaps every child of its process.
+    Their owner is a process of its own, as that of a supervisor is.
     """
 
     def __init__(self, folder: Path, agent: tuple[str, ...], mode: str):
@@ -52,15 +53,18 @@ class Trial:
             environ.RUN_ID: mode, environ.ATTEMPT: "1", environ.TOKEN: token,
         }  # fmt: skip
         self.poller = select.poll()
-        self.tree, self.story = Tree(token, 2, self.poller), Story()
+        self.owner, self.story = owners.begin(), Story()
+        self.tree = Tree(token, 2, self.poller, owner=self.owner)
+        self.poller.register(self.owner.fd, select.POLLIN)
         self.files = Files(self.run, 1, 2)
         self.before = kernel.snapshot()
         log = rundir.open_append(logs / rundir.TORCHRUN_LOG)
-        self.tree.spawn((*agent, str(PROGRAMS / "ends.py"), mode), environment, log)
+        self.tree.spawn((*agent, str(PROGRAMS / "ends.py"), mode), environment, log, 10.0)
         os.close(log)
 
     def look(self) -> bool:
         """Takes what is new; says whether there is more."""
+        owners.hear(self.owner)
         self.tree.look()
         news = self.files.look(heartbeats=True)
         for record in news.records:
@@ -101,6 +105,7 @@ class Trial:
             self.tree.kill()
             self.wait(self.tree.is_over)
         self.tree.close()
+        self.owner.hang_up()
 
 
 @pytest.fixture

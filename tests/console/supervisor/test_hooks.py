@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -17,7 +16,6 @@ from console.settings import Hook
 from console.sources import process
 from console.supervisor.hook_runner import LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES
 from console.supervisor.hooks import Hooks, told, variables
-from console.supervisor.tree import Tree
 from trainers.contract import rundir
 
 from .conftest import phase
@@ -240,16 +238,6 @@ def test_a_launch_directory_that_is_gone_is_only_a_failure(tmp_path):
     t.hooks.alert(alert())
     t.hooks.close()
     assert "cannot be started: No such file" in t.events[0][1]
-
-
-def test_whoever_reaps_the_runner_first_its_end_is_known(tmp_path):
-    """The tree of an attempt collects every child of the supervisor, hooks among them."""
-    t = Told(tmp_path, "fail")
-    tree = Tree("no-such-token", 1, select.poll())
-    t.hooks.alert(alert())
-    t.until(lambda: t.events, tree.look)
-    assert "returned 7" in t.events[0][1]
-    tree.close()
 
 
 def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, monkeypatch):

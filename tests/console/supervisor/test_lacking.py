@@ -45,8 +45,9 @@ def test_the_supervisor_may_open_all_that_is_allowed_and_the_ranks_what_was_give
     assert done.returncode == 0, done.stderr
     started = begin.adopt(tmp_path / "x")
     started.wait_steps(1)
-    assert files_of(started.plan_state["supervisor"]["pid"]) == (3000, 3000)
-    for pid in (started.state()["torchrun"]["pid"], *started.pids().values()):
+    assert files_of(started.child()) == (3000, 3000)
+    owner = started.plan_state["supervisor"]["pid"]
+    for pid in (owner, started.state()["torchrun"]["pid"], *started.pids().values()):
         assert files_of(pid) == (200, 3000)
 
 

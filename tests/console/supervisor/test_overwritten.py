@@ -19,6 +19,7 @@ from console.sources import kernel, process
 from console.supervisor import live
 from console.supervisor import orders as given
 from console.supervisor.tree import Tree
+from tests import owners
 from tests.faults.scene import order
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import environ, rundir
@@ -46,9 +47,10 @@ def tree(run, orders, monkeypatch):
         environ.RUN_DIR: str(run), environ.RUN_ID: "test", environ.ATTEMPT: "1",
         environ.TOKEN: token,
     }  # fmt: skip
-    found = Tree(token, 2, select.poll())
+    owner = owners.begin()
+    found = Tree(token, 2, select.poll(), owner=owner)
     log = rundir.open_append(rundir.logs(run, 1) / rundir.TORCHRUN_LOG)
-    found.spawn((*AGENT, "100000", str(orders)), environment, log)
+    found.spawn((*AGENT, "100000", str(orders)), environment, log, 10.0)
     os.close(log)
     wait(found, lambda: len(found.workers) == 2)
     for rank in (0, 1):
@@ -60,6 +62,7 @@ def tree(run, orders, monkeypatch):
     found.kill()
     wait(found, lambda: found.is_over() and not found.alive())
     found.close()
+    owner.hang_up()
 
 
 def environment_of(tree, rank: int) -> dict[str, str]:
@@ -70,6 +73,8 @@ def wait(tree, reached, timeout_s: float = 20.0) -> None:
     until = time.monotonic() + timeout_s
     while not reached():
         assert time.monotonic() < until, tree.workers
+        if tree._owner is not None:
+            owners.hear(tree._owner)
         tree.look()
         time.sleep(0.01)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,20 +16,7 @@ from console.sources.run import RunSource
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
-from .conftest import PROGRAMS, phase, write_plan
-
-BROKEN = """
-import sys
-from console.supervisor import __main__ as supervisor, attempt
-class Tree(attempt.Tree):
-    def is_over(self):
-        if self.workers:
-            type(self).is_over = attempt.OwnTree.is_over
-            raise ArithmeticError("broken on purpose")
-        return super().is_over()
-attempt.OwnTree, attempt.Tree = attempt.Tree, Tree
-sys.exit(supervisor.main())
-"""
+from .conftest import phase
 
 
 def look(started, index=0):
@@ -88,26 +74,6 @@ def test_a_signal_to_torchrun_stops_a_program_that_knows_nothing_of_us(begin, tm
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
     os.kill(started.state()["torchrun"]["pid"], signal.SIGTERM)
     assert started.wait_end()["why"] == "one: stopped: stopped by SIGTERM to torchrun"
-
-
-def test_a_supervisor_that_breaks_stops_the_ranks_and_says_why(begin, tmp_path):
-    plan = write_plan(tmp_path, phases=[phase("one", "member.py", 100_000)])
-    given = actions.prepare(actions.LaunchOptions(plan=str(plan), root=tmp_path))
-    given.directory.mkdir(parents=True)
-    rundir.write_json(given.directory / rundir.PLAN, given.orders.as_dict(time.time()))
-    log = rundir.open_append(given.directory / rundir.SUPERVISOR_LOG)
-    supervisor = subprocess.Popen(
-        [sys.executable, "-c", BROKEN, str(given.directory)], stderr=log, cwd=PROGRAMS.parents[1]
-    )
-    os.close(log)
-    started = begin.adopt(given.directory)
-    assert supervisor.wait(60) == 0
-    ended = started.wait_end()
-    assert "the supervisor failed (ArithmeticError: broken on purpose)" in ended["why"]
-    assert ended["phases"][0]["state"] == started.state()["state"] == "crashed"
-    assert not process.with_token(started.token())
-    assert "Traceback" in (started.path / rundir.SUPERVISOR_LOG).read_text()
-    assert started.events()[-1]["kind"] == "state"
 
 
 @pytest.fixture

@@ -1,0 +1,110 @@
+"""The working process of a supervisor: all that reads, writes, judges and decides for a launch.
+
+It is forked from the owner of the processes, which replaces it when it ends too soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import select
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from console import settings
+from console.sources.nvml import Nvml
+from console.supervisor import lock, orders
+from console.supervisor.attempt import Services
+from console.supervisor.directory import Directory
+from console.supervisor.frames import Frames
+from console.supervisor.hooks import Hooks
+from console.supervisor.launch import Launch
+from console.supervisor.link import Link
+from console.supervisor.owner import Charge
+from trainers.contract import rundir
+from trainers.contract.errors import ContractError, RefusedError
+
+FLUSH_S, CRASH_FLUSH_S = 3600.0, 3.0
+OPEN_FILES = 64
+"""Most open files of a supervisor, beside two for each rank: process and pulse."""
+
+
+def open_more_files(ranks: int) -> None:
+    """Raises the limit of open files to what is allowed; the owner and torchrun keep theirs.
+
+    Raises RefusedError where that many ranks cannot be watched.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = OPEN_FILES + 2 * ranks
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RefusedError(
+            f"a process here may have {hard} open files, and the supervisor of {ranks} ranks needs "
+            f"{needed}: raise it with ulimit -n {needed}"
+        )
+
+
+def _wake(fd: int) -> None:
+    """Ends the main loop's wait; a pipe that is full has woken it already."""
+    with contextlib.suppress(BlockingIOError):
+        os.write(fd, b"\0")
+
+
+def supervise(path: Path, adopt: str | None, held_lock: lock.Held, owner: Link) -> None:
+    """Runs the phases of a launch, or goes on with one that a former process supervised.
+
+    `adopt` is the hook of who asked for it, as JSON. Raises ContractError when plan.json cannot be
+    used.
+    """
+    record = owner.kept(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
+    given, held = orders.load(path, record), owner.kept(path / rundir.PLAN_STATE)
+    if adopt is not None:
+        given = replace(given, hook=settings.parse(json.loads(adopt), "--adopt"))
+        held = held or rundir.read_json(path / rundir.PLAN_STATE) or {}
+    open_more_files(max(phase.nproc for phase in given.plan.phases))
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    poller = select.poll()
+    for fd in (wake_read, owner.fd):
+        poller.register(fd, select.POLLIN)
+    directory, nvml = Directory(lambda: _wake(wake_write), held_lock.lost), Nvml()
+    nvml.start()
+    hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
+    services = Services(directory, nvml, poller, hooks, held_lock.token, owner)
+    try:
+        launch = Launch(path, given, services, held)
+        owner.keep(path / rundir.PLAN, record or {})
+        while not launch.over:
+            owner.beat()
+            ready = [fd for fd, _ in poller.poll(math.ceil(launch.pause_s * 1000))]
+            if wake_read in ready:
+                os.read(wake_read, 4096)
+            if owner.fd in ready:
+                owner.hear()
+            for number in owner.take_asked():
+                launch.terminate(f"{signal.Signals(number).name} to the supervisor")
+            launch.tick()
+    except BaseException:
+        directory.close(CRASH_FLUSH_S)
+        raise
+    owner.close()
+    nvml.stop()
+    hooks.close()
+    directory.close(FLUSH_S)
+
+
+def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Charge) -> int:
+    """Returns the exit code of this process: 0 when the launch has ended, whatever became of it."""
+    owner = Link(end, charge)
+    owner.beat()
+    try:
+        supervise(path, adopt, held, owner)
+    except ContractError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        owner.refuse(error.exit_code)
+        return error.exit_code
+    return 0

@@ -1,0 +1,379 @@
+"""The owner of a launch: the lock and the processes are its own, whatever becomes of the rest.
+
+It touches no file and understands nothing that a rank wrote. All that reads, writes, judges and
+decides runs in one child, which is forked from here. A child that ends, or says nothing for
+`SILENT_S`, is replaced; the next one goes on with the documents that are kept here. The owner
+itself acts where no child does: on TERM it ends the ranks within the grace time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import math
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from console.sources import process
+from console.supervisor import frames
+from console.supervisor.frames import Frames, Message
+from trainers.contract import environ, rundir
+
+PR_SET_PDEATHSIG = 1
+SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
+"""A child may say nothing for so long: while it works, before its first word, while it closes."""
+WAITS_S = (0.0, 2.0, 10.0, 60.0)
+"""Before a child is replaced for the first, second, third and each further time in a row."""
+SETTLED_S = 60.0
+"""A child that has lived for so long begins a new row."""
+OBEY_S = 0.5
+"""A signal that the child has not taken after this time is obeyed here."""
+LATE_S = 0.5
+"""What a child should have killed is killed here so much later."""
+SCAN_EVERY_S, PATIENT_S = 0.2, 0.1
+DEATHS_OFF = 3
+"""So many children in a row that died in the same observer: it is switched off."""
+MAX_EXITS = 4096
+PLACES, PLACE_BYTES = 2, 64
+MAIN, FILES = range(PLACES)
+"""Where threads of the child note what they are at: the main thread, the run directory's."""
+
+
+class Notes:
+    """What the threads of a child are at, in memory that outlives it: a name for each place."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, PLACES * PLACE_BYTES)
+
+    def write(self, place: int, name: str) -> None:
+        """Notes a name, "" when the work is done."""
+        at = place * PLACE_BYTES
+        self._map[at : at + PLACE_BYTES] = name.encode()[:PLACE_BYTES].ljust(PLACE_BYTES, b"\0")
+
+    def read(self, place: int) -> str:
+        at = place * PLACE_BYTES
+        return self._map[at : at + PLACE_BYTES].rstrip(b"\0").decode("utf-8", "replace")
+
+    def clear(self) -> None:
+        self._map[:] = bytes(PLACES * PLACE_BYTES)
+
+
+@dataclass(slots=True)
+class Charge:
+    """All that a child goes on with: it is forked with a copy."""
+
+    identity: Mapping[str, Any] = field(default_factory=rundir.identity)
+    """The owner's: documents name it as the supervisor."""
+    kept: dict[str, bytes] = field(default_factory=dict)
+    """The newest content of each document, by path."""
+    agent: int = 0
+    """The pid of torchrun in the newest attempt, 0 before the first."""
+    spawned: tuple[str, str] = ("", "")
+    """The run directory and the number of that attempt."""
+    exits: dict[int, int] = field(default_factory=dict)
+    """The exit codes of children, in the order in which they were reaped."""
+    asked: list[int] = field(default_factory=list)
+    """Signals that no child has obeyed yet."""
+    mishap: str = ""
+    """What became of the child before this one, "" for the first."""
+    deaths: dict[str, int] = field(default_factory=dict)
+    """How many children in a row died in each observer."""
+    notes: Notes = field(default_factory=Notes)
+
+
+Child = Callable[[Frames, Charge], int]
+"""Runs in the child; returns its exit code."""
+
+
+class Owner:
+    """Owns the processes of a launch; `run` returns when the launch has ended."""
+
+    def __init__(self, child: Child):
+        self._main = child
+        self._charge = Charge()
+        self._pid = 0
+        self._link: Frames | None = None
+        self._unsent: deque[tuple[bytes, bytes]] = deque()
+        self._heard = self._born = self._again_at = 0.0
+        self._limit_s, self._failures, self._killed_as = FIRST_S, 0, ""
+        self._token, self._grace_s = "", 0.0
+        self._obey_at = self._kill_at = math.inf
+        self._scanned = 0.0
+        self._forwarded = 0
+        """How many of the signals the child knows."""
+        self._refused: int | None = None
+        self._result: int | None = None
+        self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
+
+    def ask(self, number: int) -> None:
+        """Takes a signal that ends the launch; called from its handler."""
+        self._charge.asked.append(number)
+
+    def run(self) -> int:
+        """Returns the exit code of the supervisor."""
+        while self._result is None:
+            if not self._pid and self._link is None and time.monotonic() >= self._again_at:
+                self._fork()
+            self._wait()
+            self._reap()
+            self._pass_on()
+            self._judge()
+            self._guard()
+        return self._result
+
+    # --- the child -----------------------------------------------------------------------------
+
+    def _fork(self) -> None:
+        ours, theirs = socket.socketpair()
+        owner = os.getpid()
+        self._charge.notes.clear()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._become_child(owner, Frames(theirs))
+        theirs.close()
+        ours.setblocking(False)
+        self.attach(pid, Frames(ours))
+
+    def attach(self, pid: int, end: Frames) -> None:
+        """Takes a process as the child that works for this owner."""
+        self._drop_link()
+        self._pid, self._link, self._limit_s = pid, end, FIRST_S
+        self._unsent.clear()
+        self._heard = self._born = time.monotonic()
+        self._killed_as, self._forwarded = "", len(self._charge.asked)
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _become_child(self, owner: int, link: Frames) -> None:
+        """Never returns. The kernel ends this process with its owner."""
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.set_wakeup_fd(-1)
+            for fd in self._wakes:
+                os.close(fd)
+            for number in (signal.SIGTERM, signal.SIGINT):  # whoever means the supervisor
+                signal.signal(number, lambda got, _frame: os.kill(owner, got))
+            if self._link is not None:
+                self._link.close()
+            if os.getppid() == owner:
+                code = self._main(link, self._charge)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _wait(self) -> None:
+        """Waits for a signal, a word of the child, or until something is due."""
+        now = time.monotonic()
+        due = [self._again_at] if not self._pid else [self._heard + self._limit_s]
+        due += [self._obey_at, self._kill_at]
+        wait_s = max(0.0, min(due) - now)
+        if self._unsent:
+            wait_s = min(wait_s, PATIENT_S)
+        if self._kill_at <= now:
+            wait_s = SCAN_EVERY_S
+        poller = select.poll()
+        poller.register(self._wakes[0], select.POLLIN)
+        if self._link is not None:
+            poller.register(self._link.socket, select.POLLIN)
+        for fd, _ in poller.poll(math.ceil(min(wait_s, 60.0) * 1000)):
+            if fd == self._wakes[0]:
+                with suppress(BlockingIOError):
+                    os.read(fd, 4096)
+            else:
+                self._hear()
+
+    def _hear(self) -> bool:
+        """Takes what the child says; False when there is nothing more."""
+        try:
+            messages = self._link.receive() if self._link is not None else []
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):  # its exit follows
+            self._drop_link()
+            return False
+        self._heard = time.monotonic()
+        if self._limit_s == FIRST_S:
+            self._limit_s = SILENT_S
+        for message in messages:
+            self._take(message)
+        return bool(messages)
+
+    def _take(self, message: Message) -> None:
+        kind, data = message.kind, message.data
+        if kind == frames.KEEP:
+            path, _, content = data.partition(b"\0")
+            self._charge.kept[os.fsdecode(path)] = content
+        elif kind == frames.SPAWN:
+            self._spawn(json.loads(data), message.fd)
+        elif kind == frames.ENDING:
+            self._kill_at = min(self._kill_at, time.monotonic() + float(data) + LATE_S)
+        elif kind == frames.OBEYED:
+            del self._charge.asked[: int(data)]
+            self._forwarded = max(0, self._forwarded - int(data))
+            self._obey_at = math.inf
+        elif kind == frames.CLOSING:
+            self._limit_s = CLOSING_S
+        elif kind == frames.REFUSED:
+            self._refused = int(data)
+
+    def _judge(self) -> None:
+        """Ends a child that says nothing. One that cannot end (state D) is waited for."""
+        if self._pid and not self._killed_as:
+            silent_s = time.monotonic() - self._heard
+            if silent_s >= self._limit_s:
+                self._killed_as = f"said nothing for {silent_s:.0f} s"
+                os.kill(self._pid, signal.SIGKILL)
+
+    def _child_ended(self, code: int) -> None:
+        self._pid = 0
+        self._drop_link()
+        if code == 0 and not self._killed_as:
+            self._result = 0
+            return
+        if self._refused is not None and not self._charge.kept:
+            self._result = self._refused
+            return
+        now = time.monotonic()
+        if now - self._born >= SETTLED_S:
+            self._failures = 0
+            self._charge.deaths.clear()
+        ended = f"exit {code}" if code >= 0 else process.signal_name(-code)
+        notes = self._charge.notes
+        names = [name for place in range(PLACES) if (name := notes.read(place))]
+        self._charge.mishap = self._killed_as or f"ended with {ended}"
+        if names:
+            self._charge.mishap += f" in {' and '.join(names)}"
+        for name in names:
+            self._charge.deaths[name] = self._charge.deaths.get(name, 0) + 1
+        self._again_at = now + WAITS_S[min(self._failures, len(WAITS_S) - 1)]
+        self._failures += 1
+        if self._failures > len(WAITS_S) and not self._left():
+            self._result = 1
+
+    def _pass_on(self) -> None:
+        """Sends what waits, as far as the child takes it."""
+        while self._unsent and self._link is not None:
+            try:
+                self._link.send(*self._unsent[0])
+            except BlockingIOError:
+                return
+            except OSError:  # its end follows
+                break
+            self._unsent.popleft()
+        self._unsent.clear()
+
+    # --- the processes -------------------------------------------------------------------------
+
+    def _spawn(self, command: Mapping[str, Any], log_fd: int) -> None:
+        """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in it."""
+        argv, environment = command["argv"], command["environment"]
+        actions = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, log_fd, 1), (os.POSIX_SPAWN_DUP2, log_fd, 2),
+        ]  # fmt: skip
+        try:
+            pid = os.posix_spawnp(
+                argv[0], argv, environment, file_actions=actions, setsid=True,
+                setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            number = getattr(error, "errno", None) or errno.EINVAL
+            self._unsent.append((frames.NOT_SPAWNED, str(number).encode()))
+            return
+        finally:
+            os.close(log_fd)
+        self._token, self._grace_s = command["token"], command["grace_s"]
+        self._kill_at, self._charge.agent = math.inf, pid
+        self._charge.spawned = command["home"], environment.get(environ.ATTEMPT, "")
+        self._charge.exits.clear()
+        fd = os.pidfd_open(pid)
+        try:
+            if self._link is not None:
+                self._link.send(frames.SPAWNED, str(pid).encode(), fd)
+        except OSError:  # a child that does not take it is replaced, and finds the process
+            os.kill(self._pid, signal.SIGKILL)
+        finally:
+            os.close(fd)
+
+    def _reap(self) -> None:
+        """Collects every child that ended: the child, torchrun, and ranks that it left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if pid == self._pid:
+                while self._hear():
+                    pass
+                self._child_ended(code)
+                continue
+            exits = self._charge.exits
+            exits[pid] = code
+            while len(exits) > MAX_EXITS:
+                del exits[next(old for old in exits if old != self._charge.agent)]
+            self._unsent.append((frames.REAPED, frames.PIDS.pack(pid, code)))
+
+    def _left(self) -> list[int]:
+        """Returns the processes of the newest attempt."""
+        if not self._token:
+            return []
+        found = process.with_token(self._token, self._charge.spawned[0])
+        agent = self._charge.agent
+        return found if agent in self._charge.exits or agent in found else [*found, agent]
+
+    def _guard(self) -> None:
+        """Does what a child should have done: obeys TERM, kills what has outlived its grace."""
+        now = time.monotonic()
+        for number in self._charge.asked[self._forwarded :]:
+            self._unsent.append((frames.ASKED, str(number).encode()))
+            self._forwarded += 1
+            self._obey_at = min(self._obey_at, now + OBEY_S)
+        if now >= self._obey_at:
+            self._kill_at = min(self._kill_at, self._obey_at - OBEY_S + self._grace_s)
+            self._obey_at = math.inf
+            agent_lives = self._charge.agent and self._charge.agent not in self._charge.exits
+            for pid in [self._charge.agent] if agent_lives else self._left():
+                self._signal(pid, signal.SIGTERM)
+        if now >= max(self._kill_at, self._scanned + SCAN_EVERY_S):
+            self._scanned = now
+            left = self._left()
+            for pid in left:
+                self._signal(pid, signal.SIGKILL)
+            if not left:
+                self._kill_at = math.inf
+
+    def _signal(self, pid: int, number: int) -> None:
+        """Sends a signal to torchrun, which is our child, or to a process with the token."""
+        if pid == self._charge.agent:
+            if pid not in self._charge.exits:
+                os.kill(pid, number)
+            return
+        handle = process.hold(pid, self._token)
+        if handle is not None:
+            handle.send(number)
+            handle.close()

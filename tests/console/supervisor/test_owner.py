@@ -1,0 +1,175 @@
+"""The owner of a launch outlives what works for it: real supervisors, killed and frozen on purpose.
+
+The working process is broken from inside where an observer is at work, or gets a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from console.sources import process
+from console.supervisor import owner as owner_module
+from console.supervisor.run import REPLACED
+from tests.launches import STUB, Begin, Started, phase
+from trainers.contract import rundir
+
+BROKEN = """
+import sys
+if "console.supervisor" in sys.orig_argv:
+    import ctypes, os, time
+    from console.supervisor import owner
+    owner.SILENT_S = {silent_s}
+    from console.supervisor.{module} import {owner}
+    true, begun = {owner}.{name}, []
+    def broken(self, *given, **named):
+        begun.append(1)
+        if {when}:
+            {harm}
+        return true(self, *given, **named)
+    {owner}.{name} = broken
+"""
+SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(60)"
+OBSERVERS = {
+    "processes and pulses": ("sampling", "Sampler", "sample"),
+    "watch rules": ("watching", "Watching", "look"),
+    "records": ("follow", "Story", "take"),
+    "files": ("follow", "Files", "look"),
+    "the run directory": ("alerts", "Alerts", "watch_writes"),
+    "the sign of life": ("live", "Live", "write_status"),
+    "supervisor.json": ("attempt", "Attempt", "workers"),
+}
+MIDDLE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
+STEPS, GRACE_S = 1000, 2.0
+CASES = [
+    *((name, SEGFAULT, ALWAYS) for name in OBSERVERS),
+    ("watch rules", SEGFAULT, "len(begun) == 1"), ("watch rules", HANG, ALWAYS),
+    ("records", HANG, MIDDLE),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory):
+    starter = Begin(tmp_path_factory)
+    yield starter
+    starter.clean()
+
+
+@pytest.fixture(scope="module")
+def broken(begin, tmp_path_factory):
+    """A launch for each way to break, all at the same time."""
+    begun = {}
+    for name, harm, when in CASES:
+        module, owner, function = OBSERVERS[name]
+        silent_s = 3 if harm == HANG else owner_module.SILENT_S
+        program = BROKEN.format(
+            module=module, owner=owner, name=function, when=when, harm=harm, silent_s=silent_s
+        )
+        folder = tmp_path_factory.mktemp("broken")
+        (folder / "sitecustomize.py").write_text(program)
+        one = phase("one", "member.py", STEPS, nproc=1, gates={"loss_finite": True})
+        path = f"{folder}:{STUB['PYTHONPATH']}"
+        begun[name, harm, when] = begin(one, shell={"PYTHONPATH": path}, watch={"grace_s": GRACE_S})
+    return begun
+
+
+def owner_of(started: Started) -> int:
+    return started.wait(lambda: started.plan_state.get("supervisor", {}).get("pid"))
+
+
+def alerts_of(started: Started, name: str) -> list[str]:
+    return [e["text"] for e in started.events(0) if e.get("alert") == name and "text" in e]
+
+
+def wait_replaced(started: Started, former: int) -> int:
+    """Returns the pid of the next working process when it has taken over."""
+    told = len(alerts_of(started, REPLACED))
+    return started.wait(
+        lambda: (pid := started.child()) != former and len(alerts_of(started, REPLACED)) > told
+        and pid
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "harm", "when"), CASES)
+def test_a_working_process_that_ends_or_hangs_costs_no_rank(broken, name, harm, when):
+    started = broken[name, harm, when]
+    ended = started.wait_end(120)
+    assert started.state()["state"] == "completed", ended
+    told = alerts_of(started, REPLACED)
+    how = "ended with SIGSEGV" if harm == SEGFAULT else "said nothing for"
+    assert f"the supervisor's working process {how}" in told[0]
+    assert f"in {name}" in told[0]
+    if when == ALWAYS:
+        assert "switched off" in alerts_of(started, f"observer-{name.replace(' ', '-')}")[0]
+    assert not process.with_token(started.token())
+
+
+@pytest.fixture
+def running(begin):
+    started = begin(
+        phase("one", "member.py", 100_000), shell=STUB, nproc=2, watch={"grace_s": GRACE_S}
+    )
+    started.wait_state("running")
+    started.wait_steps(3)
+    return started
+
+
+def test_requests_are_served_after_the_working_process_was_killed_twice(running):
+    for _ in range(2):
+        child = running.child()
+        os.kill(child, signal.SIGKILL)
+        wait_replaced(running, child)
+    pids = running.pids()
+    assert running.ask("note", text="is served")["ok"]
+    assert running.state()["state"] == "running"
+    began = time.monotonic()
+    assert running.ask("stop")["ok"]
+    running.wait(lambda: not process.with_token(running.token()))
+    assert time.monotonic() - began < GRACE_S + 30
+    ended = running.wait_end()
+    assert ended["phases"][0]["state"] == "stopped"
+    assert running.pids() == pids
+
+
+def test_term_ends_the_ranks_while_the_working_process_is_stopped(running):
+    child, owner = running.child(), owner_of(running)
+    os.kill(child, signal.SIGSTOP)
+    os.kill(owner, signal.SIGTERM)
+    running.wait(lambda: not process.with_token(running.token()), GRACE_S + 10)
+    assert process.state(child) == "T"
+    os.kill(child, signal.SIGKILL)
+    assert "SIGTERM to the supervisor" in running.wait_end()["why"]
+
+
+def test_a_rank_that_ends_while_nobody_works_has_its_exit_and_the_run_goes_on(running):
+    child = running.child()
+    rank = running.pids()[1]
+    os.kill(child, signal.SIGSTOP)
+    os.kill(rank, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
+    ended = running.wait_end()
+    assert ended["phases"][0]["state"] == "crashed"
+    assert "rank 1 was killed by SIGKILL" in ended["why"]
+
+
+def test_the_working_process_ends_with_its_owner(running):
+    child, owner = running.child(), owner_of(running)
+    os.kill(owner, signal.SIGKILL)
+    running.wait(lambda: process.state(child) in (process.GONE, "Z"))
+    assert process.with_token(running.token())
+
+
+def test_documents_that_ranks_overwrote_do_not_reach_the_next_process(running):
+    """What a restarted process goes on with is what its owner keeps."""
+    child = running.child()
+    os.kill(child, signal.SIGSTOP)
+    for path in (running.run() / rundir.RUN, running.run() / rundir.SUPERVISOR,
+                 running.path / rundir.PLAN_STATE, running.path / rundir.PLAN):  # fmt: skip
+        path.write_text("[garbage")
+    os.kill(child, signal.SIGKILL)
+    running.wait(lambda: running.state().get("state") == "running")
+    running.ask("stop")
+    assert running.wait_end()["phases"][0]["state"] == "stopped"

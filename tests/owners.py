@@ -1,0 +1,50 @@
+"""A real owner in a process of its own, for a tree of processes that is tested by itself."""
+
+from __future__ import annotations
+
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from console.supervisor.__main__ import become_subreaper
+from console.supervisor.frames import Frames
+from console.supervisor.link import Link
+from console.supervisor.owner import Charge, Owner
+
+
+class Lent(Owner):
+    """An owner whose child is the process at the other end; it ends with it."""
+
+    def __init__(self, end: Frames):
+        super().__init__(lambda end, charge: 0)
+        self.attach(0, end)
+
+    def _judge(self) -> None:
+        if self._link is None:
+            self._result = 0
+
+
+def begin() -> Link:
+    """Starts an owner; returns this process's end of its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.owners", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),), cwd=Path(__file__).parents[1],
+        )  # fmt: skip
+    return Link(Frames(ours), Charge())
+
+
+def hear(link: Link) -> None:
+    """Takes what the owner has said so far."""
+    if select.select([link.fd], [], [], 0)[0]:
+        link.hear()
+
+
+if __name__ == "__main__":
+    become_subreaper()
+    given = socket.socket(fileno=int(sys.argv[1]))
+    given.setblocking(False)
+    sys.exit(Lent(Frames(given)).run())
