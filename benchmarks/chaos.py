@@ -187,8 +187,6 @@ DISRUPTIVE = (
     Fault("supervisor SIGKILL, adopted after 1 s",
           lambda c: os.kill(c.supervisor, signal.SIGKILL), moves,
           lambda c: actions.adopt(c.started.path)),
-    Fault("working process of the supervisor SIGKILL",
-          lambda c: os.kill(c.started.child(), signal.SIGKILL), moves, harmless=True),
     Fault("supervisor and a rank SIGKILL, adopted after 1 s", Chaos.kill_both, restarted,
           lambda c: actions.adopt(c.started.path), ends=True),
 )  # fmt: skip
@@ -197,6 +195,8 @@ HARMLESS = (
     Fault("a rank SIGSTOP, CONT after 2 s", lambda c: c.signal_rank(signal.SIGSTOP), moves,
           lambda c: [os.kill(pid, signal.SIGCONT) for pid in c.started.pids().values()],
           lambda c: c.since_s >= 2, harmless=True),
+    Fault("working process of the supervisor SIGKILL",
+          lambda c: os.kill(c.started.child(), signal.SIGKILL), moves, harmless=True),
     Fault("SIGUSR1 to all for 1 s", Chaos.spray, harmless=True),
     FULL,
 )  # fmt: skip

@@ -201,9 +201,8 @@ def stopped(supervisor: Record) -> Iterator[Alert]:
                 f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
                 f"kill -CONT {pid} lets it go on"
             )
-            yield Alert(
-                f"{name.replace(' ', '-')}-stopped", time.time(), "crit", text, observed=True
-            )
+            alert = f"{name.replace(' ', '-')}-stopped"
+            yield Alert(alert, time.time(), "crit", text, observed=True)
 
 
 def exit_words(worker: Record, beat: Record) -> str:

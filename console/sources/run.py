@@ -27,7 +27,7 @@ RECENT_BYTES = 256 << 10
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 UNARMED, HELD = "nothing, no supervisor lives", "nothing, the supervisor is stopped"
-NO_ATTEMPT = "no attempt begins: the supervisor is stopped"
+NO_ATTEMPT = "no attempt begins, the supervisor is stopped"
 ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, gives it a new one"
 
 
@@ -236,16 +236,14 @@ def _observed(orphaned: bool, unread: Path | None, reader: Records) -> list[Aler
 def _armed(
     supervisor: dict[str, Any], key: str, state: State, stopped: Sequence[Alert]
 ) -> str:  # fmt: skip
-    """Says what would act on a fault; `stopped` tells which owners are stopped."""
+    """Says what would act on a fault; `stopped` tells which processes are stopped."""
     if state == "unsupervised":
         return UNARMED if key == "armed" else "nothing"
     ids = [alert.id for alert in stopped]
     if presence.WORK_STOPPED in ids:
         return HELD if key == "armed" else "nothing"
-    told = documents.line(supervisor, key, "")
-    return (
-        f"{told}; {NO_ATTEMPT}" if presence.SUPERVISOR_STOPPED in ids and key == "armed" else told
-    )
+    held = presence.SUPERVISOR_STOPPED in ids and key == "armed"
+    return documents.line(supervisor, key, "") + (f"; {NO_ATTEMPT}" if held else "")
 
 
 def _is_directory(path: Path) -> bool:
