@@ -38,6 +38,8 @@ ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED = "torchrun-gone", "restart-waits"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
+COLLECT_S = 60.0
+"""For so long the records of an attempt that has ended are read; what is left then is unknown."""
 ROTATE_EVERY_S = 5.0
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
@@ -105,9 +107,8 @@ class Attempt:
         self._words: Mapping[int, LastWords] = {}
         self._last_pulses = LastPulses(live, partial(summary.take_end, number))
         self._oom_before = kernel.snapshot()
-        self.checkpoint = 0
-        """The step of the newest checkpoint at its end."""
-        self._caught_up, self.began = held is None, True
+        self._on_disk: int | None = 0
+        self._caught_up, self.began, self._cut_short = held is None, True, False
         self._sampled = self._rotated_at = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
@@ -140,6 +141,7 @@ class Attempt:
         `.HALT` stands already: a halt is only recorded here.
         """
         if self.stage in ("collect", "over"):
+            self._cut_short = action in ("stop", "kill")
             return "the ranks have ended already; no further phase starts"
         asked, grace_s = self.known.asked, self._watch.grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
@@ -169,7 +171,7 @@ class Attempt:
                 "the state", lambda: decide(self.facts()), (untold, "its state cannot be decided")
             )
         elif time.monotonic() - self._ended_at > LONG_COLLECTING_S:
-            return "stopping", "all ranks have ended; the run directory does not give their records"
+            return "stopping", "all ranks have ended; their records are still being read"
         return self._decided
 
     # --- stages --------------------------------------------------------------------------------
@@ -300,8 +302,12 @@ class Attempt:
             self.watching.forget()
 
     def _unread(self) -> str:
-        """Says why the records are not up to date, "" when they are."""
-        if self._services.directory.blocked_s() > RECORDS_OLD_S:
+        """Says why the records confirm nothing, "" when they do."""
+        if self._live.path is None:
+            return "without shared memory pulses and records come through the same directory"
+        if self._directory.failing:
+            return f"the run directory takes no records ({self._directory.failing})"
+        if self._directory.blocked_s() > RECORDS_OLD_S:
             return "the run directory does not answer"
         if self.behind or time.monotonic() - self._records_at > RECORDS_OLD_S:
             return "the records are not read up to their end"
@@ -326,7 +332,11 @@ class Attempt:
             self._learn(failure=self.known.failure or why)
         else:
             self.take(news)
-        if news is not None and news.behind:
+        late = self._cut_short or time.monotonic() - self._ended_at > COLLECT_S
+        if news is not None and news.behind and late:
+            left = "the records of this attempt are too many to read: gates may be unknown"
+            self.event("note", left, "warn")
+        if news is not None and news.behind and not late:
             self._read_on()
         else:
             self._directory.job(self.files.rest, self._conclude)
@@ -334,7 +344,7 @@ class Attempt:
     def _conclude(self, rest: Rest | None, _: object) -> None:
         rest = rest or Rest()
         self.tree.take_log(rest.log)
-        self.checkpoint = self.story.saved if rest.checkpoint is None else rest.checkpoint
+        self._on_disk = rest.checkpoint
         self._words = rest.last
         self._learn(oom=kernel.since(self._oom_before), agent_signal=rest.agent_signal)
         pids = {rank: worker.handle.pid for rank, worker in self.tree.workers.items()}
@@ -364,6 +374,17 @@ class Attempt:
             if record["attempt"] == self._number:
                 self.story.take(record)
         return True
+
+    def checkpoint(self, former: int) -> int:
+        """Returns the step of the newest checkpoint at its end, 0 without one.
+
+        One that is newer than the `former` attempt's is on disk and in a record. A program that
+        records nothing has only the disk.
+        """
+        recorded = max(former, self.story.saved)
+        if self._on_disk is None:
+            return recorded
+        return min(self._on_disk, recorded) if self.story.steps else self._on_disk
 
     def _end_others(self, failed: Sequence[int]) -> None:
         """Gives the ranks that are left the grace time: one that failed holds them up for good."""

@@ -56,6 +56,7 @@ class Directory(Recorder):
         """Files that somebody removed or replaced, for whoever says it."""
         self.mistakes: deque[Exception] = deque()
         """Exceptions of jobs that nobody thought of, for whoever says it."""
+        self._home: rundir.Home | None = None
         self._lock = threading.Lock()
         self.changed = False
         self._glance: Callable[[], bool] = lambda: False
@@ -65,7 +66,18 @@ class Directory(Recorder):
     def is_ours(self) -> bool:
         """Says whether the directory is still this launch's; on this thread."""
         self.lost = self._lost()
+        if not self.lost and self._home is not None and self._home.is_replaced():
+            self.lost = (
+                f"{self._home.path} was replaced by another directory: requests and .HALT of this "
+                "launch are ignored, and nothing is written; put the run's own directory back"
+            )
         return not self.lost
+
+    def hold(self, run: Path) -> None:
+        """Takes a directory as that of the present run; on this thread. Raises OSError."""
+        held, self._home = self._home, rundir.Home(run)
+        if held is not None:
+            held.close()
 
     def _do(self, work: Callable[[], None]) -> None:
         work()

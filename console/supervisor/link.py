@@ -119,6 +119,8 @@ class Link:
         self._end.send(frames.SPAWN, jsonl.encode(command), log_fd)
         while True:
             for message in self._end.receive():
+                if message.kind == frames.SPAWNED and message.fd < 0:
+                    raise RuntimeError("no descriptor to spare for torchrun")
                 if message.kind == frames.SPAWNED:
                     self.agent = int(message.data)
                     return self.agent, message.fd

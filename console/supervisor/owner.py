@@ -125,14 +125,20 @@ class Owner:
     def run(self) -> int:
         """Returns the exit code of the supervisor."""
         while self._result is None:
-            if not self._pid and self._link is None and time.monotonic() >= self._again_at:
-                self._fork()
-            self._wait()
-            self._reap()
-            self._pass_on()
-            self._judge()
-            self._guard()
+            try:
+                self._look()
+            except OSError:  # no descriptor, process or memory to spare: tried again
+                time.sleep(SCAN_EVERY_S)
         return self._result
+
+    def _look(self) -> None:
+        if not self._pid and self._link is None and time.monotonic() >= self._again_at:
+            self._fork()
+        self._wait()
+        self._reap()
+        self._pass_on()
+        self._judge()
+        self._guard()
 
     # --- the child -----------------------------------------------------------------------------
 
@@ -140,7 +146,12 @@ class Owner:
         ours, theirs = socket.socketpair()
         owner = os.getpid()
         self._charge.notes.clear()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             ours.close()
             self._become_child(owner, Frames(theirs))
@@ -303,19 +314,21 @@ class Owner:
             self._unsent.append((frames.NOT_SPAWNED, str(number).encode()))
             return
         finally:
-            os.close(log_fd)
+            if log_fd >= 0:
+                os.close(log_fd)
         self._token, self._grace_s = command["token"], command["grace_s"]
         self._kill_at, self._charge.agent = math.inf, pid
         self._charge.spawned = command["home"], environment.get(environ.ATTEMPT, "")
         self._charge.exits.clear()
-        fd = os.pidfd_open(pid)
         try:
-            if self._link is not None:
-                self._link.send(frames.SPAWNED, str(pid).encode(), fd)
-        except OSError:  # a child that does not take it is replaced, and finds the process
+            fd = os.pidfd_open(pid)
+            try:
+                if self._link is not None:
+                    self._link.send(frames.SPAWNED, str(pid).encode(), fd)
+            finally:
+                os.close(fd)
+        except OSError:  # a child that does not get it is replaced, and finds the process
             os.kill(self._pid, signal.SIGKILL)
-        finally:
-            os.close(fd)
 
     def _reap(self) -> None:
         """Collects every child that ended: the child, torchrun, and ranks that it left behind."""

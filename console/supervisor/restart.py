@@ -40,9 +40,14 @@ class Again:
     origin: str
 
 
-def left(ended: Sequence[Ended], policy: Restart) -> int:
-    """Returns how many attempts without a new checkpoint may still come."""
-    return max(0, policy.attempts - _fruitless(ended))
+def left(ended: Sequence[Ended], policy: Restart, saved: int = 0) -> int:
+    """Returns how often a run may be started again if this attempt crashed now.
+
+    `saved` is the step of the newest checkpoint of this attempt, 0 without one.
+    """
+    former = ended[-1].checkpoint if ended else 0
+    now = Ended("crashed", "", max(saved, former))
+    return max(0, policy.attempts - _fruitless([*ended, now]))
 
 
 def after(ended: Sequence[Ended], policy: Restart) -> Again | str:

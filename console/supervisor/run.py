@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import threading
 import time
@@ -82,6 +81,8 @@ class Run:
         self._git = jsonl.mapping(held or {}, "git")
         self._git_found: deque[tuple[Mapping[str, Any], bool]] = deque()
         self.attempt = self._attempt(held=held)
+        if held is not None:
+            self._directory.call(lambda: self._directory.hold(path))
         if held is not None and not self._wait_on(held):
             self._decide()
         self._publish()
@@ -258,22 +259,21 @@ class Run:
         self._publish()
 
     def _check(self) -> None:
-        """Raises RefusedError when the run directory was removed or belongs to another run.
+        """Raises RefusedError when the run directory belongs to another run.
 
-        Raises OSError while nobody can tell: a directory that cannot be read now may be ours.
+        Raises OSError while nobody can tell: a directory that is away now may come back.
         """
         path = self.path / rundir.RUN
         record = rundir.read_json(path)
-        if record is None and not self.path.exists() and os.listdir(self.path.parent):
-            raise RefusedError(f"{self.path} was removed; no further attempt begins")
         if record is None:
-            raise OSError(errno.EIO, "it cannot be read", str(path))
+            raise OSError(errno.EIO, "it is not there or cannot be read", str(path))
         if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != self._token:
             raise RefusedError(f"{self.path} belongs to another run; no further attempt begins")
 
     def _prepare(self) -> None:
         """Makes the run directory; runs on the directory's thread."""
         rundir.make_directory(self.path)
+        self._directory.hold(self.path)
         for folder in (self.path / rundir.REQUESTS, self.path / rundir.VERDICTS):
             rundir.make_directory(folder)
         aside = rundir.set_aside_stale_halt(self.path)
@@ -297,10 +297,11 @@ class Run:
 
     def _ended_as(self, state: State, why: str) -> restart.Ended:
         facts = self.attempt.facts()
+        former = self._ended[-1].checkpoint if self._ended else 0
         if state == "stopped" and not self.attempt.known.asked:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
-            state, why, self.attempt.checkpoint, signature(facts), deterministic(facts),
+            state, why, self.attempt.checkpoint(former), signature(facts), deterministic(facts),
             self.attempt.known.asked == "restart", jsonl.text(self._git, "sha"),
         )  # fmt: skip
 
@@ -385,7 +386,7 @@ class Run:
         action, text = self.attempt.watching.on_stall()
         short = "alert" if action == "warn" else action
         if policy.when != "never":
-            left = restart.left(self._ended, policy)
+            left = restart.left(self._ended, policy, self.attempt.story.saved)
             text, short = f"{text}; if it crashes: restart, {left} left", f"{short} ↻{left}"
         return {"armed": text, "armed_short": short}
 

@@ -7,6 +7,7 @@ than a bounded amount at once.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from typing import Any
 MAX_HEARTBEAT_BYTES = 4096
 MAX_LINE_BYTES = 1 << 18
 READ_CHUNK_BYTES = 1 << 20
+SPARSE_BYTES = 1 << 30
+"""More unread bytes than a writer leaves behind: there may be a hole in them."""
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -222,6 +225,8 @@ class Tail:
             if identity != self._identity or status.st_size < self.offset:
                 self._begin(identity, status.st_size)
             self.size_bytes = status.st_size
+            if status.st_size - self.offset > SPARSE_BYTES:
+                self._skip_hole(fd)
             data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
         except OSError:
             return b""
@@ -229,6 +234,18 @@ class Tail:
             os.close(fd)
         self.offset += len(data)
         return data
+
+    def _skip_hole(self, fd: int) -> None:
+        """Goes on behind a hole in the file: nobody wrote there. Raises OSError."""
+        try:
+            begin = os.lseek(fd, self.offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            begin = self.size_bytes  # the rest is a hole
+        if begin > self.offset:
+            self.offset, self._carry, self._overlong = begin, b"", True
+            self.skipped += 1
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
         """Begins with a file that is new at the path; half a line at the begin is left out.

@@ -49,6 +49,8 @@ class Recorder:
         self.dropped = 0
         self.trouble = ""
         """Why the last record was dropped."""
+        self.failing = ""
+        """Why the newest write failed, "" when it did not."""
         self._closed = False
         self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
@@ -94,9 +96,11 @@ class Recorder:
                     self._do(item)
                 else:
                     self._write(*item)
+                    self.failing = ""
             except OSError as error:
                 self.dropped += 1
                 self.trouble = f"{error.strerror}: {error.filename or 'write failed'}"
+                self.failing = self.trouble
                 self._say_once(error)
             except Exception as error:  # a call that fails must not end the records of all others
                 self.dropped += 1

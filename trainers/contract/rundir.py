@@ -143,6 +143,13 @@ class Home:
         except OSError:
             return False
 
+    def is_replaced(self) -> bool:
+        """Says whether something else is at its path; a path with nothing is no such sign."""
+        return not self.is_there() and os.path.lexists(self.path)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """Returns what changes when a file is written to or replaced, None where there is none."""

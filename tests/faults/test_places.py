@@ -1,0 +1,96 @@
+"""Places that are not what they were: another run's directory, no shared memory, a sparse file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+import pytest
+
+from console.sources import process
+from console.sources.run import RunSource
+from tests.faults.scene import order
+from tests.faults.test_lies import ON_STALL, WATCH, ends, steps_on
+from tests.launches import STUB, phase
+from trainers.contract import rundir
+
+WITHOUT_MEMORY = """
+import sys
+if "console.supervisor" in sys.orig_argv:
+    from pathlib import Path
+    from trainers.contract import rundir
+    rundir.SHARED_MEMORY = Path("/proc/no-shared-memory")
+"""
+
+
+@pytest.fixture
+def launch(begin, orders):
+    """Starts two ranks under the small torchrun."""
+
+    def start(steps=100_000, shell=STUB, **plan):
+        plan = {"restart": ON_STALL, "watch": WATCH} | plan
+        started = begin(phase("one", "obedient.py", steps, orders), shell=shell, **plan)
+        started.wait_steps(5)
+        return started
+
+    return start
+
+
+@pytest.mark.decision("own-directory", "lie")
+@pytest.mark.fault("g", "run directory replaced by a copy of another run's")
+def test_another_runs_directory_in_the_place_of_ours_is_neither_obeyed_nor_written(scene, launch):
+    started = launch()
+    pids, run = started.pids(), started.run()
+    started.wait_state("running")
+    away = run.rename(started.path / "away")
+    (run / rundir.REQUESTS).mkdir(parents=True)
+    request = {"v": 1, "id": "planted", "action": "kill", "args": {"yes": True}, "by": "x",
+               "ts": time.time()}  # fmt: skip
+    rundir.write_json(run / rundir.REQUESTS / "planted.json", request)
+    time.sleep(6)
+    assert all(process.state(pid) in "RSD" for pid in pids.values())
+    assert sorted(os.listdir(run)) == [rundir.REQUESTS]
+    assert os.listdir(run / rundir.REQUESTS) == ["planted.json"]
+    (run / rundir.REQUESTS / "planted.json").unlink()
+    (run / rundir.REQUESTS).rmdir()
+    run.rmdir()
+    away.rename(run)
+    steps_on(started, pids)
+    ends(scene, started)
+
+
+@pytest.mark.decision("act-on-stall", "absent")
+@pytest.mark.fault("f", "none from the begin")
+def test_without_shared_memory_a_stall_is_said_and_nothing_is_done(scene, launch, orders, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MEMORY)
+    started = launch(shell={"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}"})
+    pids = started.pids()
+    order(orders, 1, "sleep 6")
+    told = started.wait(lambda: {a.id: a.text for a in RunSource(started.path).poll().alerts}
+                        .get("stall-withheld"), 30)  # fmt: skip
+    assert "without shared memory pulses and records come through the same directory" in told
+    steps_on(started, pids)
+    ends(scene, started)
+
+
+@pytest.mark.fault("i", "a heartbeat with a hole of 1 TB")
+def test_a_hole_in_a_heartbeat_keeps_no_run_from_its_end(scene, launch):
+    started = launch(steps=150)
+    os.truncate(rundir.heartbeat(started.run(), 1), 1 << 40)
+    ended = started.wait_end(40)
+    assert ended["phases"][0]["state"] == "completed", ended["why"]
+    scene.note("the run ends; the hole is skipped")
+
+
+@pytest.mark.fault("k", "no descriptor to spare")
+def test_a_supervisor_without_a_descriptor_to_spare_harms_no_rank(scene, launch):
+    started = launch()
+    pids, child = started.pids(), started.child()
+    resource.prlimit(child, resource.RLIMIT_NOFILE, (12, 12))
+    time.sleep(2)
+    assert started.child() == child
+    resource.prlimit(child, resource.RLIMIT_NOFILE, (3, 3))
+    started.wait(lambda: started.child() != child)
+    steps_on(started, pids)
+    ends(scene, started)
