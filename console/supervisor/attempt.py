@@ -36,7 +36,7 @@ ENDINGS = ("halt", "restart", "stop", "kill")
 """What can be asked, each stronger than the one before."""
 ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
-AGENT_LOST, UNPREPARED = "torchrun-gone", "restart-waits"
+AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
 """For so long the records of an attempt that has ended are read; what is left then is unknown."""
@@ -232,6 +232,7 @@ class Attempt:
         if int(now) != int(self._sampled):
             self._sampled = now
             self._sample()
+            self._watch_stuck()
             self._rotate(now)
         if self.tree.is_over():
             self._begin_collecting()
@@ -248,6 +249,12 @@ class Attempt:
         self._rotated_at = time.monotonic()
         for sentence in told or ():
             self.event("note", sentence, "warn")
+
+    def _watch_stuck(self) -> None:
+        stuck = self.tree.stuck()
+        if stuck:
+            text = f"KILL does not end pid {', '.join(stuck)}: state D waits for a disk or a driver"
+            self.alerts.raise_(STUCK, text, "crit")
 
     def _watch_agent(self) -> None:
         asked = self.known.asked in ENDED_FROM_HERE

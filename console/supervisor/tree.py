@@ -29,6 +29,9 @@ REAP_EVERY_S = 1.0
 FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
 )
+GONE_STATES = ("Z", "X", process.GONE)
+STUCK_S = 1.0
+"""A process that lives so long after KILL waits in the kernel."""
 REAPED_S = 1.0
 """After so long the owner has told of a process that it reaped."""
 ROOT_CAUSE = b"Root Cause (first observed failure):"
@@ -102,7 +105,7 @@ class Tree:
         self._agent_over_at: float | None = None
         self._kill_at: float | None = None
         self._ranks_kill_at: float | None = None
-        self._scanned = self._killed = self._reaped = 0.0
+        self._scanned = self._killed = self._first_killed = self._reaped = 0.0
         self._left: list[int] = []
         self._enclosure: enclosure.Enclosure | None = None
 
@@ -261,14 +264,24 @@ class Tree:
         """Sends KILL to every process of this attempt, and again at each `enforce`."""
         if not self.spawned:
             return
-        if self._owner is not None and self._kill_at != 0.0:
-            self._owner.ending(0.0)
+        if self._kill_at != 0.0:
+            self._first_killed = time.monotonic()
+            if self._owner is not None:
+                self._owner.ending(0.0)
         self._kill_at, self._killed = 0.0, time.monotonic()
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
         self._kill_ranks()
         if self._enclosure is not None:
             self._enclosure.kill()
+
+    def stuck(self) -> list[str]:
+        """Returns the processes that live on after KILL, with their state: "8302 (D)"."""
+        if self._kill_at != 0.0 or time.monotonic() - self._first_killed < STUCK_S:
+            return []
+        left = process.with_token(self.token, self._home)
+        states = {pid: process.state(pid) for pid in left}
+        return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:
         """Sends KILL to all but torchrun, which then says who failed first."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from console.sources import process
+from tests.faults.test_places import WITHOUT_MEMORY
+from tests.launches import STUB
 from tests.mounts import ext4
 from trainers.contract import pulse, rundir
 from trainers.contract.heartbeat import tail
@@ -52,3 +57,39 @@ def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, moun
     gaps = [b["mono"] - a["mono"] for a, b in itertools.pairwise(started.samples())]
     assert max(gaps) < 3
     assert not any(event["kind"] == "alert" for event in started.events(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [True, False])
+def test_term_in_a_frozen_directory_ends_what_can_end_and_the_rest_after_the_thaw(
+    begin, mounted, tmp_path, memory
+):
+    """A thread that waits for the disk keeps its process; everything else ends in time."""
+    (tmp_path / "sitecustomize.py").write_text("" if memory else WITHOUT_MEMORY)
+    started = begin(
+        phase("one", "member.py", 100_000), root=mounted / f"artifacts-{memory}",
+        watch={"grace_s": 2}, shell={"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}"},
+    )  # fmt: skip
+    started.wait_steps(5)
+    owner, token = started.plan_state["supervisor"], started.token()
+    subprocess.run(["fsfreeze", "-f", str(mounted)], check=True)
+    try:
+        time.sleep(2)
+        os.kill(owner["pid"], signal.SIGTERM)
+        time.sleep(4.2)
+        left = process.with_token(token)
+        states = {pid: {process.state(int(t)) for t in os.listdir(f"/proc/{pid}/task")}
+                  for pid in left}  # fmt: skip
+        told = rundir.read_json(Path(live_of(token)) / rundir.LIVE_STATUS) if memory else None
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(mounted)], check=True)
+    assert all("D" in threads for threads in states.values()), states
+    for pid in left if told else ():
+        assert f"{pid} (" in told["alerts"][0]["text"], told
+    started.wait(lambda: not process.with_token(token), 10)
+    assert started.wait_end()["phases"][0]["state"] == "stopped"
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+
+
+def live_of(token: str) -> str:
+    return f"/dev/shm/nsa-console-{os.geteuid()}-{token}"

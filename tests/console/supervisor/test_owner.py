@@ -22,7 +22,7 @@ import sys
 if "console.supervisor" in sys.orig_argv:
     import ctypes, os, time
     from console.supervisor import owner
-    owner.SILENT_S = {silent_s}
+    owner.SILENT_S, owner.WAITS_S = {silent_s}, (0.0, 0.3, 0.5, 5.0)
     from console.supervisor.{module} import {owner}
     true, begun = {owner}.{name}, []
     def broken(self, *given, **named):
@@ -43,7 +43,7 @@ OBSERVERS = {
     "supervisor.json": ("attempt", "Attempt", "workers"),
 }
 MIDDLE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
-STEPS, GRACE_S = 1000, 2.0
+STEPS, GRACE_S = 900, 2.0
 CASES = [
     *((name, SEGFAULT, ALWAYS) for name in OBSERVERS),
     ("watch rules", SEGFAULT, "len(begun) == 1"), ("watch rules", HANG, ALWAYS),
