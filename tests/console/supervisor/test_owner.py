@@ -173,3 +173,17 @@ def test_documents_that_ranks_overwrote_do_not_reach_the_next_process(running):
     running.wait(lambda: running.state().get("state") == "running")
     running.ask("stop")
     assert running.wait_end()["phases"][0]["state"] == "stopped"
+
+
+def test_a_run_that_ends_well_while_nobody_works_is_completed(begin):
+    """The owner saw torchrun's exit code, and each rank recorded its own end."""
+    started = begin(
+        phase("one", "member.py", 150, gates={"loss_finite": True}), shell=STUB, nproc=2
+    )
+    started.wait_steps(3)
+    child = started.child()
+    os.kill(child, signal.SIGSTOP)
+    started.wait(lambda: not process.with_token(started.token()))
+    os.kill(child, signal.SIGKILL)
+    ended = started.wait_end()["phases"][0]
+    assert (ended["state"], ended["result"]) == ("completed", "pass"), ended
