@@ -8,8 +8,10 @@ no run, in turn in one run of this program.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -18,9 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common import ROOT, median, publish, table
+from console.supervisor.parts import LEVEL, PART_BYTES
 from trainers.contract import heartbeat, rundir
 
 RANKS, STEP_S, EVERY = 8, 0.3, 20
+SAMPLES_MIB_A_DAY = 40
 BUDGETS = {"status": 6.0, "check": 10.0}
 DAY_S = 86_400
 
@@ -58,9 +62,22 @@ def write(folder: Path, span_s: int) -> Path:
     for rank in range(RANKS):
         with rundir.heartbeat(run, rank).open("wb") as stream:
             stream.writelines(map(heartbeat.encode, records(rank, began, span_s)))
-    with rundir.samples(run, me["host"]).open("wb") as stream:
-        stream.writelines(samples(began, span_s, me["host"]))
+    write_samples(rundir.samples(run, me["host"]), samples(began, span_s, me["host"]))
     return run
+
+
+def write_samples(path: Path, lines: Iterator[bytes]) -> None:
+    """Writes samples as the supervisor leaves them: compressed parts, and the newest file."""
+    part, size = [], 0
+    for line in lines:
+        part.append(line)
+        size += len(line)
+        if size >= PART_BYTES:
+            number = len(rundir.parts(path)) + 1
+            whole = rundir.part(path, number).with_name(f"{path.name}.{number:04d}{rundir.GZIP}")
+            whole.write_bytes(gzip.compress(b"".join(part), LEVEL))
+            part, size = [], 0
+    path.write_bytes(b"".join(part))
 
 
 def records(rank: int, began: float, span_s: int) -> Iterator[dict]:
@@ -77,19 +94,27 @@ def records(rank: int, began: float, span_s: int) -> Iterator[dict]:
 
 
 def samples(began: float, span_s: int, host: str) -> Iterator[bytes]:
-    gpus = [
-        {"index": index, "name": "H200", "uuid": f"GPU-{index}", "util_pct": 97.0,
-         "mem_used_mib": 90_000.0, "mem_total_mib": 141_000.0, "power_w": 640.0, "temp_c": 61.0,
-         "sm_mhz": 1980.0, "state": "ok", "why": "", "throttle": "", "ecc_uncorrected": 0,
-         "xid_count": 0}
-        for index in range(RANKS)
-    ]  # fmt: skip
+    """Yields a sample for each second; what a sensor measures varies as it does on a machine."""
+    draw = random.Random(1)
+    phases = ("fetch", "forward", "backward", "optimizer")
     for second in range(span_s):
         step = int(second / STEP_S)
+        gpus = [
+            {"index": index, "name": "H200", "uuid": f"GPU-{index}",
+             "util_pct": float(draw.randint(90, 100)),
+             "mem_used_mib": 90_000.0 + draw.randint(0, 400), "mem_total_mib": 141_000.0,
+             "power_w": round(draw.gauss(640, 25), 1), "temp_c": float(draw.randint(58, 66)),
+             "sm_mhz": float(draw.randrange(1700, 1981, 15)), "state": "ok", "why": "",
+             "throttle": "", "ecc_uncorrected": 0, "xid_count": 0}
+            for index in range(RANKS)
+        ]  # fmt: skip
         ranks = [
-            {"rank": rank, "pid": os.getpid(), "state": "R", "cpu_pct": 99.0, "rss_mib": 5000.5,
-             "pulse": {"step": step, "phase": "forward", "since_s": 0.1, "age_s": 0.1,
-                       "collectives": step, "device_step": step, "device_phase": "forward"}}
+            {"rank": rank, "pid": os.getpid(), "state": draw.choice("RRRS"),
+             "cpu_pct": round(draw.gauss(99, 2), 1), "rss_mib": round(draw.gauss(5000, 20), 1),
+             "pulse": {"step": step, "phase": draw.choice(phases),
+                       "since_s": round(draw.random() / 4, 3), "age_s": round(draw.random(), 3),
+                       "collectives": 40 * step + draw.randint(0, 40), "device_step": step,
+                       "device_phase": draw.choice(phases)}}
             for rank in range(RANKS)
         ]  # fmt: skip
         record = {
@@ -116,6 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = write(Path(folder), int(options.days * DAY_S))
+        samples_mib = sum(path.stat().st_size for path in run.glob("samples_*")) / (1 << 20)
         size_mib = sum(path.stat().st_size for path in run.iterdir()) / (1 << 20)
         commands = {
             "flags": ["flags"], "status": ["status", str(run)], "check": ["check", str(run)],
@@ -133,6 +159,8 @@ def main() -> None:
             name, f"{cpu_s:.2f}", f"{cpu_s / base:.1f}", f"≤ {budget:g}" if budget else "",
             f"{max(mib for _, mib in costs):.0f}",
         ))  # fmt: skip
+    rows.append(("samples on disk, MiB a day", f"{samples_mib / options.days:.1f}", "",
+                 f"≤ {SAMPLES_MIB_A_DAY} MiB", ""))  # fmt: skip
     publish(
         "long_run",
         f"A look at a run of {options.days:g} days that goes on",

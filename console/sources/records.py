@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -137,8 +138,16 @@ class Records:
             if name.startswith("heartbeat_rank"):
                 self._tails[name] = self._heartbeats(name)
             elif name.startswith("samples_"):
-                path, recent = self.run / name, self._recent_bytes
-                self._tails[name] = jsonl.Tail(path, lambda record: record, recent)
+                self._tails |= self._samples(self.run / name)
+
+    def _samples(self, path: Path) -> dict[str, jsonl.Tail]:
+        """Returns how a file of samples is read: its older parts first, unless its end will do."""
+        found: dict[str, jsonl.Tail] = {}
+        with suppress(OSError):
+            for _, part in rundir.parts(path) if self._recent_bytes is None else ():
+                kind = jsonl.Packed if part.suffix == rundir.GZIP else jsonl.Tail
+                found[part.name] = kind(part, lambda record: record)
+        return found | {path.name: jsonl.Tail(path, lambda record: record, self._recent_bytes)}
 
     def _heartbeats(self, name: str) -> jsonl.Tail:
         rank = _rank_of(name)

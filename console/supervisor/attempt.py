@@ -24,6 +24,7 @@ from console.supervisor.hooks import Hooks
 from console.supervisor.link import Link
 from console.supervisor.live import LastPulses, Live
 from console.supervisor.observers import Observers
+from console.supervisor.parts import Parts
 from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree, Worker
@@ -102,6 +103,8 @@ class Attempt:
         self.behind = False
         self.files = Files(run, number, phase.nproc, former.files if former else None)
         self._rotation = Rotation(rundir.logs(run, number))
+        self._samples = rundir.samples(run, rundir.host_name())
+        self._parts = Parts(services.directory, self._samples)
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
         self._words: Mapping[int, LastWords] = {}
@@ -243,7 +246,11 @@ class Attempt:
         """Bounds the logs; those of an end are left whole."""
         if now - self._rotated_at >= ROTATE_EVERY_S and not self.tree.agent_over:
             self._rotated_at = math.inf  # no two at once
-            self._directory.job(self._rotation.look, self._take_rotated)
+            self._directory.job(self._rotate_all, self._take_rotated)
+
+    def _rotate_all(self) -> Sequence[str]:
+        self._parts.look()
+        return self._rotation.look()
 
     def _take_rotated(self, told: Sequence[str] | None, _: object) -> None:
         self._rotated_at = time.monotonic()
@@ -294,8 +301,7 @@ class Attempt:
         if sample is None:
             self._sampler.clear()
         else:
-            path = rundir.samples(self._run, rundir.host_name())
-            self._directory.put(path, jsonl.encode(sample))
+            self._directory.put(self._samples, jsonl.encode(sample))
         ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import queue
 import threading
 import time
@@ -72,6 +73,16 @@ class Directory(Recorder):
                 "launch are ignored, and nothing is written; put the run's own directory back"
             )
         return not self.lost
+
+    def set_aside(self, path: Path, to: Path) -> None:
+        """Renames a file that records go to; the next record begins a new one. On this thread.
+
+        Raises OSError.
+        """
+        path.rename(to)
+        fd, _ = self._descriptors.pop(path, (-1, 0.0))
+        if fd >= 0:
+            os.close(fd)
 
     def hold(self, run: Path) -> None:
         """Takes a directory as that of the present run; on this thread. Raises OSError."""

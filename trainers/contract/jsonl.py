@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 MAX_HEARTBEAT_BYTES = 4096
 MAX_LINE_BYTES = 1 << 18
 READ_CHUNK_BYTES = 1 << 20
+PACKED_BYTES = 1 << 16
 SPARSE_BYTES = 1 << 30
 """More unread bytes than a writer leaves behind: there may be a hole in them."""
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -256,3 +258,30 @@ class Tail:
         self._identity, self._carry = identity, b""
         self.offset = self.left_out_bytes = max(0, size_bytes - recent)
         self._overlong = self.offset > 0
+
+
+class Packed(Tail):
+    """Reads a gzip file of JSON lines that does not grow; `offset` counts its own bytes.
+
+    What cannot be unpacked ends it, and counts as one line that was skipped.
+    """
+
+    def __init__(self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]):
+        super().__init__(path, accept)
+        self._unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+
+    def _read(self, limit_bytes: int) -> bytes:
+        self.size_bytes = size_bytes(self.path)
+        packed = read_bytes(self.path, PACKED_BYTES, self.offset)
+        if not packed or limit_bytes <= 0:
+            return b""
+        try:
+            data = self._unpacker.decompress(packed, limit_bytes)
+        except zlib.error:
+            self.skipped += 1
+            self.offset = self.size_bytes
+            return b""
+        self.offset += len(packed) - len(self._unpacker.unconsumed_tail)
+        if self._unpacker.eof:
+            self.offset = self.size_bytes
+        return data

@@ -52,6 +52,28 @@ def samples(run: Path, host: str) -> Path:
     return run / f"samples_{host}.jsonl"
 
 
+GZIP = ".gz"
+PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
+
+
+def part(path: Path, number: int) -> Path:
+    """Returns where an older part of a file of records lies, before it is compressed."""
+    return path.with_name(f"{path.name}.{number:04d}")
+
+
+def parts(path: Path) -> list[tuple[int, Path]]:
+    """Returns the older parts of a file of records with their numbers, the oldest first.
+
+    A part that is there compressed and plain is named compressed. Raises OSError.
+    """
+    found: dict[int, Path] = {}
+    for name in sorted(os.listdir(path.parent)):
+        match = PART.fullmatch(name.removeprefix(path.name)) if name.startswith(path.name) else None
+        if match:
+            found[int(match[1])] = path.with_name(name)
+    return sorted(found.items())
+
+
 def logs(run: Path, attempt: int) -> Path:
     return run / "logs" / f"attempt{attempt}"
 

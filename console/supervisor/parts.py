@@ -1,0 +1,63 @@
+"""Samples on disk: when the file has grown long it becomes a numbered part, which is compressed.
+
+`samples_H.jsonl` stays the name of the newest; `samples_H.jsonl.0001.gz` is the oldest part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import zlib
+from pathlib import Path
+
+from console.supervisor.directory import Directory
+from trainers.contract import jsonl, rundir
+
+PART_BYTES = 16 << 20
+CHUNK_BYTES, LEVEL = 1 << 18, 6
+GZIP = 16 + zlib.MAX_WBITS
+
+
+class Parts:
+    """Owns the parts of one file of records; `look` runs on the directory's thread.
+
+    One part at a time is compressed, in a thread of its own: a disk that hangs stops only that.
+    What was interrupted is taken up by the next look.
+    """
+
+    def __init__(self, directory: Directory, path: Path, part_bytes: int = PART_BYTES):
+        self._directory, self._path, self._part_bytes = directory, path, part_bytes
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> None:
+        """Begins a new part when it is time. Raises OSError."""
+        if jsonl.size_bytes(self._path) >= self._part_bytes:
+            numbers = [number for number, _ in rundir.parts(self._path)]
+            part = rundir.part(self._path, max(numbers, default=0) + 1)
+            self._directory.set_aside(self._path, part)
+        if self._thread is not None and self._thread.is_alive():
+            return
+        plain = [path for _, path in rundir.parts(self._path) if path.suffix != rundir.GZIP]
+        if plain:
+            self._thread = threading.Thread(
+                target=self._compress, args=(plain[0],), name="parts", daemon=True
+            )
+            self._thread.start()
+
+    def _compress(self, part: Path) -> None:
+        """Puts the compressed part in the place of the plain one; a full disk leaves that."""
+        whole = part.with_name(part.name + rundir.GZIP)
+        half = part.with_name(f".{whole.name}.tmp")
+        try:
+            with part.open("rb") as plain, half.open("wb") as out:
+                packer = zlib.compressobj(LEVEL, wbits=GZIP)
+                while data := plain.read(CHUNK_BYTES):
+                    out.write(packer.compress(data))
+                out.write(packer.flush())
+                os.fsync(out.fileno())
+            half.replace(whole)
+            part.unlink()
+        except OSError:
+            with contextlib.suppress(OSError):
+                half.unlink(missing_ok=True)

@@ -1,0 +1,125 @@
+"""Samples become numbered, compressed parts: no record is lost, and charts read them all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import time
+
+import pytest
+
+from console.history import History
+from console.sources.records import Records
+from console.supervisor.directory import Directory
+from console.supervisor.parts import Parts
+from tests.mounts import tmpfs
+from trainers.contract import jsonl, rundir
+
+COUNT, PART_BYTES = 3000, 64 << 10
+
+
+def sample(number: int) -> dict[str, object]:
+    ranks = [{"rank": 0, "rss_mib": float(number), "state": "R", "pad": "x" * 80}]
+    return {"v": 1, "ts": 1e9 + number, "host": "here", "attempt": 1, "ranks": ranks}
+
+
+def fill(path, count: int = COUNT) -> None:
+    """Writes records as a supervisor does, and looks at the parts between them."""
+    directory = Directory()
+    parts = Parts(directory, path, PART_BYTES)
+    for number in range(count):
+        directory.put(path, jsonl.encode(sample(number)))
+        if number % 100 == 99:
+            directory.call(parts.look)
+    until = time.monotonic() + 20
+    while any(p.suffix != rundir.GZIP for _, p in rundir.parts(path)):
+        assert time.monotonic() < until
+        directory.call(parts.look)
+        time.sleep(0.02)
+    assert directory.close()
+    assert not directory.replaced
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    fill(rundir.samples(run, "here"))
+    return run
+
+
+def lines_of(run) -> list[bytes]:
+    path = rundir.samples(run, "here")
+    older = [gzip.decompress(part.read_bytes()) for _, part in rundir.parts(path)]
+    return b"".join([*older, path.read_bytes()]).splitlines()
+
+
+def test_parts_and_the_newest_file_hold_every_record_in_order(filled):
+    numbers = [json.loads(line)["ts"] - 1e9 for line in lines_of(filled)]
+    assert numbers == list(range(COUNT))
+    parts = rundir.parts(rundir.samples(filled, "here"))
+    assert [number for number, _ in parts] == list(range(1, len(parts) + 1))
+    assert sum(p.stat().st_size for _, p in parts) < COUNT * len(jsonl.encode(sample(1))) / 4
+
+
+def read(run, recent_bytes: int | None = None) -> tuple[Records, list[float]]:
+    history = History()
+    records = Records(run, history, lambda *_: None, recent_bytes)
+    for _ in range(COUNT):
+        records.poll(1, 1, 100_000)
+        if not records.behind_bytes:
+            break
+    return records, [value for _, value in history.series("rss_mib:0")]
+
+
+def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(filled):
+    records, values = read(filled)
+    assert (records.skipped, records.is_whole) == (0, True)
+    assert (min(values), max(values)) == (0.0, COUNT - 1.0)
+    assert records.sample["here"]["ts"] == 1e9 + COUNT - 1
+    newest, _ = read(filled, 4096)
+    assert newest.sample["here"]["ts"] == 1e9 + COUNT - 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"\x1f\x8b" + bytes(500)])
+def test_a_damaged_part_costs_its_own_records(filled, tmp_path, damage):
+    run = tmp_path / "run"
+    shutil.copytree(filled, run)
+    part = rundir.parts(rundir.samples(run, "here"))[1][1]
+    part.write_bytes(damage)
+    records, values = read(run)
+    assert records.skipped <= 1
+    assert (min(values), max(values)) == (0.0, COUNT - 1.0)
+
+
+def test_a_part_that_unpacks_to_more_than_memory_is_read_in_pieces(tmp_path):
+    run = tmp_path
+    bomb = rundir.part(rundir.samples(run, "here"), 1)
+    with gzip.open(f"{bomb}{rundir.GZIP}", "wb") as packed:
+        for _ in range(64):
+            packed.write(b"\0" * (1 << 20))
+    rundir.samples(run, "here").write_bytes(jsonl.encode(sample(7)))
+    records, values = read(run)
+    assert (values, records.skipped) == ([7.0], 1)
+
+
+def test_a_full_disk_leaves_the_plain_part(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    with tmpfs(tmp_path, 1) as mount:
+        path = rundir.samples(mount, "here")
+        data = os.urandom(PART_BYTES)
+        path.write_bytes(data)
+        room = os.statvfs(mount)
+        filler = mount / "filler"
+        filler.write_bytes(bytes((room.f_bavail - 2) * room.f_frsize))
+        directory = Directory()
+        parts = Parts(directory, path, PART_BYTES)
+        directory.call(parts.look)
+        assert directory.close()
+        assert parts._thread is not None
+        parts._thread.join(20)
+        ((_, part),) = rundir.parts(path)
+        assert part.read_bytes() == data
+        assert sorted(os.listdir(mount)) == ["filler", part.name]
