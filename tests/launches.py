@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,18 @@ class Started:
             return 0
 
         return self.wait(found)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stops both processes of the supervisor for a while."""
+        pids = (self.plan_state["supervisor"]["pid"], self.child())
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
 
     def events(self, index: int | None = None) -> list[dict[str, Any]]:
         folder = self.path if index is None else self.run(index)

@@ -42,7 +42,7 @@ OBEY_S = 0.5
 """A signal that the child has not taken after this time is obeyed here."""
 LATE_S = 0.5
 """What a child should have killed is killed here so much later."""
-SCAN_EVERY_S, PATIENT_S = 0.2, 0.1
+SCAN_EVERY_S, PATIENT_S, LOOK_S = 0.2, 0.1, 2.5
 DEATHS_OFF = 3
 """So many children in a row that died in the same observer: it is switched off."""
 MAX_EXITS = 4096
@@ -110,7 +110,7 @@ class Owner:
         self._limit_s, self._failures, self._killed_as = FIRST_S, 0, ""
         self._token, self._grace_s = "", 0.0
         self._obey_at = self._kill_at = math.inf
-        self._scanned = 0.0
+        self._scanned = self._judged = 0.0
         self._forwarded = 0
         """How many of the signals the child knows."""
         self._refused: int | None = None
@@ -208,7 +208,7 @@ class Owner:
         poller.register(self._wakes[0], select.POLLIN)
         if self._link is not None:
             poller.register(self._link.socket, select.POLLIN)
-        for fd, _ in poller.poll(math.ceil(min(wait_s, 60.0) * 1000)):
+        for fd, _ in poller.poll(math.ceil(min(wait_s, LOOK_S) * 1000)):
             if fd == self._wakes[0]:
                 with suppress(BlockingIOError):
                     os.read(fd, 4096)
@@ -250,9 +250,15 @@ class Owner:
             self._refused = int(data)
 
     def _judge(self) -> None:
-        """Ends a child that says nothing. One that cannot end (state D) is waited for."""
+        """Ends a child that says nothing. One that cannot end (state D) is waited for.
+
+        While this process was stopped itself nobody could hear the child.
+        """
+        before, self._judged = self._judged, time.monotonic()
+        if self._judged - before > 2 * LOOK_S:
+            self._heard = self._judged
         if self._pid and not self._killed_as:
-            silent_s = time.monotonic() - self._heard
+            silent_s = self._judged - self._heard
             if silent_s >= self._limit_s:
                 self._killed_as = f"said nothing for {silent_s:.0f} s"
                 os.kill(self._pid, signal.SIGKILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -289,15 +288,11 @@ def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched):
 
 @pytest.mark.decision("target-supervisor", "absent")
 def test_from_another_host_no_answer_is_said_and_nothing_else_is_done(launched):
-    pid = launched.plan_state["supervisor"]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with launched.stopped():
         code, text = elsewhere("halt", launched.path, "--timeout", "0.5")
         assert not (launched.run() / rundir.HALT).exists()
         for left in (launched.path / rundir.REQUESTS).iterdir():
             left.unlink()
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert code == 5, text
     host = rundir.host_name()
     assert f"no answer to halt within 0.5 s from the supervisor on {host}, and nothing else" in text

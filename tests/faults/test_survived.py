@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -224,10 +225,9 @@ def test_a_stopped_supervisor_is_said_and_its_working_process_answers(scene, run
 def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_go_on(scene, run):
     pids, child = run.pids(), run.child()
     supervisor = run.plan_state["supervisor"]["pid"]
-    try:
-        os.kill(supervisor, signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
         words = scene.inject(
-            run, lambda: os.kill(child, signal.SIGSTOP), sentence_of("working-process-stopped")
+            run, lambda: stack.enter_context(run.stopped()), sentence_of("working-process-stopped")
         )
         before = RunSource(run.path).poll().step
         run.wait(lambda: RunSource(run.path).poll().step > before + 20)
@@ -238,9 +238,6 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
             acting.dump(argparse.Namespace(
                 run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False
             ))  # fmt: skip
-    finally:
-        os.kill(child, signal.SIGCONT)
-        os.kill(supervisor, signal.SIGCONT)
     assert actions.answer(run.path, asked, 15)["ok"]
     assert words.startswith(f"working process (pid {child}) is stopped (SIGSTOP")
     scene.goes_on(run, pids)
