@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from console.diagnose.watch import STRONG
 from console.ending import deterministic, signature
 from console.model import Gate, State
 from console.plans import gates
@@ -232,8 +233,8 @@ class Run:
         if held is None and self.live is None:
             self.event(
                 "note", f"nothing can be made in {rundir.SHARED_MEMORY} ({self._live.why}): the "
-                "ranks' pulses come through the run directory, four times a second; make room "
-                "there (for a container, a larger --shm-size)", "warn",
+                "ranks' pulses come through the run directory, four times a second, and a stall is "
+                "only an alert; make room there (for a container, a larger --shm-size)", "warn",
             )  # fmt: skip
         return attempt
 
@@ -384,6 +385,8 @@ class Run:
         """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
         policy = self.orders.plan.restart
         action, text = self.attempt.watching.on_stall()
+        if self._live.why and action in STRONG:
+            action, text = "warn", "if it stalls: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action
         if policy.when != "never":
             left = restart.left(self._ended, policy, self.attempt.story.saved)
