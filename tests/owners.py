@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import subprocess
 import sys
@@ -19,7 +18,10 @@ class Lent(Owner):
 
     def __init__(self, end: Frames):
         super().__init__(lambda end, charge: 0)
-        self.attach(0, end)
+        self._given = end
+
+    def _fork(self) -> None:
+        self._attach(-1, self._given)
 
     def _judge(self) -> None:
         if self._link is None:
@@ -37,10 +39,9 @@ def begin() -> Link:
     return Link(Frames(ours), Charge())
 
 
-def hear(link: Link) -> None:
-    """Takes what the owner has said so far."""
-    if select.select([link.fd], [], [], 0)[0]:
-        link.hear()
+def end(link: Link) -> None:
+    """Ends the owner at the other end."""
+    link._end.close()
 
 
 if __name__ == "__main__":

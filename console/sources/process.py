@@ -145,7 +145,9 @@ class Handle:
         return True
 
     def is_over(self) -> bool:
-        """Says whether the process has ended, reaped or not."""
+        """Says whether the process has ended, reaped or not; one that is not held has."""
+        if self.fd < 0:
+            return True
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         return bool(poller.poll(0))

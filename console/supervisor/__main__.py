@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -49,6 +50,14 @@ def take_signals(on_stop: Callable[[int], None]) -> None:
         signal.signal(number, lambda got, _frame: on_stop(got))
 
 
+def keep_descriptors(lock_fd: int | None) -> None:
+    """Leaves what a shell had open beside its terminal to this process alone."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != lock_fd:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(fd, False)
+
+
 def take_lock(path: Path, fd: int | None) -> lock.Held:
     """Names this process in the lock that it inherited. Raises RefusedError where it cannot."""
     if fd is not None:
@@ -78,6 +87,7 @@ def main() -> int:
     parser.add_argument("--adopt", metavar="HOOK", help="go on with a launch left behind")
     options = parser.parse_args()
     rundir.keep_own_rights()
+    keep_descriptors(options.lock_fd)
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
     try:

@@ -89,6 +89,7 @@ class Attempt:
         self._live, self._argv, self._environment = live, argv, environment
         self.event, self._changed = event, changed
         self.stage: Stage = "prepare"
+        self._built = False
         self.known = Facts(world=phase.nproc)
         """Facts from requests and events; `facts` adds those from processes and records."""
         self.story, self._summary = Story(live=held is None), summary
@@ -116,15 +117,18 @@ class Attempt:
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
         self._prepare_at = self._read_at = math.inf
-        never = services.owner.mishap and not services.owner.has_spawned(home, str(number))
-        if held is None or never:
+        owner = services.owner
+        if held is None or owner.began(run, home, number):
             self._begin_preparing()
         else:
             self.tree.adopt(held, run, number)
+            if not owner.holds(home, number):
+                owner.hold(self.tree.agent_pid, token, home, number, watch.grace_s)
             self.stage = "run"
             self._sample()
         if held is not None and (asked := jsonl.text(held, "asked")) in ENDINGS:
             self.end(asked, jsonl.text(held, "asked_by", "?"))
+        self._built = True
 
     # --- what the run calls --------------------------------------------------------------------
 
@@ -144,12 +148,14 @@ class Attempt:
         `.HALT` stands already: a halt is only recorded here.
         """
         if self.stage in ("collect", "over"):
-            self._cut_short = action in ("stop", "kill")
+            self._cut_short = self._cut_short or action in ("stop", "kill")
             return "the ranks have ended already; no further phase starts"
         asked, grace_s = self.known.asked, self._watch.grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is under way, asked by {self.known.by}"
         self._learn(asked=action, by=by)
+        if self._built:  # whoever has to go on knows of it before a process does
+            self._changed()
         if action == "halt" and self.watching.verdict:
             return (".HALT is written; the run is stalled, and ranks obey when all step again; "
                     "stop ends them")  # fmt: skip
@@ -193,6 +199,9 @@ class Attempt:
     def _begin(self, log_fd: int | None, error: Exception | None) -> None:
         if log_fd is None:
             self._take_unprepared(f"the run directory cannot be prepared: {error}", error)
+            return
+        if self.stage != "prepare":  # it was given up meanwhile
+            os.close(log_fd)
             return
         self.alerts.clear(UNPREPARED, "the run directory can be read again")
         try:

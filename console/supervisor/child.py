@@ -76,6 +76,7 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, owner: Link) 
     hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
     services = Services(directory, nvml, poller, hooks, held_lock.token, owner)
     try:
+        owner.hear()
         launch = Launch(path, given, services, held)
         owner.keep(path / rundir.PLAN, record or {})
         while not launch.over:
@@ -85,8 +86,10 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, owner: Link) 
                 os.read(wake_read, 4096)
             if owner.fd in ready:
                 owner.hear()
-            for number in owner.take_asked():
+            for number in owner.asked:
                 launch.terminate(f"{signal.Signals(number).name} to the supervisor")
+            if owner.asked:
+                owner.obeyed()
             launch.tick()
     except BaseException:
         directory.close(CRASH_FLUSH_S)
@@ -100,7 +103,6 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, owner: Link) 
 def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Charge) -> int:
     """Returns the exit code of this process: 0 when the launch has ended, whatever became of it."""
     owner = Link(end, charge)
-    owner.beat()
     try:
         supervise(path, adopt, held, owner)
     except ContractError as error:

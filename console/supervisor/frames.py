@@ -19,9 +19,12 @@ KEEP = b"K"
 """A document for the next child: its path, a zero byte, its content."""
 SPAWN = b"S"
 """A command as JSON, and the descriptor of its log."""
+HOLDS = b"H"
+"""Processes that were taken over instead of spawned: as JSON, what SPAWN says of them."""
 ENDING = b"E"
 """The processes have so many seconds left."""
 OBEYED = b"O"
+"""So many of the signals were obeyed."""
 REFUSED = b"R"
 """The launch cannot begin: an exit code."""
 # From the owner.
@@ -33,6 +36,8 @@ REAPED = b"X"
 """A pid and its exit code, as `Popen.returncode` has it."""
 ASKED = b"A"
 """A signal that the owner got."""
+TERMED = b"T"
+"""The owner sent TERM to the processes itself."""
 PIDS = struct.Struct("!qq")
 
 
@@ -55,7 +60,10 @@ class Frames:
         self._fds: deque[int] = deque()
 
     def send(self, kind: bytes, data: bytes = b"", fd: int | None = None) -> None:
-        """Sends a message as a whole. Raises OSError where nobody takes it."""
+        """Sends a message as a whole. Raises OSError where nobody takes it.
+
+        Where the socket does not block, the message has to be smaller than its buffer.
+        """
         frame = HEAD.pack(kind, len(data)) + data
         sent = socket.send_fds(self.socket, [frame], [fd] if fd is not None else [])
         if sent < len(frame):

@@ -142,6 +142,7 @@ class Launch:
                 self._end(f"{action} asked by {by} before the next phase")
             return "the plan has ended; nothing was running"
         self._ended_by = self._ended_by or f"{action} asked by {by}"
+        self._publish()
         return self.run.end(action, by)
 
     def _begin_acts(self, run: Run) -> None:
@@ -207,6 +208,9 @@ class Launch:
             mine |= theirs
         self._next_flags.restore(inheritance.next_flags(held))
         self._ended_by = jsonl.text(held, "ended_by")[:400]
+        if held.get("state") == "ended":  # a former child of this owner has said so
+            self.state, self.why = "ended", jsonl.text(held, "why")[:400]
+            return self._publish()
         folders = (self.path, *(self.path / entry["dir"] for entry in self._phases))
         owner = self._services.owner
         if not owner.mishap:

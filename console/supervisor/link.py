@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 from console.supervisor import frames
 from console.supervisor.frames import Frames, Message
-from console.supervisor.owner import DEATHS_OFF, Charge, Notes
-from trainers.contract import jsonl
+from console.supervisor.owner import DEATHS_OFF, MAX_EXITS, Charge, Notes
+from trainers.contract import environ, jsonl, rundir
 
 BEAT_EVERY_S = 2.0
 
@@ -19,17 +20,22 @@ BEAT_EVERY_S = 2.0
 class Link:
     """Owns what the owner told; every method but `spawn` returns at once.
 
-    An owner that is gone has ended this process: the kernel sees to it.
+    While the owner takes nothing (it is stopped) the newest content of each document waits. An
+    owner that is gone has ended this process: the kernel sees to it.
     """
 
     def __init__(self, end: Frames, charge: Charge):
         self._end, self._charge = end, charge
         self.identity, self.mishap, self.agent = charge.identity, charge.mishap, charge.agent
-        self._spawned = charge.spawned
+        self.termed = charge.termed
+        """The owner sent TERM to the processes itself."""
         self.exits = dict(charge.exits)
         """The exit codes of processes that the owner reaped, by pid; whoever takes one removes it.
         """
-        self._asked = list(charge.asked)
+        self.asked = charge.asked[: charge.forwarded]
+        """Signals that the owner got and nobody has obeyed."""
+        self._waiting: list[tuple[bytes, bytes]] = []
+        self._documents: dict[Path, bytes] = {}
         self._beat = 0.0
 
     @property
@@ -51,57 +57,68 @@ class Link:
         data = self._charge.kept.get(str(path))
         return None if data is None else jsonl.decode(data)
 
-    def take_asked(self) -> list[int]:
-        """Returns the signals that the owner got, and says that they are obeyed."""
-        asked, self._asked = self._asked, []
-        if asked:
-            self._end.send(frames.OBEYED, str(len(asked)).encode())
-        return asked
+    def holds(self, home: str, attempt: int) -> bool:
+        """Says whether the owner holds the processes of an attempt since before this child."""
+        return self._charge.held == (home, str(attempt))
+
+    def began(self, run: Path, home: str, attempt: int) -> bool:
+        """Says whether a former child began an attempt whose torchrun was never started."""
+        return self.kept(run / rundir.RUN) is not None and not self.holds(home, attempt)
 
     def hear(self) -> None:
-        """Takes what the owner has said; call it when `fd` can be read."""
-        for message in self._end.receive():
-            self._take(message)
+        """Takes what the owner has said so far."""
+        while select.select([self.fd], [], [], 0)[0]:
+            for message in self._end.receive():
+                self._take(message)
 
     def _take(self, message: Message) -> None:
         if message.kind == frames.REAPED:
             pid, code = frames.PIDS.unpack(message.data)
             self.exits[pid] = code
+            while len(self.exits) > MAX_EXITS:
+                del self.exits[next(iter(self.exits))]
         elif message.kind == frames.ASKED:
-            self._asked.append(int(message.data))
-
-    def has_spawned(self, home: str, attempt: str) -> bool:
-        """Says whether a former child of this owner had torchrun started for an attempt."""
-        return self._spawned == (home, attempt)
+            self.asked.append(int(message.data))
+        elif message.kind == frames.TERMED:
+            self.termed = True
 
     # --- asked ---------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Says that this child works, at most once a second."""
+        """Says that this child works, every `BEAT_EVERY_S`; sends what waits."""
         now = time.monotonic()
-        if now - self._beat >= BEAT_EVERY_S:
+        if now - self._beat >= BEAT_EVERY_S and not self._waiting:
             self._beat = now
-            self._end.send(frames.BEAT)
+            self._send(frames.BEAT)
+        self._flush()
+
+    def obeyed(self) -> None:
+        """Says that every signal in `asked` was obeyed, and forgets them."""
+        self._send(frames.OBEYED, str(len(self.asked)).encode())
+        self.asked = []
 
     def close(self) -> None:
         """Says that from now on it may wait for a disk."""
-        self._end.send(frames.CLOSING)
-
-    def hang_up(self) -> None:
-        """Ends the socket; an owner that lost its child replaces it."""
-        self._end.close()
+        self._send(frames.CLOSING)
 
     def refuse(self, code: int) -> None:
         """Says that the launch cannot begin, with the exit code."""
-        self._end.send(frames.REFUSED, str(code).encode())
+        self._send(frames.REFUSED, str(code).encode())
 
     def keep(self, path: Path, record: Mapping[str, Any]) -> None:
         """Gives the owner a document for the child that may follow."""
-        self._end.send(frames.KEEP, os.fsencode(path) + b"\0" + jsonl.encode(record))
+        self._documents[path] = os.fsencode(path) + b"\0" + jsonl.encode(record)
+        self._flush()
 
     def ending(self, grace_s: float) -> None:
         """Says how long the processes still have: the owner kills what a dead child cannot."""
-        self._end.send(frames.ENDING, repr(grace_s).encode())
+        self._send(frames.ENDING, repr(grace_s).encode())
+
+    def hold(self, agent: int, token: str, home: str, attempt: int, grace_s: float) -> None:
+        """Gives the owner the processes of an attempt that was taken over."""
+        self.agent = agent
+        named = _named(token, home, str(attempt), grace_s) | {"agent": agent}
+        self._send(frames.HOLDS, jsonl.encode(named))
 
     def spawn(
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, token: str,
@@ -111,20 +128,42 @@ class Link:
 
         Raises OSError where it cannot be started.
         """
-        command = {
-            "argv": list(argv), "environment": dict(environment), "token": token, "home": home,
-            "grace_s": grace_s,
-        }  # fmt: skip
+        named = _named(token, home, environment.get(environ.ATTEMPT, ""), grace_s)
+        command = {"argv": list(argv), "environment": dict(environment)} | named
         self.exits.clear()
+        self.termed = False
+        self._flush(wait=True)
         self._end.send(frames.SPAWN, jsonl.encode(command), log_fd)
-        while True:
+        answer = None
+        while answer is None:
             for message in self._end.receive():
-                if message.kind == frames.SPAWNED and message.fd < 0:
-                    raise RuntimeError("no descriptor to spare for torchrun")
-                if message.kind == frames.SPAWNED:
-                    self.agent = int(message.data)
-                    return self.agent, message.fd
-                if message.kind == frames.NOT_SPAWNED:
-                    number = int(message.data)
-                    raise OSError(number, os.strerror(number), argv[0])
-                self._take(message)
+                if message.kind in (frames.SPAWNED, frames.NOT_SPAWNED):
+                    answer = message
+                else:
+                    self._take(message)
+        number = int(answer.data)
+        if answer.kind == frames.NOT_SPAWNED:
+            raise OSError(number, os.strerror(number), argv[0])
+        if answer.fd < 0:
+            raise RuntimeError("no descriptor to spare for torchrun")
+        self.agent = number
+        return number, answer.fd
+
+    def _send(self, kind: bytes, data: bytes = b"") -> None:
+        self._waiting.append((kind, data))
+        self._flush()
+
+    def _flush(self, wait: bool = False) -> None:
+        """Sends what waits, in order, as far as the owner takes it; documents come last."""
+        while self._waiting or self._documents:
+            if not wait and not select.select([], [self.fd], [], 0)[1]:
+                return
+            if not self._waiting:
+                path = next(iter(self._documents))
+                self._waiting.append((frames.KEEP, self._documents.pop(path)))
+            kind, data = self._waiting.pop(0)
+            self._end.send(kind, data)
+
+
+def _named(token: str, home: str, attempt: str, grace_s: float) -> dict[str, Any]:
+    return {"token": token, "home": home, "attempt": attempt, "grace_s": grace_s}

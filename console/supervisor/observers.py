@@ -70,7 +70,13 @@ class Observers:
         return result
 
     def once(self, name: str, look: Callable[[], T], otherwise: T) -> T:
-        """Returns the same for what cannot rest: an answer that somebody waits for, an end."""
+        """Returns the same for what cannot rest: an answer that somebody waits for, an end.
+
+        What former processes ended in is left out once.
+        """
+        if (health := self._held.get(name)) is not None and health.off:
+            health.off = False
+            return otherwise
         try:
             return self._look(name, look)
         except Exception as mistake:
@@ -81,11 +87,12 @@ class Observers:
         """Looks; the owner knows in what this process was where it does not come back."""
         if self._owner is None:
             return look()
+        before = self._owner.notes.read(MAIN)
         self._owner.notes.write(MAIN, name)
         try:
             return look()
         finally:
-            self._owner.notes.write(MAIN, "")
+            self._owner.notes.write(MAIN, before)
 
     def leave_out(self, name: str) -> None:
         """Switches off an observer that former processes ended in."""

@@ -1,6 +1,7 @@
 """The owner of a launch: the lock and the processes are its own, whatever becomes of the rest.
 
-It touches no file and understands nothing that a rank wrote. All that reads, writes, judges and
+It touches no file of the run, beside the program that it starts, and understands nothing that a
+rank wrote. All that reads, writes, judges and
 decides runs in one child, which is forked from here. A child that ends, or says nothing for
 `SILENT_S`, is replaced; the next one goes on with the documents that are kept here. The owner
 itself acts where no child does: on TERM it ends the ranks within the grace time.
@@ -29,7 +30,7 @@ from typing import Any
 from console.sources import process
 from console.supervisor import frames
 from console.supervisor.frames import Frames, Message
-from trainers.contract import environ, rundir
+from trainers.contract import rundir
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
@@ -72,7 +73,7 @@ class Notes:
 
 @dataclass(slots=True)
 class Charge:
-    """All that a child goes on with: it is forked with a copy."""
+    """All that a child goes on with: it is forked with a copy, and shares the notes."""
 
     identity: Mapping[str, Any] = field(default_factory=rundir.identity)
     """The owner's: documents name it as the supervisor."""
@@ -80,16 +81,20 @@ class Charge:
     """The newest content of each document, by path."""
     agent: int = 0
     """The pid of torchrun in the newest attempt, 0 before the first."""
-    spawned: tuple[str, str] = ("", "")
+    held: tuple[str, str] = ("", "")
     """The run directory and the number of that attempt."""
+    termed: bool = False
+    """Its processes were sent TERM here."""
     exits: dict[int, int] = field(default_factory=dict)
     """The exit codes of children, in the order in which they were reaped."""
     asked: list[int] = field(default_factory=list)
     """Signals that no child has obeyed yet."""
+    forwarded: int = 0
+    """How many of them the child knows."""
     mishap: str = ""
     """What became of the child before this one, "" for the first."""
     deaths: dict[str, int] = field(default_factory=dict)
-    """How many children in a row died in each observer."""
+    """How many children in a row died in the observers in which the last one died."""
     notes: Notes = field(default_factory=Notes)
 
 
@@ -108,11 +113,10 @@ class Owner:
         self._unsent: deque[tuple[bytes, bytes]] = deque()
         self._heard = self._born = self._again_at = 0.0
         self._limit_s, self._failures, self._killed_as = FIRST_S, 0, ""
-        self._token, self._grace_s = "", 0.0
+        self._token, self._grace_s, self._is_ours = "", 0.0, False
         self._obey_at = self._kill_at = math.inf
-        self._scanned = self._judged = 0.0
-        self._forwarded = 0
-        """How many of the signals the child knows."""
+        self._scan_at = self._judged = 0.0
+        self._scan_s = SCAN_EVERY_S
         self._refused: int | None = None
         self._result: int | None = None
         self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -127,12 +131,12 @@ class Owner:
         while self._result is None:
             try:
                 self._look()
-            except OSError:  # no descriptor, process or memory to spare: tried again
+            except Exception:  # no descriptor, process or memory to spare: tried again
                 time.sleep(SCAN_EVERY_S)
         return self._result
 
     def _look(self) -> None:
-        if not self._pid and self._link is None and time.monotonic() >= self._again_at:
+        if not self._pid and time.monotonic() >= self._again_at:
             self._fork()
         self._wait()
         self._reap()
@@ -146,6 +150,8 @@ class Owner:
         ours, theirs = socket.socketpair()
         owner = os.getpid()
         self._charge.notes.clear()
+        # What comes from here on is told to the child, not forked into it.
+        self._charge.forwarded = len(self._charge.asked)
         try:
             pid = os.fork()
         except OSError:
@@ -157,15 +163,13 @@ class Owner:
             self._become_child(owner, Frames(theirs))
         theirs.close()
         ours.setblocking(False)
-        self.attach(pid, Frames(ours))
+        self._attach(pid, Frames(ours))
 
-    def attach(self, pid: int, end: Frames) -> None:
-        """Takes a process as the child that works for this owner."""
-        self._drop_link()
+    def _attach(self, pid: int, end: Frames) -> None:
         self._pid, self._link, self._limit_s = pid, end, FIRST_S
         self._unsent.clear()
         self._heard = self._born = time.monotonic()
-        self._killed_as, self._forwarded = "", len(self._charge.asked)
+        self._killed_as = ""
 
     def _drop_link(self) -> None:
         if self._link is not None:
@@ -182,8 +186,6 @@ class Owner:
                 os.close(fd)
             for number in (signal.SIGTERM, signal.SIGINT):  # whoever means the supervisor
                 signal.signal(number, lambda got, _frame: os.kill(owner, got))
-            if self._link is not None:
-                self._link.close()
             if os.getppid() == owner:
                 code = self._main(link, self._charge)
         except BaseException:
@@ -197,13 +199,12 @@ class Owner:
     def _wait(self) -> None:
         """Waits for a signal, a word of the child, or until something is due."""
         now = time.monotonic()
-        due = [self._again_at] if not self._pid else [self._heard + self._limit_s]
-        due += [self._obey_at, self._kill_at]
+        silent_at = math.inf if self._killed_as else self._heard + self._limit_s
+        due = [silent_at if self._pid else self._again_at, self._obey_at]
+        due.append(max(self._kill_at, self._scan_at))
         wait_s = max(0.0, min(due) - now)
         if self._unsent:
             wait_s = min(wait_s, PATIENT_S)
-        if self._kill_at <= now:
-            wait_s = SCAN_EVERY_S
         poller = select.poll()
         poller.register(self._wakes[0], select.POLLIN)
         if self._link is not None:
@@ -217,8 +218,10 @@ class Owner:
 
     def _hear(self) -> bool:
         """Takes what the child says; False when there is nothing more."""
+        if self._link is None:
+            return False
         try:
-            messages = self._link.receive() if self._link is not None else []
+            messages = self._link.receive()
         except BlockingIOError:
             return False
         except (EOFError, OSError):  # its exit follows
@@ -229,7 +232,7 @@ class Owner:
             self._limit_s = SILENT_S
         for message in messages:
             self._take(message)
-        return bool(messages)
+        return True
 
     def _take(self, message: Message) -> None:
         kind, data = message.kind, message.data
@@ -238,11 +241,14 @@ class Owner:
             self._charge.kept[os.fsdecode(path)] = content
         elif kind == frames.SPAWN:
             self._spawn(json.loads(data), message.fd)
+        elif kind == frames.HOLDS:
+            named = json.loads(data)
+            self._hold(named, named["agent"], False)
         elif kind == frames.ENDING:
             self._kill_at = min(self._kill_at, time.monotonic() + float(data) + LATE_S)
         elif kind == frames.OBEYED:
             del self._charge.asked[: int(data)]
-            self._forwarded = max(0, self._forwarded - int(data))
+            self._charge.forwarded = max(0, self._charge.forwarded - int(data))
             self._obey_at = math.inf
         elif kind == frames.CLOSING:
             self._limit_s = CLOSING_S
@@ -264,29 +270,29 @@ class Owner:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _child_ended(self, code: int) -> None:
+        closing = self._limit_s == CLOSING_S
         self._pid = 0
         self._drop_link()
-        if code == 0 and not self._killed_as:
+        charge, now = self._charge, time.monotonic()
+        if code == 0 and closing:
             self._result = 0
             return
-        if self._refused is not None and not self._charge.kept:
-            self._result = self._refused
+        never_began = not charge.kept and not charge.agent
+        if never_began and (self._refused is not None or code > 0):
+            self._result = code if self._refused is None else self._refused
             return
-        now = time.monotonic()
         if now - self._born >= SETTLED_S:
             self._failures = 0
-            self._charge.deaths.clear()
+            charge.deaths.clear()
         ended = f"exit {code}" if code >= 0 else process.signal_name(-code)
-        notes = self._charge.notes
-        names = [name for place in range(PLACES) if (name := notes.read(place))]
-        self._charge.mishap = self._killed_as or f"ended with {ended}"
-        if names:
-            self._charge.mishap += f" in {' and '.join(names)}"
-        for name in names:
-            self._charge.deaths[name] = self._charge.deaths.get(name, 0) + 1
+        name = charge.notes.read(MAIN) or charge.notes.read(FILES)
+        charge.mishap = self._killed_as or f"ended with {ended}"
+        if name:
+            charge.mishap += f" in {name}"
+        charge.deaths = {name: charge.deaths.get(name, 0) + 1} if name else {}
         self._again_at = now + WAITS_S[min(self._failures, len(WAITS_S) - 1)]
         self._failures += 1
-        if self._failures > len(WAITS_S) and not self._left():
+        if self._failures > len(WAITS_S) and not self._killed_as and not self._left():
             self._result = 1
 
     def _pass_on(self) -> None:
@@ -322,10 +328,7 @@ class Owner:
         finally:
             if log_fd >= 0:
                 os.close(log_fd)
-        self._token, self._grace_s = command["token"], command["grace_s"]
-        self._kill_at, self._charge.agent = math.inf, pid
-        self._charge.spawned = command["home"], environment.get(environ.ATTEMPT, "")
-        self._charge.exits.clear()
+        self._hold(command, pid, True)
         try:
             fd = os.pidfd_open(pid)
             try:
@@ -336,19 +339,31 @@ class Owner:
         except OSError:  # a child that does not get it is replaced, and finds the process
             os.kill(self._pid, signal.SIGKILL)
 
+    def _hold(self, named: Mapping[str, Any], agent: int, is_ours: bool) -> None:
+        """Takes the processes of an attempt; `is_ours`: torchrun is a child of this process."""
+        self._token, self._grace_s, self._is_ours = named["token"], named["grace_s"], is_ours
+        charge, self._kill_at = self._charge, math.inf
+        charge.agent, charge.held, charge.termed = agent, (named["home"], named["attempt"]), False
+        charge.exits.clear()
+
     def _reap(self) -> None:
-        """Collects every child that ended: the child, torchrun, and ranks that it left behind."""
+        """Collects every child that ended: the child, torchrun, and ranks that it left behind.
+
+        What the child said last is taken before its pid may be another's.
+        """
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                found = os.waitid(os.P_ALL, 0, flags)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if found is None:
                 return
-            code = os.waitstatus_to_exitcode(status)
+            pid = found.si_pid
+            while pid == self._pid and self._hear():
+                pass
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if pid == self._pid:
-                while self._hear():
-                    pass
                 self._child_ended(code)
                 continue
             exits = self._charge.exits
@@ -361,37 +376,56 @@ class Owner:
         """Returns the processes of the newest attempt."""
         if not self._token:
             return []
-        found = process.with_token(self._token, self._charge.spawned[0])
-        agent = self._charge.agent
-        return found if agent in self._charge.exits or agent in found else [*found, agent]
+        found = process.with_token(self._token, self._charge.held[0])
+        return found if not self._agent_lives or self._charge.agent in found else [
+            *found, self._charge.agent
+        ]  # fmt: skip
+
+    @property
+    def _agent_lives(self) -> bool:
+        """Says whether torchrun is a child of this process that was not reaped."""
+        return self._is_ours and self._charge.agent not in self._charge.exits
 
     def _guard(self) -> None:
         """Does what a child should have done: obeys TERM, kills what has outlived its grace."""
-        now = time.monotonic()
-        for number in self._charge.asked[self._forwarded :]:
+        now, charge = time.monotonic(), self._charge
+        for number in charge.asked[charge.forwarded :]:
             self._unsent.append((frames.ASKED, str(number).encode()))
-            self._forwarded += 1
+            charge.forwarded += 1
             self._obey_at = min(self._obey_at, now + OBEY_S)
+            self._again_at = min(self._again_at, now)
         if now >= self._obey_at:
             self._kill_at = min(self._kill_at, self._obey_at - OBEY_S + self._grace_s)
             self._obey_at = math.inf
-            agent_lives = self._charge.agent and self._charge.agent not in self._charge.exits
-            for pid in [self._charge.agent] if agent_lives else self._left():
-                self._signal(pid, signal.SIGTERM)
-        if now >= max(self._kill_at, self._scanned + SCAN_EVERY_S):
-            self._scanned = now
-            left = self._left()
-            for pid in left:
-                self._signal(pid, signal.SIGKILL)
-            if not left:
-                self._kill_at = math.inf
+            self._terminate()
+        if now >= max(self._kill_at, self._scan_at):
+            self._kill(now)
+
+    def _terminate(self) -> None:
+        """Sends TERM to torchrun; where it is gone, to the ranks that it left behind."""
+        self._charge.termed = True
+        self._unsent.append((frames.TERMED, b""))
+        if self._agent_lives:
+            os.kill(self._charge.agent, signal.SIGTERM)
+            return
+        left, mine = self._left(), process.children(os.getpid())
+        for pid in [pid for pid in left if pid in mine] or left:
+            self._signal(pid, signal.SIGTERM)
+
+    def _kill(self, now: float) -> None:
+        """Sends KILL to all that is left, and looks again, more and more rarely."""
+        if self._agent_lives:  # first: a look at a process in state D may take long
+            os.kill(self._charge.agent, signal.SIGKILL)
+        left = self._left()
+        for pid in left:
+            self._signal(pid, signal.SIGKILL)
+        if left:
+            self._scan_at, self._scan_s = now + self._scan_s, min(2 * self._scan_s, LOOK_S)
+        else:
+            self._kill_at, self._scan_s = math.inf, SCAN_EVERY_S
 
     def _signal(self, pid: int, number: int) -> None:
-        """Sends a signal to torchrun, which is our child, or to a process with the token."""
-        if pid == self._charge.agent:
-            if pid not in self._charge.exits:
-                os.kill(pid, number)
-            return
+        """Sends a signal to a process with the token, unless it is another one by now."""
         handle = process.hold(pid, self._token)
         if handle is not None:
             handle.send(number)

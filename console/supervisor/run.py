@@ -70,6 +70,9 @@ class Run:
         flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
         self._token = secrets.token_hex(8) if held is None else inheritance.token(self._record)
         self._live = Live(self._token, self.phase.nproc, self.number, path, adopt)
+        owner = services.owner
+        if adopt and self._live.path is None and owner.began(path, self._home, self.number):
+            self._live.renew(self.number)  # no process has it yet
         contract = self._contract()
         if held is None:
             self._record = given.run_record(index, path, flags, contract)
@@ -83,6 +86,7 @@ class Run:
         self._git_found: deque[tuple[Mapping[str, Any], bool]] = deque()
         self.attempt = self._attempt(held=held)
         if held is not None:
+            services.owner.keep(path / rundir.RUN, self._record)
             self._directory.call(lambda: self._directory.hold(path))
         if held is not None and not self._wait_on(held):
             self._decide()

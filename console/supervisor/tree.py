@@ -107,6 +107,8 @@ class Tree:
         self._ranks_kill_at: float | None = None
         self._scanned = self._killed = self._first_killed = self._reaped = 0.0
         self._left: list[int] = []
+        self._over_at: dict[int, float] = {}
+        """When a process was first seen to be over whose exit code is not known yet."""
         self._enclosure: enclosure.Enclosure | None = None
 
     @property
@@ -176,7 +178,7 @@ class Tree:
         if self.agent is None:
             pid = (self._owner.agent if self._owner else 0) or jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
-            self._agent_ended(self._owner.exits.pop(pid, None) if self._owner else None)
+            self._reap()
 
     def _adopt_named(
         self, rank: int, entry: Mapping[str, Any], handle: process.Handle | None
@@ -213,6 +215,9 @@ class Tree:
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():
                 code = worker.handle.exit_code()
+                orphan = self._owner is not None and self.agent is not None and self.agent.is_over()
+                if code is None and orphan and self._waits_for_exit(worker.handle):
+                    continue
                 if code is not None:
                     worker.ended(code)
                 self._take_end(worker)
@@ -249,6 +254,8 @@ class Tree:
             self._kill_at = time.monotonic() + grace_s
             if self._owner is not None:
                 self._owner.ending(grace_s)
+        if self._owner is not None and self._owner.termed:
+            return  # the owner did, where no child was there in time
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
             return
@@ -356,8 +363,8 @@ class Tree:
         exits = self._owner.exits if self._owner is not None else {}
         changed = False
         for worker in self.workers.values():
-            code = exits.pop(worker.handle.pid, None)
-            if code is not None:
+            code = exits.get(worker.handle.pid) if worker.handle.is_over() else None
+            if code is not None and not worker.seen:
                 worker.ended(code)
                 self._take_end(worker)
                 changed = True
@@ -365,12 +372,16 @@ class Tree:
         if agent is None or self.agent_over or not agent.is_over():
             return changed
         code = exits.pop(agent.pid, agent.exit_code())
-        self._agent_over_at = self._agent_over_at or time.monotonic()
-        told = self._owner is None or self._owner.agent != agent.pid
-        if code is None and not told and time.monotonic() - self._agent_over_at < REAPED_S:
+        ours = self._owner is not None and self._owner.agent == agent.pid
+        if code is None and ours and self._waits_for_exit(agent):
             return changed
         self._agent_ended(code)
         return True
+
+    def _waits_for_exit(self, handle: process.Handle) -> bool:
+        """Says whether the owner may still tell how a process ended that it reaped."""
+        now = time.monotonic()
+        return now - self._over_at.setdefault(handle.pid, now) < REAPED_S
 
     def _agent_ended(self, code: int | None) -> None:
         self.agent_status, self.agent_over = code, True

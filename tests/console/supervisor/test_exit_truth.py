@@ -64,7 +64,7 @@ class Trial:
 
     def look(self) -> bool:
         """Takes what is new; says whether there is more."""
-        owners.hear(self.owner)
+        self.owner.hear()
         self.tree.look()
         news = self.files.look(heartbeats=True)
         for record in news.records:
@@ -105,7 +105,7 @@ class Trial:
             self.tree.kill()
             self.wait(self.tree.is_over)
         self.tree.close()
-        self.owner.hang_up()
+        owners.end(self.owner)
 
 
 @pytest.fixture

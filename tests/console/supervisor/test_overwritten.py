@@ -62,7 +62,7 @@ def tree(run, orders, monkeypatch):
     found.kill()
     wait(found, lambda: found.is_over() and not found.alive())
     found.close()
-    owner.hang_up()
+    owners.end(owner)
 
 
 def environment_of(tree, rank: int) -> dict[str, str]:
@@ -74,7 +74,7 @@ def wait(tree, reached, timeout_s: float = 20.0) -> None:
     while not reached():
         assert time.monotonic() < until, tree.workers
         if tree._owner is not None:
-            owners.hear(tree._owner)
+            tree._owner.hear()
         tree.look()
         time.sleep(0.01)
 

@@ -5,14 +5,19 @@ The working process is broken from inside where an observer is at work, or gets 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import time
 
 import pytest
 
+from console import actions
 from console.sources import process
+from console.supervisor import frames
 from console.supervisor import owner as owner_module
+from console.supervisor.frames import Frames
 from console.supervisor.run import REPLACED
 from tests.launches import STUB, Begin, Started, phase
 from trainers.contract import rundir
@@ -187,3 +192,103 @@ def test_a_run_that_ends_well_while_nobody_works_is_completed(begin):
     os.kill(child, signal.SIGKILL)
     ended = started.wait_end()["phases"][0]
     assert (ended["state"], ended["result"]) == ("completed", "pass"), ended
+
+
+def test_one_torchrun_runs_after_an_adoption_whatever_becomes_of_the_working_process(running):
+    owner, pids = owner_of(running), running.pids()
+    torchrun = running.state()["torchrun"]
+    os.kill(owner, signal.SIGKILL)
+    running.wait(lambda: not rundir.is_alive(running.plan_state["supervisor"]))
+    actions.adopt(running.path)
+    running.wait(lambda: owner_of(running) != owner)
+    child = running.child()
+    os.kill(child, signal.SIGKILL)
+    wait_replaced(running, child)
+    assert running.ask("note", text="is served")["ok"]
+    assert (running.state()["torchrun"], running.pids()) == (torchrun, pids)
+    assert running.state()["attempt"] == 1
+    os.kill(running.child(), signal.SIGSTOP)
+    os.kill(owner_of(running), signal.SIGTERM)
+    running.wait(lambda: not process.with_token(running.token()), GRACE_S + 10)
+    os.kill(running.child(), signal.SIGKILL)
+    assert "SIGTERM to the supervisor" in running.wait_end()["why"]
+
+
+ONCE = """
+import sys
+if "console.supervisor" in sys.orig_argv:
+    import ctypes, os, pathlib
+    from console.supervisor import owner
+    owner.WAITS_S = (0.0, 0.3, 0.5, 2.0)
+    from console.supervisor.{module} import {owner}
+    true, mark = {owner}.{name}, pathlib.Path({mark!r})
+    def broken(self, *given, **named):
+        {harm}
+        return true(self, *given, **named)
+    {owner}.{name} = broken
+"""
+FIRST_TIME = "mark.exists() or (mark.touch(), ctypes.string_at(0))"
+
+
+@pytest.fixture
+def broken_at(begin, tmp_path):
+    """Starts a launch whose working process dies in one function."""
+
+    def start(module, owner, name, harm=FIRST_TIME, count=1, **plan):
+        program = ONCE.format(
+            module=module, owner=owner, name=name, harm=harm, mark=str(tmp_path / "mark")
+        )
+        (tmp_path / "sitecustomize.py").write_text(program)
+        path = f"{tmp_path}:{STUB['PYTHONPATH']}"
+        steps = 100_000 if count == 1 else 3
+        phases = [phase(f"phase{n}", "member.py", steps, nproc=1) for n in range(count)]
+        shell, watch = {"PYTHONPATH": path}, {"grace_s": GRACE_S}
+        return begin(*phases, shell=shell, watch=watch, **plan)
+
+    return start
+
+
+def test_a_term_is_obeyed_by_the_next_where_the_first_dies_of_it(broken_at):
+    started = broken_at("launch", "Launch", "terminate")
+    started.wait_steps(3)
+    os.kill(owner_of(started), signal.SIGTERM)
+    ended = started.wait_end()
+    assert ended["phases"][0]["state"] == "stopped"
+    assert "SIGTERM to the supervisor" in ended["why"]
+
+
+def test_an_end_stays_an_end_where_the_last_words_were_cut_short(broken_at):
+    started = broken_at("directory", "Directory", "close", count=2, between="ask")
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGTERM)
+    started.wait(lambda: not rundir.is_alive(owner), 20)
+    state = started.plan_state
+    assert (state["state"], state["phases"][1]["state"]) == ("ended", "later")
+    assert len([e for e in started.events() if e["text"].startswith("phase0 completed")]) == 1
+
+
+def test_a_request_that_kills_who_executes_it_is_refused_and_the_others_are_served(broken_at):
+    harm = "given[0].args['text'] == 'poison' and ctypes.string_at(0)"
+    started = broken_at("launch", "Launch", "_do_note", harm)
+    started.wait_steps(3)
+    poisoned = started.ask("note", text="poison")
+    assert (poisoned["ok"], "the supervisor failed at it" in poisoned["text"]) == (False, True)
+    assert started.ask("note", text="food")["ok"]
+    assert started.ask("stop")["ok"]
+    assert started.wait_end()["phases"][0]["state"] == "stopped"
+
+
+def test_what_a_child_said_last_is_taken_whatever_its_size():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    owner = owner_module.Owner(lambda end, charge: 0)
+    owner._attach(-1, Frames(ours))
+    for name, size in (("small", 1), ("large", 120_000), ("small", 2)):
+        content = json.dumps({"size": size, "pad": "x" * size})
+        Frames(theirs).send(frames.KEEP, f"{name}\0{content}".encode())
+    theirs.close()
+    while owner._hear():
+        pass
+    kept = {name: json.loads(data)["size"] for name, data in owner._charge.kept.items()}
+    assert kept == {"small": 2, "large": 120_000}
