@@ -36,8 +36,11 @@ TABLE: tuple[Decision, ...] = (
              "no act; the stall rule still watches the other ranks",
              "a line in a log that no exit confirms is ignored"),
     Decision("stop", "act", "TERM, then KILL after the grace time, on an operator's request",
-             ("identity of each process: pidfd, start time and the run's token, nothing else",),
-             "a process that cannot be identified is not signalled",
+             ("identity of each process: pidfd, start time and the run's token, nothing else",
+              "for one that a former supervisor began: `asked` in its document, and the event of "
+              "the request or rule, `ended_by` or `.HALT`"),
+             "a process that cannot be identified is not signalled; what one document alone asks "
+             "for is not done",
              "a process with another start time or token is not signalled"),
     Decision("own-directory", "act", "act on what stands in the launch directory",
              ("device and inode of the lock's descriptor against the path",
@@ -55,7 +58,8 @@ TABLE: tuple[Decision, ...] = (
              "a first restart is not refused",
              "a first restart is not refused"),
     Decision("act-on-stall", "act", "halt, stop or restart a stalled run by rule",
-             ("pulses that stand still, in memory that the supervisor opened",
+             ("pulses that stand still, in memory that the supervisor opened; after a take-over "
+              "it has seen each of them change",
               "heartbeat records without a new step"),
              "alert only",
              "alert only: records with new steps are progress"),
@@ -66,9 +70,12 @@ TABLE: tuple[Decision, ...] = (
              "alert only",
              "alert only"),
     Decision("next-phase", "act", "start the next phase",
-             ("exit code 0 of torchrun and of all ranks, seen through pidfds",
+             ("exit code 0 of torchrun and of all ranks, seen through pidfds; for an end that "
+              "nobody saw the exit record and, at its step, the pulse or a former supervisor's "
+              "document",
               "gates that pass over numbered records without a gap"),
-             "the plan ends: a gate without its records is unknown, never passed",
+             "the plan ends: a gate without its records, or an end that only a record tells, is "
+             "unknown, never passed",
              "the plan ends; the rank, or the records that are missing, are named"),
     Decision("go-run", "go", "GO for a run: `check`, `status` and `--wait` return 0",
              ("the supervisor's gates.json", "the records of the run, summed by this reader"),

@@ -55,6 +55,8 @@ class End:
     ts: float | None = None
     seen: bool = True
     """The kernel reported the exit code or signal; False: only a record or a log claims it."""
+    doubt: str = ""
+    """Why the good end is not believed that its last record announces."""
 
     @property
     def unknown(self) -> bool:
@@ -209,6 +211,13 @@ class Facts:
         return self.clean and not self.told and against
 
     @property
+    def doubted(self) -> End | None:
+        """Returns a rank whose good end is doubted, where no rank has ended badly."""
+        if any(end.bad for end in self.ends):
+            return None
+        return next((end for end in self.ends if end.doubt), None)
+
+    @property
     def killed_at_once(self) -> bool:
         """All ranks of a run got SIGKILL in the same moment, and not from here."""
         times = [end.ts for end in self.ends if end.signal == "SIGKILL" and not end.culled]
@@ -261,6 +270,11 @@ def _unsure_words(facts: Facts) -> str:
     lost = facts.failure or "their last records are not there"
     return (f"all ranks ended with exit 0 after step {facts.step}, but nobody knows whether they "
             f"were done or were halted: {lost}; see their checkpoints and logs")  # fmt: skip
+
+
+def _doubted_words(facts: Facts) -> str:
+    end = facts.doubted
+    return f"nobody knows how rank {end.rank} ended: {end.doubt}" if end else ""
 
 
 def _error_words(facts: Facts) -> str:
@@ -365,6 +379,7 @@ ENDED: tuple[Rule, ...] = (
     ("stopped", lambda f: f.told_to_end and not (f.clean and f.told),
      lambda f: f"stopped by {f.agent_signal} to torchrun"),
     ("lost", lambda f: f.unsure, _unsure_words),
+    ("lost", lambda f: f.doubted is not None, _doubted_words),
     ("completed", lambda f: f.clean, _done_words),
     ("failed", _trainer_named_it, _error_words),
     ("crashed", lambda f: True, _error_words),

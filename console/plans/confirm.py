@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from console import plain
@@ -17,7 +18,7 @@ from console.sources import documents, presence
 from console.sources.run import RunSource
 from console.sources.summary import MAX_RANKS
 from trainers.contract import jsonl, rundir
-from trainers.contract.errors import UsageError
+from trainers.contract.errors import RefusedError, UsageError
 
 
 def confirmed(source: RunSource, former: bool = True) -> RunState:
@@ -41,6 +42,19 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
         return state
     alert = Alert(NO_GO, time.time(), "crit", "no go: " + "; ".join(found), observed=True)
     return replace(state, alerts=(alert, *state.alerts))
+
+
+def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Raises RefusedError where a phase has not passed that plan_state.json says is behind."""
+    names = [jsonl.text(entry, "name") for entry in documents.entries(plan, "phases")]
+    behind = (jsonl.integer(held, "phase") or 0) + (held.get("state") == "waiting")
+    for index, name in enumerate(names[: max(0, behind)]):
+        source = RunSource(launch / f"{index}-{name}")
+        if found := list(_doubts(source, source.poll())):
+            raise RefusedError(
+                f"{rundir.PLAN_STATE} says that {name} has passed, which nothing confirms: "
+                f"{'; '.join(found)}; nothing is taken over"
+            )
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[str]:

@@ -98,6 +98,7 @@ class Attempt:
         self.watching = Watching(
             watch, actions, run, self.alerts, self.story, summary, event,
             services.directory.document, changed,
+            late=held is not None and services.owner.kept(run / rundir.SUPERVISOR) is None,
         )  # fmt: skip
         home = environment.get(environ.RUN_DIR, "")
         self.tree = Tree(token, phase.nproc, services.poller, home, services.owner)
@@ -460,6 +461,6 @@ class Attempt:
             if record["exit"] is not None:
                 end = self.end_of(worker)
                 secondary = end.bad and end.secondary and end != blamed
-                record["exit"] |= {"code": end.code, "secondary": secondary}
+                record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
             found.append(record)
         return found

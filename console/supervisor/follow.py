@@ -377,16 +377,32 @@ def _p99(ordered: list[float]) -> float:
 def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: int = 0) -> End:
     """Returns how a rank ended: what the kernel says, its records, and its log once it was read.
 
-    Where nobody saw its exit code, the one it announced in its last record counts. `step` is that
-    of its pulse: a crash takes the records with it that were not yet written.
+    Where nobody saw its exit code, the one it announced in its last record counts; a good one needs
+    a second source. `step` is that of its pulse: a crash takes the records with it that were not
+    yet written.
     """
-    rank, code = worker.rank, worker.code
-    if not worker.seen and not code:
+    rank, code, signal = worker.rank, worker.code, worker.signal
+    doubt = "" if worker.seen or worker.vouched else _doubt(worker, story, step)
+    if doubt:
+        code = signal = None
+    elif not worker.seen and not code:
         code = story.code(rank)  # nobody saw a good end: the rank itself has to say so
     last, record = words or LastWords(), story.last.get(rank, {})
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return End(
-        rank, code, worker.signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
+        rank, code, signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
         last.error, worker.culled, at=last.at, fatal_at=last.fatal_at,
-        said=clean(said, 200), ts=worker.over_ts, seen=worker.seen,
+        said=clean(said, 200), ts=worker.over_ts, seen=worker.seen, doubt=doubt,
     )  # fmt: skip
+
+
+def _doubt(worker: Worker, story: Story, step: int) -> str:
+    """Says why a good end that a rank announces, and nobody saw, is not believed."""
+    recorded = story.steps.get(worker.rank, 0)
+    claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")
+    if story.code(worker.rank) != 0 or (step == recorded and not claimed):
+        return ""
+    if claimed:
+        return f"its last record says exit 0, and a log or a document alone says {claimed}"
+    pulse = f"its pulse is of step {step}" if step else "it has no pulse"
+    return f"its last record says exit 0 at step {recorded}, nobody saw that, and {pulse}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -24,7 +23,7 @@ FINAL = presence.ENDED - {"lost"}
 """States after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 MAX_ENDED = 10_000
-ANSWERS_BYTES = 1 << 20
+EVENTS_BYTES = 1 << 20
 
 
 def document(folder: Path, name: str, so: str = "nothing is taken over") -> dict[str, Any]:
@@ -137,9 +136,13 @@ def summary(held: Mapping[str, Any], run: Path, world: int, attempt: int) -> Sum
 
 def _stalls_in_events(run: Path) -> int:
     """Returns the stalls in the newest events: a second source for the count."""
-    data = jsonl.read_bytes(run / rundir.EVENTS, ANSWERS_BYTES, below=run)
-    records = (record for record in map(jsonl.decode, data.splitlines()) if record is not None)
-    return sum((r.get("kind"), r.get("alert")) == ("alert", STALL) for r in records)
+    return sum((r.get("kind"), r.get("alert")) == ("alert", STALL) for r in events(run, run))
+
+
+def events(folder: Path, below: Path) -> list[dict[str, Any]]:
+    """Returns the newest events beside a mailbox; what is no record is left out."""
+    data = jsonl.read_bytes(folder / rundir.EVENTS, EVENTS_BYTES, below=below)
+    return [record for record in map(jsonl.decode, data.splitlines()) if record is not None]
 
 
 def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -161,8 +164,16 @@ def next_flags(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_phase(index: int, runs: Iterable[Path], waiting: bool) -> None:
-    """Raises RefusedError where processes live that speak against the phase in plan_state.json."""
+    """Raises RefusedError for a phase in plan_state.json that the runs speak against.
+
+    Those are processes of another phase that live, and a later phase that has begun.
+    """
     for number, run in enumerate(runs):
+        if number > index and (run / rundir.RUN).exists():
+            raise RefusedError(
+                f"{rundir.PLAN_STATE} says that phase {index + 1} was the last, but {run.name} has "
+                "begun; mend the document"
+            )
         named = jsonl.mapping(rundir.read_json(run / rundir.RUN, below=run) or {}, "environment")
         found = jsonl.text(named, environ.TOKEN)
         if (number != index or waiting) and found and process.with_token(found):
@@ -171,22 +182,3 @@ def check_phase(index: int, runs: Iterable[Path], waiting: bool) -> None:
                 f"{rundir.PLAN_STATE} says that {now}, but processes of {run.name} live; end them, "
                 "or mend the document"
             )
-
-
-def answered(launch: Path, folders: Iterable[Path]) -> tuple[dict[str, Path], float]:
-    """Returns the ids of requests that the newest events answer, with their mailboxes.
-
-    The time says from when on all answers are among them (unix s).
-    """
-    found, since_ts = {}, -math.inf
-    for folder in folders:
-        path = folder / rundir.EVENTS
-        start = max(0, jsonl.size_bytes(path, launch) - ANSWERS_BYTES)
-        data = jsonl.read_bytes(path, ANSWERS_BYTES, start, launch)
-        records = [record for record in map(jsonl.decode, data.splitlines()) if record is not None]
-        for record in records:
-            if record.get("kind") == "answer":
-                found[jsonl.text(record, "request")] = folder / rundir.REQUESTS
-        if start and records:
-            since_ts = max(since_ts, jsonl.number(records[0], "ts") or 0.0)
-    return found, since_ts

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from console.diagnose.watch import Change
 from console.plain import gate_value
 from console.plans import gates
-from console.supervisor import inheritance, live
+from console.supervisor import belief, inheritance, live, requests
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Services
 from console.supervisor.directory import LOOK_EVERY_S
@@ -48,13 +48,11 @@ class Launch:
         self.run: Run | None = None
         self._index = -1
         self._services, self._directory = services, services.directory
-        self._phases: list[dict[str, Any]] = [
-            {"name": phase.name, "state": "next" if i == 0 else "later", "why": "", "result": "",
-             "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}
-            for i, phase in enumerate(given.plan.phases)
-        ]  # fmt: skip
+        self._phases = given.entries()
         self._next_flags = NextFlags(given)
-        self._mailbox = Mailbox(self._directory, self._attempt_in, given.created_ts)
+        kept = services.owner.kept(path / rundir.PLAN_STATE) or {}
+        since_ns = jsonl.integer(kept, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
+        self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
         self._dumps = Dumps(self._keep)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.owner)
         self._acts: list[tuple[Run, Change]] = []
@@ -142,7 +140,7 @@ class Launch:
                 self._end(f"{action} asked by {by} before the next phase")
             return "the plan has ended; nothing was running"
         self._ended_by = self._ended_by or f"{action} asked by {by}"
-        self._publish()
+        self._publish()  # first: it confirms to whoever has to go on what was asked
         return self.run.end(action, by)
 
     def _begin_acts(self, run: Run) -> None:
@@ -204,23 +202,24 @@ class Launch:
         Raises ContractError when what it left cannot be believed.
         """
         self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
+        runs, owner = [self.path / entry["dir"] for entry in self._phases], self._services.owner
+        witness, doubts = belief.Witness(self.path, runs), []
+        if owner.kept(self.path / rundir.PLAN_STATE) is None:
+            held, doubts = belief.of_launch(held, self.orders, self._index, runs, witness)
         for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
             mine |= theirs
         self._next_flags.restore(inheritance.next_flags(held))
         self._ended_by = jsonl.text(held, "ended_by")[:400]
+        self._mailbox.remember(witness.answered())
         if held.get("state") == "ended":  # a former child of this owner has said so
             self.state, self.why = "ended", jsonl.text(held, "why")[:400]
             return self._publish()
-        folders = (self.path, *(self.path / entry["dir"] for entry in self._phases))
-        owner = self._services.owner
-        if not owner.mishap:
-            inheritance.check_phase(self._index, folders[1:], held.get("state") == "waiting")
-        self._mailbox.remember(*inheritance.answered(self.path, folders))
         told = f"the supervisor's working process {owner.mishap}: a new one goes on"
         former = told if owner.mishap else "a new supervisor takes over from one that is gone"
         self._event("state", former, "warn")
-        entry, last = self._phases[self._index], self._index + 1 == len(self._phases)
-        run = self.path / entry["dir"]
+        for doubt in doubts:
+            self._event("note", doubt, "warn")
+        last, run = self._index + 1 == len(self._phases), runs[self._index]
         if held.get("state") == "waiting" and not last:
             self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
         elif owner.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
@@ -418,7 +417,7 @@ class Launch:
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.orders.plan.between, "next_flags": self._next_flags.as_dict(),
-            "ended_by": self._ended_by,
+            "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
             "supervisor": {**self._services.owner.identity, "token": self._services.lock_token},
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),

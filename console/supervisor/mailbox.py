@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from console.supervisor.directory import Directory
 from console.supervisor.requests import Request
 
 REMEMBERED = 4096
-FORGOTTEN = "the request is older than this launch, or than what is remembered; send a new one"
+OLDER = "the request is older than this supervisor, or than what is remembered; send it again"
 Outcome = tuple[bool, str, list[str]]
 """Whether it was done, a sentence, and more lines."""
 Execute = Callable[[Request], Outcome | None]
@@ -23,26 +21,24 @@ class Mailbox:
     """Owns which requests were seen; a second file with the same id is answered, not executed.
 
     At most `REMEMBERED` requests are remembered. A request that is not newer than a forgotten one
-    may have been executed before, so it is refused.
+    may have been executed before, so it is refused, as is one from before `since_ns`, when this
+    supervisor came. Only times of the file system are compared: nobody's clock, and no time that a
+    request tells.
     """
 
     def __init__(
-        self, directory: Directory, attempt_in: Callable[[Path], int], since_ts: float = -math.inf
+        self, directory: Directory, attempt_in: Callable[[Path], int], since_ns: int = 0
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._known: dict[str, tuple[Path | None, bool]] = {}
         """The file of each request that was taken, None once it is removed, and whether the request
         is done."""
-        self._times: dict[str, float] = {}
-        self._forgotten_ts = since_ts
-        """The time of the newest request that was forgotten, at least that of the launch."""
+        self._times_ns: dict[str, int] = {}
+        self.since_ns = since_ns
+        """The time of the newest request that was forgotten, at least when this supervisor came."""
 
-    def remember(self, answered: Mapping[str, Path], before_ts: float) -> None:
-        """Takes requests as answered that a former supervisor answered: id and mailbox.
-
-        Its answers before `before_ts` are not known.
-        """
-        self._forgotten_ts = max(self._forgotten_ts, before_ts)
+    def remember(self, answered: Mapping[str, Path]) -> None:
+        """Takes requests as answered that a former supervisor answered: id and mailbox."""
         for name, box in list(answered.items())[-REMEMBERED:]:
             self._known[name] = box, True
 
@@ -63,19 +59,23 @@ class Mailbox:
                 folder, self._attempt_in(folder), "request", f"{asked} asked",
                 by=request.by, request=request.id, action=request.action,
             )  # fmt: skip
-            error = request.error or ("" if request.ts > self._forgotten_ts else FORGOTTEN)
+            error = request.error or (OLDER if self._is_older(request) else "")
             outcome = (False, error, []) if error else execute(request)
             if outcome is not None:
                 self.answer(request, outcome)
         return new
 
+    def _is_older(self, request: Request) -> bool:
+        """Says whether it is from before `since_ns`; a clock that has gone back tells nothing."""
+        return request.written_ns <= self.since_ns <= request.found_ns
+
     def _remember(self, request: Request) -> None:
         if len(self._known) >= REMEMBERED:
             oldest = next(iter(self._known))
             del self._known[oldest]
-            self._forgotten_ts = max(self._forgotten_ts, self._times.pop(oldest, -math.inf))
+            self.since_ns = max(self.since_ns, self._times_ns.pop(oldest, 0))
         self._known[request.key] = request.path, False
-        self._times[request.key] = min(request.ts, time.time())
+        self._times_ns[request.key] = min(request.written_ns, request.found_ns)
 
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events beside the mailbox and empties the mailbox of it."""
@@ -98,4 +98,4 @@ class Mailbox:
             self._known[request.key] = None, True
         else:
             del self._known[request.key]
-            self._times.pop(request.key, None)
+            self._times_ns.pop(request.key, None)

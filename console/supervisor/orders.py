@@ -81,6 +81,24 @@ class Orders:
         resolved = settings.resolve(config, environment, phase.set, phase.module, said)
         return resolved.as_dict()
 
+    def entries(self) -> list[dict[str, Any]]:
+        """Returns the phases as plan_state.json holds them before the first one begins."""
+        return [
+            {"name": phase.name, "state": "next" if i == 0 else "later", "why": "", "result": "",
+             "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}
+            for i, phase in enumerate(self.plan.phases)
+        ]  # fmt: skip
+
+    def copies(self, index: int) -> dict[str, Any]:
+        """Returns what run.json repeats of plan.json: who takes over compares them."""
+        phase = self.plan.phases[index]
+        return {
+            "launch": self.launch, "plan": self.plan.name, "phase": phase.name, "index": index,
+            "proves": phase.proves, "nproc": phase.nproc, "world": phase.nproc,
+            "gates": dict(phase.gates), "watch": asdict(self.plan.watch),
+            "restart": asdict(self.plan.restart),
+        }  # fmt: skip
+
     def run_record(
         self, index: int, run: Path, flags: Mapping[str, FlagValue], contract: Mapping[str, str]
     ) -> dict[str, Any]:
@@ -88,20 +106,18 @@ class Orders:
 
         Raises UsageError when settings and flags do not fit together.
         """
-        phase, watch = self.plan.phases[index], self.plan.watch
+        phase = self.plan.phases[index]
         settings = self.settings(index, flags)
         planned = settings.get("train.steps", {}).get("value", phase.gates.get("steps_done"))
         return {
-            "v": VERSION, "run": contract[environ.RUN_ID], "launch": self.launch,
-            "plan": self.plan.name, "phase": phase.name, "index": index, "proves": phase.proves,
-            "by": self.by, "created_ts": time.time(), "nnodes": 1, "nproc": phase.nproc,
-            "world": phase.nproc, "steps_planned": planned,
-            "argv": argv(phase, watch.grace_s, rundir.logs(run, 1)),
+            **self.copies(index),
+            "v": VERSION, "run": contract[environ.RUN_ID],
+            "by": self.by, "created_ts": time.time(), "nnodes": 1, "steps_planned": planned,
+            "argv": argv(phase, self.plan.watch.grace_s, rundir.logs(run, 1)),
             "cwd": str(Path.cwd()), "environment": environment(phase, flags, contract),
             "flags": {name: asdict(flag) for name, flag in flags.items()},
-            "settings": settings, "gates": dict(phase.gates), "watch": asdict(watch),
-            "restart": asdict(self.plan.restart),
-            "host": rundir.host_name(), "machine": dict(self.host), "git": dict(self.git),
+            "settings": settings, "host": rundir.host_name(), "machine": dict(self.host),
+            "git": dict(self.git),
         }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,13 +139,27 @@ class Request:
     by: str
     error: str = ""
     named: bool = False
-    ts: float = 0.0
-    """When it was asked, by its own word; the time of its file where it has none, or no id."""
+    written_ns: int = 0
+    """When its file was written, and when it was found there: both by the clock of the file system,
+    which is the same for all writers."""
+    found_ns: int = 0
 
     @property
     def key(self) -> str:
         """What is executed once: the id that was given, else the file."""
         return self.id if self.named else str(self.path)
+
+
+def disk_ns(place: Path | int) -> int:
+    """Returns the time by the clock of the file system, from a file or folder that is touched.
+
+    Where that is not possible it is the time of this host.
+    """
+    try:
+        os.utime(place)
+        return os.stat(place).st_mtime_ns
+    except OSError:
+        return time.time_ns()
 
 
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
@@ -160,23 +175,24 @@ def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
     try:
         with os.scandir(fd) as entries:
             found = [(not e.is_file(follow_symlinks=False), e.name) for e in entries]
+        names = [name for _, name in sorted(found) if not name.startswith(".")]
+        found_ns = disk_ns(fd) if names else 0
     except OSError:
         return []
     finally:
         os.close(fd)
-    names = [name for _, name in sorted(found) if not name.startswith(".")]
-    return [_read(box / name, mailbox) for name in names[:MAX_REQUESTS_A_LOOK]]
+    return [_read(box / name, mailbox, found_ns) for name in names[:MAX_REQUESTS_A_LOOK]]
 
 
-def _read(path: Path, mailbox: Mailbox) -> Request:
+def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
     name = path.name.removesuffix(".json")
     if not IDENTIFIER.fullmatch(name):
         name = f"unnamed-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
     try:
         status = os.lstat(path)
-        foreign, written_ts = status.st_uid != os.geteuid(), status.st_mtime
+        foreign, written_ns = status.st_uid != os.geteuid(), status.st_mtime_ns
     except OSError:
-        foreign, written_ts = False, 0.0
+        foreign, written_ns = False, 0
     if foreign:
         return Request(path, name, "", {}, "?", "the request file belongs to somebody else")
     record = rundir.read_json(path, MAX_REQUEST_BYTES, path.parents[1])
@@ -190,9 +206,10 @@ def _read(path: Path, mailbox: Mailbox) -> Request:
         except UsageError as wrong:
             error = str(wrong)
     given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
-    named, ts = given is not None, jsonl.number(record, "ts") if given else None
-    ts = written_ts if ts is None else ts
-    return Request(path, given[0] if given else name, action[:80], args, by, error, named, ts)
+    return Request(
+        path, given[0] if given else name, action[:80], args, by, error, given is not None,
+        written_ns, found_ns,
+    )  # fmt: skip
 
 
 def remove(path: Path) -> None:

@@ -16,9 +16,9 @@ from console.diagnose.watch import STRONG
 from console.ending import deterministic, signature
 from console.model import Gate, State
 from console.plans import gates
-from console.sources import launches, presence
+from console.sources import presence
 from console.sources.summary import Summary
-from console.supervisor import inheritance, orders, restart
+from console.supervisor import belief, inheritance, orders, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt, Services
 from console.supervisor.live import Live
@@ -105,16 +105,15 @@ class Run:
         record = self._services.owner.kept(self.path / rundir.RUN)
         held = self._services.owner.kept(self.path / rundir.SUPERVISOR) or {}
         if record is None:
-            held = inheritance.document(self.path, rundir.SUPERVISOR)
-            record = inheritance.document(self.path, rundir.RUN)
-            launches.check_in_place(self.path)
-            inheritance.check_command(record, self.orders, self._index)
+            record, held, doubts = belief.of_run(self.path, self.orders, self._index)
+            for doubt in doubts:
+                self.event("note", doubt, "warn")
         self._record = record
         self._home = inheritance.home(record)
         running = inheritance.check_processes(record, held)
         self._ended = inheritance.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
-        self.number = max(1, told, running)
+        self.number = running or max(1, told)
         if running or jsonl.text(held, "state") != "restarting":
             del self._ended[self.number - 1 :]
         self._final = jsonl.text(held, "state") in inheritance.FINAL

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from console.plans import confirm
 from console.settings import Hook
 from console.supervisor import inheritance, lock
 from console.supervisor.directory import event_record
@@ -240,9 +241,10 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     held = inheritance.document(directory, rundir.PLAN)
     if not held:
         raise RefusedError(f"{directory} holds no launch to take over")
-    inheritance.document(directory, rundir.PLAN_STATE)
+    state = inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
     _check_adoptable(directory, launch, sure)
+    confirm.check_former(directory, held, state)
     claim = Claim(directory, adopt=True)
     deadline = time.monotonic() + DYING_S
     while not claim.is_free() and not rundir.is_alive(_owner(directory)):

@@ -49,6 +49,9 @@ class Worker:
     signal: str | None = None
     seen: bool = False
     """The kernel reported `code` or `signal`; False: a log or a former supervisor claims it."""
+    vouched: bool = False
+    """Two sources that saw no exit tell the same: torchrun's own exit, or a document, and a log or
+    its record."""
     culled: bool = False
     """Killed here because it outlived another rank's failure."""
     unreaped: bool = False
@@ -64,11 +67,11 @@ class Worker:
         """Says whether the kernel reported a bad end."""
         return self.seen and (self.signal is not None or self.code != 0)
 
-    def claimed(self, code: int) -> None:
+    def claimed(self, code: int, vouched: bool) -> None:
         """Takes an exit code that only a log names, unless the kernel reported one."""
         if not self.seen:
             self.ended(code)
-            self.seen = False
+            self.seen, self.vouched = False, vouched
 
     def as_dict(self) -> dict[str, Any]:
         over = None
@@ -192,6 +195,7 @@ class Tree:
         worker.over_ts = jsonl.number(over, "ts") or time.time()
         worker.code, name = jsonl.integer(over, "code"), jsonl.text(over, "signal")
         worker.signal, worker.culled = name or None, over.get("secondary") is True
+        worker.vouched = worker.code == 0 and worker.signal is None
         self.order.append(rank)
 
     def _taken(self, handle: process.Handle | None) -> process.Handle | None:
@@ -319,21 +323,23 @@ class Tree:
         """Takes the exits that nobody else saw from the summary at the end of torchrun's log.
 
         A rank that ended before it was found is known from there alone. Text never replaces an
-        exit that the kernel reported.
+        exit that the kernel reported, and what torchrun's own exit does not confirm is a claim.
         """
         root = log.rfind(ROOT_CAUSE)
         for match in FAILED.finditer(log):
             rank, code, pid = (int(group) for group in match.groups())
+            if rank >= self.nproc:
+                continue
             unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
             worker = self.workers.setdefault(rank, unseen)
             if worker.handle.pid != pid or worker.seen or not code:
                 continue
-            worker.claimed(code)
+            worker.claimed(code, self.agent_status not in (0, None))
             if rank not in self.order:
                 self.order.insert(0 if match.start() > root >= 0 else len(self.order), rank)
         if self.agent_status == 0:
             for worker in self.workers.values():
-                worker.claimed(0)
+                worker.claimed(0, True)
 
     def close(self) -> None:
         for worker in self.workers.values():

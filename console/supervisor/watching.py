@@ -30,13 +30,15 @@ class Watching:
     """Owns the verdict on one attempt, and what its rules want done; raises and clears alerts.
 
     `event` writes into the run's events, `document` replaces a file, and `changed` is called when
-    there is another verdict.
+    there is another verdict. One that comes `late`, to ranks that run already, acts on no stall
+    before it has seen each pulse change: what it finds may be a copy.
     """
 
     def __init__(
         self, watch: Watch, actions: Mapping[str, str], run: Path, alerts: Alerts, story: Story,
         summary: Summary, event: Callable[..., object],
         document: Callable[[Path, Mapping[str, Any]], None], changed: Callable[[], None],
+        late: bool = False,
     ):  # fmt: skip
         self.verdict: Verdict | None = None
         self._watch, self._run, self._alerts, self._story = watch, run, alerts, story
@@ -45,6 +47,11 @@ class Watching:
         self._dog = Watchdog(watch, actions)
         self._ending = False
         self._unseen_looks = 0
+        self._late = late
+        self._found: dict[int, tuple[int, int, int]] = {}
+        """Where each pulse was first seen."""
+        self._changing: set[int] = set()
+        """The ranks whose pulse has changed since."""
         self._acts: list[Change] = []
 
     def on_stall(self) -> tuple[str, str]:
@@ -59,7 +66,7 @@ class Watching:
         Nothing more is done to ranks that are being ended. `unread` says why the records are not
         up to date, "" when they are.
         """
-        self._ending = ending
+        self._ending, unchanged = ending, self._unchanged(seen)
         self._watch_pulses(seen)
         self._take_verdict(diagnose(seen, self._watch, time.time()))
         if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
@@ -69,7 +76,7 @@ class Watching:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
         found = readings(
             self._story, seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
-            stall_doubt=unread or disagreement(seen, self._watch),
+            stall_doubt=unread or unchanged or disagreement(seen, self._watch),
         )  # fmt: skip
         for change in self._dog.look(found):
             if change.kind != "act" or not ending:
@@ -91,6 +98,16 @@ class Watching:
             self._alerts.raise_(PULSE, text, "crit")
         elif not unseen:
             self._alerts.clear(PULSE, "every rank has a pulse that fits its records")
+
+    def _unchanged(self, seen: Sequence[Seen]) -> str:
+        """Says which pulse has not changed since a supervisor came that came late."""
+        for each in seen:
+            if each.phase and self._found.setdefault(each.rank, each.position) != each.position:
+                self._changing.add(each.rank)
+        for each in seen if self._late else ():
+            if each.phase != "exit" and each.rank not in self._changing:
+                return f"the pulse of rank {each.rank} has not changed since this supervisor came"
+        return ""
 
     def is_raised(self, rule: str) -> bool:
         """Says whether a rule is raised at this moment: its cause may have gone since it acted."""

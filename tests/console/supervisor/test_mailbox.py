@@ -144,24 +144,59 @@ def test_an_id_that_was_used_is_refused_under_any_name_and_its_file_goes(launche
 
 
 def test_a_request_that_was_forgotten_is_not_executed_again(tmp_path):
-    box, now = tmp_path / rundir.REQUESTS, time.time()
+    box, now = tmp_path / rundir.REQUESTS, time.time_ns()
     directory, done = Directory(), []
     mailbox = Mailbox(directory, lambda folder: 1)
 
-    def take(name, ts):
-        request = Request(box / f"{name}.json", name, "note", {}, "x", named=True, ts=ts)
+    def take(name, written_ns):
+        request = Request(
+            box / f"{name}.json", name, "note", {}, "x", named=True, written_ns=written_ns,
+            found_ns=now + 10**9,
+        )  # fmt: skip
         mailbox.take([request], lambda taken: done.append(taken.id) or (True, "noted", []))
         directory.deliver()
 
     take("first", now)
     for number in range(REMEMBERED):
-        take(f"other{number}", now + 1 + number / 1e4)
+        take(f"other{number}", now + 1 + number)
     take("first", now)
     assert done.count("first") == 1
-    take("ahead", now + 1e9)
-    take("new", now + 60)
+    take("ahead", now + 10**18)
+    take("new", now + 10**8)
     assert done[-2:] == ["ahead", "new"]
     directory.close()
+
+
+@pytest.mark.parametrize(
+    ("written_ns", "found_ns", "is_done"),
+    [(99, 200, False), (100, 200, False), (101, 200, True), (50, 60, True), (10**19, 200, True)],
+    ids=["before", "same tick", "after", "the clock has gone back", "a time to come"],
+)
+def test_a_request_from_before_this_supervisor_is_not_executed(
+    tmp_path, written_ns, found_ns, is_done
+):
+    directory, done = Directory(), []
+    mailbox = Mailbox(directory, lambda folder: 1, since_ns=100)
+    request = Request(tmp_path / rundir.REQUESTS / "a.json", "a", "kill", {}, "x", "", True,
+                      written_ns, found_ns)  # fmt: skip
+    mailbox.take([request], lambda taken: done.append(taken.id) or (True, "killed", []))
+    directory.close()
+    assert done == ["a"] * is_done
+
+
+def test_the_time_of_a_request_is_that_of_its_file_and_not_what_it_tells(tmp_path):
+    """The clock of who launched is an hour ahead, that of who asks an hour late."""
+    (tmp_path / rundir.REQUESTS).mkdir()
+    (tmp_path / rundir.LOCK).touch()
+    since_ns = requests.disk_ns(tmp_path / rundir.LOCK)
+    time.sleep(0.02)  # a tick of the file system's clock
+    for name, ts in (("late", time.time() - 3600), ("ahead", 4e9)):
+        record = {"v": 1, "id": name, "action": "stop", "by": "x", "ts": ts}
+        rundir.write_json(tmp_path / rundir.REQUESTS / f"{name}.json", record)
+    found = requests.scan(tmp_path, "launch")
+    assert [(each.id, each.error) for each in found] == [("ahead", ""), ("late", "")]
+    assert all(since_ns < each.written_ns <= each.found_ns for each in found)
+    assert requests.disk_ns(tmp_path / "nothing") >= since_ns
 
 
 def test_a_heap_that_comes_twice_under_the_same_names_goes_twice(launched):

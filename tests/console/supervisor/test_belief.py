@@ -1,0 +1,353 @@
+"""What a new supervisor believes of one that is gone: two records that agree, and no single one."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import time
+
+import pytest
+
+from console import actions
+from console.cli import main
+from console.ending import Facts, decide
+from console.plans import confirm
+from console.sources import process
+from console.supervisor import belief, orders
+from console.supervisor.follow import Story, end_of
+from console.supervisor.next_flags import NextFlags
+from console.supervisor.restart import Ended, after
+from console.supervisor.tree import Tree, Worker
+from tests.console.test_go import completed
+from tests.launches import STUB, phase, write_plan
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract import plan as plans
+from trainers.contract.errors import RefusedError
+from trainers.contract.plan import Restart
+
+TOKEN = "0123456789abcdef"
+KILL = {"kind": "request", "action": "kill", "request": "k1"}
+REFUSED = {"kind": "answer", "action": "kill", "request": "k1", "ok": False}
+RULE = {"kind": "watch", "action": "restart", "rule": "stall"}
+SET = {"kind": "request", "action": "set-flag", "request": "s1"}
+DONE = {"kind": "answer", "action": "set-flag", "request": "s1", "ok": True}
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """The documents of a launch of two phases; its supervisor and its processes are gone."""
+    file = write_plan(
+        tmp_path, phases=[phase("one", "member.py", 9, gates={"steps_done": 9}), phase("two", "x")]
+    )
+    given = orders.Orders("here", plans.load(file), "tester")
+    path = tmp_path / "here"
+    run = path / "0-one"
+    run.mkdir(parents=True, mode=0o700)
+    contract = {
+        environ.RUN_DIR: str(run), environ.RUN_ID: "here/0-one", environ.ATTEMPT: "1",
+        environ.TOKEN: TOKEN,
+    }  # fmt: skip
+    rundir.write_json(path / rundir.PLAN, given.as_dict(1.0))
+    rundir.write_json(run / rundir.RUN, given.run_record(0, run, given.flags(0, {}), contract))
+    held = {"v": 1, "state": "running", "attempt": 1, "asked": "", "workers": []}
+    rundir.write_json(run / rundir.SUPERVISOR, held)
+    rundir.write_json(path / rundir.PLAN_STATE, {"v": 1, "state": "running", "phase": 0})
+    return path
+
+
+def change(path, **fields):
+    record = (rundir.read_json(path) or {}) | fields
+    rundir.write_json(path, {key: value for key, value in record.items() if value is not ...})
+
+
+def tell(folder, *events):
+    with (folder / rundir.EVENTS).open("ab") as stream:
+        stream.writelines(jsonl.encode({"v": 1, "attempt": 1, "ts": 1.0} | e) for e in events)
+
+
+def believed(launch):
+    return belief.of_run(launch / "0-one", orders.load(launch), 0)
+
+
+def believed_plan(launch):
+    runs = [launch / "0-one", launch / "1-two"]
+    held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
+    return belief.of_launch(held, orders.load(launch), 0, runs, belief.Witness(launch, runs))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "ended_by", "is_believed"),
+    [
+        *((action, (), "", False) for action in ("halt", "restart", "stop", "kill")),
+        ("kill", (KILL,), "", True), ("kill", (KILL, REFUSED), "", False),
+        ("stop", (KILL,), "", False), ("kill", (), "kill asked by x", True),
+        ("stop", (), "kill asked by x", False), ("restart", (RULE,), "", True),
+        ("restart", (RULE, {"kind": "note", "attempt": 2}), "", False),
+    ],
+)  # fmt: skip
+def test_an_end_is_asked_again_where_a_second_record_says_so(
+    launch, asked, told, ended_by, is_believed
+):
+    run = launch / "0-one"
+    change(run / rundir.SUPERVISOR, asked=asked, asked_by="x")
+    change(launch / rundir.PLAN_STATE, ended_by=ended_by)
+    tell(run, *told)
+    _, held, doubts = believed(launch)
+    assert held["asked"] == (asked if is_believed else "")
+    assert [f"{asked} was asked; no second record says so" in doubt for doubt in doubts] == (
+        [] if is_believed else [True]
+    )
+
+
+@pytest.mark.parametrize("folder", [".", "0-one"])
+def test_a_halt_file_confirms_a_halt_and_nothing_more(launch, folder):
+    (launch / folder / rundir.HALT).touch()
+    for asked, left in (("halt", "halt"), ("kill", "")):
+        change(launch / "0-one" / rundir.SUPERVISOR, asked=asked)
+        assert believed(launch)[1]["asked"] == left
+
+
+def test_an_end_of_the_plan_needs_the_document_of_the_run_or_an_event(launch):
+    change(launch / rundir.PLAN_STATE, ended_by="stop asked by x")
+    held, doubts = believed_plan(launch)
+    assert (held["ended_by"], len(doubts)) == ("", 1)
+    change(launch / "0-one" / rundir.SUPERVISOR, asked="stop")
+    assert believed_plan(launch)[0]["ended_by"] == "stop asked by x"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"watch": {"rules": {"rss_growth": {"action": "stop"}}}}, "watch"),
+        ({"watch": {"stall_act_s": 1.0}}, "watch"), ({"restart": {"when": "stall"}}, "restart"),
+        ({"name": "other"}, "plan"), ({"launch": "other"}, "launch"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_says_otherwise_than_the_run_is_not_taken_over(launch, changed, named):
+    plan = rundir.read_json(launch / rundir.PLAN)
+    for key, value in changed.items():
+        changed[key] = plan[key] | value if isinstance(value, dict) else value
+    change(launch / rundir.PLAN, **changed)
+    with pytest.raises(RefusedError, match=rf"differ in {named}; nothing is taken over before"):
+        believed(launch)
+    change(launch / "0-one" / rundir.RUN, **{named: ...})
+    assert believed(launch)[2] == []
+
+
+@pytest.mark.parametrize("key", ["gates", "nproc"])
+def test_gates_and_ranks_of_the_run_are_those_of_the_plan(launch, key):
+    change(launch / "0-one" / rundir.RUN, **{key: {} if key == "gates" else 7})
+    with pytest.raises(RefusedError, match=f"differ in {key}"):
+        believed(launch)
+
+
+def test_how_a_plan_goes_on_is_what_both_documents_say(launch):
+    change(launch / rundir.PLAN_STATE, between="ask")
+    with pytest.raises(RefusedError, match="differ in between"):
+        believed_plan(launch)
+
+
+def test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process(launch, monkeypatch):
+    run = launch / "0-one"
+    born = rundir.read_json(run / rundir.RUN)
+    lie = {"NSA_LR": {"value": "9.5", "origin": "operator x"}}
+    change(run / rundir.RUN, flags=born["flags"] | lie)
+    with pytest.raises(RefusedError, match=r"says NSA_LR=9\.5, plan\.json says no"):
+        believed(launch)
+    environment = born["environment"] | {"NSA_LR": "9.5"}
+    monkeypatch.setattr(process, "with_token", lambda token: [1])
+    monkeypatch.setattr(process, "environment", lambda pid: environment)
+    assert believed(launch)[0]["flags"]["NSA_LR"]["value"] == "9.5"
+    tell(launch, SET, DONE | {"text": "NSA_LR=9.5 for one only"})
+    environment["NSA_LR"] = "0.1"
+    with pytest.raises(RefusedError, match=r"were born with NSA_LR=0\.1"):
+        believed(launch)
+    monkeypatch.setattr(process, "with_token", lambda token: [])
+    assert believed(launch)[0]["flags"]["NSA_LR"]["value"] == "9.5"
+    change(run / rundir.RUN, flags={})
+    with pytest.raises(RefusedError, match=r"says no OMP_NUM_THREADS, plan\.json says"):
+        believed(launch)
+
+
+SAID = "NSA_LR=0.5 for two only"
+
+
+@pytest.mark.parametrize(
+    ("told", "is_believed"),
+    [
+        ((), False), ((DONE | {"text": SAID},), False), ((SET, DONE | {"text": SAID}), True),
+        ((SET, DONE | {"text": SAID, "ok": False}), False),
+        ((SET, DONE | {"text": SAID.replace("two", "one")}), False),
+        ((SET, DONE | {"text": SAID}, DONE | {"text": "NSA_LR=0.7 for two only"}), False),
+        ((SET, DONE | {"text": SAID},
+          DONE | {"text": "NSA_LR is as the plan says again for two"}), False),
+    ],
+)  # fmt: skip
+def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(launch, told, is_believed):
+    flag = {"NSA_LR": {"value": "0.5", "by": "x", "ts": 1.0}}
+    change(launch / rundir.PLAN_STATE, next_flags=flag)
+    tell(launch, *told)
+    held, doubts = believed_plan(launch)
+    assert list(held["next_flags"]) == ["NSA_LR"] * is_believed
+    assert len(doubts) == (not is_believed)
+
+
+def test_the_words_that_confirm_a_flag_are_those_of_the_answer(launch):
+    answer = NextFlags(orders.load(launch)).set(1, "NCCL_DEBUG", "warn", "x")[1]
+    tell(launch, SET, DONE | {"text": answer})
+    assert belief.Witness(launch, []).sets("NCCL_DEBUG", "WARN", "two")
+
+
+@pytest.mark.parametrize("state", ["completed", "killed", "restarting"])
+def test_a_run_is_over_where_an_event_or_its_gates_say_so_too(launch, state):
+    run = launch / "0-one"
+    change(run / rundir.SUPERVISOR, state=state)
+    _, held, doubts = believed(launch)
+    assert (held["state"], len(doubts)) == ("", 1)
+    tell(run, {"kind": "state", "state": state})
+    assert believed(launch)[1]["state"] == state
+    tell(run, {"kind": "state", "state": "running"})
+    assert believed(launch)[1]["state"] == ""
+    rundir.write_json(run / rundir.GATES, {"v": 1})
+    assert believed(launch)[1]["state"] == ("" if state == "restarting" else state)
+
+
+def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_path):
+    plan = {"phases": [{"name": "first"}, {"name": "second"}]}
+    run = completed(tmp_path / "0-first")
+    rundir.write_json(tmp_path / rundir.PLAN, {"v": 1} | plan)
+    for held in ({"phase": 1}, {"phase": 0, "state": "waiting"}, {"phase": -5}, {}):
+        confirm.check_former(tmp_path, plan, held)
+    (run / rundir.GATES).unlink()
+    with pytest.raises(RefusedError, match="says that first has passed, which nothing confirms"):
+        confirm.check_former(tmp_path, plan, {"phase": 1})
+    change(run / rundir.SUPERVISOR, state="running")
+    with pytest.raises(RefusedError, match=r"supervisor\.json says running"):
+        confirm.check_former(tmp_path, plan, {"phase": 0, "state": "waiting"})
+
+
+def test_a_phase_that_has_begun_is_not_begun_again(launch):
+    (launch / "1-two").mkdir()
+    rundir.write_json(launch / "1-two" / rundir.RUN, {"v": 1})
+    with pytest.raises(RefusedError, match="phase 1 was the last, but 1-two has begun"):
+        believed_plan(launch)
+
+
+def worker(code=None, signal_name=None, **more):
+    handle = process.Handle(4194303, -1, 0)
+    return Worker(0, 0, handle, over_ts=1.0, code=code, signal=signal_name, **more)
+
+
+@pytest.mark.decision("next-phase", "lie")
+@pytest.mark.parametrize(
+    ("ended", "pulse_step", "state", "says"),
+    [
+        (worker(0, seen=True), 0, "completed", ""),
+        (worker(0, vouched=True), 0, "completed", ""),
+        (worker(), 9, "completed", ""),
+        (worker(), 0, "lost", "nobody saw that, and it has no pulse"),
+        (worker(), 4, "lost", "nobody saw that, and its pulse is of step 4"),
+        (worker(7), 9, "lost", "a log or a document alone says exit 7"),
+        (worker(None, "SIGKILL"), 9, "lost", "a log or a document alone says SIGKILL"),
+        (worker(7, vouched=True), 9, "crashed", "(exit 7)"),
+        (worker(7, seen=True), 9, "crashed", "(exit 7)"),
+    ],
+)
+def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, state, says):
+    story = Story()
+    for step, msg in ((9, "progress"), (9, "exit")):
+        story.take({"rank": 0, "step": step, "msg": msg, "ts": 1.0, "exit_code": 0})
+    end = end_of(ended, story, step=pulse_step)
+    found, why = decide(Facts(spawned=True, over=True, ends=[end], world=1))
+    assert (found, says in why) == (state, True), why
+    again = after([Ended(found, why)], Restart("crash"))
+    assert isinstance(again, str) == (state != "crashed")
+
+
+def test_torchruns_log_names_no_rank_that_the_run_does_not_have():
+    line = b"rank : %d (local_rank: 0)\n exitcode : 9 (pid: 4242)\n"
+    tree = Tree("x", 2, select.poll())
+    tree.take_log(line % 7 + line % 1)
+    assert [(rank, w.code, w.vouched) for rank, w in tree.workers.items()] == [(1, 9, False)]
+
+
+def end_supervisor(started) -> None:
+    owner = started.plan_state["supervisor"]
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not rundir.is_alive(owner), 10)
+
+
+@pytest.mark.decision("stop", "lie")
+def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
+    started = begin(
+        phase("one", "member.py", 140), phase("two", "member.py", 5), shell=STUB,
+        restart={"when": "crash", "attempts": 1, "backoff_s": 0},
+    )  # fmt: skip
+    started.wait_steps(3)
+    pids = started.pids()
+    end_supervisor(started)
+    change(started.path / rundir.PLAN_STATE, phase=1)
+    with pytest.raises(RefusedError, match="says that one has passed, which nothing confirms"):
+        actions.adopt(started.path)
+    hopeless = {"state": "crashed", "why": "x", "hopeless": True}
+    change(started.run() / rundir.SUPERVISOR, asked="kill", asked_by="x", state="completed",
+           ended=[hopeless], attempt=2)  # fmt: skip
+    flag = {"NSA_LR": {"value": "9.5", "by": "x", "ts": 1}}
+    change(started.path / rundir.PLAN_STATE, phase=0, next_flags=flag, ended_by="stop asked by x")
+    request = {"v": 1, "id": "old", "action": "kill", "args": {"yes": True}, "by": "x", "ts": 4e9}
+    rundir.write_json(started.run() / rundir.REQUESTS / "old.json", request)
+    actions.adopt(started.path)
+    answer = actions.answer(started.path, "old", 10)
+    assert (answer["ok"], "older than this supervisor" in answer["text"]) == (False, True)
+    assert started.pids() == pids
+    assert all(process.state(pid) in "RSD" for pid in pids.values())
+    notes = [e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note"]
+    assert sum("no second record says so" in text for text in notes) == 4
+    assert "restart, 1 left" in started.state()["armed"]
+    ended = started.wait_end()
+    assert [entry["state"] for entry in ended["phases"]] == ["completed", "completed"]
+    assert "NSA_LR" not in rundir.read_json(started.run(1) / rundir.RUN)["flags"]
+
+
+def forge_the_end(started, last: int) -> None:
+    """Appends what the ranks would have recorded up to their end."""
+    for rank in (0, 1):
+        path = rundir.heartbeat(started.run(), rank)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        newest = [record for record in records if record["msg"] == "progress"][-1]
+        number, step = records[-1]["n"], records[-1]["step"]
+        told = [newest | {"step": at, "mono": time.monotonic()} for at in range(step + 1, last + 1)]
+        told.append(newest | {"msg": "exit", "step": last, "exit_code": 0, "reason": "done",
+                              "nonfinite_loss_steps": 0, "mono": time.monotonic()})  # fmt: skip
+        with path.open("ab") as stream:
+            for n, record in enumerate(told, number + 1):
+                stream.write(jsonl.encode(record | {"n": n}))
+
+
+@pytest.mark.decision("next-phase", "absent")
+@pytest.mark.parametrize("pulses", ["stale", "gone", "true"])
+def test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it(begin, pulses):
+    steps = 150 if pulses != "true" else 40
+    started = begin(
+        phase("one", "member.py", steps, gates={"steps_done": steps}),
+        phase("two", "member.py", 5), shell=STUB,
+    )  # fmt: skip
+    started.wait_steps(5)
+    live, pids = started.state()["live_dir"], set(process.with_token(started.token()))
+    end_supervisor(started)
+    if pulses != "true":
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    started.wait(lambda: not process.with_token(started.token()))
+    if pulses != "true":
+        forge_the_end(started, steps)
+    if pulses == "gone":
+        shutil.rmtree(live)
+    actions.adopt(started.path)
+    ended = started.wait_end()
+    states = ["completed", "completed"] if pulses == "true" else ["lost", "later"]
+    assert [entry["state"] for entry in ended["phases"]] == states, ended["why"]
+    assert main(["check", str(started.path)]) == (0 if pulses == "true" else 5)

@@ -1,0 +1,56 @@
+"""The watchdog of one attempt: what it does to ranks that it did not see begin."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from console.diagnose.stall import Seen
+from console.sources.summary import Summary
+from console.supervisor import watching
+from console.supervisor.alerts import Alerts
+from console.supervisor.directory import Directory
+from console.supervisor.follow import Story
+from console.supervisor.watching import Watching
+from trainers.contract.plan import Watch
+
+WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
+SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None)
+
+
+@pytest.mark.decision("act-on-stall", "lie")
+@pytest.mark.parametrize("late", [True, False])
+def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, monkeypatch, late):
+    """Pulses and records that stand still may be copies: the ranks themselves may step on."""
+    events, second, directory = [], 0, Directory()
+
+    def event(kind, text, level="info", **more):
+        events.append((kind, more.get("alert", more.get("rule", "")), text))
+        return {}
+
+    def looks(first: int, step: int) -> None:
+        nonlocal second
+        for second in range(first, first + 60):
+            still = float(second - first)
+            seen = tuple(
+                Seen(rank, 100, "S", step, "forward", still, records_s=still) for rank in (0, 1)
+            )
+            dog.look(SAMPLE, seen, ending=False, halting=False, unread="")
+
+    clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
+    monkeypatch.setattr(watching, "time", clock)
+    dog = Watching(
+        WATCH, {"stall": "restart"}, tmp_path, Alerts(event, directory), Story(), Summary(2, 1, 0),
+        event, lambda path, record: None, lambda: None, late=late,
+    )  # fmt: skip
+    looks(1000, step=50)
+    directory.close()
+    assert [change.action for change in dog.take_acts()] == ([] if late else ["restart"])
+    withheld = [text for kind, name, text in events if name == "stall-withheld"]
+    assert ["rank 0 has not changed since this supervisor came" in text for text in withheld] == (
+        [True] if late else []
+    )
+    looks(2000, step=51)
+    assert [change.action for change in dog.take_acts()] == ["restart"]
