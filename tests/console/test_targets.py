@@ -289,15 +289,17 @@ def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched):
 
 @pytest.mark.decision("target-supervisor", "absent")
 def test_from_another_host_no_answer_is_said_and_nothing_else_is_done(launched):
-    pid = launched.plan_state["supervisor"]["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    pids = launched.plan_state["supervisor"]["pid"], launched.child()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
         code, text = elsewhere("halt", launched.path, "--timeout", "0.5")
         assert not (launched.run() / rundir.HALT).exists()
         for left in (launched.path / rundir.REQUESTS).iterdir():
             left.unlink()
     finally:
-        os.kill(pid, signal.SIGCONT)
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
     assert code == 5, text
     host = rundir.host_name()
     assert f"no answer to halt within 0.5 s from the supervisor on {host}, and nothing else" in text
@@ -357,12 +359,12 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
     plan["phases"][0]["dir"] = named
     directory.document(path / rundir.PLAN, plan)
     seen = RunSource(path).poll()
-    assert (seen.path, seen.step) == (str(path), None)
-    assert "the directory of phase 0 is not named <n>-<phase>" in seen.why
+    assert (seen.path, seen.step) == (str(path / "0-first"), None), "whose processes live"
+    assert seen.launch.why == "the directory of phase 0 is not named <n>-<phase>"
     before = files(tmp_path)
     for words in (("dump", path), ("halt", path), ("logs", path)):
         code, err = said(capsys, *words)
-        assert (code, "Traceback" in err) == (3 if words[0] == "logs" else 4, False), err
+        assert (code, "Traceback" in err) == (0 if words[0] == "logs" else 4, False), err
     assert files(tmp_path) == before
 
 

@@ -7,6 +7,7 @@ than a bounded amount at once.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -171,7 +172,7 @@ class Tail:
 
     `accept` turns a decoded object into a record or None (then it counts as skipped). `poll`
     returns the new records; call it until `offset` stands still to catch up with a long file. With
-    `recent_bytes` it begins so far before the end of a longer one.
+    `recent_bytes` it begins so far before the end of a longer one. A hole in a file is not read.
     """
 
     def __init__(
@@ -185,6 +186,8 @@ class Tail:
         self.skipped = 0
         self.size_bytes = 0
         self.offset = 0
+        self.taken_bytes = 0
+        """The bytes that were read: fewer than `offset` where a part was left out."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""
@@ -198,13 +201,17 @@ class Tail:
         *lines, self._carry = (self._carry + data).split(b"\n")
         if self._overlong and lines:
             lines, self._overlong = lines[1:], False
+        if len(self._carry) > MAX_LINE_BYTES and self._carry[0] == 0:
+            self._carry = b"\0" + self._carry.lstrip(b"\0")
         if len(self._carry) > MAX_LINE_BYTES:
             if not self._overlong:
                 self.skipped += 1
             self._carry, self._overlong = b"", True
         records = []
         for line in lines:
-            record = decode(line) if len(line) <= MAX_LINE_BYTES else None
+            # Zeros before a record are a hole, or what a crash of the host left.
+            text = line.lstrip(b"\0")
+            record = decode(text) if len(text) <= MAX_LINE_BYTES else None
             record = self._accept(record) if record is not None else None
             if record is not None:
                 records.append(record)
@@ -222,13 +229,28 @@ class Tail:
             if identity != self._identity or status.st_size < self.offset:
                 self._begin(identity, status.st_size)
             self.size_bytes = status.st_size
+            if status.st_size - self.offset > MAX_LINE_BYTES:
+                self._skip_hole(fd, status.st_size)
             data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
         except OSError:
             return b""
         finally:
             os.close(fd)
         self.offset += len(data)
+        self.taken_bytes += len(data)
         return data
+
+    def _skip_hole(self, fd: int, size_bytes: int) -> None:
+        """Goes on behind a hole: whoever lengthens a file makes no records. Raises OSError."""
+        try:
+            data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno not in (errno.ENXIO, errno.EINVAL):
+                raise
+            data_at = size_bytes if error.errno == errno.ENXIO else self.offset
+        if data_at > self.offset:
+            self.skipped += bool(self._carry)
+            self.offset, self._carry, self._overlong = data_at, b"", False
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
         """Begins with a file that is new at the path; half a line at the begin is left out.
