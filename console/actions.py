@@ -25,6 +25,8 @@ from trainers.contract.plan import BETWEEN, Between, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
 ANSWER_POLL_S = 0.05
+ANSWER_BYTES = 1 << 20
+"""An answer is looked for from so far before the end of the events on."""
 
 
 def who() -> str:
@@ -282,7 +284,10 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
-    tails = [jsonl.Tail(folder / rundir.EVENTS, lambda record: record) for folder in folders]
+    tails = [
+        jsonl.Tail(folder / rundir.EVENTS, lambda record: record, ANSWER_BYTES)
+        for folder in folders
+    ]
     deadline = time.monotonic() + timeout_s
     while True:
         for tail in tails:

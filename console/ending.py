@@ -306,7 +306,8 @@ def _at_once_words(facts: Facts) -> str:
     who = f"all {facts.world} ranks were killed"
     if facts.oom is not None and facts.oom.here:
         return f"{who} by the kernel at once{step}: out of host memory ({facts.oom.words()})"
-    return f"{who} by SIGKILL at once{step}: from outside, by a scheduler or who ends the container"
+    by = "probably from outside, by a scheduler or who ends the container"
+    return f"{who} by SIGKILL at once{step}: {by}"
 
 
 def _memory_words(facts: Facts, end: End) -> str:

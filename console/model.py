@@ -209,6 +209,8 @@ class LaunchState:
     phases: tuple[PhaseState, ...]
     between: str
     next_flags: tuple[PendingFlag, ...] = ()
+    doubt: str = ""
+    """Why its documents do not tell of its phases, or not the same; "" where they do."""
 
     @property
     def under_way(self) -> bool:
@@ -262,6 +264,8 @@ class RunState:
     armed_short: str = ""
     launch: LaunchState | None = None
     skipped_records: int = 0
+    skipped_in: str = ""
+    """Where they were counted, "" for everywhere: only the end of the files was read."""
     behind_bytes: int = 0
     """Records that are there and were not read yet: figures are older than they could be."""
     directory_blocked_s: float = 0.0

@@ -69,9 +69,7 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
     gates_failed = any(gate.result != "pass" for gate in state.gates)
-    unknown = (
-        state.state == "queued" and state.launch is not None and state.launch.state == "unknown"
-    )
+    unknown = state.launch is not None and bool(state.launch.doubt)
     wrong = gates_failed or unknown or no_go(state)
     if code == 0 and (wrong or state.state in UNHEALTHY_STATES):
         return NOT_GOOD
@@ -86,7 +84,8 @@ def no_go(state: RunState) -> str:
 def launch_exit_code(launch: LaunchState) -> int:
     """Returns the exit code of a launch that is over: that of the first phase that went wrong.
 
-    A plan that ended before its last phase was halted, or lost its supervisor.
+    A plan that ended before its last phase was halted, or lost its supervisor. One whose documents
+    do not tell of its phases, or not the same, is not good.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -94,6 +93,8 @@ def launch_exit_code(launch: LaunchState) -> int:
             return code
         if phase.result not in ("", "pass"):
             return NOT_GOOD
+    if launch.doubt or not launch.phases:
+        return NOT_GOOD
     if all(phase.state == "completed" for phase in launch.phases):
         return 0
     return EXIT_CODES["halted" if launch.state == "ended" else "lost"]
@@ -108,6 +109,8 @@ def outcome(state: RunState) -> tuple[str, str]:
     if launch is None or code == 0:
         return state.state, state.why
     failed = any(phase.result == "fail" for phase in launch.phases)
+    if launch.doubt and code == NOT_GOOD and not failed:
+        return "unknown", launch.doubt
     gates = "gate failed" if failed else "gate unknown"
     words = {NOT_GOOD: gates, EXIT_CODES["halted"]: "halted"}
     word = words.get(code, state.state) if state.state == "completed" else state.state
@@ -148,7 +151,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
             "training goes on"
         )
     if state.skipped_records:
-        yield f"  {counted(state.skipped_records, 'record')} could not be read, skipped"
+        yield f"  {skipped(state)}, skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
     for name, figure in state.figures.items():
         yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}"
@@ -172,6 +175,12 @@ def _state_lines(state: RunState, whole: bool) -> Iterator[str]:
     yield f"{state.id}  {state.state.upper()}  {again}{progress(state)}"
     if state.why:
         yield f"  {state.why}"
+
+
+def skipped(state: RunState) -> str:
+    """Says how many records could not be read, and where they were counted."""
+    told = f"{counted(state.skipped_records, 'record')} could not be read"
+    return f"at least {told} ({state.skipped_in})" if state.skipped_in else told
 
 
 def rank_line(rank: Rank) -> str:
@@ -200,6 +209,15 @@ def gate_value(gate: Gate) -> str:
         return "not measured"
     unit = gate.unit.removesuffix("s") if gate.value == 1 and gate.unit in COUNTED else gate.unit
     return f"{number(gate.value)} {unit}".strip()
+
+
+def missed(gates: Sequence[Gate]) -> str:
+    """Names the gates that did not pass, with value and bound, "" when all did."""
+    return "; ".join(
+        f"gate {gate.name} {gate.result} ({gate_value(gate)}, bound {gate.bound})"
+        + (f": {gate.why}" if gate.result == "unknown" and gate.why else "")
+        for gate in gates if gate.result != "pass"
+    )  # fmt: skip
 
 
 def gate_line(gate: Gate) -> str:

@@ -64,10 +64,28 @@ def current_run(launch: Path) -> Path:
 
 def run_to_halt(path: Path) -> Path | None:
     """Returns the run whose ranks a halt stops, None before a launch has one."""
+    if not launches.is_launch(path):
+        return path
+    for run in reversed(launches.run_directories(path)):
+        if _is_alone(run):
+            return run
     try:
-        return current_run(path) if launches.is_launch(path) else path
+        return current_run(path)
     except NotFoundError:
         return None
+
+
+def _is_alone(run: Path) -> bool:
+    """Says whether processes of a run live here without a supervisor, whatever a state says."""
+    top = launches.launch_of(run)
+    held = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
+    if top is not None:
+        held.append(rundir.read_json(top / rundir.LOCK, below=top) or {})
+        state = rundir.read_json(top / rundir.PLAN_STATE, below=top) or {}
+        held.append(jsonl.mapping(state, "supervisor"))
+    elsewhere = any(each.get("host") not in (None, rundir.host_name()) for each in held)
+    lives = elsewhere or any(map(rundir.is_alive, held))
+    return not lives and bool(presence.living_in(run))
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
@@ -87,8 +105,10 @@ def is_unserved(run: Path, folder: Path, box: Mailbox) -> bool:
     """Says whether no supervisor looks into the mailbox of a run that has not ended.
 
     A supervisor on another host shows only by its answer that it lives. Raises RefusedError where
-    the document that names it cannot be read.
+    the document that names it cannot be read, and no process of the run shows itself here.
     """
+    if _is_alone(run):
+        return True
     owner, ended = _named(folder, box)
     if ended or owner.host:
         return False

@@ -141,19 +141,24 @@ def _check_run(options: argparse.Namespace) -> int:
     run = source(options)
     state = confirmed(run)
     code = plain.exit_code(state, run.whole)
-    word, why = plain.outcome(state) if run.whole else (state.state, state.why)
-    end = (
-        _go(state, run.whole)
-        if code == 0
-        else f"no go; {state.id} is {word}{': ' * bool(why)}{why}"
-    )
-    end = plain.no_go(state) or end
+    end = plain.no_go(state) or (_go(state, run.whole) if code == 0 else _no_go(state, run.whole))
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
     gates = plain.as_json(state)["gates"]
     record = {"id": state.id, "state": state.state, "gates": gates, "exit_code": code}
     show(options.json, record, [*map(plain.gate_line, state.gates), end])
     return code
+
+
+def _no_go(state: RunState, whole: bool) -> str:
+    """Returns "no go" with how the run or launch is, its gates, and documents that disagree."""
+    word, why = plain.outcome(state) if whole else (state.state, state.why)
+    name = state.launch.id if whole and state.launch and word != state.state else state.id
+    missed = plain.missed(state.gates) if word == state.state == "completed" else ""
+    doubt = state.launch.doubt if state.launch else ""
+    doubt = "" if doubt in why else doubt
+    told = f"{word}: {why}" if why else word
+    return f"no go; {name} is {'; '.join(filter(None, (told, missed, doubt)))}"
 
 
 def _go(state: RunState, whole: bool) -> str:

@@ -21,6 +21,7 @@ SAFETY = 5.0
 NAMED_AT_ONCE_S = 3.0
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
+STOPPED = "stopped"
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 FIRST_STEP = 1
 
@@ -122,25 +123,31 @@ def _named(ranks: Sequence[Seen]) -> str:
 
 def _waiting(others: Sequence[Seen], than: Seen) -> str:
     """Says what the other ranks do, grouped: who is stopped, who is further behind, who waits."""
-    groups: dict[tuple[str, str, str], list[Seen]] = {}
+    groups: dict[tuple[str, str], list[Seen]] = {}
     for seen in others:
         same_step = seen.phase and seen.step == than.step
-        does, remedy = _does(seen, than)
         place = seen.phase if same_step else seen.where()
-        groups.setdefault((does, place, remedy), []).append(seen)
+        groups.setdefault((_does(seen, than), place), []).append(seen)
     return "".join(
         f"; {_are(group) if does else _named(group)} "
-        f"{does or ('waits' if len(group) == 1 else 'wait')} in {place}{remedy}"
-        for (does, place, remedy), group in groups.items()
+        f"{does or ('waits' if len(group) == 1 else 'wait')} in {place}"
+        + (f" ({_go_on(group)})" if does == STOPPED else "")
+        for (does, place), group in groups.items()
     )
 
 
-def _does(seen: Seen, than: Seen) -> tuple[str, str]:
-    """Says what a rank is that does not just wait, "" for one that does, and what helps."""
+def _does(seen: Seen, than: Seen) -> str:
+    """Says what a rank is that does not just wait, "" for one that does."""
     if seen.state in STOPPED_STATES:
-        return "stopped", f" (kill -CONT {seen.pid} lets it go on)"
+        return STOPPED
     behind = than.phase != "exit" and seen.position < than.position
-    return ("further behind" if behind else ""), ""
+    return "further behind" if behind else ""
+
+
+def _go_on(ranks: Sequence[Seen]) -> str:
+    """Says what lets stopped ranks go on: a signal to each of them."""
+    pids = " ".join(str(seen.pid) for seen in sorted(ranks, key=lambda seen: seen.rank))
+    return f"kill -CONT {pids} lets {'it' if len(ranks) == 1 else 'them'} go on"
 
 
 def _changed(case: _Case, seen: Seen) -> str:
@@ -189,7 +196,7 @@ def _stopped(case: _Case) -> Verdict | None:
         return None
     sentence = (
         f"{_are(found)} stopped (SIGSTOP or a debugger): in {first.where()} "
-        f"since {_changed(case, first)}; kill -CONT {first.pid} lets it go on{waiting}"
+        f"since {_changed(case, first)}; {_go_on(found)}{waiting}"
     )
     return _verdict(case, first, "stopped", "medium" if further else "high", sentence)
 

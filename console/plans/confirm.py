@@ -1,18 +1,19 @@
 """GO for a run: what the supervisor wrote of its gates, and what the records say to this reader.
 
-Both have to say that each gate passed: `gates.json` alone is one document of one writer.
+Both have to say that each gate passed: `gates.json` alone is one document of one writer. The gates
+are those of plan.json, and plan_state.json says nothing else of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from console import plain
-from console.model import NO_GO, Alert, Gate, RunState
+from console.model import NO_GO, Alert, Gate, LaunchState, PhaseState, RunState
 from console.plans import gates
 from console.sources import documents, presence
 from console.sources.run import RunSource
@@ -35,13 +36,18 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
         state = source.read_whole()
     if state.behind_bytes and not former:
         return state
-    found = list(_doubts(source, state))
+    own = source.run_path.name if source.run_path else ""
+    found = [(own, doubt) for doubt in _doubts(source, state)]
+    texts = [doubt for _, doubt in found]
     if former and over:
-        found += _doubts_of_former(source, state)
+        for phase, doubt in _doubts_of_former(source, state):
+            found.append((phase.dir, doubt))
+            texts.append(f"{phase.name}: {doubt}")
     if not found:
         return state
-    alert = Alert(NO_GO, time.time(), "crit", "no go: " + "; ".join(found), observed=True)
-    return replace(state, alerts=(alert, *state.alerts))
+    alert = Alert(NO_GO, time.time(), "crit", "no go: " + "; ".join(texts), observed=True)
+    launch = state.launch and _doubted(state.launch, {name for name, _ in found})
+    return replace(state, alerts=(alert, *state.alerts), launch=launch)
 
 
 def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any]) -> None:
@@ -57,16 +63,28 @@ def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any])
             )
 
 
-def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[str]:
+def _doubted(launch: LaunchState, names: Collection[str]) -> LaunchState:
+    """Returns a launch in which no phase with one of these directories has passed its gates."""
+    return replace(
+        launch,
+        phases=tuple(
+            replace(phase, result="unknown")
+            if phase.dir in names and phase.result == "pass" else phase
+            for phase in launch.phases
+        ),
+    )  # fmt: skip
+
+
+def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[PhaseState, str]]:
     """Yields the same for the phases before the last one."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
-            yield f"{phase.name}: its run directory is not known"
+            yield phase, "its run directory is not known"
             continue
         path = source.launch_path / phase.dir
         if path != source.run_path:
             before = RunSource(path)
-            yield from (f"{phase.name}: {doubt}" for doubt in _doubts(before, before.poll()))
+            yield from ((phase, doubt) for doubt in _doubts(before, before.poll()))
 
 
 def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
@@ -84,6 +102,8 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
         return
     yield from _bad_ends(document or {})
     bounds, told = jsonl.mapping(born, "gates"), {gate.name: gate for gate in state.gates}
+    if source.launch_path is not None and state.launch is not None:
+        yield from _unlike_launch(source.launch_path, state.launch, run.name, bounds)
     if not bounds and not told:
         return
     if state.behind_bytes:
@@ -104,6 +124,23 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     for name in sorted(told.keys() | mine.keys()):
         if why := _disagreement(told.get(name), mine.get(name)):
             yield f"gate {name} {why}"
+
+
+def _unlike_launch(
+    path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
+) -> Iterator[str]:  # fmt: skip
+    """Yields what plan.json and plan_state.json say against the gates of a run that passed."""
+    if launch.doubt:
+        yield launch.doubt
+        return
+    planned = documents.entries(rundir.read_json(path / rundir.PLAN, below=path) or {}, "phases")
+    for phase, entry in zip(launch.phases, planned, strict=False):
+        if phase.dir != run:
+            continue
+        if jsonl.mapping(entry, "gates") != bounds:
+            yield f"the gates in {rundir.RUN} are not those of the phase in {rundir.PLAN}"
+        if phase.result not in ("", "pass"):
+            yield f"{rundir.PLAN_STATE} says {phase.result} of its gates"
 
 
 def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:

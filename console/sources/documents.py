@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
 
 T = TypeVar("T")
+MAX_PHASES = 1000
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 FIGURES: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
@@ -160,51 +161,104 @@ def run_directory(phase: Mapping[str, Any]) -> str:
 
 
 def launch_state(
-    path: Path, name: str, plan: Mapping[str, Any], state: Mapping[str, Any], trouble: str = ""
-) -> LaunchState:
+    path: Path, name: str, plan: Mapping[str, Any], state: Mapping[str, Any],
+    troubles: Sequence[str] = ("", ""), there: Sequence[str] = (),
+) -> LaunchState:  # fmt: skip
     """Returns the launch; phases come from the plan, what happened to them from the state.
 
-    `trouble` says why plan_state.json could not be read.
+    `troubles` says why plan.json and plan_state.json could not be read; `there` names the run
+    directories that exist.
     """
-    happened = entries(state, "phases")
-    planned = entries(plan, "phases")
-    phases: list[PhaseState] = []
-    wrong = ""
-    for index, entry in enumerate(planned):
-        now = happened[index] if index < len(happened) else {}
-        phase = {"name": f"phase {index}", "state": "later"} | entry | now
-        steps = setting_int(entry, "train.steps")
-        folder = run_directory(phase)
-        if not folder and phase.get("dir"):
-            wrong = f"the directory of phase {index} is not named <n>-<phase>"
-        phases.append(read(PhaseState, phase, index=index, steps_planned=steps, dir=folder))
+    phases, wrong = _phases(plan, state)
     owner = jsonl.mapping(state, "supervisor")
     named = jsonl.text(state, "state")
-    why = line(state, "why", "")
+    why, phase = line(state, "why", ""), jsonl.integer(state, "phase")
+    doubt = wrong or troubles[0] or _doubt(plan, state, phases, there)
     if wrong or named not in ("running", "waiting", "ended"):
-        why = wrong or trouble or f"{rundir.PLAN_STATE} does not say how the launch is"
-        named = "unknown"
+        why = wrong or troubles[1] or f"{rundir.PLAN_STATE} does not say how the launch is"
+        named, doubt = "unknown", doubt or why
     elif (
         named != "ended"
         and owner
         and not supervisor_lives(owner | {"updated_ts": state.get("updated_ts")})
     ):
         named, why = "unsupervised", "the supervisor is gone; nothing sequences the phases"
+    if doubt:
+        phases = [
+            replace(phase, result="unknown") if phase.result == "pass" else phase
+            for phase in phases
+        ]
     return LaunchState(
         id=name,
         path=str(path),
         plan=line(plan, "name", line(state, "plan", path.parent.name)),
         state=cast(Any, named),
         why=why,
-        phase=max(0, min(jsonl.integer(state, "phase") or 0, max(0, len(phases) - 1))),
+        phase=max(0, min(_last_of(there) if phase is None else phase, len(phases) - 1)),
         phases=tuple(phases),
+        doubt=doubt,
         between=line(state, "between", "go"),
         next_flags=_pending(jsonl.mapping(state, "next_flags")),
     )
 
 
+def _phases(
+    plan: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[list[PhaseState], str]:  # fmt: skip
+    """Returns all phases that one of the documents has, and what is wrong with a directory."""
+    planned, happened = entries(plan, "phases"), entries(state, "phases")
+    phases: list[PhaseState] = []
+    wrong = ""
+    for index in range(min(MAX_PHASES, max(len(planned), len(happened)))):
+        entry, now = (each[index] if index < len(each) else {} for each in (planned, happened))
+        phase = {"name": f"phase {index}", "state": "later"} | entry | now
+        steps = setting_int(entry, "train.steps")
+        folder = run_directory({"dir": f"{index}-{jsonl.text(phase, 'name')}"} | phase)
+        if not folder and phase.get("dir"):
+            wrong = f"the directory of phase {index} is not named <n>-<phase>"
+        phases.append(read(PhaseState, phase, index=index, steps_planned=steps, dir=folder))
+    return phases, wrong
+
+
+def _doubt(
+    plan: Mapping[str, Any], state: Mapping[str, Any], phases: Sequence[PhaseState],
+    there: Sequence[str],
+) -> str:  # fmt: skip
+    """Says which of plan.json, plan_state.json and the directories tell of other phases."""
+    named = [tuple(line(entry, "name", "?") for entry in entries(each, "phases"))
+             for each in (plan, state)]  # fmt: skip
+    if plan and not named[0]:
+        return f"{rundir.PLAN} names no phase"
+    if plan and state and named[0] != named[1]:
+        shown = [", ".join(names[:8]) or "none" for names in named]
+        return f"{rundir.PLAN} has the phases {shown[0]}, and {rundir.PLAN_STATE} has {shown[1]}"
+    known = {phase.dir for phase in phases}
+    strange = next((each for each in there if each not in known), "")
+    if strange and phases:
+        return f"{rundir.PLAN} has no phase with the directory {clean(strange, 80)}"
+    phase, last = jsonl.integer(state, "phase"), _last_of(there)
+    if phase is not None and last > phase:
+        return (
+            f"{rundir.PLAN_STATE} says that phase {phase + 1} is the last that began, "
+            f"and {clean(there[-1], 80)} is there"
+        )
+    return ""
+
+
+def _last_of(there: Sequence[str]) -> int:
+    """Returns the index of the last phase that has a run directory, 0 without one."""
+    index = there[-1].partition("-")[0] if there else ""
+    return int(index) if index.isdecimal() and len(index) <= 4 else 0
+
+
 def sequenced(launch: LaunchState, run: str, state: State, why: str) -> LaunchState:
-    """Returns the launch with its phase `run` as it is, when nobody is left to write it down."""
+    """Returns the launch with its phase `run` as it is, when nobody is left to write it down.
+
+    One that has ended by its document, while processes of its run live, has not.
+    """
+    if launch.state == "ended" and state == "unsupervised":
+        told = f"{rundir.PLAN_STATE} says that the launch has ended, but {why}"
+        launch = replace(launch, state="unsupervised", why=told)
     if launch.state not in ("unsupervised", "unknown"):
         return launch
     return replace(

@@ -66,7 +66,7 @@ def newest(supervisor: Record, *others: Record | None) -> dict[str, Any]:
 
     A disk that is full or does not answer keeps the document back; the last `state` event, or the
     sign of life in shared memory, then tells more. An end in the document is final, and a time in
-    the future is none.
+    the future is none. An end that a stand-in tells is believed when no worker lives.
     """
     told, at = supervisor, jsonl.number(supervisor, "updated_ts") or 0.0
     if jsonl.text(supervisor, "state") in ENDED:
@@ -75,7 +75,9 @@ def newest(supervisor: Record, *others: Record | None) -> dict[str, Any]:
     for other in others:
         ts = jsonl.number(other, "ts") if other else None
         named = jsonl.text(other or {}, "state")
-        if other and ts is not None and at < ts <= latest and named in STATES:
+        if not other or ts is None or named not in STATES:
+            continue
+        if at < ts <= latest and (named not in ENDED or _may_have_ended(supervisor)):
             told, at = {"since_ts": ts} | dict(other), ts
     return dict(supervisor) | {
         key: told[key] for key in ("state", "why", "since_ts") if key in told
@@ -91,12 +93,18 @@ def state_of(
     each rank and `halts` the steps at which ranks say that they halted.
     """
     named, why = jsonl.text(supervisor, "state"), clean(jsonl.text(supervisor, "why"), 400)
-    if named in ENDED or (named in STATES and supervisor_lives(supervisor)):
+    if named in STATES and supervisor_lives(supervisor):
         return cast(State, named), why
     gone = f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is gone"
-    living = _living(supervisor, born) if named in STATES else ""
+    if named in ENDED:
+        ranks = living_ranks(supervisor)
+        return (
+            ("unsupervised", f"its documents say that the run is {named}, but {ranks}; {gone}")
+            if ranks else (cast(State, named), why)
+        )  # fmt: skip
+    living = living_ranks(supervisor) or living_processes(born, supervisor)
     if living:
-        return "unsupervised", f"{gone}; {living}"
+        return "unsupervised", f"{gone if named in STATES else 'no document tells of it'}; {living}"
     if named == "restarting":
         number, ended = (jsonl.integer(supervisor, "attempt") or 1) + 1, why.partition(": ")[2]
         return "lost", f"{gone}, attempt {number} does not begin without one; adopt it: {ended}"
@@ -160,22 +168,53 @@ def _said_by_ranks(
     )  # fmt: skip
 
 
-def _living(supervisor: Record, born: Record) -> str:
-    """Says which processes of a run live on this host, "" for none."""
+def _workers(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
+    """Returns the workers of supervisor.json without an exit, and whether each lives here."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     workers = supervisor.get("workers")
-    ranks = [
-        str(worker.get("rank"))
+    return [
+        (worker, rundir.is_alive(here | worker))
         for worker in (workers if isinstance(workers, list) else ())
         if isinstance(worker, dict) and worker.get("exit") is None
-        and rundir.is_alive(here | worker)
-    ]  # fmt: skip
-    if ranks:
-        return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs"
+    ]
+
+
+def living_ranks(supervisor: Record) -> str:
+    """Says which ranks of supervisor.json live on this host, "" for none."""
+    ranks = [str(worker.get("rank")) for worker, lives in _workers(supervisor) if lives]
+    return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs" if ranks else ""
+
+
+def living_processes(born: Record, supervisor: Record) -> str:
+    """Says which processes with the token of a run live on this host, "" for none."""
     named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
     token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN) or named
     left = process.with_token(token) if token else []
     return f"pid {', '.join(map(str, left[:8]))} of its processes still runs" if left else ""
+
+
+def living_in(run: Path) -> str:
+    """Says which processes of a run directory live on this host, "" for none."""
+    told, born = (
+        rundir.read_json(run / name, below=run) or {} for name in (rundir.SUPERVISOR, rundir.RUN)
+    )
+    return living_ranks(told) or living_processes(born, told)
+
+
+def _may_have_ended(supervisor: Record) -> bool:
+    """Says whether nothing speaks against an end: no worker lives, as far as this host can see."""
+    if supervisor.get("host") not in (None, rundir.host_name()):
+        return not supervisor_lives(supervisor)
+    return not living_ranks(supervisor)
+
+
+def has_lost_rank(supervisor: Record) -> bool:
+    """Says whether supervisor.json, or the kernel of this host, shows a worker that has ended."""
+    workers = supervisor.get("workers")
+    if isinstance(workers, list) and len(_workers(supervisor)) < len(workers):
+        return True
+    is_here = supervisor.get("host") == rundir.host_name()
+    return is_here and any(not lives for _, lives in _workers(supervisor))
 
 
 def stopped(supervisor: Record) -> Iterator[Alert]:

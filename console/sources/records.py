@@ -98,11 +98,11 @@ class Records:
     def _follow(self, tail: jsonl.Tail, take: Callable[[dict[str, Any]], None], left: int) -> int:
         """Takes in the records of one file; returns how many bytes may still be read."""
         while True:
-            before = tail.offset
+            before = tail.taken_bytes
             for record in tail.poll(max(0, left)):
                 take(record)
-            left -= max(0, tail.offset - before)
-            if left <= 0 or tail.offset <= before:
+            left -= tail.taken_bytes - before
+            if left <= 0 or tail.taken_bytes == before:
                 return left
 
     def _begin_attempt(self, attempt: int) -> None:

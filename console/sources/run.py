@@ -5,6 +5,7 @@ Nothing here raises on what a run directory holds; what cannot be read is counte
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from console.history import History
-from console.model import Alert, Gpu, LaunchState, Level, Pulse, Rank, RunState, State
+from console.model import RANK_GONE, Alert, Gpu, LaunchState, Level, Pulse, Rank, RunState, State
 from console.sources import ancestor, documents, presence
-from console.sources.launches import is_launch, launch_id, launch_of
+from console.sources.launches import is_launch, launch_id, launch_of, run_directories
 from console.sources.records import Records, Taken
 from console.sources.summary import MAX_RANKS, Summary
 from trainers.contract import jsonl, pulse, rundir
@@ -26,6 +27,7 @@ RECENT_BYTES = 256 << 10
 """A reader that wants to know how a run is now reads so much of each file of records."""
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
+IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
 UNARMED, HELD = "nothing, no supervisor lives", "nothing, the supervisor is stopped"
 NO_ATTEMPT = "no attempt begins, the supervisor is stopped"
 ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, gives it a new one"
@@ -115,9 +117,15 @@ class RunSource:
         blocked = None if ended else jsonl.number(status, "blocked_s")
         stopped = [] if ended else [*presence.stopped(supervisor)]
         orphaned = ended and launch is not None and launch.state == "unsupervised"
-        missing = run if unread and state != "starting" else None
-        more = [*self._troubles(), *stopped, *_observed(orphaned, missing, reader)]
+        missing = _missing(run, self._away) if unread and state != "starting" else ""
         launch = launch and documents.sequenced(launch, run.name, state, why)
+        troubles = self._troubles()
+        said = {launch.why if launch else "", *(alert.text for alert in troubles)}
+        doubt = launch.doubt if launch and launch.doubt not in said else ""
+        more = [*troubles, *stopped, *_observed(orphaned, missing, reader, doubt)]
+        alerts = reader.alerts({} if ended else status, more)
+        if not presence.has_lost_rank(supervisor):
+            alerts = tuple(alert for alert in alerts if alert.id != RANK_GONE)
         return RunState(
             id=documents.line(born, "run", f"{launch.id}/{run.name}" if launch else run.name),
             path=str(run),
@@ -134,7 +142,7 @@ class RunSource:
             ranks=ranks,
             gpus=reader.gpus,
             figures=reader.figures(bool(born.get("settings")) or reader.legacy),
-            alerts=reader.alerts({} if ended else status, more),
+            alerts=alerts,
             verdict=documents.verdict(supervisor),
             gates=gates,
             bounds=documents.bounds(born),
@@ -142,6 +150,7 @@ class RunSource:
             armed_short=_armed(supervisor, "armed_short", state, stopped),
             launch=launch,
             skipped_records=reader.skipped,
+            skipped_in="" if reader.is_whole else IN_RECENT,
             directory_blocked_s=blocked or 0.0,
             checkpoint="" if self._away else documents.latest_checkpoint(run),
             environment=flags,
@@ -168,13 +177,13 @@ class RunSource:
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
             return None
+        paths = [self.launch_path / name for name in (rundir.PLAN, rundir.PLAN_STATE)]
+        plan, state = map(self._document, paths)
         return documents.launch_state(
-            self.launch_path,
-            launch_id(self.launch_path),
-            self._document(self.launch_path / rundir.PLAN),
-            self._document(self.launch_path / rundir.PLAN_STATE),
-            self._documents[self.launch_path / rundir.PLAN_STATE].trouble,
-        )
+            self.launch_path, launch_id(self.launch_path), plan, state,
+            [self._documents[path].trouble for path in paths],
+            [path.name for path in run_directories(self.launch_path)],
+        )  # fmt: skip
 
     def _said_by_launch(self, run: Path) -> dict[str, Any]:
         """Returns what a launch knows of its run, under the names of supervisor.json.
@@ -196,6 +205,10 @@ class RunSource:
     def _current_run(self, launch: LaunchState | None) -> Path | None:
         if launch is None or self.launch_path is None:
             return None
+        if launch.state == "unsupervised" or (launch.doubt and not launch.under_way):
+            for run in reversed(run_directories(self.launch_path)):
+                if presence.living_in(run):
+                    return run
         for phase in reversed(launch.phases[: launch.phase + 1]):
             run = self.launch_path / phase.dir
             begun = phase.state in presence.STATES or _is_directory(run)
@@ -217,18 +230,32 @@ class RunSource:
         ]  # fmt: skip
 
 
-def _observed(orphaned: bool, unread: Path | None, reader: Records) -> list[Alert]:
+def _missing(run: Path, away: bool) -> str:
+    """Says what of a run cannot be read: its directory, or only the document of its supervisor."""
+    try:
+        names = None if away else os.listdir(run)
+    except OSError:
+        names = None
+    if names is None:
+        return f"{run} cannot be read"
+    how = "cannot be read" if rundir.SUPERVISOR in names else "is missing"
+    return f"{rundir.SUPERVISOR} of {run.name} {how}"
+
+
+def _observed(orphaned: bool, unread: str, reader: Records, doubt: str) -> list[Alert]:
     """Returns the alerts of this reader on a launch without supervisor, and on unread files."""
 
     def alert(name: str, level: Level, text: str, key: str = "") -> Alert:
         return Alert(name, time.time(), level, text, key, observed=True)
 
     found = [alert("no-supervisor", "crit", ORPHANED, "R")] if orphaned else []
-    if unread is not None:
-        text = f"{unread} cannot be read; this is what plan_state.json says of it"
+    if doubt:
+        found.append(alert("documents", "crit", f"it is unknown how the launch is: {doubt}"))
+    if unread:
+        text = f"{unread}; this is what {rundir.PLAN_STATE} says of it"
         found.append(alert("directory", "warn", text))
     if reader.behind_bytes:
-        left = f"{reader.behind_bytes / (1 << 20):.1f} MiB of records are still to be read"
+        left = f"{size_words(reader.behind_bytes)} of records are still to be read"
         found.append(alert("behind", "info", left))
     return found
 
@@ -244,6 +271,13 @@ def _armed(
         return HELD if key == "armed" else "nothing"
     held = presence.SUPERVISOR_STOPPED in ids and key == "armed"
     return documents.line(supervisor, key, "") + (f"; {NO_ATTEMPT}" if held else "")
+
+
+def size_words(size_bytes: int) -> str:
+    """Returns a size in the unit that fits it; what is there is never 0."""
+    units = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    unit, name = next((each for each in units if size_bytes >= each[0]), (1, "bytes"))
+    return f"{size_bytes / unit:,.1f} {name}" if unit > 1 else f"{size_bytes} bytes"
 
 
 def _is_directory(path: Path) -> bool:

@@ -186,9 +186,9 @@ class Files:
         left = LOOK_BYTES
         for _ in range(len(self._tails)):
             rank, tail = self._tails[0]
-            before = tail.offset
+            before = tail.taken_bytes
             news.records += [r for r in tail.poll(left) if r["rank"] == rank]
-            left -= max(0, tail.offset - before)
+            left -= tail.taken_bytes - before
             if left <= 0:
                 news.behind = True
                 return

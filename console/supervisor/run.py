@@ -393,7 +393,8 @@ class Run:
         short = "alert" if action == "warn" else action
         if policy.when != "never":
             left = restart.left(self._ended, policy, self.attempt.story.saved)
-            text, short = f"{text}; if it crashes: restart, {left} left", f"{short} ↻{left}"
+            then = f"restart, {left} left" if left else "no restart, none is left"
+            text, short = f"{text}; if it crashes: {then}", f"{short} ↻{left}"
         return {"armed": text, "armed_short": short}
 
     def _say_alive(self) -> None:

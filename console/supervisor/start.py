@@ -19,6 +19,7 @@ from typing import Any
 
 from console.plans import confirm
 from console.settings import Hook
+from console.sources import launches, presence
 from console.supervisor import inheritance, lock
 from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
@@ -171,6 +172,15 @@ class Claim:
         )
 
     def _in_use(self) -> RefusedError:
+        held = rundir.read_json(self.directory / rundir.LOCK) or {}
+        gone = held.get("host") == rundir.host_name() and not rundir.is_alive(held)
+        if self._adopt and gone:
+            path = self.directory / rundir.LOCK
+            return RefusedError(
+                f"the supervisor of {self.directory} (pid {held.get('pid')}) is gone, but another "
+                f"process holds its lock {path}; fuser -v {path} names it, and nothing is taken "
+                "over before it lets go"
+            )
         if self._adopt:
             return RefusedError(
                 f"{self.directory} has a supervisor ({owner(self.directory)}); there is nothing to "
@@ -279,7 +289,9 @@ def _owner(directory: Path) -> dict[str, Any]:
 def _check_adoptable(directory: Path, launch: str, sure: bool) -> None:
     """Raises RefusedError for a launch that has ended, or that this host must not go on with."""
     state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
-    if jsonl.text(state, "state") == "ended":
+    if jsonl.text(state, "state") == "ended" and not any(
+        map(presence.living_in, launches.run_directories(directory))
+    ):
         raise RefusedError(f"{launch} has ended; there is nothing to take over")
     host = jsonl.text(_owner(directory), "host", rundir.host_name())[:200]
     if host != rundir.host_name():

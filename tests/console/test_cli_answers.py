@@ -79,7 +79,13 @@ def ended(launch, why: str, result: str, gate: str) -> None:
     directory.beat(run, 0, 100, "exit", exit_code=0)
     gates = [{"name": "no_stall", "value": 1.0, "bound": "= 0", "result": gate}]
     directory.document(run / rundir.GATES, {"gates": gates})
-    phases = [{"name": "first", "state": "completed", "result": result, "dir": "0-first"}]
+    phases = [
+        {"name": "first", "state": "completed", "result": result, "dir": "0-first"},
+        {"name": "second", "state": "later", "dir": "1-second"},
+    ]
+    planned = rundir.read_json(launch / rundir.PLAN) or {}
+    planned["phases"][0]["gates"] = {"no_stall": True}
+    directory.document(launch / rundir.PLAN, planned)
     held = rundir.read_json(launch / rundir.PLAN_STATE)
     directory.document(
         launch / rundir.PLAN_STATE, held | {"state": "ended", "why": why, "phases": phases}

@@ -132,7 +132,9 @@ def test_a_loader_that_the_kernel_killed_is_told_beside_the_error_of_its_rank():
 
 def test_ranks_killed_at_once_blame_nobody_and_ranks_killed_one_after_the_other_do():
     ends = [End(rank, None, "SIGKILL", 5, ts=100.0 + rank / 10) for rank in (0, 1)]
-    assert why(*ends).startswith("all 2 ranks were killed by SIGKILL at once: from outside")
+    assert why(*ends).startswith(
+        "all 2 ranks were killed by SIGKILL at once: probably from outside"
+    )
     assert "by the kernel at once" in why(*ends, oom=counted(2, 5))
     assert why(ends[0], replace(ends[1], ts=103.0)).startswith("rank 0 was killed by SIGKILL")
     assert why(ends[0], replace(ends[1], culled=True)).startswith("rank 0 was killed by SIGKILL")
@@ -186,9 +188,6 @@ def test_good_and_asked_ends_have_no_signature():
     good = (End(0, 0, None, 9), End(1, 0, None, 9))
     assert signature(Facts(spawned=True, over=True, world=2, agent_code=0, ends=good)) == ""
     assert signature(ended(End(0, 7, None, 9), asked="stop")) == ""
-    assert signature(ended(broken=True, failure="ArithmeticError at 0x7f12")) == (
-        "supervisor:ArithmeticError at #"
-    )
     assert signature(Facts(failure="torchrun cannot be started: x")) == ""
 
 

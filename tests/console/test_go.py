@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -36,6 +37,13 @@ def completed(path, **losses):
     return run
 
 
+def plan_gates(path, gates, *phases):
+    planned = rundir.read_json(path / rundir.PLAN) or {}
+    for index in phases or (0, 1):
+        planned["phases"][index]["gates"] = gates
+    directory.document(path / rundir.PLAN, planned)
+
+
 @pytest.fixture
 def launch(tmp_path):
     path = directory.launch(tmp_path)
@@ -44,6 +52,7 @@ def launch(tmp_path):
     phases = [{"name": name, "state": "completed", "result": "pass", "dir": f"{i}-{name}"}
               for i, name in enumerate(("first", "second"))]  # fmt: skip
     state = rundir.read_json(path / rundir.PLAN_STATE) or {}
+    plan_gates(path, BOUNDS)
     ended = {"state": "ended", "phase": 1, "why": "all phases are done", "phases": phases}
     directory.document(path / rundir.PLAN_STATE, state | ended)
     return path
@@ -80,6 +89,7 @@ def test_it_is_go_when_both_say_so(launch, capsys):
 
 
 def test_a_plan_that_waits_is_go_so_far_and_names_what_has_not_run(launch, capsys):
+    shutil.rmtree(launch / "1-second")
     held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
     phases = [held["phases"][0], {"name": "second", "state": "next", "dir": "1-second"}]
     waits = held | {"state": "waiting", "phase": 0, "phases": phases}
@@ -156,4 +166,5 @@ def test_a_run_without_gates_goes_by_its_exits(launch, capsys):
     directory.document(run / rundir.RUN, {k: v for k, v in born.items() if k != "gates"})
     (run / rundir.GATES).unlink()
     rundir.heartbeat(run, 0).unlink()
+    plan_gates(launch, {}, 1)
     assert said(capsys, "check", launch)[0] == 0

@@ -352,12 +352,12 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
     plan["phases"][0]["dir"] = named
     directory.document(path / rundir.PLAN, plan)
     seen = RunSource(path).poll()
-    assert (seen.path, seen.step) == (str(path), None)
-    assert "the directory of phase 0 is not named <n>-<phase>" in seen.why
+    assert (seen.path, seen.step) == (str(path / "0-first"), None), "whose processes live"
+    assert seen.launch.why == "the directory of phase 0 is not named <n>-<phase>"
     before = files(tmp_path)
     for words in (("dump", path), ("halt", path), ("logs", path)):
         code, err = said(capsys, *words)
-        assert (code, "Traceback" in err) == (3 if words[0] == "logs" else 4, False), err
+        assert (code, "Traceback" in err) == (0 if words[0] == "logs" else 4, False), err
     assert files(tmp_path) == before
 
 

@@ -21,7 +21,7 @@ MAX_HEARTBEAT_BYTES = 4096
 MAX_LINE_BYTES = 1 << 18
 READ_CHUNK_BYTES = 1 << 20
 PACKED_BYTES = 1 << 16
-SPARSE_BYTES = 1 << 30
+SPARSE_BYTES = 8 << 20
 """More unread bytes than a writer leaves behind: there may be a hole in them."""
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -176,7 +176,7 @@ class Tail:
 
     `accept` turns a decoded object into a record or None (then it counts as skipped). `poll`
     returns the new records; call it until `offset` stands still to catch up with a long file. With
-    `recent_bytes` it begins so far before the end of a longer one.
+    `recent_bytes` it begins so far before the end of a longer one. A hole in a file is not read.
     """
 
     def __init__(
@@ -190,6 +190,8 @@ class Tail:
         self.skipped = 0
         self.size_bytes = 0
         self.offset = 0
+        self.taken_bytes = 0
+        """The bytes that were read: fewer than `offset` where a part was left out."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""
@@ -203,13 +205,17 @@ class Tail:
         *lines, self._carry = (self._carry + data).split(b"\n")
         if self._overlong and lines:
             lines, self._overlong = lines[1:], False
+        if len(self._carry) > MAX_LINE_BYTES and self._carry[0] == 0:
+            self._carry = b"\0" + self._carry.lstrip(b"\0")
         if len(self._carry) > MAX_LINE_BYTES:
             if not self._overlong:
                 self.skipped += 1
             self._carry, self._overlong = b"", True
         records = []
         for line in lines:
-            record = decode(line) if len(line) <= MAX_LINE_BYTES else None
+            # Zeros before a record are a hole, or what a crash of the host left.
+            text = line.lstrip(b"\0")
+            record = decode(text) if len(text) <= MAX_LINE_BYTES else None
             record = self._accept(record) if record is not None else None
             if record is not None:
                 records.append(record)
@@ -228,26 +234,27 @@ class Tail:
                 self._begin(identity, status.st_size)
             self.size_bytes = status.st_size
             if status.st_size - self.offset > SPARSE_BYTES:
-                self._skip_hole(fd)
+                self._skip_hole(fd, status.st_size)
             data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
         except OSError:
             return b""
         finally:
             os.close(fd)
         self.offset += len(data)
+        self.taken_bytes += len(data)
         return data
 
-    def _skip_hole(self, fd: int) -> None:
-        """Goes on behind a hole in the file: nobody wrote there. Raises OSError."""
+    def _skip_hole(self, fd: int, size_bytes: int) -> None:
+        """Goes on behind a hole: whoever lengthens a file makes no records. Raises OSError."""
         try:
-            begin = os.lseek(fd, self.offset, os.SEEK_DATA)
+            data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
         except OSError as error:
-            if error.errno != errno.ENXIO:
+            if error.errno not in (errno.ENXIO, errno.EINVAL):
                 raise
-            begin = self.size_bytes  # the rest is a hole
-        if begin > self.offset:
-            self.offset, self._carry, self._overlong = begin, b"", True
-            self.skipped += 1
+            data_at = size_bytes if error.errno == errno.ENXIO else self.offset
+        if data_at > self.offset:
+            self.skipped += bool(self._carry)
+            self.offset, self._carry, self._overlong = data_at, b"", False
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
         """Begins with a file that is new at the path; half a line at the begin is left out.
@@ -282,6 +289,7 @@ class Packed(Tail):
             self.offset = self.size_bytes
             return b""
         self.offset += len(packed) - len(self._unpacker.unconsumed_tail)
+        self.taken_bytes += len(data)
         if self._unpacker.eof:
             self.offset = self.size_bytes
         return data

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from console.model import BAD_STATES, LEVELS, STALL, Alert, Gate, LaunchState, Level, RunState
-from console.plain import counted, gate_value
+from console.plain import gate_value, skipped
 from console.tui import format as fmt
 from console.tui.deeds import Pending
 from console.tui.feed import Snapshot
@@ -66,9 +66,7 @@ def notices(
     found += _of_launch(state, state.launch)
     found += _of_gates(state.gates)
     if state.skipped_records:
-        found.append(
-            Notice("info", f"{counted(state.skipped_records, 'record')} could not be read")
-        )
+        found.append(Notice("info", skipped(state)))
     return sorted(found, key=lambda notice: LEVELS.index(notice.level))
 
 

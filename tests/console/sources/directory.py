@@ -55,7 +55,10 @@ def launch(root: Path, plan: str = "toy", stamp: str = "20261121-030000") -> Pat
         path / rundir.PLAN_STATE,
         {
             "v": 1, "state": "running", "phase": 0, "between": "ask", "why": "",
-            "phases": [{"name": "first", "state": "running", "dir": "0-first"}],
+            "phases": [
+                {"name": "first", "state": "running", "dir": "0-first"},
+                {"name": "second", "state": "later", "dir": "1-second"},
+            ],
             "next_flags": {"NSA_LR": {"value": "0.1", "by": "ann@host", "ts": time.time()}},
             "supervisor": rundir.identity(),
         },

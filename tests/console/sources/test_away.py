@@ -34,7 +34,7 @@ def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
     launch, tmp_path, shared_memory, how, phase, owner, expected
 ):
     """A phase that is over comes before it, and is never shown in its place."""
-    directory.run(launch / "0-first", state="completed")
+    directory.run(launch / "0-first", world=0, state="completed")
     run = directory.run(launch / "1-second")
     alert = {"alert": "dropped", "ts": time.time(), "level": "warn", "text": "takes no records"}
     directory.document(
@@ -42,7 +42,7 @@ def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
         {"v": 1, "ts": time.time(), "state": "stalled", "why": "rank 1", "alerts": [alert]},
     )
     state = json.loads((launch / rundir.PLAN_STATE).read_text())
-    state["phases"].append({"name": "second", "dir": run.name} | phase)
+    state["phases"][1] = {"name": "second", "dir": run.name} | phase
     ended = expected == "stopped"
     directory.document(launch / rundir.PLAN_STATE, state | {
         "phase": 1, "supervisor": rundir.identity() | owner, "updated_ts": time.time() - 1,
@@ -60,7 +60,10 @@ def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
     assert seen.state == expected, seen.why
     assert seen.path == str(run)
     words = {alert.id: alert.text for alert in seen.alerts}
-    assert f"{run} cannot be read" in words["directory"]
+    missing = f"{run} cannot be read"
+    if how == "unreadable":
+        missing = "supervisor.json of 1-second is missing"
+    assert words["directory"].startswith(missing)
     assert ("dropped" in words) == (expected == "stalled")
     assert plain.exit_code(seen) == {"stalled": 1, "lost": 5, "stopped": 4}[expected]
 

@@ -221,7 +221,7 @@ def test_ranks_of_which_one_said_nothing_are_lost(launch):
 
 def test_a_state_event_that_is_newer_than_the_document_counts(launch):
     run = launch / "0-first"
-    directory.run(run, updated_ts=time.time() - 5, **DEAD)
+    directory.run(run, world=0, updated_ts=time.time() - 5, **DEAD)
     directory.event(run, "state", state="crashed", why="rank 1 was killed by SIGKILL")
     state = RunSource(launch).poll()
     assert (state.state, state.why) == ("crashed", "rank 1 was killed by SIGKILL")
@@ -286,7 +286,9 @@ def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
 
 
 def test_an_end_stays_what_the_supervisor_wrote(launch):
-    directory.run(launch / "0-first", state="crashed", why="rank 1 was killed by SIGKILL", **DEAD)
+    workers = [{"rank": rank, "exit": {"signal": "SIGKILL"}} for rank in (0, 1)]
+    why = "rank 1 was killed by SIGKILL"
+    directory.run(launch / "0-first", state="crashed", why=why, workers=workers, **DEAD)
     used = {"rank": 1, "state": "R", "cpu_pct": 99.0, "rss_mib": 512.0}
     directory.sample(launch / "0-first", ranks=[used], gpus=[
         {"index": 1, "state": "ok", "util_pct": 70.0, "mem_used_mib": 9.0}])  # fmt: skip

@@ -284,7 +284,7 @@ def end_supervisor(started) -> None:
 def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
     started = begin(
         phase("one", "member.py", 140), phase("two", "member.py", 5), shell=STUB,
-        restart={"when": "crash", "attempts": 1, "backoff_s": 0},
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
     )  # fmt: skip
     started.wait_steps(3)
     pids = started.pids()

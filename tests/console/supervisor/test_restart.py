@@ -89,7 +89,7 @@ def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin)
     assert "attempt 2 begins in 0.5 s from step 1" in waiting[0]["text"]
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
     assert "restart, 1 left" in again["armed"]
-    assert again["armed_short"].endswith(" ↻2")
+    assert again["armed_short"].endswith(" ↻1")
     ended = started.wait_end()
     assert ended["phases"][0]["state"] == "completed"
     assert set(started.pids().values()).isdisjoint(first.values())

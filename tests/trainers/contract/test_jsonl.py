@@ -168,3 +168,19 @@ def test_a_record_of_an_impossible_run_is_skipped(tmp_path, key, value):
     tail = heartbeat.tail(path)
     assert tail.poll() == [GOOD]
     assert tail.skipped == 1
+
+
+@pytest.mark.parametrize("recent", [None, 1 << 18])
+def test_a_hole_costs_nothing_and_the_record_behind_it_is_read(tmp_path, recent):
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(jsonl.encode(GOOD) + b'{"half')
+    os.truncate(path, 1 << 40)
+    tail = heartbeat.tail(path, recent)
+    before = len(drain(tail))
+    assert (before, tail.size_bytes - tail.offset) == (0 if recent else 1, 0)
+    with path.open("ab") as stream:
+        stream.write(jsonl.encode(GOOD))
+    assert [record["step"] for record in drain(tail)] == [3]
+    assert tail.taken_bytes < 1 << 21
+    path.write_bytes(bytes(3 << 18) + jsonl.encode(GOOD))
+    assert [record["step"] for record in drain(heartbeat.tail(path))] == [3], "zeros, and no hole"

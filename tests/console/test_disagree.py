@@ -1,0 +1,272 @@
+"""Documents of a launch that tell different things: the answer is unknown and names them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from console import actions, cli, plain
+from console.diagnose.stall import Seen, diagnose
+from console.sources.run import RECENT_BYTES, RunSource
+from tests.console.sources import directory
+from tests.console.sources.conftest import shared_memory as shared_memory
+from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates
+from trainers.contract import environ, rundir
+from trainers.contract.plan import Watch
+
+TOKEN = "0123456789abcdef"
+
+
+def said(capsys, *words):
+    """Returns exit code and all output of a command."""
+    code = cli.main([str(word) for word in words])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def change(path, **fields):
+    directory.document(path, (rundir.read_json(path) or {}) | fields)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A launch whose second phase failed a gate."""
+    path = directory.launch(tmp_path)
+    runs = [completed(path / name) for name in ("0-first", "1-second")]
+    plan_gates(path, BOUNDS)
+    failed = [gate | {"result": "fail"} for gate in PASSED[:1]] + PASSED[1:]
+    directory.document(runs[1] / rundir.GATES, {"v": 1, "result": "fail", "gates": failed})
+    phases = [
+        {"name": name, "state": "completed", "result": result, "dir": run.name}
+        for name, result, run in zip(("first", "second"), ("pass", "fail"), runs, strict=True)
+    ]
+    why = "second: gate steps_done fail (20 steps, bound ≥ 99999)"
+    change(path / rundir.PLAN_STATE, state="ended", phase=1, why=why, phases=phases)
+    return path
+
+
+def let_pass(launch):
+    directory.document(launch / "1-second" / rundir.GATES, {"v": 1, "gates": PASSED})
+    phases = (rundir.read_json(launch / rundir.PLAN_STATE) or {})["phases"]
+    phases[1]["result"] = "pass"
+    change(launch / rundir.PLAN_STATE, phases=phases, why="all phases are done")
+    return launch
+
+
+@pytest.fixture
+def passed(launch):
+    """The same, in which all gates passed."""
+    return let_pass(launch)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A launch whose supervisor is gone, and a process that its run's token names."""
+    path = directory.launch(tmp_path)
+    run = directory.run(path / "0-first", **directory.DEAD)
+    born = rundir.read_json(run / rundir.RUN) or {}
+    change(run / rundir.RUN, environment=born["environment"] | {environ.TOKEN: TOKEN})
+    here = os.environ | {environ.TOKEN: TOKEN}
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], env=here, stdin=subprocess.PIPE)
+    worker = {"rank": 0, **rundir.identity(rank.pid), "exit": None}
+    change(run / rundir.SUPERVISOR, workers=[worker])
+    change(path / rundir.PLAN_STATE, supervisor=rundir.identity() | directory.DEAD)
+    yield path
+    rank.kill()
+    rank.communicate()
+
+
+# --- plan.json and plan_state.json --------------------------------------------------------------
+
+
+@pytest.mark.decision("go-run", "lie")
+@pytest.mark.parametrize("how", ["empty", "half", "large", "no phases", "first phase"])
+@pytest.mark.parametrize("result", ["fail", "pass"])
+def test_a_plan_is_no_go_where_its_documents_name_other_phases(launch, capsys, how, result):
+    if result == "pass":
+        let_pass(launch)
+    path = launch / rundir.PLAN
+    plan = path.read_text()
+    held = json.loads(plan)
+    texts = {
+        "empty": "", "half": plan[: len(plan) // 2], "large": " " * (5 << 20),
+        "no phases": json.dumps(held | {"phases": []}),
+        "first phase": json.dumps(held | {"phases": held["phases"][:1]}),
+    }  # fmt: skip
+    path.write_text(texts[how])
+    names = {
+        "no phases": "plan.json names no phase",
+        "first phase": "plan.json has the phases first, and plan_state.json has first, second",
+    }
+    wanted = names.get(how, "plan.json cannot be read as a JSON object")
+    for command in ("check", "status", "watch --plain"):
+        code, out = said(capsys, *command.split(), launch)
+        assert (code, wanted in out) == (1, True), out
+        assert "\ngo\n" not in out
+    shown = said(capsys, "status", launch)[1]
+    assert f"  > 2 second       completed  gates {'unknown' if result == 'pass' else 'fail'}" in (
+        shown
+    )
+
+
+@pytest.mark.decision("go-run", "absent")
+def test_a_run_directory_that_no_phase_names_is_named(passed, capsys):
+    assert said(capsys, "check", passed)[0] == 0
+    completed(passed / "2-third")
+    code, out = said(capsys, "check", passed)
+    assert (code, "plan.json has no phase with the directory 2-third" in out) == (1, True)
+
+
+@pytest.mark.decision("go-run", "lie")
+def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, capsys):
+    run = launch / "1-second"
+    assert said(capsys, "check", run)[1].splitlines()[-1] == (
+        "no go; toy/1-second is completed: all ranks done after step 20; gate steps_done fail "
+        "(20, bound ≥ 20)"
+    ), "the gate stands in the sentence"
+    change(run / rundir.RUN, gates={})
+    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": []})
+    for path in (run, launch):
+        code, out = said(capsys, "check", path)
+        assert code == 1
+    code, out = said(capsys, "check", run)
+    assert "the gates in run.json are not those of the phase in plan.json" in out
+    assert "plan_state.json says fail of its gates" in out
+
+
+def test_a_phase_that_its_records_do_not_confirm_has_not_passed_in_its_row(passed, capsys):
+    change(passed / "0-first" / rundir.SUPERVISOR, state="running")
+    _, out = said(capsys, "status", passed)
+    assert "no go: first: supervisor.json says running" in out
+    assert "1 first        completed  gates unknown" in out
+    assert "2 second       completed  gates pass" in out
+
+
+# --- processes that live ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["empty", "no phases", "no index", "ended", "other run"])
+def test_a_run_whose_processes_live_is_unsupervised_whatever_plan_state_says(alone, capsys, how):
+    path = alone / rundir.PLAN_STATE
+    held = rundir.read_json(path) or {}
+    if how == "empty":
+        path.write_text("")
+    elif how == "ended":
+        change(path, state="ended", why="all phases are done")
+    elif how == "other run":
+        change(completed(alone / "1-second") / rundir.SUPERVISOR, workers=[])
+        change(path, state="running", phase=1)
+    else:
+        key = {"no phases": "phases", "no index": "phase"}[how]
+        directory.document(path, {name: held[name] for name in held if name != key})
+    state = RunSource(alone).poll()
+    assert (state.state, plain.is_over(state)) == ("unsupervised", False), state.why
+    code, out = said(capsys, "status", alone)
+    assert (code, "rank 0 still runs" in out) == (1, True)
+    assert state.launch.state == ("unknown" if how == "empty" else "unsupervised")
+    if how == "ended":
+        assert "plan_state.json says that the launch has ended, but" in out
+    assert said(capsys, "halt", alone)[0] == 0
+    assert (alone / "0-first" / rundir.HALT).exists()
+    if how != "empty":
+        _, err = said(capsys, "adopt", alone)
+        assert "has ended" not in err
+
+
+@pytest.mark.parametrize("where", ["document", "event", "status", "launch"])
+def test_an_end_that_is_told_of_a_run_whose_ranks_live_is_not_believed(alone, shared_memory, where):
+    run, now = alone / "0-first", time.time() + 1
+    end = {"v": 1, "ts": now, "state": "crashed", "why": "rank 0 is gone"}
+    alert = {"alert": "rank-gone", "ts": now, "level": "crit", "text": "rank 0 is gone"}
+    if where == "document":
+        change(run / rundir.SUPERVISOR, state="crashed")
+    elif where == "event":
+        directory.event(run, **({"kind": "state"} | end))
+        directory.event(run, "alert", **alert)
+    elif where == "status":
+        change(run / rundir.SUPERVISOR, live_dir=str(shared_memory), **rundir.identity())
+        directory.document(shared_memory / rundir.LIVE_STATUS, end | {"alerts": [alert]})
+    else:
+        phases = [{"name": "first", "state": "crashed", "ended_ts": now, "dir": "0-first"},
+                  {"name": "second", "state": "later"}]  # fmt: skip
+        change(alone / rundir.PLAN_STATE, phases=phases, state="ended")
+    state = RunSource(alone).poll()
+    expected = ("running", 0) if where == "status" else ("unsupervised", 1)
+    assert (state.state, plain.exit_code(state, True)) == expected, state.why
+    assert "rank-gone" not in {each.id for each in state.alerts}
+
+
+def test_a_rank_that_is_gone_by_an_alert_and_by_the_kernel_is_gone(tmp_path):
+    path = directory.launch(tmp_path)
+    dead = {"rank": 0, **rundir.identity(), **directory.DEAD, "exit": None}
+    run = directory.run(path / "0-first", workers=[dead])
+    directory.event(run, "alert", alert="rank-gone", level="crit", text="rank 0 is gone")
+    assert plain.exit_code(RunSource(path).poll()) == 5
+
+
+# --- what was read, and what was not ------------------------------------------------------------
+
+
+def test_what_was_skipped_is_said_of_the_part_that_was_read(passed, capsys):
+    path = rundir.heartbeat(passed / "0-first", 0)
+    path.write_bytes(b"garbage\n" * 50_000 + path.read_bytes())
+    state = RunSource(passed / "0-first", recent_bytes=RECENT_BYTES).poll()
+    lines = " ".join(plain.status_lines(state))
+    assert f"at least {state.skipped_records:,} records could not be read" in lines
+    assert "(in the newest 256 KiB of each file), skipped" in lines
+    whole = RunSource(passed / "0-first").poll()
+    assert " 50,000 records could not be read, skipped" in " ".join(plain.status_lines(whole))
+
+
+def test_one_file_of_holes_keeps_no_other_from_being_read(passed):
+    run = passed / "0-first"
+    os.truncate(rundir.heartbeat(run, 0), 1 << 40)
+    directory.sample(run)
+    for recent in (None, RECENT_BYTES):
+        state = RunSource(run, recent_bytes=recent).poll()
+        assert (state.behind_bytes, "load1" in state.figures) == (0, True)
+    state = RunSource(run, limit_bytes=1 << 9).poll()
+    assert state.behind_bytes > 1 << 30
+    (text,) = [alert.text for alert in state.alerts if alert.id == "behind"]
+    assert text == "1,024.0 GiB of records are still to be read"
+
+
+def test_an_answer_behind_a_hole_is_found(passed):
+    path = passed / rundir.EVENTS
+    path.touch()
+    os.truncate(path, 1 << 40)
+    directory.event(passed, "answer", request="a-1", ok=True, text="done")
+    began = time.monotonic()
+    assert (actions.answer(passed, "a-1", 5.0) or {})["text"] == "done"
+    assert time.monotonic() - began < 2
+
+
+# --- sentences ----------------------------------------------------------------------------------
+
+
+def test_a_lock_that_a_stranger_holds_is_not_said_to_be_the_supervisors(alone, capsys):
+    owner = rundir.identity() | directory.DEAD
+    directory.document(alone / rundir.LOCK, owner | {"launch": "toy", "token": "x"})
+    with (alone / rundir.LOCK).open("r+b") as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_SH)
+        code, err = said(capsys, "adopt", alone)
+    assert code == 4
+    assert f"(pid {owner['pid']}) is gone, but another process holds its lock" in err
+
+
+def test_each_stopped_rank_is_named_by_the_signal_that_lets_it_go_on():
+    ranks = [Seen(rank, 100 + rank, "T", 5, "forward", 99.0) for rank in (0, 1)]
+    verdict = diagnose(ranks, Watch(), 0.0)
+    assert verdict is not None
+    assert "kill -CONT 100 101 lets them go on" in verdict.sentence
+    others = [Seen(0, 100, "D", 4, "forward", 999.0), *ranks[1:],
+              Seen(2, 102, "T", 5, "forward", 99.0)]  # fmt: skip
+    verdict = diagnose(others, Watch(), 0.0)
+    assert verdict is not None
+    assert "ranks 1-2 are stopped in forward of step 5 (kill -CONT 101 102" in verdict.sentence
