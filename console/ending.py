@@ -211,6 +211,11 @@ class Facts:
         return self.clean and not self.told and against
 
     @property
+    def unseen(self) -> bool:
+        """The processes are gone, and nobody saw which ranks there were, or how torchrun ended."""
+        return self.spawned and not self.ends and self.agent_code is None and not self.failure
+
+    @property
     def doubted(self) -> End | None:
         """Returns a rank whose good end is doubted, where no rank has ended badly."""
         if any(end.bad for end in self.ends):
@@ -380,6 +385,8 @@ ENDED: tuple[Rule, ...] = (
     ("stopped", lambda f: f.told_to_end and not (f.clean and f.told),
      lambda f: f"stopped by {f.agent_signal} to torchrun"),
     ("lost", lambda f: f.unsure, _unsure_words),
+    ("lost", lambda f: f.unseen,
+     lambda f: "nobody saw how torchrun and its ranks ended; see torchrun.log"),
     ("lost", lambda f: f.doubted is not None, _doubted_words),
     ("completed", lambda f: f.clean, _done_words),
     ("failed", _trainer_named_it, _error_words),

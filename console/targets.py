@@ -140,10 +140,14 @@ def host_of(path: Path, action: Action) -> str:
 
 
 def stopped_pid(path: Path, action: Action) -> int:
-    """Returns the pid of the supervisor that takes the action where it is stopped, else 0."""
+    """Returns the pid of the process that takes the action where it is stopped, else 0."""
     owner, _ = _named(*mailbox(path, action))
-    is_here = not owner.host and rundir.is_alive(owner.identity)
-    return owner.pid if is_here and process.state(owner.pid) in presence.STOPPED.split() else 0
+    for named in (jsonl.mapping(owner.identity, "child"), owner.identity):
+        pid = jsonl.integer(named, "pid") or 0
+        is_here = not owner.host and rundir.is_alive(named)
+        if is_here and process.state(pid) in presence.STOPPED.split():
+            return pid
+    return 0
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:

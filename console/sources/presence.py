@@ -25,6 +25,8 @@ SILENT_S = 10.0
 """What another host's process has not said for so long is not believed to live."""
 CLOCK_S = 2.0
 """The clock of a writer may be ahead of this one by so much."""
+SUPERVISOR_SILENT_S = 20.0
+"""It says something every second in shared memory, every 5 s in its document."""
 STOPPED = "T t"
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
 Record = Mapping[str, Any]
@@ -215,6 +217,22 @@ def has_lost_rank(supervisor: Record) -> bool:
         return True
     is_here = supervisor.get("host") == rundir.host_name()
     return is_here and any(not lives for _, lives in _workers(supervisor))
+
+
+def silent(supervisor: Record, status: Record) -> Iterator[Alert]:
+    """Yields an alert where a supervisor of this host lives and has said nothing for long.
+
+    `status` is its sign of life in shared memory, {} without one.
+    """
+    times = (jsonl.number(supervisor, "updated_ts"), jsonl.number(status, "ts"))
+    old_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
+    if old_s > SUPERVISOR_SILENT_S and supervisor.get("host") == rundir.host_name():
+        text = (
+            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, and its last word is "
+            f"{old_s:.0f} s old: what is shown may be old; its directory takes no writes, or its "
+            "working process is not there"
+        )
+        yield Alert("supervisor-silent", time.time(), "crit", text, observed=True)
 
 
 def stopped(supervisor: Record) -> Iterator[Alert]:

@@ -116,6 +116,8 @@ class RunSource:
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
         stopped = [] if ended else [*presence.stopped(supervisor)]
+        if not ended and not stopped and presence.supervisor_lives(supervisor):
+            stopped += presence.silent(supervisor, status)
         orphaned = ended and launch is not None and launch.state == "unsupervised"
         missing = _missing(run, self._away) if unread and state != "starting" else ""
         launch = launch and documents.sequenced(launch, run.name, state, why)

@@ -51,8 +51,9 @@ class Alerts:
         while self._directory.replaced:
             path = self._directory.replaced.popleft()
             self._event("note", f"{path.parent.name}/{path.name} {REPLACED}", "warn")
-        if self._directory.lost:
-            self.raise_(MOVED, self._directory.lost, "crit")
+        lost = self._directory.lost or self._directory.replaced_run
+        if lost:
+            self.raise_(MOVED, lost, "crit")
         else:
             self.clear(MOVED, "the launch directory is at its place again")
         now, dropped = time.monotonic(), self._directory.dropped

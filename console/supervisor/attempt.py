@@ -85,7 +85,7 @@ class Attempt:
         actions: Mapping[str, str], summary: Summary, former: Attempt | None,
         held: Mapping[str, Any] | None,
     ):  # fmt: skip
-        self._run, self._number, self._phase, self._watch = run, number, phase, watch
+        self.path, self._number, self._phase, self._watch = run, number, phase, watch
         self._live, self._argv, self._environment = live, argv, environment
         self.event, self._changed = event, changed
         self.stage: Stage = "prepare"
@@ -188,12 +188,12 @@ class Attempt:
 
     def _begin_preparing(self) -> None:
         self._prepare_at = math.inf
-        self._directory.job(self._prepare, self._begin)
+        self._directory.job(self._prepare, self._begin, self.path)
 
     def _prepare(self) -> int:
         """Makes the directories; returns the descriptor of torchrun's log."""
         self._prepare_run()
-        logs = rundir.logs(self._run, self._number)
+        logs = rundir.logs(self.path, self._number)
         rundir.make_directory(logs)
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
 
@@ -256,7 +256,7 @@ class Attempt:
         """Bounds the logs; those of an end are left whole."""
         if now - self._rotated_at >= ROTATE_EVERY_S and not self.tree.agent_over:
             self._rotated_at = math.inf  # no two at once
-            self._directory.job(self._rotate_all, self._take_rotated)
+            self._directory.job(self._rotate_all, self._take_rotated, self.path)
 
     def _rotate_all(self) -> Sequence[str]:
         self._parts.look()
@@ -343,7 +343,7 @@ class Attempt:
 
     def _read_on(self) -> None:
         """Reads the next part of what is left of the records, then what is read once."""
-        self._directory.job(lambda: self.files.look(True), self._take_part)
+        self._directory.job(lambda: self.files.look(True), self._take_part, self.path)
 
     def _take_part(self, news: News | None, error: Exception | None) -> None:
         """Takes a part; a directory that cannot be read now is asked again for a while."""
@@ -362,7 +362,7 @@ class Attempt:
         if news is not None and news.behind and not late:
             self._read_on()
         else:
-            self._directory.job(self.files.rest, self._conclude)
+            self._directory.job(self.files.rest, self._conclude, self.path)
 
     def _conclude(self, rest: Rest | None, _: object) -> None:
         rest = rest or Rest()

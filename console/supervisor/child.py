@@ -91,6 +91,8 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, owner: Link) 
             if owner.asked:
                 owner.obeyed()
             launch.tick()
+    except EOFError:
+        raise
     except BaseException:
         directory.close(CRASH_FLUSH_S)
         raise
@@ -105,6 +107,8 @@ def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Ch
     owner = Link(end, charge)
     try:
         supervise(path, adopt, held, owner)
+    except EOFError:  # the owner is gone, and so is this process in a moment
+        return 1
     except ContractError as error:
         print(error, file=sys.stderr)  # noqa: T201
         owner.refuse(error.exit_code)

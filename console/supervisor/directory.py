@@ -58,6 +58,8 @@ class Directory(Recorder):
         self.mistakes: deque[Exception] = deque()
         """Exceptions of jobs that nobody thought of, for whoever says it."""
         self._home: rundir.Home | None = None
+        self.replaced_run = ""
+        """Why the directory at the path of the present run is not its own, "" while it is."""
         self._lock = threading.Lock()
         self.changed = False
         self._glance: Callable[[], bool] = lambda: False
@@ -67,12 +69,22 @@ class Directory(Recorder):
     def is_ours(self) -> bool:
         """Says whether the directory is still this launch's; on this thread."""
         self.lost = self._lost()
-        if not self.lost and self._home is not None and self._home.is_replaced():
-            self.lost = (
-                f"{self._home.path} was replaced by another directory: requests and .HALT of this "
-                "launch are ignored, and nothing is written; put the run's own directory back"
-            )
         return not self.lost
+
+    def check_run(self, path: Path) -> None:
+        """Raises OSError (ESTALE) where a path of the present run is in another directory.
+
+        On this thread.
+        """
+        if self._home is None or not path.is_relative_to(self._home.path):
+            return
+        self.replaced_run = ""
+        if self._home.is_replaced():
+            self.replaced_run = (
+                f"{self._home.path} was replaced by another directory: requests and .HALT there "
+                "are ignored, and nothing is written there; put the run's own directory back"
+            )
+            raise OSError(errno.ESTALE, self.replaced_run, str(path))
 
     def set_aside(self, path: Path, to: Path) -> None:
         """Renames a file that records go to; the next record begins a new one. On this thread.
@@ -115,11 +127,13 @@ class Directory(Recorder):
             self._on_done()
 
     def job(
-        self, work: Callable[[], T], then: Callable[[T | None, Exception | None], object]
-    ) -> None:
+        self, work: Callable[[], T], then: Callable[[T | None, Exception | None], object],
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
         """Queues work that reads or writes; `deliver` hands its result to `then`, or its error.
 
-        The error is OSError (ESTALE) where the directory is not ours any more.
+        The error is OSError (ESTALE) where the directory is not ours any more, or not the `folder`
+        of the present run.
         """
 
         def done() -> None:
@@ -127,6 +141,8 @@ class Directory(Recorder):
             try:
                 if not self.is_ours():
                     raise OSError(errno.ESTALE, self.lost)
+                if folder is not None:
+                    self.check_run(folder)
                 value = work()
             except Exception as failure:
                 error = failure
@@ -156,7 +172,7 @@ class Directory(Recorder):
             reason = getattr(error, "strerror", None) or error
             then(f"cannot write {name}: {reason}; the ranks go on" if reason else "")
 
-        self.job(lambda: rundir.ask(run, name, by), told)
+        self.job(lambda: rundir.ask(run, name, by), told, run)
 
     def event(
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
@@ -184,8 +200,13 @@ class Directory(Recorder):
         self.unwritten[path] = record
         if not self.is_ours():
             raise OSError(errno.ESTALE, self.lost, str(path))
+        self.check_run(path)
         rundir.write_json(path, record)
         del self.unwritten[path]
+
+    def _open(self, path: Path) -> int:
+        self.check_run(path)
+        return super()._open(path)
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Also tries for `RETRY_S` to write what a full disk did not take: it is the last word."""
@@ -198,6 +219,7 @@ class Directory(Recorder):
         while self.unwritten and self.is_ours():
             path, record = next(iter(self.unwritten.items()))
             try:
+                self.check_run(path)
                 rundir.write_json(path, record)
                 del self.unwritten[path]
             except OSError:

@@ -162,7 +162,9 @@ class Launch:
             run.end(action, by)
             return
         word = f"{rule.anomaly or rule.name}\n"
-        self._directory.job(lambda: rundir.write_atomic(path / rundir.ANOMALY, word), _ignored)
+        self._directory.job(
+            lambda: rundir.write_atomic(path / rundir.ANOMALY, word), _ignored, path
+        )
         if action == "halt":
             self._leave_halt(run, by, partial(self._note_refusal, run))
         else:
@@ -398,7 +400,7 @@ class Launch:
         return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
     def _keep(self, path: Path, data: bytes) -> None:
-        self._directory.job(lambda: rundir.write_atomic(path, data), _ignored)
+        self._directory.job(lambda: rundir.write_atomic(path, data), _ignored, path)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -418,7 +420,10 @@ class Launch:
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.orders.plan.between, "next_flags": self._next_flags.as_dict(),
             "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
-            "supervisor": {**self._services.owner.identity, "token": self._services.lock_token},
+            "supervisor": {
+                **self._services.owner.identity, "token": self._services.lock_token,
+                "child": rundir.identity(),
+            },
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         })  # fmt: skip

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from console.sources import process
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.errors import RefusedError
+
+SWEPT_AFTER_S = 86_400.0
 
 
 def _prefix() -> str:
@@ -163,8 +166,11 @@ def _beats(path: Path) -> bool:
     return any(each and process.state(each.pid) not in (process.GONE, "Z") for each in pulses)
 
 
-def sweep() -> None:
-    """Removes what killed supervisors of ours left behind, unless a rank of theirs still runs."""
+def sweep(after_s: float = SWEPT_AFTER_S) -> None:
+    """Removes what killed supervisors of ours left behind, unless a rank of theirs still runs.
+
+    A pulse in it is a second source on how its ranks ended, so it stays for `after_s`.
+    """
     for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -172,6 +178,8 @@ def sweep() -> None:
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if abs(time.time() - os.fstat(fd).st_mtime) < after_s:
+                continue
             if not (process.with_token(path.name.removeprefix(_prefix())) or _beats(path)):
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from console.supervisor import requests
@@ -68,12 +69,16 @@ class Lookout:
             found: list[Request] = []
             settled = time.monotonic() - self._changed_at > SETTLED_S
             for folder in () if settled else folders:
-                found += requests.scan(folder, "launch" if folder == self._launch else "run")
+                with suppress(OSError):
+                    self._directory.check_run(folder)
+                    found += requests.scan(folder, "launch" if folder == self._launch else "run")
             self._changed_at = time.monotonic() if found else self._changed_at
             halts, news = os.path.lexists(halt), None
             # What is asked is taken also where the run directory is gone, or cannot be understood.
             try:
-                news = self._look_at(at.files, heartbeats) if at is not None else None
+                if at is not None:
+                    self._directory.check_run(at.path)
+                    news = self._look_at(at.files, heartbeats)
             except OSError:
                 pass
             except Exception as mistake:

@@ -87,8 +87,9 @@ class Mailbox:
             request=request.id, action=request.action, ok=ok, detail=detail, asked_by=request.by,
         )  # fmt: skip
         self._directory.job(
-            lambda: requests.remove(request.path), lambda _, error: error or self._removed(request)
-        )
+            lambda: requests.remove(request.path), lambda _, error: error or self._removed(request),
+            request.path,
+        )  # fmt: skip
 
     def _removed(self, request: Request) -> None:
         """Takes that another file may have the name."""

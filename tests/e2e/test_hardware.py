@@ -75,6 +75,7 @@ def mounted(tmp_path):
         yield mount
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_directory_is_frozen_and_the_screen_says_so(mounted):
     root = mounted / "artifacts"
     options = actions.LaunchOptions(plan=str(PLAN), phase="plumbing", root=root)

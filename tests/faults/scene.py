@@ -143,7 +143,7 @@ class Scene:
         started.wait(
             lambda: not rundir.is_alive(owner) and not any(map(process.with_token, tokens)), 30
         )
-        live.sweep()
+        live.sweep(0.0)
         assert not [t for t in tokens for _ in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
         for run in started.runs():
             if (run / rundir.CHECKPOINTS).exists():

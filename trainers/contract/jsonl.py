@@ -21,8 +21,6 @@ MAX_HEARTBEAT_BYTES = 4096
 MAX_LINE_BYTES = 1 << 18
 READ_CHUNK_BYTES = 1 << 20
 PACKED_BYTES = 1 << 16
-SPARSE_BYTES = 8 << 20
-"""More unread bytes than a writer leaves behind: there may be a hole in them."""
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -233,7 +231,7 @@ class Tail:
             if identity != self._identity or status.st_size < self.offset:
                 self._begin(identity, status.st_size)
             self.size_bytes = status.st_size
-            if status.st_size - self.offset > SPARSE_BYTES:
+            if status.st_size - self.offset > MAX_LINE_BYTES:
                 self._skip_hole(fd, status.st_size)
             data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
         except OSError:

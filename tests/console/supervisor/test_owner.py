@@ -175,7 +175,8 @@ def test_documents_that_ranks_overwrote_do_not_reach_the_next_process(running):
                  running.path / rundir.PLAN_STATE, running.path / rundir.PLAN):  # fmt: skip
         path.write_text("[garbage")
     os.kill(child, signal.SIGKILL)
-    running.wait(lambda: running.state().get("state") == "running")
+    for told in (lambda: running.state(), lambda: running.plan_state):
+        running.wait(lambda told=told: told().get("state") == "running")
     running.ask("stop")
     assert running.wait_end()["phases"][0]["state"] == "stopped"
 

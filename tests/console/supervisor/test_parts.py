@@ -98,7 +98,7 @@ def test_a_part_that_unpacks_to_more_than_memory_is_read_in_pieces(tmp_path):
     bomb = rundir.part(rundir.samples(run, "here"), 1)
     with gzip.open(f"{bomb}{rundir.GZIP}", "wb") as packed:
         for _ in range(64):
-            packed.write(b"\0" * (1 << 20))
+            packed.write(b"x" * (1 << 20))
     rundir.samples(run, "here").write_bytes(jsonl.encode(sample(7)))
     records, values = read(run)
     assert (values, records.skipped) == ([7.0], 1)

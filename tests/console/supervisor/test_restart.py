@@ -280,6 +280,7 @@ def waiting(begin, backoff_s: float):
     return started
 
 
+@pytest.mark.slow
 def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
     started = waiting(begin, 4)
     owner, before = started.plan_state["supervisor"], started.state()

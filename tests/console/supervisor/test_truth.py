@@ -13,6 +13,7 @@ import pytest
 from console import actions, plain
 from console.sources import process
 from console.sources.run import RunSource
+from console.supervisor import live
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
@@ -44,7 +45,10 @@ def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_awa
     assert (state.state, "halted at step" in state.why) == ("halted", True), state.why
     assert state.launch is not None
     assert plain.launch_exit_code(state.launch) == 4
+    live.sweep()
     assert leaked.is_dir()
+    long_ago = time.time() - 2 * live.SWEPT_AFTER_S
+    os.utime(leaked, (long_ago, long_ago))
     later = begin(phase("one", "member.py", 1))
     later.wait_end()
     assert not leaked.exists()
