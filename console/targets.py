@@ -139,15 +139,13 @@ def host_of(path: Path, action: Action) -> str:
     return _named(*mailbox(path, action))[0].host
 
 
-def stopped_pid(path: Path, action: Action) -> int:
-    """Returns the pid of the process that takes the action where it is stopped, else 0."""
+def stopped_pids(path: Path, action: Action) -> list[int]:
+    """Returns the processes of the supervisor that takes the action which are stopped."""
     owner, _ = _named(*mailbox(path, action))
-    for named in (jsonl.mapping(owner.identity, "child"), owner.identity):
-        pid = jsonl.integer(named, "pid") or 0
-        is_here = not owner.host and rundir.is_alive(named)
-        if is_here and process.state(pid) in presence.STOPPED.split():
-            return pid
-    return 0
+    named = (owner.identity, jsonl.mapping(owner.identity, "child"))
+    here = [jsonl.integer(each, "pid") or 0 for each in named
+            if not owner.host and rundir.is_alive(each)]  # fmt: skip
+    return [pid for pid in here if process.state(pid) in presence.STOPPED.split()]
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:

@@ -75,10 +75,10 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
     if event is None:
         host = targets.host_of(path, ACTIONS[action])
         of = f" from the supervisor on {host}, and nothing else was done" if host else ""
-        pid = targets.stopped_pid(path, ACTIONS[action])
+        pids = " ".join(map(str, targets.stopped_pids(path, ACTIONS[action])))
         then = f"see nsa-console status {options.run}"
-        if pid:
-            then = f"the supervisor (pid {pid}) is stopped, kill -CONT {pid} lets it go on"
+        if pids:
+            then = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} lets it go on"
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request stays and may be executed yet; {then}"
         )

@@ -234,7 +234,7 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
         asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
         assert actions.answer(run.path, asked, 0.5) is None
         assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
-        with pytest.raises(ContractError, match=f"is stopped, kill -CONT {supervisor}"):
+        with pytest.raises(ContractError, match=f"is stopped, kill -CONT {supervisor} {child}"):
             acting.dump(argparse.Namespace(
                 run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False
             ))  # fmt: skip
