@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from console.supervisor import lock
+from console.supervisor.charge import Charge
 from console.supervisor.frames import Frames
-from console.supervisor.owner import Charge, Owner
+from console.supervisor.owner import Owner
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError
 

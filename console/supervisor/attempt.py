@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,17 +15,14 @@ from console.ending import End, Facts, decide
 from console.model import RANK_GONE, State
 from console.sources import kernel
 from console.sources.lastwords import LastWords
-from console.sources.nvml import Nvml
 from console.sources.summary import Summary
-from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News, Rest, Story, end_of
-from console.supervisor.hooks import Hooks
-from console.supervisor.link import Link
 from console.supervisor.live import LastPulses, Live
 from console.supervisor.observers import Observers
 from console.supervisor.parts import Parts
 from console.supervisor.rotation import Rotation
 from console.supervisor.sampling import Sampler
+from console.supervisor.services import Services
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
 from trainers.contract import environ, jsonl, rundir
@@ -47,24 +43,6 @@ RECORDS_OLD_S = 5.0
 """Records that were read so long ago do not confirm what the pulses show."""
 LATE_END_S = 5.0
 """For so long torchrun has time to reap a rank, and the last record of a rank to arrive."""
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """Services that a launch shares: the run directory's thread, NVML, the main loop, the alert
-    hook, the token in the lock file, and the owner of the processes."""
-
-    directory: Directory
-    nvml: Nvml
-    poller: select.poll
-    hooks: Hooks
-    lock_token: str
-    owner: Link
-
-    def publish(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Replaces a document; whoever has to go on with this launch is given it too."""
-        self.directory.document(path, record)
-        self.owner.keep(path, record)
 
 
 class Attempt:

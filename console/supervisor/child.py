@@ -19,13 +19,13 @@ from pathlib import Path
 from console import settings
 from console.sources.nvml import Nvml
 from console.supervisor import lock, orders
-from console.supervisor.attempt import Services
+from console.supervisor.charge import Charge
 from console.supervisor.directory import Directory
 from console.supervisor.frames import Frames
 from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
 from console.supervisor.link import Link
-from console.supervisor.owner import Charge
+from console.supervisor.services import Services
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError
 

@@ -14,7 +14,6 @@ from console.plain import gate_value
 from console.plans import gates
 from console.supervisor import belief, inheritance, live, requests
 from console.supervisor.alerts import Alerts
-from console.supervisor.attempt import Services
 from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
 from console.supervisor.lookout import FILES_NAME, Lookout
@@ -24,6 +23,7 @@ from console.supervisor.observers import Observers
 from console.supervisor.orders import Orders
 from console.supervisor.requests import Request
 from console.supervisor.run import REFRESH_S, Run
+from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from console.supervisor import frames
+from console.supervisor.charge import DEATHS_OFF, MAX_EXITS, Charge, Notes
 from console.supervisor.frames import Frames, Message
-from console.supervisor.owner import DEATHS_OFF, MAX_EXITS, Charge, Notes
 from trainers.contract import environ, jsonl, rundir
 
 BEAT_EVERY_S = 2.0

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from console.supervisor import requests
 from console.supervisor.attempt import Attempt
+from console.supervisor.charge import FILES
 from console.supervisor.directory import Directory
 from console.supervisor.follow import Files, News
 from console.supervisor.link import Link
-from console.supervisor.owner import FILES
 from console.supervisor.requests import Request
 from trainers.contract import rundir
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from console.sources.sanitize import clean
 from console.supervisor.alerts import Alerts
+from console.supervisor.charge import MAIN
 from console.supervisor.link import Link
-from console.supervisor.owner import MAIN
 from trainers.contract import rundir
 
 T = TypeVar("T")

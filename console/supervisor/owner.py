@@ -13,7 +13,6 @@ import ctypes
 import errno
 import json
 import math
-import mmap
 import os
 import select
 import signal
@@ -24,13 +23,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from console.sources import process
 from console.supervisor import frames
+from console.supervisor.charge import FILES, MAIN, MAX_EXITS, Charge
 from console.supervisor.frames import Frames, Message
-from trainers.contract import rundir
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
@@ -44,58 +42,6 @@ OBEY_S = 0.5
 LATE_S = 0.5
 """What a child should have killed is killed here so much later."""
 SCAN_EVERY_S, PATIENT_S, LOOK_S = 0.2, 0.1, 2.5
-DEATHS_OFF = 3
-"""So many children in a row that died in the same observer: it is switched off."""
-MAX_EXITS = 4096
-PLACES, PLACE_BYTES = 2, 64
-MAIN, FILES = range(PLACES)
-"""Where threads of the child note what they are at: the main thread, the run directory's."""
-
-
-class Notes:
-    """What the threads of a child are at, in memory that outlives it: a name for each place."""
-
-    def __init__(self) -> None:
-        self._map = mmap.mmap(-1, PLACES * PLACE_BYTES)
-
-    def write(self, place: int, name: str) -> None:
-        """Notes a name, "" when the work is done."""
-        at = place * PLACE_BYTES
-        self._map[at : at + PLACE_BYTES] = name.encode()[:PLACE_BYTES].ljust(PLACE_BYTES, b"\0")
-
-    def read(self, place: int) -> str:
-        at = place * PLACE_BYTES
-        return self._map[at : at + PLACE_BYTES].rstrip(b"\0").decode("utf-8", "replace")
-
-    def clear(self) -> None:
-        self._map[:] = bytes(PLACES * PLACE_BYTES)
-
-
-@dataclass(slots=True)
-class Charge:
-    """All that a child goes on with: it is forked with a copy, and shares the notes."""
-
-    identity: Mapping[str, Any] = field(default_factory=rundir.identity)
-    """The owner's: documents name it as the supervisor."""
-    kept: dict[str, bytes] = field(default_factory=dict)
-    """The newest content of each document, by path."""
-    agent: int = 0
-    """The pid of torchrun in the newest attempt, 0 before the first."""
-    held: tuple[str, str] = ("", "")
-    """The run directory and the number of that attempt."""
-    termed: bool = False
-    """Its processes were sent TERM here."""
-    exits: dict[int, int] = field(default_factory=dict)
-    """The exit codes of children, in the order in which they were reaped."""
-    asked: list[int] = field(default_factory=list)
-    """Signals that no child has obeyed yet."""
-    forwarded: int = 0
-    """How many of them the child knows."""
-    mishap: str = ""
-    """What became of the child before this one, "" for the first."""
-    deaths: dict[str, int] = field(default_factory=dict)
-    """How many children in a row died in the observers in which the last one died."""
-    notes: Notes = field(default_factory=Notes)
 
 
 Child = Callable[[Frames, Charge], int]

@@ -20,10 +20,11 @@ from console.sources import presence
 from console.sources.summary import Summary
 from console.supervisor import belief, inheritance, orders, restart
 from console.supervisor.alerts import Alerts
-from console.supervisor.attempt import Attempt, Services
+from console.supervisor.attempt import Attempt
 from console.supervisor.live import Live
 from console.supervisor.observers import SETTLED_S, Observers
 from console.supervisor.orders import FlagValue, Orders
+from console.supervisor.services import Services
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -125,14 +126,17 @@ class Run:
         """Goes on waiting for the next attempt where the former supervisor waited."""
         if len(self._ended) < self.number:
             return False
-        again = restart.after(self._ended, self.orders.plan.restart)
-        if isinstance(again, str):
+        policy = self.orders.plan.restart
+        again = restart.after(self._ended, policy)
+        waited = jsonl.text(held, "state") == "restarting"  # an event confirms it, too
+        if isinstance(again, str) and not (again and waited):
             return False
+        wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
         self.since_ts = jsonl.number(held, "since_ts") or self.since_ts
         waited_s = presence.age(self.since_ts) or 0.0
         # Long enough for a look that finds `.HALT`.
-        self._again_at = time.monotonic() + max(1.0, again.wait_s - waited_s)
+        self._again_at = time.monotonic() + max(1.0, wait_s - waited_s)
         self.state, self.why = "restarting", jsonl.text(held, "why")[:400]
         return True
 

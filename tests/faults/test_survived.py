@@ -258,7 +258,11 @@ def test_a_working_process_that_is_killed_is_replaced_and_the_ranks_go_on(scene,
 @pytest.mark.fault("25")
 @pytest.mark.parametrize("seconds", [-3600, 86_400])
 def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(scene, run, orders, seconds):
-    pids, events = run.pids(), len(run.events(0))
+    def told() -> int:
+        """Counts what is said; an alert of a test before may be over meanwhile."""
+        return sum(event["kind"] != "clear" for event in run.events(0))
+
+    pids, events = run.pids(), told()
     order(orders, 0, f"clock {seconds}")
     try:
         source, end = RunSource(run.path), time.monotonic() + STILL_S
@@ -270,7 +274,7 @@ def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(scene, run, or
             time.sleep(0.1)
     finally:
         order(orders, 0, "clock 0")
-    assert len(run.events(0)) == events
+    assert told() == events
     scene.note("nothing to see")
     scene.goes_on(run, pids)
 

@@ -287,6 +287,9 @@ def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
     time.sleep(1)
     os.kill(owner["pid"], signal.SIGKILL)
     started.wait(lambda: not rundir.is_alive(owner), 10)
+    # A document alone refuses no restart for which the former supervisor waited.
+    before["ended"] = [before["ended"][0] | {"hopeless": True}]
+    rundir.write_json(started.run() / rundir.SUPERVISOR, before)
     actions.adopt(started.path)
     after = started.wait(lambda: (s := started.state())["pid"] != before["pid"] and s)
     assert (after["state"], after["why"]) == ("restarting", before["why"])
