@@ -128,6 +128,7 @@ def flood(records: int) -> list[tuple[str, float]]:
             if count >= records * (len(found) + 1) // 5:
                 found.append((f"after {count:,} records", memory))
             time.sleep(0.1)
+        psutil.wait_procs([launched.supervisor], timeout=60)
         state = rundir.read_json(launched.run / rundir.SUPERVISOR) or {}
     return [*found, (f"the most until its end ({state.get('state')})", most)]
 
