@@ -265,7 +265,7 @@ class RunState:
     launch: LaunchState | None = None
     skipped_records: int = 0
     skipped_in: str = ""
-    """Where they were counted, "" for everywhere: only the end of the files was read."""
+    """The part of the files in which they were counted; "" means all of it."""
     behind_bytes: int = 0
     """Records that are there and were not read yet: figures are older than they could be."""
     directory_blocked_s: float = 0.0

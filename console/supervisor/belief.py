@@ -1,4 +1,4 @@
-"""What a new supervisor believes of the documents of one that is gone: none of them alone.
+"""A new supervisor believes no document of a former one alone.
 
 An act that one document asks for needs a second one that says the same: an event, a file, another
 document. What only one says is left out, and a sentence says so; where two that should be equal

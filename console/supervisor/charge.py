@@ -1,4 +1,4 @@
-"""What the owner of a launch hands to each child that it forks, and what both write."""
+"""State that the owner of a launch hands to each child, and notes that they share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from trainers.contract import rundir
 
 DEATHS_OFF = 3
-"""So many children in a row that died in the same observer: it is switched off."""
+"""An observer is switched off after this many children in a row died in it."""
 MAX_EXITS = 4096
 PLACES, PLACE_BYTES = 2, 64
 MAIN, FILES = range(PLACES)
-"""Where threads of the child note what they are at: the main thread, the run directory's."""
+"""Each thread of the child has a place: the main thread, and the run directory's."""
 
 
 class Notes:
-    """What the threads of a child are at, in memory that outlives it: a name for each place."""
+    """Shared memory with the name of the observer in which each thread of a child works."""
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, PLACES * PLACE_BYTES)
@@ -55,9 +55,9 @@ class Charge:
     asked: list[int] = field(default_factory=list)
     """Signals that no child has obeyed yet."""
     forwarded: int = 0
-    """How many of them the child knows."""
+    """The number of signals in `asked` that the child has been told of."""
     mishap: str = ""
-    """What became of the child before this one, "" for the first."""
+    """The end of the former child in words, "" for the first."""
     deaths: dict[str, int] = field(default_factory=dict)
-    """How many children in a row died in the observers in which the last one died."""
+    """The number of children in a row that died in the observer of the last death."""
     notes: Notes = field(default_factory=Notes)

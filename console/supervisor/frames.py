@@ -14,7 +14,7 @@ READ_BYTES, MAX_FDS = 1 << 16, 8
 # From the child.
 BEAT = b"B"
 CLOSING = b"C"
-"""What follows may wait for a disk: only the end of the child counts."""
+"""The child closes its files, which may wait for a disk; its silence no longer counts."""
 KEEP = b"K"
 """A document for the next child: its path, a zero byte, its content."""
 SPAWN = b"S"
@@ -24,7 +24,7 @@ HOLDS = b"H"
 ENDING = b"E"
 """The processes have so many seconds left."""
 OBEYED = b"O"
-"""So many of the signals were obeyed."""
+"""The number of signals that were obeyed."""
 REFUSED = b"R"
 """The launch cannot begin: an exit code."""
 # From the owner.

@@ -18,7 +18,7 @@ from console.supervisor.requests import Request
 from trainers.contract import rundir
 
 FILES_NAME = "files"
-"""Of the observer that looks at them."""
+"""The name of the observer that reads the files of a run."""
 SETTLED_S = 2.0
 """For so long after a change mailboxes are read at each look: another one may have come in the same
 tick of the directory's clock."""

@@ -40,7 +40,7 @@ SETTLED_S = 60.0
 OBEY_S = 0.5
 """A signal that the child has not taken after this time is obeyed here."""
 LATE_S = 0.5
-"""What a child should have killed is killed here so much later."""
+"""The owner waits this long for the child to send KILL, and then sends it itself."""
 SCAN_EVERY_S, PATIENT_S, LOOK_S = 0.2, 0.1, 2.5
 
 

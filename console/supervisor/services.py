@@ -1,4 +1,4 @@
-"""What the parts of a launch share."""
+"""Services that the parts of a launch share."""
 
 from __future__ import annotations
 
