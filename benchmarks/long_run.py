@@ -10,22 +10,31 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import ROOT, median, publish, table
+from console.sources import snapshot
+from console.sources.reading import Reading
+from console.sources.reducer import Reducer
+from console.sources.series import SPANS_S, Series
 from console.supervisor.parts import LEVEL, PART_BYTES
-from trainers.contract import heartbeat, rundir
+from trainers.contract import heartbeat, jsonl, rundir
 
 RANKS, STEP_S, EVERY = 8, 0.3, 20
 SAMPLES_MIB_A_DAY = 40
-BUDGETS = {"status": 6.0, "check": 10.0}
+BUDGETS = {"status": 4.0, "check": 10.0, "status, no snapshot": 6.0, "runs": 6.0}
+LOOK_BYTES = 64 << 20
 DAY_S = 86_400
 
 
@@ -124,6 +133,64 @@ def samples(began: float, span_s: int, host: str) -> Iterator[bytes]:
         yield json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
+def observe(run: Path) -> None:
+    """Writes the snapshot and the history that a supervisor leaves that has read all of it."""
+    reducer, ended = Reducer(Series(keeps=False)), []
+    reading = Reading(run)
+    while batches := list(reading.poll(LOOK_BYTES)):
+        for batch in batches:
+            reducer.take(batch)
+        ended += reducer.series.ended
+        reducer.series.ended.clear()
+    for level in range(len(SPANS_S)):
+        told = sorted((span for span in ended if span.level == level), key=lambda span: span.at)
+        lines = (jsonl.encode(span.as_dict()) for span in told)
+        snapshot.history(run, level).write_bytes(b"".join(lines))
+    rundir.write_json(run / rundir.SNAPSHOT, snapshot.document(reducer, "long", time.time()))
+
+
+def in_child(work: Callable[..., Any], *given: Any) -> Any:
+    """Returns what `work` returns in a process of its own: memory counts what children inherit."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(work, *given).result()
+
+
+def multiply(run: Path, count: int) -> None:
+    """Makes `count` launches of one: its files are linked, its launch documents are its own."""
+    launch = run.parent
+    plan = rundir.read_json(launch / rundir.PLAN) or {}
+    state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
+    for number in range(1, count):
+        other = launch.with_name(f"{number:04d}")
+        (other / run.name).mkdir(parents=True)
+        rundir.write_json(other / rundir.PLAN, plan | {"launch": f"long-{number:04d}"})
+        rundir.write_json(other / rundir.PLAN_STATE, state)
+        for path in run.iterdir():
+            if path.is_file():
+                os.link(path, other / run.name / path.name)
+
+
+def charted(run: Path) -> float:
+    """Returns the seconds from the first state of a new screen's source to its whole history."""
+    code = (
+        "import sys, time; from pathlib import Path; from console.tui.feed import open_source; "
+        "source = open_source(Path(sys.argv[1])); state = source.poll()\n"
+        "began = time.perf_counter(); state = source.poll()\n"
+        "while state.behind_bytes: state = source.poll()\n"
+        "names = ['loss', 'toks_per_s', *(f'gpu_mem_mib:{i}' for i in range(8))]\n"
+        "points = [source.series.points(name) for name in names]\n"
+        "took_s = time.perf_counter() - began\n"
+        "whole_s = min(p[-1][0] - p[0][0] for p in points); print(took_s, whole_s)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    took_s, whole_s = map(float, done.stdout.split())
+    if whole_s < 0.98 * (time.time() - rundir.read_json(run / rundir.RUN)["created_ts"]):
+        raise SystemExit(f"the charts begin {whole_s:.0f} s before their end")
+    return took_s
+
+
 def cost(words: list[str]) -> tuple[float, float]:
     """Returns CPU seconds and the peak memory in MiB of one command."""
     child = subprocess.Popen(
@@ -138,19 +205,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--launches", type=int, default=1000)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = write(Path(folder), int(options.days * DAY_S))
+        run = in_child(write, Path(folder), int(options.days * DAY_S))
         samples_mib = sum(path.stat().st_size for path in run.glob("samples_*")) / (1 << 20)
         size_mib = sum(path.stat().st_size for path in run.iterdir()) / (1 << 20)
+        in_child(observe, run)
+        snapshot_kib = (run / rundir.SNAPSHOT).stat().st_size / 1024
+        bare = Path(shutil.copytree(run.parent, Path(folder) / "bare", copy_function=os.link))
+        (bare / run.name / rundir.SNAPSHOT).unlink()
+        multiply(run, options.launches)
         commands = {
             "flags": ["flags"], "status": ["status", str(run)], "check": ["check", str(run)],
+            "status, no snapshot": ["status", str(bare / run.name)],
+            "check, no snapshot": ["check", str(bare / run.name)],
             "runs": ["--root", folder, "runs"],
+            f"runs --limit {options.launches}":
+                ["--root", folder, "runs", "--limit", str(options.launches)],
         }  # fmt: skip
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        charts_s = []
         for _ in range(options.repeats):
             for name, words in commands.items():
                 found[name].append(cost(words))
+            charts_s.append(charted(run))
     base = median([cpu_s for cpu_s, _ in found["flags"]])
     rows = []
     for name, costs in found.items():
@@ -159,13 +238,16 @@ def main() -> None:
             name, f"{cpu_s:.2f}", f"{cpu_s / base:.1f}", f"≤ {budget:g}" if budget else "",
             f"{max(mib for _, mib in costs):.0f}",
         ))  # fmt: skip
-    rows.append(("samples on disk, MiB a day", f"{samples_mib / options.days:.1f}", "",
+    rows.append(("whole history on the charts, s", "", f"{median(charts_s):.2f}", "≤ 1 s", ""))
+    rows.append(("snapshot, KiB", "", f"{snapshot_kib:.1f}", "≤ 64 KiB", ""))
+    rows.append(("samples on disk, MiB a day", "", f"{samples_mib / options.days:.1f}",
                  f"≤ {SAMPLES_MIB_A_DAY} MiB", ""))  # fmt: skip
     publish(
         "long_run",
         f"A look at a run of {options.days:g} days that goes on",
         table(("command", "CPU s", "× flags", "budget", "peak MiB"), rows),
-        f"Medians of {options.repeats}; {RANKS} ranks, {size_mib:,.0f} MiB of records.",
+        f"Medians of {options.repeats}; {RANKS} ranks, {size_mib:,.0f} MiB of records, "
+        f"{options.launches} launches with as many each.",
     )
 
 

@@ -296,7 +296,9 @@ LOOKING: tuple[Command, ...] = (
     ), _rules, "watchdog"),
     Command("check", "Say go or no go: for a plan, or for a run so far.",
             ("check cpu_smoke", "check latest"),
-            (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),),
+            (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
+             option("--full", action="store_true",
+                    help="read all records of the run, and not its snapshot; may take minutes")),
             "A plan: can it start here and now? A run: its gates.\n"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (

@@ -13,7 +13,7 @@ from typing import Any
 
 from console.model import State
 from console.sources import documents, launches, presence, process
-from console.sources.run import RECENT_BYTES, RunSource
+from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.supervisor import inheritance, lock
 from console.supervisor.requests import Action, Mailbox
@@ -112,7 +112,7 @@ def is_unserved(run: Path, folder: Path, box: Mailbox) -> bool:
     owner, ended = _named(folder, box)
     if ended or owner.host:
         return False
-    return RunSource(run, recent_bytes=RECENT_BYTES).poll().state in UNSERVED_STATES
+    return RunSource(run).poll().state in UNSERVED_STATES
 
 
 def supervisor(folder: Path, box: Mailbox) -> Supervisor:
@@ -177,7 +177,7 @@ def _name(folder: Path, box: Mailbox) -> str:
 def _without_supervisor(folder: Path, box: Mailbox, owner: Supervisor) -> str:
     """Says why nothing takes a request there, and what to do."""
     name, top = _name(folder, box), launches.launch_of(folder)
-    state = RunSource(folder, recent_bytes=RECENT_BYTES).poll()
+    state = RunSource(folder).poll()
     if box == "run" and state.state in presence.ENDED - UNSERVED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
     why = f"{name} has no supervisor; {NOT_SENT}"

@@ -12,7 +12,7 @@ from console.commands.looking import follow
 from console.commands.output import MAX_SENTENCE_CHARS, program, say, show, tell
 from console.commands.patience import within
 from console.sources import launches
-from console.sources.run import RECENT_BYTES, RunSource
+from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.supervisor.requests import ACTIONS
 from trainers.contract.errors import ContractError, UsageError
@@ -49,7 +49,7 @@ def launch(options: argparse.Namespace) -> int:
     if options.wait:
         if not options.json:
             say(f"launched {name} in {path}; ctrl+c leaves, the run goes on")
-        return follow(RunSource(path, recent_bytes=RECENT_BYTES), options.json)
+        return follow(RunSource(path), options.json)
     known = options.run_dir is None and options.root == launches.ROOT
     line = f"launched {name} in {path}; watch it: {program()} watch {name if known else path}"
     show(options.json, {"id": name, "path": str(path)}, [line])

@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from console import plain
-from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, tell
+from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, show_progress, tell
 from console.model import LIVE_STATES, LaunchState, RunState, State
 from console.plans.confirm import confirmed
 from console.sources import launches
-from console.sources.run import RECENT_BYTES, RunSource
+from console.sources.run import RunSource, size_words
 from console.sources.sanitize import clean
 from trainers.contract import rundir
 from trainers.contract.errors import NotFoundError, UsageError
 
 LOGS_POLL_S = 0.5
+FULL_BYTES = 8 << 20
 ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
 """In these a run has not taken all its steps."""
 
 
 def source(options: argparse.Namespace) -> RunSource:
-    return RunSource(launches.find(options.run, options.root), recent_bytes=RECENT_BYTES)
+    return RunSource(launches.find(options.run, options.root))
 
 
 def runs(options: argparse.Namespace) -> int:
@@ -35,7 +36,7 @@ def runs(options: argparse.Namespace) -> int:
         raise NotFoundError(f"there is no directory {options.root}, so no runs")
     rows, lines = [], []
     for path in launches.launches(options.root)[: options.limit]:
-        state = confirmed(RunSource(path, recent_bytes=RECENT_BYTES))
+        state = confirmed(RunSource(path))
         launch = state.launch
         if launch is None:
             continue
@@ -138,7 +139,7 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 
 def _check_run(options: argparse.Namespace) -> int:
-    run = source(options)
+    run = _read_all(options) if options.full else source(options)
     state = confirmed(run)
     code = plain.exit_code(state, run.whole)
     end = plain.no_go(state) or (_go(state, run.whole) if code == 0 else _no_go(state, run.whole))
@@ -148,6 +149,17 @@ def _check_run(options: argparse.Namespace) -> int:
     record = {"id": state.id, "state": state.state, "gates": gates, "exit_code": code}
     show(options.json, record, [*map(plain.gate_line, state.gates), end])
     return code
+
+
+def _read_all(options: argparse.Namespace) -> RunSource:
+    """Returns a source that has read all records; says on a terminal how far it is."""
+    run = RunSource(launches.find(options.run, options.root), FULL_BYTES, reads="all")
+    total = left = run.poll().behind_bytes
+    while left:
+        show_progress(1 - left / max(total, left), f"of {size_words(total)}")
+        left = run.poll().behind_bytes
+    show_progress(None)
+    return run
 
 
 def _no_go(state: RunState, whole: bool) -> str:

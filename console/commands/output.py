@@ -17,6 +17,7 @@ from console.sources.sanitize import clean
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
+BAR_CELLS = 30
 MAX_SENTENCE_CHARS = 400
 NAME = "nsa-console"
 
@@ -109,3 +110,12 @@ def discard() -> None:
     """Lets what standard output still holds vanish, so that Python can end without an error."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show_progress(share: float | None, text: str = "") -> None:
+    """Draws how far a long reading is, over itself, on a terminal; None takes it away."""
+    if not sys.stderr.isatty():
+        return
+    bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "
+    with contextlib.suppress(OSError):
+        print(f"\r\x1b[K{bar}{text}", end="", file=sys.stderr, flush=True)  # noqa: T201

@@ -16,24 +16,24 @@ from console import plain
 from console.model import NO_GO, Alert, Gate, LaunchState, PhaseState, RunState
 from console.plans import gates
 from console.sources import documents, presence
+from console.sources.reading import MAX_RANKS
 from console.sources.run import RunSource
-from console.sources.summary import MAX_RANKS
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
+
+FULL = "nsa-console check --full reads all of them"
 
 
 def confirmed(source: RunSource, former: bool = True) -> RunState:
     """Returns the state of a run, with an alert where its records do not confirm that it passed.
 
     With `former` that holds for all phases of a launch that is over, and for records that were not
-    read to their end. Of a run that has not completed nothing more is read than `source` does.
+    read to their end.
     """
     state = source.poll()
     over = source.whole and plain.is_over(state)
     if (state.state != "completed" and not over) or plain.exit_code(state, source.whole):
         return state
-    if not source.is_whole:
-        state = source.read_whole()
     if state.behind_bytes and not former:
         return state
     own = source.run_path.name if source.run_path else ""
@@ -55,8 +55,13 @@ def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any])
     names = [jsonl.text(entry, "name") for entry in documents.entries(plan, "phases")]
     behind = (jsonl.integer(held, "phase") or 0) + (held.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, behind)]):
-        source = RunSource(launch / f"{index}-{name}")
-        if found := list(_doubts(source, source.poll())):
+        run = launch / f"{index}-{name}"
+        source = RunSource(run)
+        state = source.poll()
+        if not source.is_whole:
+            source = RunSource(run, reads="all")
+            state = source.poll()
+        if found := list(_doubts(source, state)):
             raise RefusedError(
                 f"{rundir.PLAN_STATE} says that {name} has passed, which nothing confirms: "
                 f"{'; '.join(found)}; nothing is taken over"
@@ -83,7 +88,7 @@ def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[Phas
             continue
         path = source.launch_path / phase.dir
         if path != source.run_path:
-            before = RunSource(path)
+            before = source.of_phase(path)
             yield from ((phase, doubt) for doubt in _doubts(before, before.poll()))
 
 
@@ -105,6 +110,10 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     if source.launch_path is not None and state.launch is not None:
         yield from _unlike_launch(source.launch_path, state.launch, run.name, bounds)
     if not bounds and not told:
+        return
+    if not source.is_whole:
+        told = f"there is no {rundir.SNAPSHOT} for its records"
+        yield f"{told}, of which only the end was read; {FULL}"
         return
     if state.behind_bytes:
         yield "its records are not read to the end"

@@ -35,14 +35,21 @@ def is_one(run: Path) -> bool:
     return "v" not in record and "iso" in record and isinstance(record.get("msg"), str)
 
 
-class Heartbeats:
-    """Follows one rank's heartbeat file; a restart appends to the same one."""
+def tail(run: Path, rank: int, recent_bytes: int | None) -> jsonl.Tail:
+    """Returns a reader that follows one rank's heartbeat file; a restart appends to the same one.
 
-    def __init__(self, run: Path, rank: int):
+    `recent_bytes` as in `jsonl.Tail`: attempts are then counted from there.
+    """
+    return jsonl.Tail(rundir.heartbeat(run, rank), _Heartbeats(rank).record, recent_bytes)
+
+
+class _Heartbeats:
+    """Counts the attempts in one rank's records."""
+
+    def __init__(self, rank: int):
         self._rank, self._attempt, self._pid = rank, 0, -1
-        self.tail = jsonl.Tail(rundir.heartbeat(run, rank), self._record)
 
-    def _record(self, record: dict[str, Any]) -> dict[str, Any] | None:
+    def record(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the record as the contract has it, None for what is no heartbeat."""
         step, pid = jsonl.integer(record, "step"), jsonl.integer(record, "pid")
         msg, ts = jsonl.text(record, "msg"), jsonl.number(record, "ts")

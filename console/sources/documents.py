@@ -29,7 +29,7 @@ from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
 
 T = TypeVar("T")
-MAX_PHASES = 1000
+MAX_PHASES, MAX_GPUS = 1000, 1024
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 FIGURES: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
@@ -134,7 +134,7 @@ def gpus(sample: Mapping[str, Any]) -> tuple[Gpu, ...]:
     known = {"name": "GPU", "state": "error"}
     return tuple(
         read(Gpu, known | entry)
-        for entry in entries(sample, "gpus")[:1024]
+        for entry in entries(sample, "gpus")[:MAX_GPUS]
         if jsonl.integer(entry, "index") is not None
     )
 

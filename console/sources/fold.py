@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from console.sources import documents
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
-KEPT_RECORDS = 1024
+KEPT_RECORDS = 512
 KEPT_PEAKS = 64
 KEPT_HOLES = 16
 FIRST_LOSSES = 5
@@ -73,6 +74,21 @@ class Part:
     """Some of its steps have no record with a loss."""
     _bare: bool = False
     _mono: float = -math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what differs from a part without records."""
+        return {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
+
+    @classmethod
+    def load(cls, held: Record) -> Part:
+        """Returns the part that `as_dict` gave."""
+        mono, ended = jsonl.number(held, "_mono"), jsonl.integers(held, "exit")
+        holes = [documents.read(Hole, each) for each in documents.entries(held, "holes")]
+        return documents.read(
+            cls, held, holes=holes,
+            exit=(ended[0], ended[1]) if len(ended) == 2 else None,
+            _mono=-math.inf if mono is None else mono,
+        )  # fmt: skip
 
     def has(self, number: int, mono: float | None) -> bool:
         """Says whether a record was seen before: a file that was replaced is read again."""
@@ -144,6 +160,9 @@ class Part:
         return whole and not self.broken
 
 
+_EMPTY = asdict(Part())
+
+
 class Peak:
     """The largest value up to each step; what a roll-back cannot tell is the larger one."""
 
@@ -168,6 +187,13 @@ class Peak:
     def cut(self, step: int) -> None:
         """Forgets what was recorded from a step on."""
         self._found = [each for each in self._found if each[0] < step]
+
+    def as_list(self) -> list[list[float]]:
+        return [list(each) for each in self._found]
+
+    def load(self, held: list[list[float]]) -> None:
+        """Takes what `as_list` gave."""
+        self._found = [(int(step), value) for step, value in held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +234,35 @@ class Window:
         if not kept:
             self.losses = len(self.first)
 
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "first": [list(each) for each in self.first],
+            "newest": [
+                [each.step, each.loss, each.toks_per_s, each.bytes_right] for each in self.newest
+            ],
+            "losses": self.losses, "dropped": self.dropped,
+        }  # fmt: skip
+
+    def load(self, held: Record) -> None:
+        """Takes what `as_dict` gave."""
+        self.first = [(int(step or 0), loss or 0.0) for step, loss in _rows(held, "first")]
+        self.newest.extend(Figures(int(row[0] or 0), *row[1:]) for row in _rows(held, "newest"))
+        self.losses = jsonl.integer(held, "losses") or 0
+        self.dropped = held.get("dropped") is True
+
     def last(self, name: str, count: int) -> list[float] | None:
         """Returns the newest values of a figure; None where some were dropped and too few left."""
         values = (getattr(each, name) for each in self.newest)
         found = [value for value in values if value is not None][-count:]
         return None if self.dropped and len(found) < count else found
+
+
+def _rows(held: Record, key: str) -> list[list[float | None]]:
+    """Returns rows of numbers. Raises TypeError for anything else."""
+    return [
+        [None if value is None else jsonl.number({"": value}, "") for value in row]
+        for row in held[key]
+    ]
 
 
 class Fold:
@@ -230,20 +280,49 @@ class Fold:
         self.norm_min: float | None = None
         self.norms = 0
 
-    def take(self, record: Record) -> None:
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what a snapshot keeps of it."""
+        return {
+            "parts": {str(number): part.as_dict() for number, part in self.parts.items()},
+            "newest": self.newest, "step": self.step, "progress": self.progress,
+            "memory_mib": self.memory_mib.as_list(), "norm_min": self.norm_min,
+            "norms": self.norms, "window": self.window.as_dict(),
+        }  # fmt: skip
+
+    @classmethod
+    def load(cls, rank: int, held: Record) -> Fold:
+        """Returns the fold that `as_dict` gave. Raises ValueError for anything else."""
+        fold = cls(rank)
+        try:
+            fold.parts = {
+                int(number): Part.load(part) for number, part in held["parts"].items()
+            }  # fmt: skip
+            fold.memory_mib.load(_rows(held, "memory_mib"))  # type: ignore[arg-type]
+            fold.window.load(held["window"])
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError("it is no fold of records") from error
+        for key in ("newest", "step", "progress", "norms"):
+            setattr(fold, key, jsonl.integer(held, key) or 0)
+        fold.norm_min = jsonl.number(held, "norm_min")
+        if jsonl.encode(fold.as_dict()) != jsonl.encode(held):
+            raise ValueError("it is no fold of records")
+        return fold
+
+    def take(self, record: Record) -> bool:
+        """Takes a record; says whether it is one that was not seen before."""
         attempt = record["attempt"]
         part = self.parts.get(attempt)
         if part is None:
             if len(self.parts) >= MAX_ATTEMPTS:
                 self.parts[self.newest].trouble = f"more than {MAX_ATTEMPTS} attempts"
-                return
+                return True
             part = self.parts[attempt] = Part()
         number, mono = jsonl.integer(record, "n") or 0, jsonl.number(record, "mono")
         if part.has(number, mono):
-            return
+            return False
         if attempt < self.newest:
             part.trouble = part.trouble or f"a record comes after those of attempt {self.newest}"
-            return
+            return True
         self.newest = attempt
         part.take(record, number, mono)
         if record["msg"] == "resume":
@@ -251,6 +330,7 @@ class Fold:
             self.step = min(self.step, record["step"])
         elif record["msg"] == "progress":
             self._take_progress(part, record)
+        return True
 
     def _begin(self, part: Part, step: int) -> None:
         """Takes the first step of an attempt: what was done from there on is done again."""

@@ -12,19 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from console.history import History
 from console.model import RANK_GONE, Alert, Gpu, LaunchState, Level, Pulse, Rank, RunState, State
 from console.sources import ancestor, documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
-from console.sources.records import Records, Taken
-from console.sources.summary import MAX_RANKS, Summary
+from console.sources.reading import MAX_RANKS
+from console.sources.records import RECENT_BYTES, Reads, Records, Taken
+from console.sources.series import Series
+from console.sources.summary import Summary
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
 WHOLE_BYTES = 1 << 30
 """What one look reads at most where nobody waits for it."""
-RECENT_BYTES = 256 << 10
-"""A reader that wants to know how a run is now reads so much of each file of records."""
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
@@ -37,25 +36,32 @@ class RunSource:
     """Follows a run, or a launch's current run. One thread at a time may `poll`.
 
     One `poll` reads about `limit_bytes` of records; the state says how much is left. `taken` gets
-    the run and each heartbeat of its newest attempt. `recent_bytes` as in `Records`: for who wants
-    to know how the run is now, however long it has run.
+    the run and each heartbeat that is read. `reads` as in `Records`; with `charts` the first poll
+    shows how the run is now, what is drawn of the time before comes later.
     """
 
     def __init__(
         self, path: Path, limit_bytes: int = WHOLE_BYTES, taken: Taken = lambda *_: None,
-        recent_bytes: int | None = None,
+        reads: Reads = "recent",
     ):  # fmt: skip
-        self._limit_bytes, self._taken, self._recent_bytes = limit_bytes, taken, recent_bytes
+        self._limit_bytes, self._taken = limit_bytes, taken
+        self._reads: Reads = reads
         self.launch_path = launch_of(path)
         self.whole = is_launch(path)
         """A launch was asked for, and not one run of it."""
         self._fixed = None if self.whole else path
         self.run_path: Path | None = self._fixed
         self._documents: dict[Path, documents.Document] = {}
-        self.history = History()
         self._reader: Records | None = None
+        self._filling: Records | None = None
+        """Reads what is drawn of the time before, and then takes the reader's place."""
         self._away = False
         """A launch's run is no directory: not there, or a link that is not followed."""
+
+    @property
+    def series(self) -> Series:
+        """The series of the run that was read last."""
+        return self._reader.series if self._reader is not None else Series()
 
     @property
     def summary(self) -> Summary | None:
@@ -64,13 +70,12 @@ class RunSource:
 
     @property
     def is_whole(self) -> bool:
-        """Says whether all records are read from their begin, as a sum over them needs it."""
+        """Says whether all records count, as a sum over them needs it."""
         return self._reader is None or self._reader.is_whole
 
-    def read_whole(self) -> RunState:
-        """Begins anew with all records, and returns the state."""
-        self._recent_bytes, self._reader = None, None
-        return self.poll()
+    def of_phase(self, run: Path) -> RunSource:
+        """Returns a source for another run of the launch that reads as much."""
+        return RunSource(run, reads=self._reads)
 
     def poll(self) -> RunState:
         """Returns the state as it is on disk and in shared memory now."""
@@ -80,15 +85,33 @@ class RunSource:
         run = self.run_path
         if run is None:
             return _empty(self.launch_path, launch, self._troubles())
-        if self._reader is None or self._reader.run != run:
-            self.history = History()
-            self._reader = Records(run, self.history, self._taken, self._recent_bytes)
         self._away = self._fixed is None and not _is_directory(run)
         supervisor = self._document(run / rundir.SUPERVISOR)
-        if not self._away:
-            world = jsonl.integer(self._document(run / rundir.RUN), "world")
-            self._reader.poll(jsonl.integer(supervisor, "attempt"), world, self._limit_bytes)
-        return self._state(run, launch, supervisor, self._reader)
+        reader = self._read(run, supervisor)
+        return self._state(run, launch, supervisor, reader)
+
+    def _read(self, run: Path, supervisor: dict[str, Any]) -> Records:
+        """Returns the records of a run, with what is new in them."""
+        told = jsonl.integer(supervisor, "attempt")
+        world = jsonl.integer(self._document(run / rundir.RUN), "world")
+        if self._reader is None or self._reader.run != run:
+            first: Reads = "all" if self._reads == "all" else "recent"
+            self._reader, self._filling = Records(run, first, self._taken), None
+        elif self._reads == "charts" and self._filling is None:
+            drawn = not (self._reader.left_out_bytes or self._reader.has_snapshot)
+            self._filling = self._reader if drawn else Records(run, "charts", self._taken)
+        for reader in {id(each): each for each in (self._reader, self._filling) if each}.values():
+            if not self._away:
+                reader.poll(told, world, self._limit_bytes)
+        if self._filling is not None and not self._filling.behind_bytes:
+            self._reader = self._filling
+        return self._reader
+
+    def _behind_bytes(self, reader: Records) -> int:
+        """Returns how much is still to be read, with what is drawn of the time before."""
+        if self._reads != "charts" or self._filling is reader:
+            return reader.behind_bytes
+        return self._filling.behind_bytes if self._filling is not None else reader.left_out_bytes
 
     def _state(
         self, run: Path, launch: LaunchState | None, supervisor: dict[str, Any], reader: Records
@@ -124,7 +147,8 @@ class RunSource:
         troubles = self._troubles()
         said = {launch.why if launch else "", *(alert.text for alert in troubles)}
         doubt = launch.doubt if launch and launch.doubt not in said else ""
-        more = [*troubles, *stopped, *_observed(orphaned, missing, reader, doubt)]
+        behind = self._behind_bytes(reader)
+        more = [*troubles, *stopped, *_observed(orphaned, missing, behind, doubt)]
         alerts = reader.alerts({} if ended else status, more)
         if not presence.has_lost_rank(supervisor):
             alerts = tuple(alert for alert in alerts if alert.id != RANK_GONE)
@@ -139,7 +163,7 @@ class RunSource:
             world=len(ranks),
             step=step,
             steps_planned=planned,
-            eta_s=self.history.eta_s(step, planned) if step and planned and moves else None,
+            eta_s=reader.series.eta_s(step, planned) if step and planned and moves else None,
             data_age_s=None if ended else _data_age(ranks, reader),
             ranks=ranks,
             gpus=reader.gpus,
@@ -160,7 +184,7 @@ class RunSource:
             origins=documents.flag_field(born, "origin"),
             argv=documents.words(born, "argv"),
             backend=backend,
-            behind_bytes=reader.behind_bytes,
+            behind_bytes=behind,
         )
 
     def _decided(
@@ -244,7 +268,7 @@ def _missing(run: Path, away: bool) -> str:
     return f"{rundir.SUPERVISOR} of {run.name} {how}"
 
 
-def _observed(orphaned: bool, unread: str, reader: Records, doubt: str) -> list[Alert]:
+def _observed(orphaned: bool, unread: str, behind_bytes: int, doubt: str) -> list[Alert]:
     """Returns the alerts of this reader on a launch without supervisor, and on unread files."""
 
     def alert(name: str, level: Level, text: str, key: str = "") -> Alert:
@@ -256,8 +280,8 @@ def _observed(orphaned: bool, unread: str, reader: Records, doubt: str) -> list[
     if unread:
         text = f"{unread}; this is what {rundir.PLAN_STATE} says of it"
         found.append(alert("directory", "warn", text))
-    if reader.behind_bytes:
-        left = f"{size_words(reader.behind_bytes)} of records are still to be read"
+    if behind_bytes:
+        left = f"{size_words(behind_bytes)} of records are still to be read"
         found.append(alert("behind", "info", left))
     return found
 

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from console.model import STALL
 from console.sources import documents
 from console.sources.fold import MAX_ATTEMPTS, End, Fold, Part, Record
+from console.sources.reading import MAX_RANKS
 from trainers.contract import jsonl
 from trainers.contract.pulse import Pulse
-
-MAX_RANKS = 4096
 
 
 class Summary:
@@ -35,33 +33,28 @@ class Summary:
         self.folds: dict[int, Fold] = {}
         self.ends: dict[tuple[int, int], End] = {}
 
-    def take(self, record: Record) -> None:
-        """Takes in one heartbeat of any rank and attempt."""
+    def take(self, record: Record) -> bool:
+        """Takes in one heartbeat of any rank and attempt; says whether it is new, and counts."""
         rank = record["rank"]
         fold = self.folds.get(rank)
         if fold is None:
             if rank >= min(self.world, MAX_RANKS):
-                return
+                return False
             fold = self.folds[rank] = Fold(rank)
-        fold.take(record)
+        return fold.take(record)
 
     def limit(self, world: int) -> None:
         """Leaves out ranks that the run does not have: it is known when its records were read."""
         self.world = world
         self.folds = {rank: fold for rank, fold in self.folds.items() if rank < world}
 
-    def take_event(self, record: Record) -> None:
-        """Takes in one event of the supervisor: its attempt, and whether it is a stall."""
-        attempt = jsonl.integer(record, "attempt")
-        if attempt is not None:
-            self.attempts = max(attempt, self.attempts or 0)
-        self.stalls = self.stalls or 0
-        if record.get("kind") == "alert" and record.get("alert") == STALL:
-            self.count_stall()
-
     def count_stall(self) -> None:
         self.stalls_seen += 1
         self.stalls = None if self.stalls is None else self.stalls_seen
+
+    def take_counts(self, attempts: int | None, stalls: int | None) -> None:
+        """Takes what the supervisor's events add up to."""
+        self.attempts, self.stalls, self.stalls_seen = attempts, stalls, stalls or 0
 
     def take_end(self, attempt: int, rank: int, found: Pulse | None) -> None:
         """Takes the last pulse of a process that has ended; None: it never had one."""

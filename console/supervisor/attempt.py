@@ -15,7 +15,7 @@ from console.ending import End, Facts, decide
 from console.model import RANK_GONE, State
 from console.sources import kernel
 from console.sources.lastwords import LastWords
-from console.sources.summary import Summary
+from console.sources.reducer import Reducer
 from console.supervisor.follow import Files, News, Rest, Story, end_of
 from console.supervisor.live import LastPulses, Live
 from console.supervisor.observers import Observers
@@ -51,7 +51,7 @@ class Attempt:
     `live` has the pulses of the ranks. `prepare` runs first, on the directory's
     thread. `event` writes into the run's events, and `changed` is called when what supervisor.json
     holds has changed. `actions` are what watch rules do beside the plan's, `former` is the attempt
-    before, `summary` that of the run. With `held`, a former supervisor's document, the attempt
+    before, `reducer` that of the run. With `held`, a former supervisor's document, the attempt
     takes over the processes that are there instead of starting.
     """
 
@@ -60,7 +60,7 @@ class Attempt:
         run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Live,
         argv: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None],
         event: Callable[..., dict[str, Any]], changed: Callable[[], None],
-        actions: Mapping[str, str], summary: Summary, former: Attempt | None,
+        actions: Mapping[str, str], reducer: Reducer, former: Attempt | None,
         held: Mapping[str, Any] | None,
     ):  # fmt: skip
         self.path, self._number, self._phase, self._watch = run, number, phase, watch
@@ -70,25 +70,26 @@ class Attempt:
         self._built = False
         self.known = Facts(world=phase.nproc)
         """Facts from requests and events; `facts` adds those from processes and records."""
-        self.story, self._summary = Story(live=held is None), summary
+        self.story, self._reducer = Story(live=held is None), reducer
         self._services, self._directory = services, services.directory
         self._observers, self.alerts = observers, observers.alerts
         self.watching = Watching(
-            watch, actions, run, self.alerts, self.story, summary, event,
+            watch, actions, run, self.alerts, self.story, reducer.summary, event,
             services.directory.document, changed,
             late=held is not None and services.owner.kept(run / rundir.SUPERVISOR) is None,
         )  # fmt: skip
         home = environment.get(environ.RUN_DIR, "")
         self.tree = Tree(token, phase.nproc, services.poller, home, services.owner)
         self.behind = False
-        self.files = Files(run, number, phase.nproc, former.files if former else None)
+        self.files = Files(run, number, phase.nproc, former.files if former else None,
+                           reducer.cursors)  # fmt: skip
         self._rotation = Rotation(rundir.logs(run, number))
         self._samples = rundir.samples(run, rundir.host_name())
         self._parts = Parts(services.directory, self._samples)
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
         self._words: Mapping[int, LastWords] = {}
-        self._last_pulses = LastPulses(live, partial(summary.take_end, number))
+        self._last_pulses = LastPulses(live, partial(reducer.summary.take_end, number))
         self._oom_before = kernel.snapshot()
         self._on_disk: int | None = 0
         self._caught_up, self.began, self._cut_short = held is None, True, False
@@ -359,7 +360,7 @@ class Attempt:
     def take(self, news: News) -> None:
         """Takes in what a look at the run's files found."""
         self.behind = news.behind
-        taken = self._observers.run("records", lambda: self._take_records(news.records), False)
+        taken = self._observers.run("records", lambda: self._take_records(news), False)
         if not self._caught_up and news.disk and not news.behind:
             self._caught_up = True
             self.story.settle()
@@ -369,10 +370,11 @@ class Attempt:
             self._sampler.disk, self._sampler.csv = news.disk, news.csv
             self._records_at = time.monotonic() if taken else self._records_at
 
-    def _take_records(self, records: Sequence[Mapping[str, Any]]) -> bool:
-        for record in records:
-            self._summary.take(record)
-            if record["attempt"] == self._number:
+    def _take_records(self, news: News) -> bool:
+        for batch in news.batches:
+            self._reducer.take(batch, self._phase.nproc)
+        for record in news.heartbeats():
+            if record["rank"] < self._phase.nproc and record["attempt"] == self._number:
                 self.story.take(record)
         return True
 

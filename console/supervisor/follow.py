@@ -9,7 +9,7 @@ import re
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from console.ending import End, error_of
 from console.sources import ancestor, documents, lastwords, process
 from console.sources.fold import OF_THE_PAST
 from console.sources.lastwords import LastWords
+from console.sources.reading import Batch, Cursor, Reading, rank_of
 from console.sources.sanitize import clean
 from console.supervisor.tree import Worker
-from trainers.contract import heartbeat, jsonl, rundir
+from trainers.contract import jsonl, rundir
 
 WARM_UP_STEPS = 2
 KEPT_STEPS = 256
@@ -31,22 +32,29 @@ KEPT_GAPS = 8
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 LOOK_BYTES = 512 << 10
 """Of records in one look: a backlog is read in parts, and memory stays flat."""
-LOG_TAIL_BYTES = 256 << 10
+LOG_TAIL_BYTES = WARM_UP_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")
 
 
 @dataclass(slots=True)
 class News:
-    """The result of one look; `records` are those of all attempts."""
+    """The result of one look; `batches` are the new records of each file, of all attempts."""
 
-    records: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     halt_file: bool = False
     disk: Mapping[str, float] = field(default_factory=dict)
     csv: Progress | None = None
     """The newest row of training.csv."""
     behind: bool = False
     """There are more records than one look reads."""
+
+    def heartbeats(self) -> Iterator[dict[str, Any]]:
+        """Yields the records that ranks wrote into their own files."""
+        for batch in self.batches:
+            rank = rank_of(batch.name)
+            if rank is not None:
+                yield from (line.record for line in batch.lines if line.record["rank"] == rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +145,23 @@ class NewestRow:
 class Files:
     """Follows the files of one attempt; `look` and `rest` run on the directory's thread.
 
-    With those of the `former` attempt it goes on in the heartbeats where that one ended.
+    With those of the `former` attempt it goes on in the records where that one ended; without, it
+    begins `WARM_UP_BYTES` before `cursors`: a new reader has to learn what is usual.
     """
 
-    def __init__(self, run: Path, attempt: int, world: int, former: Files | None = None):
+    def __init__(
+        self, run: Path, attempt: int, world: int, former: Files | None = None,
+        cursors: Mapping[str, Cursor] | None = None,
+    ):  # fmt: skip
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self.watched = (run / rundir.HALT,)
         """A change of one of these calls for a `look` at once."""
         self._disk, self._csv = Disk(run), NewestRow(run)
         self._world = world
-        self._tails = former._tails if former is not None else deque(
-            (rank, heartbeat.tail(rundir.heartbeat(run, rank))) for rank in range(world)
-        )  # fmt: skip
+        known = {name: cursor.before(run / name, WARM_UP_BYTES if rank_of(name) is not None else 0)
+                 for name, cursor in (cursors or {}).items()}  # fmt: skip
+        self._reading = former._reading if former is not None else Reading(run, cursors=known)
 
     def look(self, heartbeats: bool) -> News:
         """Returns what is new; `heartbeats` False looks only for `.HALT`.
@@ -159,7 +171,8 @@ class Files:
         news = News(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
             news.disk, news.csv = self._disk.look(), self._csv.look()
-            self._take_records(news)
+            news.batches += self._reading.poll(LOOK_BYTES)
+            news.behind = self._reading.behind_bytes > 0
         return news
 
     def rest(self) -> Rest:
@@ -180,19 +193,6 @@ class Files:
         left = LOG_TAIL_BYTES - len(data)
         before = jsonl.read_bytes(rundir.kept_log(log), left, below=self._run) if left else b""
         return before + data
-
-    def _take_records(self, news: News) -> None:
-        """Adds the next `LOOK_BYTES` of records, from the rank on where the last look ended."""
-        left = LOOK_BYTES
-        for _ in range(len(self._tails)):
-            rank, tail = self._tails[0]
-            before = tail.taken_bytes
-            news.records += [r for r in tail.poll(left) if r["rank"] == rank]
-            left -= tail.taken_bytes - before
-            if left <= 0:
-                news.behind = True
-                return
-            self._tails.rotate(-1)
 
 
 class Story:

@@ -30,6 +30,7 @@ from trainers.contract.plan import Watch
 
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
 """Files that a training of either system writes beside its records."""
+KEPT_ATTEMPTS = 4
 ENDING = frozenset(("halting", "stopping", "restarting"))
 """In these, ranks may stand still: they are being ended."""
 
@@ -102,18 +103,30 @@ class Contract:
     def __init__(self, path: Path):
         self._source = RunSource(path, taken=self._take)
         self._of: tuple[Path, int] | None = None
+        self._run: Path | None = None
+        self._attempts: dict[int, _Records] = {}
 
     def _follow(self, run: Path, attempt: int) -> None:
         """Begins anew with another run or attempt."""
         if self._of != (run, attempt):
-            self._of, self._old = (run, attempt), ancestor.is_one(run)
+            self._of, self._settled = (run, attempt), False
+            self._records = self._records_of(run, attempt)
+            self._disk, self._csv = Disk(run), NewestRow(run)
+
+    def _records_of(self, run: Path, attempt: int) -> _Records:
+        """Returns the records of an attempt, also of the next one, of which nobody knows yet."""
+        if self._run != run:
+            self._run, self._old = run, ancestor.is_one(run)
             self._watch = ancestor.WATCH if self._old else _watch_of(run)
-            self._records, self._disk = _Records(self._watch), Disk(run)
-            self._csv, self._settled = NewestRow(run), False
+            self._attempts.clear()
+        if attempt not in self._attempts:
+            self._attempts[attempt] = _Records(self._watch)
+            while len(self._attempts) > KEPT_ATTEMPTS:
+                del self._attempts[min(self._attempts)]
+        return self._attempts.get(attempt) or _Records(self._watch)
 
     def _take(self, run: Path, record: dict[str, Any]) -> None:
-        self._follow(run, record["attempt"])
-        self._records.take(record)
+        self._records_of(run, record["attempt"]).take(record)
 
     def poll(self) -> Moment | None:
         """Returns what is there now, None before the launch has a run."""

@@ -16,7 +16,9 @@ from console.diagnose.watch import STRONG
 from console.ending import deterministic, signature
 from console.model import Gate, State
 from console.plans import gates
-from console.sources import presence
+from console.sources import presence, snapshot
+from console.sources.reducer import Reducer
+from console.sources.series import Series
 from console.sources.summary import Summary
 from console.supervisor import belief, inheritance, orders, restart
 from console.supervisor.alerts import Alerts
@@ -25,6 +27,7 @@ from console.supervisor.live import Live
 from console.supervisor.observers import SETTLED_S, Observers
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.services import Services
+from console.supervisor.snapshots import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -64,10 +67,11 @@ class Run:
         self.gates: tuple[Gate, ...] = ()
         self._told: dict[str, Any] = {}
         """The newest content of supervisor.json."""
-        self.summary = Summary(self.phase.nproc, 1, 0)
+        self.reducer = Reducer(Series(keeps=False), Summary(self.phase.nproc, 1, 0))
         self._refreshed = self._said = 0.0
         self._begun = time.monotonic()
         held = self._read_held() if adopt else None
+        self._snapshots = Snapshots(services, path, self.id, self.reducer)
         flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
         self._token = secrets.token_hex(8) if held is None else inheritance.token(self._record)
         self._live = Live(self._token, self.phase.nproc, self.number, path, adopt)
@@ -118,7 +122,11 @@ class Run:
         if running or jsonl.text(held, "state") != "restarting":
             del self._ended[self.number - 1 :]
         self._final = jsonl.text(held, "state") in inheritance.FINAL
-        self.summary = inheritance.summary(held, self.path, self.phase.nproc, self.number)
+        counted = inheritance.summary(held, self.path, self.phase.nproc, self.number)
+        self.reducer = Reducer(Series(keeps=False), counted)
+        kept = self._services.owner.kept(self.path / rundir.SNAPSHOT)
+        kept = kept or rundir.read_json(self.path / rundir.SNAPSHOT, below=self.path)
+        snapshot.load(self.path, kept, self.reducer)
         self.state = "running"
         return held
 
@@ -141,6 +149,11 @@ class Run:
         return True
 
     # --- what the launch calls -----------------------------------------------------------------
+
+    @property
+    def summary(self) -> Summary:
+        """The sums over all attempts so far."""
+        return self.reducer.summary
 
     @property
     def live(self) -> Path | None:
@@ -171,6 +184,7 @@ class Run:
         now = time.monotonic()
         if int(now) != int(self._said):
             self.observers.run("the run directory", self._watch_directory, None)
+            self.observers.run("the snapshot", self._snapshots.look, None)
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:
             self._publish()
@@ -233,7 +247,7 @@ class Run:
             token=self._token, live=self._live, argv=argv,
             environment=self._environment | self._contract(),
             prepare=self._prepare if self.number == 1 else self._check,
-            event=self.event, changed=self._publish, actions=on_stall, summary=self.summary,
+            event=self.event, changed=self._publish, actions=on_stall, reducer=self.reducer,
             former=former, held=held,
         )  # fmt: skip
         self._ask_git(held is None)
@@ -352,6 +366,7 @@ class Run:
             {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(held),
              "gates": [asdict(gate) for gate in held]},
         )  # fmt: skip
+        self.observers.once("the snapshot", self._snapshots.write, None)
         self._become(state, why)
         self._say_alive()
         self._publish()

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from console.history import Points
 from console.model import LIVE_STATES, LaunchState, LogLine, RunState
+from console.sources.series import Points
 from console.tui.draft import coming
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError
@@ -54,7 +54,7 @@ class Snapshot:
 def open_source(path: Path) -> RunSource:
     from console.sources.run import RunSource
 
-    return RunSource(path, LOOK_BYTES)
+    return RunSource(path, LOOK_BYTES, reads="charts")
 
 
 def find_newest(root: Path) -> Path | None:
@@ -178,7 +178,7 @@ class Feed:
             return Snapshot(at, now, self._state, trouble=text)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
-        charts = {name: source.history.series(name) for name in self._wanted(state)}
+        charts = {name: source.series.points(name) for name in self._wanted(state)}
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._stamps = self._stamp()

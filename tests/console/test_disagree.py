@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from typing import get_args
 
 import pytest
 
 from console import actions, cli, plain
 from console.diagnose.stall import Seen, diagnose
-from console.sources.run import RECENT_BYTES, RunSource
+from console.sources.records import Reads
+from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.sources.conftest import shared_memory as shared_memory
 from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates
@@ -216,11 +218,11 @@ def test_a_rank_that_is_gone_by_an_alert_and_by_the_kernel_is_gone(tmp_path):
 def test_what_was_skipped_is_said_of_the_part_that_was_read(passed, capsys):
     path = rundir.heartbeat(passed / "0-first", 0)
     path.write_bytes(b"garbage\n" * 50_000 + path.read_bytes())
-    state = RunSource(passed / "0-first", recent_bytes=RECENT_BYTES).poll()
+    state = RunSource(passed / "0-first").poll()
     lines = " ".join(plain.status_lines(state))
     assert f"at least {state.skipped_records:,} records could not be read" in lines
     assert "(in the newest 256 KiB of each file), skipped" in lines
-    whole = RunSource(passed / "0-first").poll()
+    whole = RunSource(passed / "0-first", reads="all").poll()
     assert " 50,000 records could not be read, skipped" in " ".join(plain.status_lines(whole))
 
 
@@ -228,10 +230,12 @@ def test_one_file_of_holes_keeps_no_other_from_being_read(passed):
     run = passed / "0-first"
     os.truncate(rundir.heartbeat(run, 0), 1 << 40)
     directory.sample(run)
-    for recent in (None, RECENT_BYTES):
-        state = RunSource(run, recent_bytes=recent).poll()
+    for reads in get_args(Reads):
+        source = RunSource(run, reads=reads)
+        source.poll()
+        state = source.poll()
         assert (state.behind_bytes, "load1" in state.figures) == (0, True)
-    state = RunSource(run, limit_bytes=1 << 9).poll()
+    state = RunSource(run, limit_bytes=1 << 9, reads="all").poll()
     assert state.behind_bytes > 1 << 30
     (text,) = [alert.text for alert in state.alerts if alert.id == "behind"]
     assert text == "1,024.0 GiB of records are still to be read"

@@ -8,6 +8,7 @@ than a bounded amount at once.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -15,11 +16,12 @@ import stat
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_HEARTBEAT_BYTES = 4096
 MAX_LINE_BYTES = 1 << 18
 READ_CHUNK_BYTES = 1 << 20
+GZIP = ".gz"
 PACKED_BYTES = 1 << 16
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -102,6 +104,13 @@ def numbers(record: Mapping[str, Any], key: str) -> list[float]:
     return [each for each in found if each is not None]
 
 
+def integers(record: Mapping[str, Any], key: str) -> list[int]:
+    """Returns the integers in the list `record[key]`, none when it is no list."""
+    value = record.get(key)
+    found = (integer({"": each}, "") for each in value) if isinstance(value, list) else ()
+    return [each for each in found if each is not None]
+
+
 def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Returns `record[key]` when it is an object, else an empty one."""
     value = record.get(key)
@@ -169,19 +178,56 @@ def size_bytes(path: Path, below: Path | None = None) -> int:
         os.close(fd)
 
 
+HEAD_BYTES = 4096
+
+
+def head(path: Path, below: Path | None = None) -> str:
+    """Returns a hash of a file's first line, "" while it has none; `below` as in `open_regular`.
+
+    It tells a file of records from another one with its name, also in a copy.
+    """
+    if path.suffix == GZIP:
+        unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        try:
+            data = unpacker.decompress(read_bytes(path, PACKED_BYTES, 0, below), HEAD_BYTES)
+        except zlib.error:
+            return ""
+    else:
+        data = read_bytes(path, HEAD_BYTES, 0, below)
+    first, end, _ = data.partition(b"\n")
+    return hashlib.sha256(first).hexdigest()[:16] if end or len(data) == HEAD_BYTES else ""
+
+
+class Line(NamedTuple):
+    """One record with the place of its line in its file, in bytes."""
+
+    at: int
+    length: int
+    record: dict[str, Any]
+
+
 class Tail:
     """Follows one growing file of JSON lines.
 
     `accept` turns a decoded object into a record or None (then it counts as skipped). `poll`
-    returns the new records; call it until `offset` stands still to catch up with a long file. With
-    `recent_bytes` it begins so far before the end of a longer one. A hole in a file is not read.
+    returns the new records, `poll_lines` with their places; call it until `offset` stands still to
+    catch up with a long file. It begins at `begin_at`, or with `recent_bytes` so far before the end
+    of a longer file. A hole in a file is not read. A file that is replaced is read from its begin,
+    unless it `stays`.
     """
 
     def __init__(
         self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None],
-        recent_bytes: int | None = None,
+        recent_bytes: int | None = None, begin_at: int = 0, stays: bool = False,
     ):  # fmt: skip
         self.path = path
+        self._stays = stays
+        self.generation = 0
+        """How often it began with a file: one that is replaced or truncated is read again."""
+        self.is_replaced = False
+        """The file at the path is another one, which is not read, as it `stays` with its own."""
+        self.line_at = self._begin_at = begin_at
+        """`line_at` is the begin of the line that is read next: all before it was taken in."""
         self.left_out_bytes = 0
         """The bytes before the place where reading began."""
         self._recent_bytes = recent_bytes
@@ -197,29 +243,40 @@ class Tail:
 
     def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[dict[str, Any]]:
         """Returns the records that arrived since the last call, of at most 1 MiB."""
+        return [line.record for line in self.poll_lines(limit_bytes)]
+
+    def poll_lines(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Line]:
+        """Returns the same, each record with its place in the file."""
         data = self._read(min(limit_bytes, READ_CHUNK_BYTES))
         if not data:
             return []
         *lines, self._carry = (self._carry + data).split(b"\n")
+        at = self.line_at
+        self.line_at += sum(map(len, lines)) + len(lines)
         if self._overlong and lines:
+            at += len(lines[0]) + 1
             lines, self._overlong = lines[1:], False
         if len(self._carry) > MAX_LINE_BYTES and self._carry[0] == 0:
-            self._carry = b"\0" + self._carry.lstrip(b"\0")
+            text = self._carry.lstrip(b"\0")
+            self.line_at += len(self._carry) - len(text) - 1
+            self._carry = b"\0" + text
         if len(self._carry) > MAX_LINE_BYTES:
             if not self._overlong:
                 self.skipped += 1
+            self.line_at += len(self._carry)
             self._carry, self._overlong = b"", True
-        records = []
+        found = []
         for line in lines:
             # Zeros before a record are a hole, or what a crash of the host left.
             text = line.lstrip(b"\0")
             record = decode(text) if len(text) <= MAX_LINE_BYTES else None
             record = self._accept(record) if record is not None else None
             if record is not None:
-                records.append(record)
+                found.append(Line(at, len(line) + 1, record))
             elif line.strip():
                 self.skipped += 1
-        return records
+            at += len(line) + 1
+        return found
 
     def _read(self, limit_bytes: int) -> bytes:
         fd = open_regular(self.path)
@@ -228,6 +285,10 @@ class Tail:
         try:
             status = os.fstat(fd)
             identity = (status.st_dev, status.st_ino)
+            other = self._identity is not None and identity != self._identity
+            self.is_replaced = self._stays and other
+            if self.is_replaced:
+                return b""
             if identity != self._identity or status.st_size < self.offset:
                 self._begin(identity, status.st_size)
             self.size_bytes = status.st_size
@@ -252,7 +313,8 @@ class Tail:
             data_at = size_bytes if error.errno == errno.ENXIO else self.offset
         if data_at > self.offset:
             self.skipped += bool(self._carry)
-            self.offset, self._carry, self._overlong = data_at, b"", False
+            self.offset = self.line_at = data_at
+            self._carry, self._overlong = b"", False
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
         """Begins with a file that is new at the path; half a line at the begin is left out.
@@ -261,33 +323,43 @@ class Tail:
         """
         recent = size_bytes if self._recent_bytes is None else self._recent_bytes + 1
         self._identity, self._carry = identity, b""
-        self.offset = self.left_out_bytes = max(0, size_bytes - recent)
-        self._overlong = self.offset > 0
+        self.generation += 1
+        self._begin_at = self._begin_at if self._begin_at <= size_bytes else 0
+        self.left_out_bytes = 0 if self._begin_at else max(0, size_bytes - recent)
+        self.offset = self.line_at = self._begin_at or self.left_out_bytes
+        self._overlong = self.left_out_bytes > 0
+        self._begin_at = 0
 
 
 class Packed(Tail):
     """Reads a gzip file of JSON lines that does not grow; `offset` counts its own bytes.
 
-    What cannot be unpacked ends it, and counts as one line that was skipped.
+    `begin_at` and the places of lines are those in the text. What cannot be unpacked ends it, and
+    counts as one line that was skipped.
     """
 
-    def __init__(self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]):
-        super().__init__(path, accept)
+    def __init__(
+        self, path: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None],
+        begin_at: int = 0,
+    ):  # fmt: skip
+        super().__init__(path, accept, begin_at=begin_at)
+        self._left, self._is_damaged = begin_at, False
         self._unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
     def _read(self, limit_bytes: int) -> bytes:
         self.size_bytes = size_bytes(self.path)
         packed = read_bytes(self.path, PACKED_BYTES, self.offset)
-        if not packed or limit_bytes <= 0:
+        if self._unpacker.eof or self._is_damaged or limit_bytes <= 0:
             return b""
         try:
             data = self._unpacker.decompress(packed, limit_bytes)
         except zlib.error:
             self.skipped += 1
-            self.offset = self.size_bytes
+            self.offset, self._is_damaged = self.size_bytes, True
             return b""
         self.offset += len(packed) - len(self._unpacker.unconsumed_tail)
         self.taken_bytes += len(data)
         if self._unpacker.eof:
             self.offset = self.size_bytes
-        return data
+        before, self._left = self._left, max(0, self._left - len(data))
+        return data[before:]

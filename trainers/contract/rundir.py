@@ -24,8 +24,9 @@ from trainers.contract.errors import RefusedError
 PLAN, PLAN_STATE, LOCK, SUPERVISOR_LOG = (
     "plan.json", "plan_state.json", "lock", "supervisor.log",
 )  # fmt: skip
-RUN, ENV, SUPERVISOR, EVENTS, GATES, METRICS = (
+RUN, ENV, SUPERVISOR, EVENTS, GATES, METRICS, SNAPSHOT = (
     "run.json", "env.json", "supervisor.json", "events.jsonl", "gates.json", "metrics.json",
+    "snapshot.json",
 )  # fmt: skip
 REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT, ANOMALY = (
     "requests", "verdicts", "checkpoints", "latest", ".HALT", ".anomaly_type",
@@ -52,7 +53,7 @@ def samples(run: Path, host: str) -> Path:
     return run / f"samples_{host}.jsonl"
 
 
-GZIP = ".gz"
+GZIP = jsonl.GZIP
 PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from console.history import Points
+from console.sources.series import Points
 from console.tui import chartmath
 from console.tui import format as fmt
 from console.tui.chartmath import Mode

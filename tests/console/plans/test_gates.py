@@ -145,7 +145,7 @@ def test_the_files_give_the_same_answer_as_the_live_records(tmp_path):
     while behind:
         news = files.look(heartbeats=True)
         behind = news.behind
-        for record in news.records:
+        for record in news.heartbeats():
             read.take(record)
     bounds = {"steps_done": 20, "loss_finite": True, "loss_falls": True, "no_stall": True}
     found = evaluate(read, bounds)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.cli import main
-from console.sources import run as source
+from console.plans.confirm import FULL
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import jsonl, rundir
@@ -33,6 +33,11 @@ def launch(tmp_path):
     return path
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr("console.sources.records.RECENT_BYTES", RECENT)
+
+
 def told(state):
     """What does not depend on how much was read."""
     return (
@@ -42,7 +47,7 @@ def told(state):
 
 
 def test_the_end_of_the_files_tells_how_a_run_is_as_all_of_them_do(launch):
-    whole, recent = RunSource(launch), RunSource(launch, recent_bytes=RECENT)
+    whole, recent = RunSource(launch, reads="all"), RunSource(launch)
     assert told(recent.poll()) == told(whole.poll())
     assert (whole.is_whole, recent.is_whole) == (True, False)
     directory.beat(launch / "0-first", 0, STEPS + 1, loss=0.5)
@@ -52,8 +57,6 @@ def test_the_end_of_the_files_tells_how_a_run_is_as_all_of_them_do(launch):
 
 def test_a_sum_over_all_records_reads_all_of_them(launch, capsys, monkeypatch):
     """A run that completed is no go for what is far from the end of its records."""
-    monkeypatch.setattr(source, "RECENT_BYTES", RECENT)
-    monkeypatch.setattr("console.commands.looking.RECENT_BYTES", RECENT)
     run = launch / "0-first"
     gate = {"name": "loss_finite", "value": 0.0, "bound": "= 0", "result": "pass"}
     born = rundir.read_json(run / rundir.RUN) or {}
@@ -63,9 +66,13 @@ def test_a_sum_over_all_records_reads_all_of_them(launch, capsys, monkeypatch):
     directory.document(run / rundir.SUPERVISOR, held | {"state": "completed"})
     for rank in (0, 1):
         directory.beat(run, rank, STEPS, "exit", exit_code=0)
-    assert main(["check", str(run), "--json"]) == 1
-    capsys.readouterr()
     assert main(["check", str(run)]) == 1
+    assert f"there is no snapshot.json for its records, of which only the end was read; {FULL}" in (
+        capsys.readouterr().out
+    )
+    assert main(["check", str(run), "--full", "--json"]) == 1
+    capsys.readouterr()
+    assert main(["check", str(run), "--full"]) == 1
     assert "gate loss_finite passes in gates.json and is fail by the records" in (
         capsys.readouterr().out
     )

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console import plain
-from console.history import MAX_SERIES, History
 from console.sources import presence
 from console.sources.run import RunSource
+from console.sources.series import MAX_SERIES, Series
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
@@ -83,7 +83,7 @@ def test_new_records_arrive_by_the_next_look_and_the_history_grows(launch):
     directory.beat(run, 0, 2, loss="nan", steps_dt_s=[0.2])
     state = source.poll()
     assert math.isnan(state.figures["loss"].value)
-    assert [value for _, value in source.history.series("loss")] == [5.0]
+    assert [value for _, value in source.series.points("loss")] == [5.0]
 
 
 def test_the_next_phase_replaces_the_run_and_its_history(launch):
@@ -98,7 +98,7 @@ def test_the_next_phase_replaces_the_run_and_its_history(launch):
     after = source.poll()
     assert after.id == "toy/1-second"
     assert after.figures == {}
-    assert source.history.series("loss") == ()
+    assert source.series.points("loss") == ()
 
 
 def test_live_pulses_are_read_from_shared_memory(launch, shared_memory):
@@ -281,7 +281,7 @@ def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
         state = source.poll()
     assert (state.behind_bytes, state.step) == (0, 399)
     assert [alert.id for alert in state.alerts] == ["a"]
-    assert len(source.history.series("loss")) == 399
+    assert len(source.series.points("loss")) == 399
     assert RunSource(launch).poll().step == 399
 
 
@@ -373,11 +373,11 @@ def test_only_a_live_directory_of_ours_is_one(named):
 
 
 def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
-    history = History()
+    series = Series()
     names = [f"rss_mib:{rank}" for rank in range(MAX_SERIES + 100)]
     for name in names:
-        history.add(name, 1.0, 2.0)
-    assert sum(bool(history.series(name)) for name in names) == MAX_SERIES
+        series.add("samples_here.jsonl", 1.0, {name: 2.0})
+    assert sum(bool(series.points(name)) for name in names) == MAX_SERIES
 
 
 def test_numbers_that_no_figure_can_be_are_left_out(launch):
@@ -392,7 +392,7 @@ def test_numbers_that_no_figure_can_be_are_left_out(launch):
     state = source.poll()
     assert state.steps_planned is None
     assert state.figures["step_p50_s"].window == "last 2 steps"
-    assert [value for _, value in source.history.series("loss")] == [5.0]
+    assert [value for _, value in source.series.points("loss")] == [5.0]
     assert list(plain.status_lines(state))
 
 
@@ -404,7 +404,7 @@ def test_the_points_of_a_series_stand_in_the_order_of_their_times(launch):
         directory.sample(run, ts=now + second, ranks=[{"rank": 1, "rss_mib": 2.0}])
     source = RunSource(launch)
     source.poll()
-    points = source.history.series("rss_mib:1")
+    points = source.series.points("rss_mib:1")
     assert len(points) == 5
     assert list(points) == sorted(points)
 
@@ -416,7 +416,7 @@ def test_a_clock_that_was_set_back_leaves_a_series_in_order_that_ends_with_its_n
         directory.beat(run, 0, step, loss=1.0, ts=at)
     source = RunSource(launch)
     source.poll()
-    points = source.history.series("loss")
+    points = source.series.points("loss")
     assert [at for at, _ in points] == [now - 3600, now, now + 1, now + 2]
 
 

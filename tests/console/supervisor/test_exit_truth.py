@@ -67,7 +67,7 @@ class Trial:
         self.owner.hear()
         self.tree.look()
         news = self.files.look(heartbeats=True)
-        for record in news.records:
+        for record in news.heartbeats():
             self.story.take(record)
         return news.behind
 

@@ -35,6 +35,7 @@ OBSERVERS = {
     "alert hook": ("hooks", "Hooks", "poll"),
     "the run directory": ("alerts", "Alerts", "watch_writes"),
     "the sign of life": ("live", "Live", "write_status"),
+    "the snapshot": ("snapshots", "Snapshots", "look"),
     "supervisor.json": ("attempt", "Attempt", "workers"),
 }
 STEPS, GATES = 600, ("loss_finite", "no_stall")

@@ -45,6 +45,7 @@ OBSERVERS = {
     "files": ("follow", "Files", "look"),
     "the run directory": ("alerts", "Alerts", "watch_writes"),
     "the sign of life": ("live", "Live", "write_status"),
+    "the snapshot": ("snapshots", "Snapshots", "look"),
     "supervisor.json": ("attempt", "Attempt", "workers"),
 }
 MIDDLE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from console.history import History
-from console.sources.records import Records
+from console.sources.records import Reads, Records
 from console.supervisor.directory import Directory
 from console.supervisor.parts import Parts
 from tests.mounts import tmpfs
@@ -63,14 +62,13 @@ def test_parts_and_the_newest_file_hold_every_record_in_order(filled):
     assert sum(p.stat().st_size for _, p in parts) < COUNT * len(jsonl.encode(sample(1))) / 4
 
 
-def read(run, recent_bytes: int | None = None) -> tuple[Records, list[float]]:
-    history = History()
-    records = Records(run, history, lambda *_: None, recent_bytes)
+def read(run, reads: Reads = "all") -> tuple[Records, list[float]]:
+    records = Records(run, reads)
     for _ in range(COUNT):
         records.poll(1, 1, 100_000)
         if not records.behind_bytes:
             break
-    return records, [value for _, value in history.series("rss_mib:0")]
+    return records, [value for _, value in records.series.points("rss_mib:0")]
 
 
 def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(filled):
@@ -78,7 +76,7 @@ def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(
     assert (records.skipped, records.is_whole) == (0, True)
     assert (min(values), max(values)) == (0.0, COUNT - 1.0)
     assert records.sample["here"]["ts"] == 1e9 + COUNT - 1
-    newest, _ = read(filled, 4096)
+    newest, _ = read(filled, "recent")
     assert newest.sample["here"]["ts"] == 1e9 + COUNT - 1
 
 

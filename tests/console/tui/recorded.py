@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from console.history import History
 from console.model import (
     Alert,
     Figure,
@@ -24,6 +23,7 @@ from console.model import (
     RunState,
     Verdict,
 )
+from console.sources.series import Series
 from console.tui.main import ConsoleApp
 from console.tui.terminal import Terminal
 from trainers.contract.errors import RefusedError
@@ -159,13 +159,12 @@ class Recorded:
         self.states = list(states)
         self.run_path = run
         self.whole, self.is_whole, self.launch_path, self.summary = False, True, None, None
-        self.history = History()
+        self.series = Series()
         self.polls = 0
         for second in range(120):
             at = NOW - 120 + second
-            self.history.add("toks_per_s", at, 41_000.0 + 10 * (second % 7))
-            self.history.add("loss", at, 3.0 - second / 200)
-            self.history.add("rss_mib:0", at, 1240.0)
+            told = {"toks_per_s": 41_000.0 + 10 * (second % 7), "loss": 3.0 - second / 200}
+            self.series.add("", at, told | {"rss_mib:0": 1240.0})
 
     def poll(self) -> RunState:
         self.polls += 1

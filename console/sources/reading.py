@@ -1,0 +1,304 @@
+"""The append-only files of one run, read on: what ranks and supervisor have recorded since."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from console.sources import ancestor
+from trainers.contract import heartbeat, jsonl, rundir
+
+MAX_RANKS = 4096
+MAX_FILES = MAX_RANKS + 64
+CHUNK_BYTES = 1 << 20
+HEARTBEAT, SAMPLES = "heartbeat_rank", "samples_"
+
+
+class Place(NamedTuple):
+    """A place in a file of records: the number of its part (0 without parts) and the byte."""
+
+    part: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far a file was read: all lines before `place`. `head` is the hash of its first line.
+
+    `skipped` lines before it are no records.
+    """
+
+    head: str
+    place: Place
+    skipped: int = 0
+
+    def fits(self, path: Path) -> bool:
+        """Says whether a file is the one that was read so far, and not shorter now."""
+        if not self.place.at:
+            return True
+        found = _part_at(path, self.place.part)
+        if found is None or jsonl.head(found) != self.head:
+            return False
+        return found.suffix == jsonl.GZIP or jsonl.size_bytes(found) >= self.place.at
+
+    def before(self, path: Path, count_bytes: int) -> Cursor:
+        """Returns the begin of a line about so many bytes before it, for a file without parts."""
+        begin = self.place.at - count_bytes
+        if not count_bytes or begin <= 0:
+            return replace(self, place=Place(0, 0)) if count_bytes else self
+        data = jsonl.read_bytes(path, min(count_bytes, jsonl.MAX_LINE_BYTES), begin)
+        end = data.find(b"\n") + 1
+        return replace(self, place=Place(0, begin + end)) if end else self
+
+
+NOWHERE = Cursor("", Place(0, 0))
+
+
+class Line(NamedTuple):
+    """One record, with its place and the length of its line in bytes."""
+
+    place: Place
+    length: int
+    record: dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """What one look found in one file, in its order, and how far the file is read now."""
+
+    name: str
+    lines: list[Line]
+    cursor: Cursor
+
+
+def rank_of(name: str) -> int | None:
+    """Returns the rank whose heartbeat file has this name, None for another file."""
+    rank = name.removeprefix(HEARTBEAT).removesuffix(".jsonl")
+    return int(rank) if rank.isdecimal() and len(rank) <= len(str(MAX_RANKS)) else None
+
+
+def whole_name(name: str) -> str:
+    """Returns the name of the file of records that a part belongs to, any other name as it is."""
+    base, found, part = name.partition(".jsonl")
+    is_part = found and base.startswith(SAMPLES) and rundir.PART.fullmatch(part)
+    return base + found if is_part else name
+
+
+def parts(path: Path) -> dict[int, Path]:
+    """Returns the older parts of a file of records by number."""
+    try:
+        return dict(rundir.parts(path))
+    except OSError:
+        return {}
+
+
+def _part_at(path: Path, number: int) -> Path | None:
+    """Returns where a part is now: it becomes a file of its own when the next one begins."""
+    there = path if jsonl.size_bytes(path) else None
+    return parts(path).get(number, there) if number else there
+
+
+def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
+    """Returns the record at a place, {} where none is there any more."""
+    found = _part_at(path, place.part)
+    if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
+        return {}
+    if found.suffix == jsonl.GZIP:
+        tail = jsonl.Packed(found, _any, place.at)
+        while not (lines := tail.poll()) and tail.offset < tail.size_bytes:
+            pass
+        return lines[0] if lines else {}
+    return jsonl.decode(jsonl.read_bytes(found, length, place.at).lstrip(b"\0")) or {}
+
+
+def _any(record: dict[str, Any]) -> dict[str, Any]:
+    return record
+
+
+class Follower:
+    """Follows one file of records through its parts, the oldest first; `number` counts them.
+
+    The file that grows becomes the next part when it is long. A file without parts has number 0.
+    """
+
+    def __init__(self, path: Path, tail: jsonl.Tail, number: int = 0, skipped: int = 0,
+                 left_out_bytes: int = 0):  # fmt: skip
+        self.path, self.number, self.tail = path, number, tail
+        self._head, self._of = "", (0, 0)
+        self._skipped = skipped
+        self._left_out_bytes = left_out_bytes
+
+    @property
+    def skipped(self) -> int:
+        return self._skipped + self.tail.skipped
+
+    @property
+    def left_out_bytes(self) -> int:
+        """The bytes before the place where reading began, unless that is a cursor."""
+        return self._left_out_bytes + self.tail.left_out_bytes
+
+    @property
+    def behind_bytes(self) -> int:
+        """How much is there to read that was not read yet, compressed parts by their size."""
+        behind = max(0, self.tail.size_bytes - self.tail.offset)
+        if self.tail.path == self.path:
+            return behind
+        later = [path for number, path in parts(self.path).items() if number > self.number]
+        return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
+
+    def cursor(self) -> Cursor:
+        """Returns how far it was read; the file is looked at once for its first line."""
+        of = self.number, self.tail.generation
+        if not self._head or of != self._of:
+            self._head, self._of = jsonl.head(self.tail.path), of
+        return Cursor(self._head, Place(self.number, self.tail.line_at), self.skipped)
+
+    def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
+        """Returns new records and how many bytes were read for them, 0 at the end of the file."""
+        left, found = limit_bytes, []
+        if self.number and self.tail.path == self.path and self.number in parts(self.path):
+            self._go_on()
+        while left > 0:
+            taken, offset = self.tail.taken_bytes, self.tail.offset
+            for at, length, record in self.tail.poll_lines(left):
+                found.append(Line(Place(self.number, at), length, record))
+            left -= self.tail.taken_bytes - taken
+            ended = (self.tail.taken_bytes, self.tail.offset) == (taken, offset)
+            if ended and not (self.number and self._go_on()):
+                break
+        return found, limit_bytes - left
+
+    def _go_on(self) -> bool:
+        """Goes on with the next part, where this one grows no more; says whether it did."""
+        there = parts(self.path)
+        own = there.get(self.number)
+        if own is None and self.tail.path == self.path:
+            replaced = self.tail.is_replaced
+            if replaced:
+                self._replace(open_part(self.path))
+            return replaced
+        if own is not None and own != self.tail.path:  # it has become a part, or was compressed
+            self._replace(open_part(own, self.tail.line_at))
+            return True
+        newest = max(there, default=self.number) + 1
+        self.number = min((each for each in there if each > self.number), default=newest)
+        self._replace(open_part(there.get(self.number, self.path)))
+        return True
+
+    def _replace(self, tail: jsonl.Tail) -> None:
+        self._skipped += self.tail.skipped
+        tail.left_out_bytes = self.tail.left_out_bytes
+        self.tail = tail
+
+
+def open_part(path: Path, begin_at: int = 0) -> jsonl.Tail:
+    """Returns a reader of a file or part of samples."""
+    if path.suffix == jsonl.GZIP:
+        return jsonl.Packed(path, _any, begin_at)
+    return jsonl.Tail(path, _any, begin_at=begin_at, stays=True)
+
+
+class Reading:
+    """Reads the heartbeats, samples and events of one run, a bounded part at each look.
+
+    With `recent_bytes` only the end of each file of heartbeats and samples is read. Files that
+    `cursors` names are read from there on, and `only` those are read that it names.
+    """
+
+    def __init__(
+        self, run: Path, recent_bytes: int | None = None,
+        cursors: Mapping[str, Cursor] | None = None, only: Collection[str] | None = None,
+    ):  # fmt: skip
+        self.run, self._recent_bytes, self._cursors = run, recent_bytes, dict(cursors or {})
+        self._only = only
+        self._followed: dict[str, Follower] = {}
+        self._turns: deque[str] = deque()
+        self.is_legacy = False
+        """The ancestor wrote it."""
+
+    @property
+    def skipped(self) -> int:
+        return sum(follower.skipped for follower in self._followed.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Says whether all heartbeats are read, from the begin of their files or a cursor on."""
+        return not any(
+            each.left_out_bytes
+            for name, each in self._followed.items()
+            if rank_of(name) is not None
+        )
+
+    @property
+    def left_out_bytes(self) -> int:
+        """The bytes before the places where reading began, but for those before a cursor."""
+        return sum(each.left_out_bytes for each in self._followed.values())
+
+    @property
+    def behind_bytes(self) -> int:
+        """How much is there to read that was not read yet."""
+        return sum(follower.behind_bytes for follower in self._followed.values())
+
+    def poll(self, limit_bytes: int) -> Iterator[Batch]:
+        """Yields what is new, about `limit_bytes` of it, from the file on where the last ended."""
+        self._discover()
+        left, ended = limit_bytes, 0
+        while left > 0 and ended < len(self._turns):
+            follower = self._followed[self._turns[0]]
+            lines, taken = follower.poll(min(left, CHUNK_BYTES))
+            left -= taken
+            if lines:
+                yield Batch(self._turns[0], lines, follower.cursor())
+            if taken < min(left + taken, CHUNK_BYTES):
+                self._turns.rotate(-1)
+                ended += 1
+
+    def _discover(self) -> None:
+        try:
+            names = os.listdir(self.run)
+        except OSError:
+            return
+        for name in map(whole_name, names):
+            if name in self._followed or len(self._followed) >= MAX_FILES:
+                continue
+            if self._only is not None and name not in self._only:
+                continue
+            if name == rundir.EVENTS:
+                self._followed[name] = self._plain(name, lambda r: r, None)
+            elif name.endswith(".jsonl") and name.startswith(SAMPLES):
+                self._followed[name] = self._parted(name)
+            elif name.endswith(".jsonl") and rank_of(name) is not None:
+                self._followed[name] = self._heartbeats(name)
+            else:
+                continue
+            self._turns.append(name)
+
+    def _plain(self, name: str, accept: Any, recent_bytes: int | None) -> Follower:
+        cursor = self._cursors.get(name, NOWHERE)
+        tail = jsonl.Tail(self.run / name, accept, recent_bytes, cursor.place.at)
+        return Follower(self.run / name, tail, skipped=cursor.skipped)
+
+    def _heartbeats(self, name: str) -> Follower:
+        rank = rank_of(name)
+        if rank is not None and ancestor.is_one(self.run):
+            self.is_legacy = True
+            return Follower(self.run / name, ancestor.tail(self.run, rank, self._recent_bytes))
+        return self._plain(name, heartbeat.accept, self._recent_bytes)
+
+    def _parted(self, name: str) -> Follower:
+        path, cursor = self.run / name, self._cursors.get(name)
+        there = parts(path)
+        grows = max(there, default=0) + 1
+        if cursor is not None:
+            part, at = cursor.place
+            return Follower(path, open_part(there.get(part, path), at), part, cursor.skipped)
+        if self._recent_bytes is None and there:
+            first = min(there)
+            return Follower(path, open_part(there[first]), first)
+        tail = jsonl.Tail(path, _any, self._recent_bytes, stays=True)
+        return Follower(
+            path, tail, grows, left_out_bytes=sum(map(jsonl.size_bytes, there.values()))
+        )

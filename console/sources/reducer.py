@@ -1,0 +1,225 @@
+"""Records become the state of a run here and nowhere else, each file by itself, then combined.
+
+So every reader gets the same state from the same files, in whatever order it reads them, and a
+snapshot of the state stands for all that was read before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from console.model import STALL, Alert
+from console.sources import documents, reading
+from console.sources.reading import Batch, Cursor, Line, Place
+from console.sources.series import RAW_RECORDS, Series, mean_step_s
+from console.sources.summary import Summary
+from trainers.contract import jsonl, rundir
+
+MAX_ATTEMPT = 100_000
+"""No run has more; a record of a later one is not believed."""
+KEPT_HEADS = 4
+BELIEVED_RECORDS = 2
+"""So many records of an attempt tell that it has begun, where no supervisor says so."""
+MAX_ALERTS = 256
+
+
+@dataclass(slots=True)
+class Head:
+    """The newest records of one rank in one attempt."""
+
+    last: Line
+    progress: Line | None = None
+    halt: int | None = None
+    """The step at which it says that it halts."""
+    records: int = 0
+
+    def take(self, line: Line) -> None:
+        msg, step = line.record["msg"], line.record["step"]
+        self.last, self.records = line, self.records + 1
+        if msg == "halt":
+            self.halt = step
+        elif msg == "progress":
+            self.halt, self.progress = None, line
+
+
+@dataclass(slots=True)
+class Events:
+    """What the supervisor's events tell: its last state, and alerts."""
+
+    state: Line | None = None
+    alerts: dict[str, Line] = field(default_factory=dict)
+    """The event that raised each open alert."""
+    acknowledged: set[str] = field(default_factory=set)
+    told_ts: dict[str, float] = field(default_factory=dict)
+    """When the last event on an alert was written."""
+    attempts: int | None = None
+    stalls: int | None = None
+    """Both None before the first event."""
+
+    def take(self, line: Line) -> None:
+        kind = jsonl.text(line.record, "kind")
+        attempt = jsonl.integer(line.record, "attempt")
+        if attempt is not None:
+            self.attempts = max(attempt, self.attempts or 0)
+        stalled = kind == "alert" and line.record.get("alert") == STALL
+        self.stalls = (self.stalls or 0) + stalled
+        if kind == "state":
+            self.state = line
+        name = documents.line(line.record, "alert", "")
+        if not name or kind not in ("alert", "clear", "ack"):
+            return
+        if name not in self.told_ts and len(self.told_ts) >= MAX_ALERTS:
+            oldest = next(iter(self.told_ts))
+            del self.told_ts[oldest]
+            self.alerts.pop(oldest, None)
+        self.told_ts[name] = jsonl.number(line.record, "ts") or 0.0
+        if kind == "ack":
+            self.acknowledged |= {name} & self.alerts.keys()
+            return
+        self.acknowledged.discard(name)
+        self.alerts.pop(name, None)
+        if kind == "alert":
+            self.alerts[name] = line
+
+    def open(self) -> dict[str, Alert]:
+        """Returns the alerts that no event has cleared."""
+        return {
+            name: replace(raised(name, line.record), acknowledged=name in self.acknowledged)
+            for name, line in self.alerts.items()
+        }
+
+
+class Reducer:
+    """The state of a run from its records: of all attempts in `summary`, of each one in heads.
+
+    Which attempt is the present one, the supervisor's document says; without one two records have
+    to agree. `series` gets what is charted.
+    """
+
+    def __init__(self, series: Series, summary: Summary | None = None):
+        self.series, self.summary = series, summary or Summary()
+        self.all_heads: dict[int, dict[int, Head]] = {}
+        self.newest_samples: dict[str, Line] = {}
+        """The newest sample of each file."""
+        self.events = Events()
+        self.cursors: dict[str, Cursor] = {}
+        self.charted: dict[str, deque[Place]] = {}
+        """The places of the newest records of which points are kept."""
+
+    # --- taken ---------------------------------------------------------------------------------
+
+    def take(self, batch: Batch, world: int = reading.MAX_RANKS) -> list[dict[str, Any]]:
+        """Takes what is new in one file; returns its heartbeats that count for `world` ranks.
+
+        What was taken before is left out.
+        """
+        known = self.cursors.get(batch.name)
+        if known is not None and known.head != batch.cursor.head:
+            same_part = known.place.part == batch.cursor.place.part
+            known = None if same_part else known  # another file with that name
+        newest = max(known.place, batch.cursor.place) if known else batch.cursor.place
+        self.cursors[batch.name] = replace(batch.cursor, place=newest)
+        rank, counted = reading.rank_of(batch.name), []
+        for line in batch.lines:
+            if known is not None and line.place < known.place:
+                continue
+            if batch.name == rundir.EVENTS:
+                self.events.take(line)
+            elif rank is None:
+                self._take_sample(batch.name, line)
+            elif line.record["rank"] == rank < world and self._take_heartbeat(batch.name, line):
+                counted.append(line.record)
+        return counted
+
+    def _take_heartbeat(self, name: str, line: Line) -> bool:
+        record, rank, attempt = line.record, line.record["rank"], line.record["attempt"]
+        if not self.summary.take(record) or not 0 < attempt <= MAX_ATTEMPT:
+            return False
+        heads = self.all_heads.setdefault(rank, {})
+        if attempt not in heads:
+            heads[attempt] = Head(line)
+            if len(heads) > KEPT_HEADS:
+                del heads[min(heads)]
+        if attempt in heads:
+            heads[attempt].take(line)
+        self._chart(name, line, self.series.add)
+        if record["msg"] == "progress" and rank == 0:
+            at = jsonl.number(record, "ts") or 0.0
+            self.series.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
+        return True
+
+    def _take_sample(self, name: str, line: Line) -> None:
+        if jsonl.number(line.record, "ts") is not None:
+            self.newest_samples[name] = line
+            self._chart(name, line, self.series.add)
+
+    def _chart(self, name: str, line: Line, add: Callable[..., object]) -> None:
+        """Adds what is charted of a record, and keeps its place."""
+        at, values = jsonl.number(line.record, "ts"), _charted(name, line.record)
+        if at is not None and values is not None and add(name, at, values) is not None:
+            self.charted.setdefault(name, deque(maxlen=RAW_RECORDS)).append(line.place)
+
+    def take_points(self, batch: Batch) -> None:
+        """Takes records from before a snapshot: only their points are missing."""
+        end = self.cursors[batch.name].place
+        for line in batch.lines:
+            if line.place < end:
+                self._chart(batch.name, line, self.series.add_point)
+
+    # --- combined ------------------------------------------------------------------------------
+
+    def attempt(self, told: int | None) -> int:
+        """Returns the present attempt: the one of the document, else the newest that has begun."""
+        if told is not None and 0 < told <= MAX_ATTEMPT:
+            return told
+        records: dict[int, int] = {}
+        for heads in self.all_heads.values():
+            for number, head in heads.items():
+                records[number] = records.get(number, 0) + head.records
+        begun = (each for each, count in records.items() if count >= BELIEVED_RECORDS)
+        return max(begun, default=1)
+
+    def heads(self, attempt: int) -> dict[int, Head]:
+        """Returns the head of each rank that recorded something in an attempt."""
+        heads = sorted(self.all_heads.items())
+        return {rank: held[attempt] for rank, held in heads if attempt in held}
+
+    def samples(self, attempt: int) -> dict[str, dict[str, Any]]:
+        """Returns the newest sample of each host, but for those of an attempt before."""
+        found = {}
+        for line in self.newest_samples.values():
+            of = jsonl.integer(line.record, "attempt")
+            if of is None or of >= attempt:
+                found[documents.line(line.record, "host", "?")] = line.record
+        return found
+
+
+def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """Returns what is charted of a record, None for one that is not."""
+    rank = reading.rank_of(name)
+    if rank is None:
+        return _sizes(record)
+    if rank or record["msg"] != "progress":
+        return None
+    found = {name: jsonl.number(record, name) for name in documents.CHARTED}
+    return found | {"step_s": mean_step_s(jsonl.numbers(record, "steps_dt_s"))}
+
+
+def _sizes(sample: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns what is charted of a sample."""
+    values: dict[str, float | None] = {}
+    for entry in documents.entries(sample, "gpus")[: documents.MAX_GPUS]:
+        index = jsonl.integer(entry, "index")
+        values[f"gpu_mem_mib:{index}"] = jsonl.number(entry, "mem_used_mib")
+        values[f"gpu_util_pct:{index}"] = jsonl.number(entry, "util_pct")
+    for entry in documents.entries(sample, "ranks"):
+        values[f"rss_mib:{jsonl.integer(entry, 'rank')}"] = jsonl.number(entry, "rss_mib")
+    return values
+
+
+def raised(name: str, record: Mapping[str, Any]) -> Alert:
+    """Returns an alert that the supervisor raised."""
+    return documents.read(Alert, record, id=name, acknowledged=False, observed=False)

@@ -1,0 +1,299 @@
+"""The series of one run: what the charts draw and what rates, percentiles and ETA come from.
+
+The newest records of a file are kept as points. What is older is thinned to the least and the
+largest value of each span of 10 s, 1 min and 10 min: the same spans, whoever thins.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainers.contract import jsonl
+
+RAW_RECORDS = 600
+SPANS_S, KEPT_SPANS = (10, 60, 600), (1080, 1440, 4032)
+"""The resolutions, and how many spans of each are kept: 3 hours, a day, four weeks."""
+MAX_SERIES = 16_384
+STEP_WINDOW, PACE_WINDOW = 200, 64
+AHEAD_S = 60.0
+LATEST_S = 1 << 40
+"""Later than this no calendar knows a date."""
+Points = tuple[tuple[float, float], ...]
+"""Points of one quantity, oldest first: (unix s, value)."""
+Values = Mapping[str, float]
+Band = tuple[float, float]
+"""The least and the largest value."""
+
+
+class Span(NamedTuple):
+    """The bands of one file's quantities in one span of time, which begins at `at`.
+
+    `number` counts the spans of a file at a resolution: one that is told twice is the same.
+    """
+
+    of: str
+    level: int
+    number: int
+    at: float
+    bands: Mapping[str, Band]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the span as a line of a history file."""
+        bands = {name: low if low == high else [low, high]
+                 for name, (low, high) in self.bands.items()}  # fmt: skip
+        return {"of": self.of, "n": self.number, "ts": self.at, "bands": bands}
+
+
+def read_span(record: Mapping[str, Any], level: int) -> Span | None:
+    """Returns the span of a line of a history file, None where it has none."""
+    at, number = jsonl.number(record, "ts"), jsonl.integer(record, "n")
+    if at is None or not 0 <= at < LATEST_S or number is None:
+        return None
+    bands = _bands(jsonl.mapping(record, "bands"))
+    return Span(jsonl.text(record, "of"), level, number, at, bands)
+
+
+def _bands(held: Mapping[str, Any]) -> dict[str, Band]:
+    """Returns the bands of a line, without those that are no two finite numbers in order."""
+    found: dict[str, Band] = {}
+    for name, value in held.items():
+        low, high = value if isinstance(value, list) and len(value) == 2 else (value, value)
+        if type(low) is float and type(high) is float and -math.inf < low <= high < math.inf:
+            found[name] = low, high
+    return found
+
+
+class Thinner:
+    """Thins the points of one file; the same whatever else is read in between."""
+
+    def __init__(self, of: str):
+        self._of = of
+        self.records = 0
+        self.now: list[Span | None] = [None] * len(SPANS_S)
+        """The spans that have not ended, by level."""
+
+    def add(self, at: float, values: Mapping[str, float]) -> Iterator[Span]:
+        """Takes the values of one record; yields the spans that ended before it."""
+        self.records += 1
+        for level, width_s in enumerate(SPANS_S):
+            begin = at // width_s * width_s
+            span = self.now[level]
+            if span is None or span.at != begin:
+                if span is not None:
+                    yield span
+                number = span.number + 1 if span is not None else 1
+                span = self.now[level] = Span(self._of, level, number, begin, {})
+            bands: dict[str, Band] = span.bands  # type: ignore[assignment]
+            for name, value in values.items():
+                low, high = bands.get(name, (value, value))
+                bands[name] = min(low, value), max(high, value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what a snapshot keeps: the spans that have not ended."""
+        return {"records": self.records, "now": [span and span.as_dict() for span in self.now]}
+
+    def load(self, held: Mapping[str, Any]) -> None:
+        """Takes what `as_dict` gave. Raises KeyError and TypeError for anything else."""
+        self.records = jsonl.integer(held, "records") or 0
+        for level, each in enumerate(held["now"][: len(SPANS_S)]):
+            self.now[level] = read_span(each, level) if isinstance(each, dict) else None
+
+    def has_ended(self, span: Span) -> bool:
+        """Says whether a span is one that ended before those that are open."""
+        now = self.now[span.level]
+        return now is not None and span.number < now.number
+
+
+class _Spans:
+    """The newest spans of one quantity at one resolution, about `most` of them."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._ats, self._lows, self._highs, self._numbers = (array("d") for _ in range(4))
+        self._points: list[tuple[float, float]] | None = None
+
+    def extend(self, spans: Sequence[Span], name: str) -> None:
+        """Takes spans, in the order in which they ended, that have this quantity."""
+        bands = [span.bands[name] for span in spans]
+        for values, more in (
+            (self._ats, [span.at for span in spans]), (self._lows, [low for low, _ in bands]),
+            (self._highs, [high for _, high in bands]), (self._numbers, [s.number for s in spans]),
+        ):  # fmt: skip
+            values.extend(more)
+            if len(values) >= 2 * self._most:
+                del values[: -self._most]
+        self._points = None
+
+    @property
+    def has_all(self) -> bool:
+        """Says whether the first span of the file is among them."""
+        return self._numbers[max(0, len(self._numbers) - self._most)] == 1
+
+    def points(self) -> list[tuple[float, float]]:
+        """Returns the least and the largest value of each span, in the order of time."""
+        if self._points is None:
+            first, self._points = max(0, len(self._ats) - self._most), []
+            rows = zip(self._ats[first:], self._lows[first:], self._highs[first:], strict=True)
+            for at, low, high in sorted(rows):
+                self._points += [(at, low)] if low == high else [(at, low), (at, high)]
+        return self._points
+
+
+class Series:
+    """Owned by one reader thread; `points` hands out immutable copies.
+
+    Without `keeps` nothing is kept to draw: the spans that ended wait in `ended`.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self._keeps = keeps
+        self._newest: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
+        """The values of the newest records of each file."""
+        self._files: dict[str, str] = {}
+        """The file that each quantity is in."""
+        self._spans: dict[tuple[str, int], _Spans] = {}
+        self._thinners: dict[str, Thinner] = {}
+        self.ended: list[Span] = []
+        self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
+        self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
+
+    def add(self, of: str, at: float, values: Mapping[str, float | None]) -> Values | None:
+        """Takes what one record of a file measured; what is not a finite number is left out.
+
+        Returns what counts of it, None for what was measured at no time. A clock that was set back
+        brings points out of order.
+        """
+        known = self.add_point(of, at, values)
+        if known is not None:
+            thinner = self._thinners.setdefault(of, Thinner(of))
+            for span in thinner.add(at, {name: float(f"{v:.6g}") for name, v in known.items()}):
+                self._add_spans(of, span.level, [span])
+        return known
+
+    def add_point(
+        self, of: str, at: float, values: Mapping[str, float | None]
+    ) -> Values | None:  # fmt: skip
+        """Takes the same of a record that is thinned already; returns what counts of it."""
+        if not 0 <= at < LATEST_S:
+            return None
+        known = {
+            name: value for name, value in values.items()
+            if value is not None and math.isfinite(value) and self._is_in(name, of)
+        }  # fmt: skip
+        if self._keeps:
+            self._newest.setdefault(of, deque(maxlen=RAW_RECORDS)).append((at, known))
+        return known
+
+    def _add_spans(self, of: str, level: int, spans: Sequence[Span]) -> None:
+        """Takes spans of one file and resolution that have ended."""
+        if not self._keeps:
+            self.ended += spans
+            return
+        for name in {name for span in spans for name in span.bands}:
+            if self._is_in(name, of):
+                held = self._spans.setdefault((name, level), _Spans(KEPT_SPANS[level]))
+                held.extend([span for span in spans if name in span.bands], name)
+
+    def _is_in(self, name: str, of: str) -> bool:
+        if name not in self._files and len(self._files) < MAX_SERIES:
+            self._files[name] = of
+        return self._files.get(name) == of
+
+    def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
+        """Takes the durations of the steps that ended with `step`."""
+        self._durations_s.extend(_true_durations(durations))
+        if durations:
+            self._ends.append((at, step))
+
+    def points(self, name: str) -> Points:
+        """Returns the points of a series, the older the coarser; empty when nothing was measured.
+
+        Without those more than `AHEAD_S` after the point that came last: their clock was ahead.
+        """
+        of = self._files.get(name, "")
+        rows, thinner = self._newest.get(of, ()), self._thinners.get(of)
+        points = [(at, values[name]) for at, values in rows if name in values]
+        until = points[-1][0] + AHEAD_S if points else math.inf
+        points.sort()
+        found = points[: bisect_right(points, (until, math.inf))]
+        if thinner is None or len(rows) == thinner.records:
+            return tuple(found)
+        for level in range(len(SPANS_S)):
+            until = min(until, found[0][0]) if found else until
+            spans = self._spans.get((name, level))
+            older = spans.points() if spans is not None else []
+            older = older[: bisect_left(older, (until, -math.inf))]
+            now = thinner.now[level]
+            if now is not None and name in now.bands and now.at < until:
+                older = sorted([*older, *((now.at, value) for value in {*now.bands[name]})])
+            found[:0] = older
+            if spans is not None and spans.has_all:
+                break
+        return tuple(found)
+
+    def step_percentiles_s(self) -> tuple[float, float, int] | None:
+        """Returns p50 and p99 of the last steps' durations and how many steps that are."""
+        steps = sorted(self._durations_s)
+        if not steps:
+            return None
+        p50, p99 = (steps[round(q * (len(steps) - 1))] for q in (0.5, 0.99))
+        return p50, p99, len(steps)
+
+    def eta_s(self, step: int, planned: int) -> float | None:
+        """Returns seconds to the planned step at the measured pace, pauses included."""
+        if planned <= step:
+            return 0.0
+        if len(self._ends) < 2:
+            return None
+        (t0, s0), (t1, s1) = self._ends[0], self._ends[-1]
+        if s1 <= s0 or t1 <= t0:
+            return None
+        return (planned - step) * (t1 - t0) / (s1 - s0)
+
+    # --- the snapshot --------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what a snapshot keeps: the spans that have not ended, and the pace."""
+        return {
+            "thinned": {of: thinner.as_dict() for of, thinner in self._thinners.items()},
+            "durations_s": list(self._durations_s), "ends": [list(end) for end in self._ends],
+        }  # fmt: skip
+
+    def add_history(self, level: int, lines: Sequence[bytes]) -> None:
+        """Takes the lines of a history file that are older than the snapshot that was loaded.
+
+        No more than is kept: it begins with the last one. The first may be half a line.
+        """
+        found: dict[str, dict[int, Span]] = {of: {} for of in self._thinners}
+        for line in reversed(lines):
+            span = read_span(jsonl.decode(line) or {}, level)
+            held = found.get(span.of) if span is not None else None
+            if span is None or held is None or not self._thinners[span.of].has_ended(span):
+                continue
+            held[span.number] = span
+            if all(len(each) >= KEPT_SPANS[level] for each in found.values()):
+                break
+        for of, held in found.items():
+            self._add_spans(of, level, [held[number] for number in sorted(held)])
+
+    def load(self, held: Mapping[str, Any]) -> None:
+        """Takes what a snapshot kept. Raises TypeError and ValueError for anything else."""
+        for of, told in jsonl.mapping(held, "thinned").items():
+            self._thinners.setdefault(of, Thinner(of)).load(told)
+        self._durations_s.extend(jsonl.numbers(held, "durations_s"))
+        self._ends.extend((float(at), int(step)) for at, step in held["ends"])
+
+
+def _true_durations(durations: Sequence[float]) -> list[float]:
+    return [d for d in durations if math.isfinite(d) and d >= 0]
+
+
+def mean_step_s(durations: Sequence[float]) -> float | None:
+    """Returns the mean of step times that can be true, None without one."""
+    true = _true_durations(durations)
+    return sum(true) / len(true) if true else None

@@ -1,0 +1,198 @@
+"""`snapshot.json`: the state of a run's records so far, so that nobody has to read them again.
+
+It holds sums, and the places of the newest records. It counts only for the files that it was made
+of: each is known by its name, its part and the hash of its first line, and the newest records have
+to stand where it says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from console.sources import reading
+from console.sources.fold import Fold
+from console.sources.reading import Cursor, Line, Place, Reading
+from console.sources.reducer import Events, Head, Reducer
+from console.sources.series import RAW_RECORDS, SPANS_S
+from trainers.contract import VERSION, heartbeat, jsonl, rundir
+
+MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 1 << 10
+"""It is no longer than that, and than so much for each of more than 64 ranks."""
+HISTORY_BYTES = 4 << 20
+"""So much of each history file is read."""
+POINTS_BYTES = 8 << 20
+"""What is read at most of the newest records for their points."""
+
+
+def max_bytes(ranks: int) -> int:
+    return max(MAX_BYTES, ranks * MAX_BYTES_OF_RANK)
+
+
+def history(run: Path, level: int) -> Path:
+    """Returns the file of the spans of one resolution."""
+    return run / f"history_{SPANS_S[level]}s.jsonl"
+
+
+# --- written -----------------------------------------------------------------------------------
+
+
+def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
+    """Returns the snapshot of a state."""
+    events = reducer.events
+    return {
+        "v": VERSION, "run": run, "ts": ts,
+        "files": {
+            name: {"head": each.head, "place": list(each.place), "skipped": each.skipped}
+            for name, each in reducer.cursors.items()
+        },
+        "folds": {str(rank): fold.as_dict() for rank, fold in reducer.summary.folds.items()},
+        "heads": {
+            str(rank): {
+                str(attempt): {
+                    "last": _ref(head.last), "progress": _ref(head.progress), "halt": head.halt,
+                    "records": head.records,
+                } for attempt, head in heads.items()
+            } for rank, heads in reducer.all_heads.items()
+        },
+        "samples": {name: _ref(line) for name, line in reducer.newest_samples.items()},
+        "events": {
+            "attempts": events.attempts, "stalls": events.stalls, "state": _ref(events.state),
+            "alerts": {name: _ref(line) for name, line in events.alerts.items()},
+            "acknowledged": sorted(events.acknowledged), "told_ts": events.told_ts,
+        },
+        "charted": {name: list(places[0]) for name, places in reducer.charted.items()},
+        "series": reducer.series.as_dict(),
+    }  # fmt: skip
+
+
+def _ref(line: Line | None) -> list[int] | None:
+    """Returns where a line is: its part, its first byte and its length."""
+    return None if line is None else [*line.place, line.length]
+
+
+# --- read --------------------------------------------------------------------------------------
+
+
+def load(run: Path, held: Mapping[str, Any] | None, reducer: Reducer) -> bool:
+    """Fills a new reducer from a snapshot; says whether it did: it has to fit the files."""
+    if held is None or held.get("v") != VERSION:
+        return False
+    try:
+        _Loader(run, held).fill(reducer)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+        return False
+    return True
+
+
+class _Loader:
+    """Reads one snapshot; what does not fit raises ValueError, or what its type leads to."""
+
+    def __init__(self, run: Path, held: Mapping[str, Any]):
+        self._run, self._held = run, held
+
+    def fill(self, reducer: Reducer) -> None:
+        cursors = self._cursors()
+        folds = {
+            int(rank): Fold.load(int(rank), fold) for rank, fold in self._held["folds"].items()
+        }
+        heads = {
+            int(rank): {int(number): self._head(int(rank), int(number), each, folds)
+                        for number, each in held.items()}
+            for rank, held in self._held["heads"].items()
+        }  # fmt: skip
+        samples = {
+            name: self._line(name, ref) for name, ref in self._held["samples"].items()
+        }  # fmt: skip
+        events = self._events(jsonl.mapping(self._held, "events"))
+        reducer.series.load(jsonl.mapping(self._held, "series"))
+        reducer.cursors, reducer.all_heads, reducer.events = cursors, heads, events
+        reducer.summary.folds = folds
+        reducer.newest_samples = {name: line for name, line in samples.items() if line}
+        for name, place in self._held["charted"].items():
+            reducer.charted[name] = deque([_place(place)], maxlen=RAW_RECORDS)
+
+    def _cursors(self) -> dict[str, Cursor]:
+        found = {
+            name: Cursor(
+                jsonl.text(each, "head"), _place(each["place"]), _natural(each["skipped"])
+            )
+            for name, each in self._held["files"].items()
+        }  # fmt: skip
+        for name, cursor in found.items():
+            known = name == rundir.EVENTS or reading.rank_of(name) is not None
+            known = known or (name.startswith(reading.SAMPLES) and "/" not in name)
+            if not known or not cursor.fits(self._run / name):
+                raise ValueError(f"{name} is not the file that was read")
+        return found
+
+    def _line(self, name: str, ref: Any) -> Line | None:
+        """Returns the record that stands at a place, None where none is meant or left."""
+        if ref is None:
+            return None
+        part, at, length = ref
+        place = Place(_natural(part), _natural(at))
+        record = reading.read_line(self._run / name, place, _natural(length))
+        return Line(place, length, record) if record else None
+
+    def _head(
+        self, rank: int, attempt: int, held: Mapping[str, Any], folds: Mapping[int, Fold]
+    ) -> Head:  # fmt: skip
+        name = rundir.heartbeat(self._run, rank).name
+        lines = [self._line(name, held[key]) for key in ("last", "progress")]
+        for line in lines:
+            record = heartbeat.accept(line.record) if line is not None else {"rank": rank}
+            if record is None or record["rank"] != rank:
+                raise ValueError(f"{name} has another record")
+        last, progress = lines
+        part = folds[rank].parts.get(attempt)
+        number = jsonl.integer(last.record, "n") if last is not None else None
+        if last is None or (number and part is not None and number != part.last):
+            raise ValueError(f"{name} has another newest record")
+        halt = jsonl.integer(held, "halt")
+        return Head(last, progress, halt, _natural(held["records"]))
+
+    def _events(self, held: Mapping[str, Any]) -> Events:
+        alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in held["alerts"].items()}
+        told = jsonl.mapping(held, "told_ts")
+        return Events(
+            self._line(rundir.EVENTS, held["state"]),
+            {name: line for name, line in alerts.items() if line},
+            {str(name) for name in held["acknowledged"]},
+            {name: jsonl.number(told, name) or 0.0 for name in told},
+            jsonl.integer(held, "attempts"), jsonl.integer(held, "stalls"),
+        )  # fmt: skip
+
+
+def _natural(value: Any) -> int:
+    found = jsonl.integer({"": value}, "")
+    if found is None or found < 0:
+        raise ValueError(f"{value!r} is no place")
+    return found
+
+
+def _place(value: Any) -> Place:
+    part, at = value
+    return Place(_natural(part), _natural(at))
+
+
+def draw(run: Path, reducer: Reducer) -> None:
+    """Adds what was recorded before the snapshot to the series: spans, and the newest points.
+
+    Call it before anything else is taken.
+    """
+    for level in range(len(SPANS_S)):
+        data = jsonl.read_bytes(history(run, level), HISTORY_BYTES, below=run)
+        reducer.series.add_history(level, data.split(b"\n"))
+    begin = {}
+    for name, places in reducer.charted.items():
+        cursor = reducer.cursors.get(name)
+        if cursor is not None:
+            (part, at), end = places[0], cursor.place
+            at = max(at, end.at - POINTS_BYTES) if part == end.part else at
+            begin[name] = Cursor(cursor.head, Place(part, at))
+    reducer.charted.clear()
+    for batch in Reading(run, cursors=begin, only=begin.keys()).poll(POINTS_BYTES * len(begin)):
+        reducer.take_points(batch)

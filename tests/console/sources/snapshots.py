@@ -1,0 +1,92 @@
+"""Snapshots as a supervisor writes them, and what they tell held against all records."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from console.model import RunState
+from console.plans import gates
+from console.sources import snapshot
+from console.sources.reading import Reading
+from console.sources.records import Records
+from console.sources.reducer import Reducer
+from console.sources.run import RunSource
+from console.sources.series import Series
+from console.supervisor.snapshots import Snapshots
+from trainers.contract import rundir
+
+AGES = ("age_s", "data_age_s", "since_s", "eta_s", "directory_blocked_s")
+DRAWN = ("loss", "step_s", "gate_entropy_mean", "rss_mib:0", "rss_mib:1", "gpu_util_pct:0")
+BOUNDS = {"steps_done": 1, "loss_finite": True, "grad_norm_above": 0, "loss_falls": True,
+          "no_stall": True, "restarts_at_most": 3, "gpu_mem_below_mib": 100.0}  # fmt: skip
+
+
+def without_ages(held):
+    """Returns a state without what depends on the moment at which it was read."""
+    if isinstance(held, dict):
+        return {k: without_ages(v) for k, v in held.items() if k not in AGES}
+    if isinstance(held, list | tuple):
+        return [without_ages(each) for each in held]
+    return "nan" if isinstance(held, float) and math.isnan(held) else held
+
+
+def told(state: RunState):
+    return without_ages(asdict(state))
+
+
+def same_state(run: Path) -> None:
+    """Holds what a snapshot tells against all records."""
+    whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
+    expected = told(whole.poll())
+    found = told(recent.poll())
+    if Records(run, "recent").has_snapshot:  # else it may begin just after a part
+        assert found == expected
+    drawn.poll()
+    assert told(drawn.poll()) == expected
+    for name in DRAWN:
+        assert drawn.series.points(name) == whole.series.points(name), name
+    sums = [source.summary for source in (whole, recent, drawn)]
+    results = [gates.evaluate(each, BOUNDS) for each in sums if each is not None]
+    assert len(results) == 3
+    assert results[0] == results[1] == results[2]
+
+
+class Disk:
+    """Writes at once what a supervisor's thread writes in order."""
+
+    @property
+    def directory(self) -> Disk:
+        return self
+
+    def put(self, path: Path, line: bytes) -> None:
+        with path.open("ab") as stream:
+            stream.write(line)
+
+    def publish(self, path: Path, record: dict[str, Any]) -> None:
+        rundir.write_json(path, record)
+
+
+class Observer:
+    """Reads a run on and writes its snapshot, as the supervisor's process does.
+
+    One that begins anew starts at the snapshot that is there, as one that takes over does.
+    """
+
+    def __init__(self, run: Path):
+        self.run, self.reducer = run, Reducer(Series(keeps=False))
+        held = rundir.read_json(run / rundir.SNAPSHOT)
+        self.has_snapshot = snapshot.load(run, held, self.reducer)
+        self._reading = Reading(run, cursors=self.reducer.cursors)
+        disk: Any = Disk()
+        self._snapshots = Snapshots(disk, run, "toy/0-first", self.reducer)
+
+    def read(self, limit_bytes: int = 1 << 30) -> None:
+        for batch in self._reading.poll(limit_bytes):
+            self.reducer.take(batch)
+        self._snapshots.look()
+
+    def write(self) -> None:
+        self._snapshots.write()

@@ -1,0 +1,350 @@
+"""A snapshot and what came after it tell the same of a run as all of its records do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from console import plain
+from console.cli import main
+from console.plans import gates
+from console.sources import records, snapshot
+from console.sources.records import Records
+from console.sources.run import RunSource
+from console.sources.series import KEPT_SPANS, RAW_RECORDS, SPANS_S, Series
+from tests.console.sources import directory
+from tests.console.sources.snapshots import BOUNDS, DRAWN, Observer, same_state
+from trainers.contract import heartbeat, jsonl, rundir
+
+
+class Writer:
+    """Writes what a run of two ranks may leave: attempts, clocks, garbage, parts, alerts."""
+
+    def __init__(self, run: Path, rng: random.Random):
+        self.run, self.rng = run, rng
+        self.ts, self.mono, self.attempt, self.steps, self.written = 1e9, 1.0, 1, 0, {}
+
+    def write(self) -> None:
+        self.ts += self.rng.choice((0.1, 1.0, 1.0, 7.0, 61.0))
+        if self.rng.random() < 0.02:
+            self.ts += self.rng.choice((-3600.0, 86_400.0))
+        kinds = (self.beat, self.beat, self.beat, self.sample, self.sample, self.event,
+                 self.garbage, self.again, self.part)  # fmt: skip
+        self.rng.choice(kinds)()
+
+    def beat(self, msg: str = "progress", **more) -> None:
+        self.mono += 1.0
+        self.steps += msg == "progress"
+        for rank in self.rng.sample((0, 1), self.rng.choice((1, 2, 2))):
+            key = (rank, self.attempt)
+            number = self.written[key] = self.written.get(key, 0) + 1
+            loss = self.rng.choice((2.0 / self.steps if self.steps else 2.0, 1.5, "nan"))
+            record = {"n": number, "mono": self.mono, "ts": self.ts, "attempt": self.attempt}
+            figures = {} if msg != "progress" else {
+                "loss": loss, "grad_norm": self.rng.random(), "steps_dt_s": [self.rng.random()],
+                "gate_entropy_mean": self.rng.random(), "gpu_mem_reserved": self.rng.random(),
+            }  # fmt: skip
+            directory.beat(self.run, rank, self.steps, msg, **(record | figures | more))
+
+    def sample(self) -> None:
+        ranks = [{"rank": rank, "rss_mib": self.rng.random() * 100} for rank in (0, 1)]
+        gpus = [{"index": 0, "util_pct": self.rng.random(), "state": "ok", "name": "x"}]
+        directory.sample(
+            self.run, ts=self.ts, attempt=self.attempt, ranks=ranks, gpus=gpus, host="here"
+        )
+
+    def event(self) -> None:
+        kind = self.rng.choice(("alert", "clear", "ack", "state"))
+        name = self.rng.choice(("stall", "disk", "no-supervisor"))
+        more = {"state": "running", "why": "so"} if kind == "state" else {"alert": name}
+        directory.event(self.run, kind, level="warn", text=f"{self.ts}", attempt=self.attempt,
+                        ts=self.ts, **more)  # fmt: skip
+
+    def garbage(self) -> None:
+        name = self.rng.choice(("heartbeat_rank0.jsonl", "events.jsonl", "samples_here.jsonl"))
+        with (self.run / name).open("ab") as stream:
+            stream.write(self.rng.choice((b"{}\n", b"\xff\xfe\n", b"\0\0\n", b'{"v": 1', b"\n")))
+
+    def again(self) -> None:
+        """Begins the next attempt, from a checkpoint."""
+        if self.rng.random() < 0.3:
+            self.attempt += 1
+            self.steps = self.rng.randint(0, self.steps)
+            held = json.loads((self.run / rundir.SUPERVISOR).read_text())
+            document = held | {"attempt": self.attempt}
+            directory.document(self.run / rundir.SUPERVISOR, document)
+            self.beat("resume")
+
+    def part(self) -> None:
+        """Makes the samples so far a part, as the supervisor does, compressed or not yet."""
+        path = self.run / "samples_here.jsonl"
+        if not path.exists() or self.rng.random() < 0.5:
+            return
+        part = rundir.part(path, len(rundir.parts(path)) + 1)
+        path.rename(part)
+        if self.rng.random() < 0.7:
+            part.with_name(part.name + rundir.GZIP).write_bytes(gzip.compress(part.read_bytes()))
+            part.unlink()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return directory.run(tmp_path / "0-first")
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_a_snapshot_and_the_rest_tell_what_all_records_tell(tmp_path_factory, seed):
+    rng = random.Random(seed)
+    run = directory.run(tmp_path_factory.mktemp("r") / "0-first")
+    writer, observer = Writer(run, rng), Observer(run)
+    for _ in range(rng.randint(1, 120)):
+        writer.write()
+        if rng.random() < 0.2:
+            observer.read(rng.choice((1 << 9, 1 << 30)))
+        if rng.random() < 0.1:
+            observer.write()
+        if rng.random() < 0.03:
+            observer = Observer(run)  # the supervisor's process was replaced
+    same_state(run)
+
+
+def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monkeypatch):
+    """Here with few points of each kind, so that every resolution is in use and runs over."""
+    monkeypatch.setattr("console.sources.series.RAW_RECORDS", 20)
+    monkeypatch.setattr("console.sources.reducer.RAW_RECORDS", 20)
+    monkeypatch.setattr("console.sources.snapshot.RAW_RECORDS", 20)
+    monkeypatch.setattr("console.sources.series.KEPT_SPANS", (15, 12, 9))
+    rng = random.Random(7)
+    writer, observer = Writer(run, rng), Observer(run)
+    for count in range(1500):
+        writer.ts += 5.0
+        writer.beat()
+        writer.sample()
+        if count % 40 == 0:
+            observer.read()
+        if count % 170 == 0:
+            observer.write()
+        if count % 260 == 0:
+            writer.part()
+    same_state(run)
+    source = RunSource(run, reads="charts")
+    source.poll()
+    source.poll()
+    ats = [at for at, _ in source.series.points("rss_mib:0")]
+    assert ats == sorted(ats)
+    assert len(set(ats)) > 40
+    assert ats[-1] == writer.ts
+
+
+def test_a_point_of_the_newest_records_is_drawn_as_it_was_measured_and_older_ones_as_bands():
+    series = Series()
+    for second in range(4000):
+        series.add("x", 1e6 + second, {"a": float(second % 10)})
+    points = series.points("a")
+    newest = [value for at, value in points if at >= 1e6 + 4000 - RAW_RECORDS]
+    assert newest == [float(second % 10) for second in range(4000 - RAW_RECORDS, 4000)]
+    assert [points[0], points[1]] == [(1e6, 0.0), (1e6, 9.0)]
+    assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
+
+
+def test_no_more_than_four_weeks_of_a_series_are_kept():
+    series = Series()
+    for number in range(3 * sum(KEPT_SPANS)):
+        series.add("x", number * SPANS_S[-1], {"a": 1.0})
+    assert len(series.points("a")) == KEPT_SPANS[-1] + 1
+
+
+# --- what a snapshot is not believed for ---------------------------------------------------------
+
+
+def prepared(run: Path) -> Path:
+    writer, observer = Writer(run, random.Random(3)), Observer(run)
+    for _ in range(60):
+        writer.beat()
+        writer.sample()
+    writer.event()
+    observer.read()
+    observer.write()
+    assert Records(run, "recent").has_snapshot
+    return run
+
+
+def replaced(path: Path) -> None:
+    path.write_bytes(b'{"v": 1, "other": 1}\n' + path.read_bytes())
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def edited(path: Path) -> None:
+    """Another record stands where the newest one was."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = json.loads(lines[-1])
+    last["n"] = last["n"] + 1 if last["n"] % 10 < 9 else last["n"] - 1
+    line = jsonl.encode(last)
+    path.write_bytes(b"".join([*lines[:-1], line + b" " * (len(lines[-1]) - len(line))]))
+
+
+@pytest.mark.parametrize("harm", [replaced, truncated, removed, edited])
+def test_a_snapshot_of_other_files_counts_for_nothing(run, harm):
+    prepared(run)
+    harm(run / "heartbeat_rank0.jsonl")
+    assert not Records(run, "recent").has_snapshot
+    same_state(run)
+
+
+def test_a_copy_of_a_run_keeps_its_snapshot(run, tmp_path):
+    prepared(run)
+    copy = tmp_path / "1-copy"
+    copy.mkdir()
+    for path in run.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    assert Records(copy, "recent").has_snapshot
+    same_state(copy)
+
+
+def test_a_snapshot_of_another_version_is_none(run):
+    prepared(run)
+    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
+    directory.document(run / rundir.SNAPSHOT, held | {"v": 2})
+    assert not Records(run, "recent").has_snapshot
+
+
+def places(held, at=()):
+    """Yields every place in a document."""
+    yield at
+    inner = list(enumerate(held)) if isinstance(held, list) else []
+    for key, value in held.items() if isinstance(held, dict) else inner:
+        yield from places(value, (*at, key))
+
+
+def put(held, at, value):
+    for key in at[:-1]:
+        held = held[key]
+    held[at[-1]] = value
+
+
+HOSTILE = (
+    None, -1, 2**70, 1.5, math.inf, "x", "nan", True, [], {}, [1], {"a": 1}, [[1, 2, 3]],
+)  # fmt: skip
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(HOSTILE))
+@settings(max_examples=250)
+def test_no_snapshot_makes_a_reader_raise(tmp_path_factory, rng, value):
+    global _prepared
+    if _prepared is None:
+        _prepared = prepared(directory.run(tmp_path_factory.mktemp("r") / "0-first"))
+    held = rundir.read_json(_prepared / rundir.SNAPSHOT) or {}
+    put(held, rng.choice(list(places(held))[1:]), value)
+    folder = tmp_path_factory.mktemp("h") / "0-first"
+    folder.mkdir()
+    for path in _prepared.iterdir():
+        if path.is_file():
+            os.link(path, folder / path.name)
+    (folder / rundir.SNAPSHOT).unlink()
+    (folder / rundir.SNAPSHOT).write_bytes(jsonl.encode(held))
+    source = RunSource(folder, reads="charts")
+    for _ in range(2):
+        state = source.poll()
+        assert list(plain.status_lines(state))
+        assert source.summary is not None
+        gates.evaluate(source.summary, BOUNDS)
+        for name in DRAWN:
+            source.series.points(name)
+
+
+_prepared: Path | None = None
+
+
+def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path):
+    run = directory.run(tmp_path / "0-first", world=8)
+    at = time.time() - 1e6
+    for attempt in range(1, 9):
+        for rank in range(8):
+            with rundir.heartbeat(run, rank).open("ab") as stream:
+                for number in range(1, 201):
+                    stream.write(heartbeat.encode({
+                        "v": 1, "n": number, "rank": rank, "attempt": attempt, "ts": at + number,
+                        "mono": 1e4 * attempt + number, "step": attempt * 200 + number,
+                        "msg": "progress", "loss": 2.123456789012345 + 1 / number,
+                        "toks_per_s": 123456.7, "grad_norm": 0.1234567890123, "bytes_right": 0.51,
+                        "gpu_mem_reserved": 80_000.0 + number, "nonfinite_loss_steps": 0,
+                        "steps_dt_s": [0.3123456789] * 20,
+                    }))  # fmt: skip
+    for second in range(100):
+        gpus = [{"index": index, "name": "H", "mem_used_mib": 9e4 + second, "util_pct": 99.0}
+                for index in range(8)]  # fmt: skip
+        ranks = [{"rank": rank, "rss_mib": 5000.1 + second} for rank in range(8)]
+        directory.sample(run, ts=at + second, gpus=gpus, ranks=ranks, host="here")
+    observer = Observer(run)
+    observer.read()
+    observer.write()
+    assert (run / rundir.SNAPSHOT).stat().st_size <= snapshot.MAX_BYTES
+    assert Records(run, "recent").has_snapshot
+
+
+# --- what is read, and what is said ---------------------------------------------------------------
+
+
+def test_a_look_reads_only_what_came_after_the_snapshot(run, monkeypatch):
+    prepared(run)
+    taken = []
+    source = RunSource(run, taken=lambda _, record: taken.append(record["n"]))
+    source.poll()
+    assert taken == []
+    directory.beat(run, 0, 99, n=61, mono=1e6)
+    assert (source.poll().step, taken, source.is_whole) == (99, [61], True)
+
+
+def test_the_screen_shows_a_long_run_at_once_and_fills_in_what_was_before(run, monkeypatch):
+    monkeypatch.setattr(records, "RECENT_BYTES", 1 << 10)
+    writer = Writer(run, random.Random(5))
+    for _ in range(300):
+        writer.beat()
+        writer.sample()
+    source = RunSource(run, 1 << 12, reads="charts")
+    state = source.poll()
+    assert state.step == writer.steps
+    assert state.behind_bytes > 0
+    first = len(source.series.points("rss_mib:0"))
+    while state.behind_bytes:
+        state = source.poll()
+        assert state.step == writer.steps, "it stays what it is while the rest is read"
+    assert len(source.series.points("rss_mib:0")) == 300 > first
+
+
+def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
+    run, monkeypatch, capsys
+):
+    monkeypatch.setattr(records, "RECENT_BYTES", 1 << 10)
+    prepared(run)
+    held = json.loads((run / rundir.SUPERVISOR).read_text())
+    directory.document(run / rundir.SUPERVISOR, held | {"state": "completed", "workers": []})
+    born = json.loads((run / rundir.RUN).read_text())
+    directory.document(run / rundir.RUN, born | {"world": 2, "gates": {"restarts_at_most": 0}})
+    gate = {"name": "restarts_at_most", "value": 0.0, "bound": "≤ 0", "result": "pass"}
+    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
+    with_snapshot = main(["check", str(run)]), capsys.readouterr().out
+    (run / rundir.SNAPSHOT).unlink()
+    assert main(["check", str(run)]) == 1
+    assert "there is no snapshot.json for its records, of which only the end was read; " in (
+        capsys.readouterr().out
+    )
+    assert (main(["check", str(run), "--full"]), capsys.readouterr().out) == with_snapshot

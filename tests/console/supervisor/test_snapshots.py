@@ -1,0 +1,90 @@
+"""A supervisor's snapshots of real runs: through restarts, replaced processes and take-overs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from console.sources import snapshot
+from console.sources.records import Records
+from console.sources.series import SPANS_S
+from tests.console.sources.snapshots import same_state
+from tests.launches import STUB, Begin, Started, phase
+from trainers.contract import rundir
+
+OFTEN = """
+import sys
+if "console.supervisor" in sys.orig_argv:
+    from console.supervisor import snapshots
+    snapshots.EVERY_S = 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory):
+    starter = Begin(tmp_path_factory)
+    yield starter
+    starter.clean()
+
+
+@pytest.fixture
+def shell(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(OFTEN)
+    return {"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}"}
+
+
+def check_history(started: Started) -> None:
+    """A span that is told twice is told the same, and none is left out."""
+    for level in range(len(SPANS_S)):
+        path, found = snapshot.history(started.run(), level), {}
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            record = json.loads(line)
+            key = record["of"], record["n"]
+            assert found.setdefault(key, record) == record
+        for of in {of for of, _ in found}:
+            numbers = sorted(number for name, number in found if name == of)
+            assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_a_replaced_process_goes_on_from_the_snapshot_that_its_owner_keeps(begin, shell):
+    started = begin(
+        phase("one", "member.py", 700, gates={"loss_finite": True}), shell=shell, nproc=2
+    )
+    for _ in range(2):
+        held = (started.run() / rundir.SNAPSHOT) if started.runs() else None
+        started.wait(lambda: started.runs() and (started.run() / rundir.SNAPSHOT).exists())
+        held = started.run() / rundir.SNAPSHOT
+        held.unlink()
+        started.wait(held.exists)
+        child = started.child()
+        os.kill(child, signal.SIGSTOP)
+        held.write_text("[garbage")
+        os.kill(child, signal.SIGKILL)
+        started.wait(lambda child=child: started.child() != child)
+    ended = started.wait_end(120)["phases"][0]
+    assert (ended["state"], ended["result"]) == ("completed", "pass"), ended
+    assert Records(started.run(), "recent").has_snapshot
+    assert (started.run() / "history_10s.jsonl").exists()
+    check_history(started)
+
+
+def test_the_snapshot_of_a_run_that_crashed_and_was_restarted_tells_what_its_records_tell(
+    begin, shell
+):
+    started = begin(
+        phase("one", "member.py", 100_000), shell=shell, nproc=2, watch={"grace_s": 2},
+        restart={"when": "crash", "attempts": 2, "backoff_s": 0.1},
+    )  # fmt: skip
+    started.wait_steps(5)
+    os.kill(started.pids()[1], signal.SIGKILL)
+    started.wait(lambda: started.state().get("attempt") == 2)
+    started.wait_steps(20)
+    assert started.ask("stop")["ok"]
+    started.wait_end()
+    records = Records(started.run(), "recent")
+    assert records.has_snapshot
+    same_state(started.run())
+    check_history(started)
