@@ -1,4 +1,4 @@
-"""Who is really there, and so which state a run is in, whatever its last document says.
+"""The facts of a reader: the newest word of the supervisor, and which processes are really there.
 
 The supervisor decides the state; when it is gone it can decide nothing any more. What is left is
 `unsupervised` (processes of the run live), the end that its ranks wrote themselves, or `lost`.
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from console.ending import End, Facts, decide
+from console.ending import End
 from console.model import EXIT_CODES, Alert, State
+from console.run_state import Facts, View
 from console.sources import process
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
@@ -86,42 +87,39 @@ def newest(supervisor: Record, *others: Record | None) -> dict[str, Any]:
     }
 
 
-def state_of(
-    supervisor: Record, born: Record, last: Mapping[int, Record], halts: Mapping[int, int]
-) -> tuple[State, str]:
-    """Returns the state and its reason.
+def facts(
+    supervisor: Record, born: Record, last: Mapping[int, Record], halts: Mapping[int, int],
+    behind: bool = False, trouble: str = "",
+) -> Facts:  # fmt: skip
+    """Returns everything that the state depends on which a reader sees.
 
-    `supervisor` is the newest word of the supervisor, `born` run.json, `last` the newest record of
-    each rank and `halts` the steps at which ranks say that they halted.
+    `supervisor` is the newest word of the supervisor ({}: no document tells of one, `trouble` may
+    say why), `born` run.json, `last` the newest record of each rank and `halts` the steps at which
+    ranks say that they halted. `behind`: there are more records to read.
     """
-    named, why = jsonl.text(supervisor, "state"), clean(jsonl.text(supervisor, "why"), 400)
-    if named in STATES and supervisor_lives(supervisor):
-        return cast(State, named), why
-    gone = f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is gone"
-    if named in ENDED:
-        ranks = living_ranks(supervisor)
-        return (
-            ("unsupervised", f"its documents say that the run is {named}, but {ranks}; {gone}")
-            if ranks else (cast(State, named), why)
-        )  # fmt: skip
-    living = living_ranks(supervisor) or living_processes(born, supervisor)
-    if living:
-        return "unsupervised", f"{gone if named in STATES else 'no document tells of it'}; {living}"
-    if named == "restarting":
-        number, ended = (jsonl.integer(supervisor, "attempt") or 1) + 1, why.partition(": ")[2]
-        return "lost", f"{gone}, attempt {number} does not begin without one; adopt it: {ended}"
-    world = jsonl.integer(born, "world") or 0
-    if last and len(last) >= world and all(r.get("msg") == "exit" for r in last.values()):
-        return _said_by_ranks(supervisor, last, halts)
+    named, lives = jsonl.text(supervisor, "state"), supervisor_lives(supervisor)
+    state = cast(State, named) if named in STATES else None
+    living = "" if lives and state else living_ranks(supervisor)
+    if not (living or (lives and state) or state in ENDED):
+        living = living_processes(born, supervisor)
     times = [ts for r in last.values() if (ts := jsonl.number(r, "ts")) and math.isfinite(ts)]
-    young = time.time() - max(times, default=-math.inf)
-    if named not in STATES:
-        if not last:
-            return "queued", "no record yet"
-        return "unsupervised", f"no supervisor; {_old(young)}"
-    if supervisor.get("host") != rundir.host_name() and young < SILENT_S:
-        return "unsupervised", f"{gone}; {_old(young)}"
-    return "lost", f"{gone} and so are all ranks; they left no reason"
+    young_s = time.time() - max(times, default=-math.inf)
+    elsewhere = supervisor.get("host") != rundir.host_name()
+    view = View(
+        state, clean(jsonl.text(supervisor, "why"), 400), lives,
+        f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is gone", living,
+        (jsonl.integer(supervisor, "attempt") or 1) + 1, _old(young_s) if last else "",
+        elsewhere and young_s < SILENT_S, behind, "" if supervisor else trouble,
+    )  # fmt: skip
+    world = jsonl.integer(born, "world") or 0
+    over = bool(last) and len(last) >= world and all(r.get("msg") == "exit" for r in last.values())
+    ends = _ends(supervisor, last) if over else []
+    reason = next((jsonl.text(record, "reason") for record in last.values()), "")
+    return Facts(
+        is_reader=True, view=view, spawned=True, over=over and named != "restarting", ends=ends,
+        halt_steps=halts, world=len(ends), reason=clean(reason, 80),
+        step=max((end.step for end in ends), default=0),
+    )  # fmt: skip
 
 
 def _old(young: float) -> str:
@@ -143,10 +141,8 @@ def since_ts(supervisor: Record, state: State, last: Mapping[int, Record]) -> fl
     return max((ts for ts in signs if ts is not None and math.isfinite(ts)), default=None)
 
 
-def _said_by_ranks(
-    supervisor: Record, last: Mapping[int, Record], halts: Mapping[int, int]
-) -> tuple[State, str]:
-    """The end as the ranks' last records tell it; what the supervisor saw of one counts more."""
+def _ends(supervisor: Record, last: Mapping[int, Record]) -> list[End]:
+    """Returns how ranks ended by their last records; what the supervisor saw of one counts more."""
     workers = supervisor.get("workers")
     seen = {
         (jsonl.integer(worker, "rank"), jsonl.integer(supervisor, "attempt")):
@@ -161,13 +157,7 @@ def _said_by_ranks(
         signal = clean(jsonl.text(found, "signal"), 16) or None
         code = None if signal else jsonl.integer(found, "code") or code
         ends.append(End(rank, code, signal, jsonl.integer(record, "step") or 0, error))
-    reasons = [jsonl.text(record, "reason") for record in last.values()]
-    return decide(
-        Facts(
-            spawned=True, over=True, ends=ends, halt_steps=halts, world=len(ends),
-            reason=clean(reasons[0], 80), step=max(end.step for end in ends),
-        )
-    )  # fmt: skip
+    return ends
 
 
 def _workers(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
@@ -217,6 +207,12 @@ def has_lost_rank(supervisor: Record) -> bool:
         return True
     is_here = supervisor.get("host") == rundir.host_name()
     return is_here and any(not lives for _, lives in _workers(supervisor))
+
+
+def unwell(supervisor: Record, status: Record) -> list[Alert]:
+    """Returns the alerts of this host's reader on the processes of a supervisor."""
+    found = [*stopped(supervisor)]
+    return found if found or not supervisor_lives(supervisor) else [*silent(supervisor, status)]
 
 
 def silent(supervisor: Record, status: Record) -> Iterator[Alert]:

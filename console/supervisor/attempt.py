@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from console.ending import End, Facts, decide
+from console.ending import End
 from console.model import RANK_GONE, State
+from console.run_state import Facts, decide
 from console.sources import kernel
 from console.sources.lastwords import LastWords
 from console.sources.summary import Summary
@@ -152,14 +153,13 @@ class Attempt:
         self.tree.close()
 
     def decided(self) -> tuple[State, str]:
-        """Returns the state that the facts give; while the rest is collected, that from before."""
-        if self.stage != "collect":
+        """Returns the state that the facts give; the last one until the rest is read in time."""
+        since_end_s = time.monotonic() - self._ended_at
+        if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
             untold: State = "crashed" if self.stage == "over" else self._decided[0]
             self._decided = self._observers.once(
                 "the state", lambda: decide(self.facts()), (untold, "its state cannot be decided")
             )
-        elif time.monotonic() - self._ended_at > LONG_COLLECTING_S:
-            return "stopping", "all ranks have ended; their records are still being read"
         return self._decided
 
     # --- stages --------------------------------------------------------------------------------
@@ -407,6 +407,7 @@ class Attempt:
             self.known,
             spawned=self.tree.spawned,
             over=self.stage == "over",
+            collecting=self.stage == "collect",
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
             step=self.step,
             verdict=verdict.sentence if verdict else "",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.watch import STRONG
-from console.ending import deterministic, signature
 from console.model import Gate, State
 from console.plans import gates
+from console.run_state import Facts, decide
 from console.sources import presence
 from console.sources.summary import Summary
 from console.supervisor import belief, inheritance, orders, restart
@@ -30,10 +30,6 @@ from trainers.contract.errors import RefusedError
 
 REFRESH_S = 5.0
 CODE_CHANGED, NO_MEMORY, REPLACED = "code-changed", "live-directory", "supervisor-replaced"
-ENDED_AS: Mapping[str, State] = {
-    "halt": "halted", "restart": "crashed", "stop": "stopped", "kill": "killed",
-}  # fmt: skip
-"""What a run becomes that is ended while it waits for its next attempt."""
 
 
 class Run:
@@ -198,8 +194,7 @@ class Run:
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run, unless as much was asked before; returns the answer."""
         if self._again_at is not None:
-            why = f"{action} asked by {by} before the next attempt; before: {self._ended[-1].why}"
-            self._conclude(ENDED_AS[action], why)
+            self._conclude(*decide(Facts(before=self._ended[-1].why, asked=action, by=by)))
             return "no rank was running; no further attempt starts"
         answer = self.attempt.end(action, by)
         self._decide()
@@ -294,7 +289,7 @@ class Run:
         """Starts the next attempt when its time has come; a `.HALT` ends the waiting."""
         self.attempt.tick()
         if self.attempt.known.halt_file:
-            self._conclude("halted", f"{rundir.HALT} is there; before: {self._ended[-1].why}")
+            self._conclude(*decide(Facts(before=self._ended[-1].why, halt_file=True)))
         elif self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
             self.number += 1
@@ -309,7 +304,8 @@ class Run:
         if state == "stopped" and not self.attempt.known.asked:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
-            state, why, self.attempt.checkpoint(former), signature(facts), deterministic(facts),
+            state, why, self.attempt.checkpoint(former), restart.signature(facts),
+            restart.deterministic(facts),
             self.attempt.known.asked == "restart", jsonl.text(self._git, "sha"),
         )  # fmt: skip
 
@@ -328,7 +324,7 @@ class Run:
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._again_at = time.monotonic() + again.wait_s
         text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
-        return self._become("restarting", f"{text}: {why}")
+        return self._become(*decide(Facts(before=why, again=text)))
 
     def _become(self, state: State, why: str) -> None:
         self.why = why

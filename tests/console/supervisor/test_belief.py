@@ -13,8 +13,8 @@ import pytest
 
 from console import actions
 from console.cli import main
-from console.ending import Facts, decide
 from console.plans import confirm
+from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import belief, orders
 from console.supervisor.follow import Story, end_of

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from console.ending import Facts, decide, deterministic, signature
+from console.run_state import Facts, decide
 from console.sources import kernel, presence, process
 from console.supervisor import orders
 from console.supervisor.follow import Files, Story, end_of
+from console.supervisor.restart import deterministic, signature
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree
 from tests import owners
