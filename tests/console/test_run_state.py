@@ -11,6 +11,7 @@ from console.run_state import Facts, View, decide
 from console.sources import lastwords
 from console.supervisor.follow import DEATH, Story
 from console.supervisor.tree import Tree
+from tests import owners
 
 PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
 
@@ -160,7 +161,7 @@ def test_a_rank_that_ended_before_it_was_found_is_known_from_torchruns_summary()
   rank      : 1 (local_rank: 1)
   exitcode  : -11 (pid: 4711)  (SIGSEGV)
 """
-    tree = Tree("token", 2, select.poll())
+    tree = Tree("token", 2, select.poll(), owners.absent())
     tree.take_log(log)
     assert (tree.workers[1].signal, tree.workers[1].handle.pid) == ("SIGSEGV", 4711)
     assert tree.order == [1]
