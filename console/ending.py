@@ -20,7 +20,7 @@ SIGNAL_WORDS: Mapping[str, str] = {
     "SIGXFSZ": "its limit of file size is reached, see ulimit -f",
     "SIGTERM": "nobody here sent it",
 }
-"""What is known of a signal that ended a rank."""
+"""The likely cause of a signal that ended a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class End:
     seen: bool = True
     """The kernel reported the exit code or signal; False: only a record or a log claims it."""
     doubt: str = ""
-    """Why the good end is not believed that its last record announces."""
+    """The evidence against the good end that its last record announces, "" for none."""
 
     @property
     def unknown(self) -> bool:
@@ -75,7 +75,7 @@ class End:
 
     @property
     def place(self) -> str:
-        """Where the error came from that `words` names, "" where the log tells of another."""
+        """The place in the code of the error in `words`, "" where the log has another error."""
         same = self.error[:100] in self.log or (bool(self.log) and self.log[:100] in self.error)
         return self.at if same else ""
 

@@ -22,7 +22,7 @@ AT_ONCE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a reader knows of a run beside its records: its supervisor's word, and what lives."""
+    """A reader's view of a run beside its records: the supervisor's word, and living processes."""
 
     state: State | None = None
     """In the newest word of the supervisor, None where no document tells of it."""
@@ -64,7 +64,7 @@ class Facts:
     order: Sequence[int] = ()
     halt_steps: Mapping[int, int] = field(default_factory=dict)
     reason: str = ""
-    """What the ranks say that they ended for."""
+    """The reason that the ranks give for their end."""
     told: bool = True
     """Every rank's exit record was read, or they write none: no record was lost."""
     agent_signal: str = ""
@@ -73,9 +73,9 @@ class Facts:
     """Which rank failed, as soon as its exit was seen while others still run."""
     world: int = 1
     failure: str = ""
-    """Why the run could not even be started, or its directory be read."""
+    """The reason for which the run could not be started, or its directory not be read."""
     oom: OomEvidence | None = None
-    """What the kernel killed for memory while the ranks ran, None where nobody looked."""
+    """The kernel's kills for memory while the ranks ran, None where nobody looked."""
     collecting: bool = False
     """All processes have ended, and their records are still being read."""
     before: str | None = None

@@ -176,7 +176,7 @@ class Watchdog:
 
     @property
     def stall_action(self) -> str:
-        """What a stall is answered with."""
+        """The action that answers a stall."""
         return next(rule.action for rule in self.rules if rule.name == STALL)
 
     def stall_words(self) -> str:

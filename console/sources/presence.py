@@ -23,13 +23,19 @@ from trainers.contract.errors import RefusedError
 STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
-"""What another host's process has not said for so long is not believed to live."""
+"""A process of another host that has been silent for so long is not believed to live."""
 CLOCK_S = 2.0
 """The clock of a writer may be ahead of this one by so much."""
 SUPERVISOR_SILENT_S = 20.0
 """It says something every second in shared memory, every 5 s in its document."""
 STOPPED = "T t"
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
+ROLES: Mapping[str, tuple[str, str]] = {
+    "supervisor": ("", "no attempt begins, and its working process is not replaced"),
+    "working process": ("child", "nothing is sampled and no request is answered"),
+    "torchrun": ("torchrun", "a rank that fails does not end the others"),
+}
+"""The processes beside the ranks: the key in supervisor.json, and the harm while it is stopped."""
 Record = Mapping[str, Any]
 
 
@@ -143,12 +149,9 @@ def since_ts(supervisor: Record, state: State, last: Mapping[int, Record]) -> fl
 
 def _ends(supervisor: Record, last: Mapping[int, Record]) -> list[End]:
     """Returns how ranks ended by their last records; what the supervisor saw of one counts more."""
-    workers = supervisor.get("workers")
-    seen = {
-        (jsonl.integer(worker, "rank"), jsonl.integer(supervisor, "attempt")):
-            jsonl.mapping(worker, "exit")
-        for worker in (workers if isinstance(workers, list) else ()) if isinstance(worker, dict)
-    }  # fmt: skip
+    attempt = jsonl.integer(supervisor, "attempt")
+    seen = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")
+            for worker in _workers(supervisor)}  # fmt: skip
     ends = []
     for rank, record in last.items():
         code = jsonl.integer(record, "exit_code") or 0
@@ -160,20 +163,21 @@ def _ends(supervisor: Record, last: Mapping[int, Record]) -> list[End]:
     return ends
 
 
-def _workers(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
+def _workers(supervisor: Record) -> list[dict[str, Any]]:
+    workers = supervisor.get("workers")
+    return [each for each in workers if isinstance(each, dict)] if isinstance(workers, list) else []
+
+
+def _left(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
     """Returns the workers of supervisor.json without an exit, and whether each lives here."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    workers = supervisor.get("workers")
-    return [
-        (worker, rundir.is_alive(here | worker))
-        for worker in (workers if isinstance(workers, list) else ())
-        if isinstance(worker, dict) and worker.get("exit") is None
-    ]
+    left = [each for each in _workers(supervisor) if each.get("exit") is None]
+    return [(worker, rundir.is_alive(here | worker)) for worker in left]
 
 
 def living_ranks(supervisor: Record) -> str:
     """Says which ranks of supervisor.json live on this host, "" for none."""
-    ranks = [str(worker.get("rank")) for worker, lives in _workers(supervisor) if lives]
+    ranks = [str(worker.get("rank")) for worker, lives in _left(supervisor) if lives]
     return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs" if ranks else ""
 
 
@@ -202,11 +206,8 @@ def _may_have_ended(supervisor: Record) -> bool:
 
 def has_lost_rank(supervisor: Record) -> bool:
     """Says whether supervisor.json, or the kernel of this host, shows a worker that has ended."""
-    workers = supervisor.get("workers")
-    if isinstance(workers, list) and len(_workers(supervisor)) < len(workers):
-        return True
-    is_here = supervisor.get("host") == rundir.host_name()
-    return is_here and any(not lives for _, lives in _workers(supervisor))
+    left, is_here = _left(supervisor), supervisor.get("host") == rundir.host_name()
+    return len(left) < len(_workers(supervisor)) or any(is_here and not lives for _, lives in left)
 
 
 def unwell(supervisor: Record, status: Record) -> list[Alert]:
@@ -234,26 +235,12 @@ def silent(supervisor: Record, status: Record) -> Iterator[Alert]:
 def stopped(supervisor: Record) -> Iterator[Alert]:
     """Yields an alert for each process of the supervisor and torchrun that a signal has stopped."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    owners = {
-        "supervisor": (supervisor, "no attempt begins, and its working process is not replaced"),
-        "working process": (
-            jsonl.mapping(supervisor, "child"),
-            "nothing is sampled and no request is answered",
-        ),
-        "torchrun": (
-            jsonl.mapping(supervisor, "torchrun"),
-            "a rank that fails does not end the others",
-        ),
-    }
-    for name, (owner, harm) in owners.items():
-        if not rundir.is_alive(here | dict(owner)):
-            continue
-        pid = jsonl.integer(owner, "pid") or 0
-        if process.state(pid) in STOPPED.split():
-            text = (
-                f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
-                f"kill -CONT {pid} lets it go on"
-            )
+    for name, (key, harm) in ROLES.items():
+        named = here | (jsonl.mapping(supervisor, key) if key else dict(supervisor))
+        pid = jsonl.integer(named, "pid") or 0
+        if rundir.is_alive(named) and process.state(pid) in STOPPED.split():
+            text = (f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
+                    f"kill -CONT {pid} lets it go on")  # fmt: skip
             alert = f"{name.replace(' ', '-')}-stopped"
             yield Alert(alert, time.time(), "crit", text, observed=True)
 

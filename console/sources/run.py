@@ -23,7 +23,7 @@ from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
 WHOLE_BYTES = 1 << 30
-"""What one look reads at most where nobody waits for it."""
+"""One look reads at most this much where nobody waits for it."""
 RECENT_BYTES = 256 << 10
 """A reader that wants to know how a run is now reads so much of each file of records."""
 SAMPLED_S = 5.0
@@ -349,7 +349,7 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
 
 
 def _last_pulse(beat: dict[str, Any]) -> Pulse | None:
-    """Where a rank ended that wrote its exit: a sample of it may be older."""
+    """The pulse of a rank that wrote its exit: a sample of it may be older."""
     if beat.get("msg") != "exit":
         return None
     age, step = presence.age(jsonl.number(beat, "ts")) or 0.0, beat["step"]

@@ -26,7 +26,7 @@ from trainers.contract import jsonl, rundir
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
-"""What can be asked, each stronger than the one before."""
+"""The requests that end an attempt, each stronger than the one before."""
 ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
@@ -50,9 +50,8 @@ class Attempt:
         held: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self._context, self._run, self._number = context, run, number
-        self.path, self._world, self._grace_s = (
-            context.path, context.phase.nproc, context.watch.grace_s
-        )  # fmt: skip
+        self.path, self._world = context.path, context.phase.nproc
+        self._grace_s = context.watch.grace_s
         services, live, link = context.services, context.live, context.services.link
         self._directory, self._observers = services.directory, context.observers
         self._alerts = context.observers.alerts
@@ -361,24 +360,17 @@ class Attempt:
 
     def facts(self) -> Facts:
         """Returns everything that the state depends on."""
-        verdict = self.watching.verdict
+        tree, story, verdict = self.tree, self.story, self.watching.verdict
+        ranks = range(self._world)
         return replace(
-            self.known,
-            spawned=self.tree.spawned,
-            over=self.stage == "over",
-            collecting=self.stage == "collect",
+            self.known, over=self.stage == "over", collecting=self.stage == "collect",
+            spawned=tree.spawned, agent_code=tree.agent_status, agent_gone=tree.agent_over,
+            order=tuple(tree.order), ends=self._ends.so_far(), step=self.step,
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
-            step=self.step,
+            halt_steps=story.halts, reason=story.reason,
+            told=not story.steps or all(story.code(rank) is not None for rank in ranks),
             verdict=verdict.sentence if verdict else "",
-            agent_code=self.tree.agent_status,
-            agent_gone=self.tree.agent_over,
-            ends=self._ends.so_far(),
-            order=tuple(self.tree.order),
-            halt_steps=self.story.halts,
-            reason=self.story.reason,
-            told=all(self.story.code(rank) is not None for rank in range(self._world))
-            or not self.story.steps,
-        )
+        )  # fmt: skip
 
     @property
     def step(self) -> int:

@@ -29,7 +29,7 @@ from trainers.contract.errors import UsageError
 
 BUSY_PAUSE_S, IDLE_PAUSE_S = 0.05, 0.2
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
-"""What is left in the run directory for the ranks to find."""
+"""Files that are written into the run directory for the ranks."""
 
 
 class Launch:

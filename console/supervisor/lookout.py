@@ -1,4 +1,4 @@
-"""What others write into a launch, looked for in time: requests, and the files of its run."""
+"""Polls a launch for files that others write: requests, and the records of its run."""
 
 from __future__ import annotations
 

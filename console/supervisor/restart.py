@@ -1,4 +1,4 @@
-"""Whether a run that ended badly is started again: a pure function over how its attempts ended."""
+"""Decides whether a run that ended badly is started again, from the ends of its attempts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainers.contract import plan as plans
 from trainers.contract.plan import Restart
 
 AGAIN: frozenset[State] = frozenset(("crashed", "failed"))
-"""What can be helped by starting again; an end that a person asked for is final."""
+"""States after which a restart may help; an end that a person asked for is final."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,19 +164,10 @@ def readings(
     """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
     return Readings(
-        mono=time.monotonic(),
-        ts=time.time(),
+        mono=time.monotonic(), ts=time.time(),
         seen=tuple(each for each in seen if 0 <= each.still_s < LONGEST_STILL_S),
-        records_only=records_only,
-        fresh=story.take_fresh(),
-        progress=story.progress,
-        rss_mib=rss_mib,
-        host_total_mib=total_mib,
-        host_free_mib=free_mib,
-        gpus=gpus,
-        disk_free_gib=disk.get("free_gib"),
-        checkpoint_gib=disk.get("checkpoint_gib"),
-        newest_ts=story.newest_ts,
-        csv=csv,
-        stall_doubt=stall_doubt,
-    )
+        records_only=records_only, fresh=story.take_fresh(), progress=story.progress,
+        newest_ts=story.newest_ts, csv=csv, stall_doubt=stall_doubt,
+        rss_mib=rss_mib, host_total_mib=total_mib, host_free_mib=free_mib, gpus=gpus,
+        disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
+    )  # fmt: skip
