@@ -10,7 +10,7 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
 from console.supervisor.observers import Observers
 from tests import broken, owners
-from tests.launches import Begin, Started, phase
+from tests.launches import Started, phase
 from trainers.contract import rundir
 
 ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
@@ -26,15 +26,8 @@ OBSERVERS = {
     "the sign of life": "live.Live.write_status",
     "supervisor.json": "attempt.Attempt.workers",
 }
-STEPS, GATES = 600, ("loss_finite", "no_stall")
+STEPS, GATES = 900, ("loss_finite", "no_stall")
 CASES = [*((name, ALWAYS) for name in OBSERVERS), ("processes and pulses", ONCE), ("files", ONCE)]
-
-
-@pytest.fixture(scope="module")
-def begin(tmp_path_factory):
-    starter = Begin(tmp_path_factory)
-    yield starter
-    starter.clean()
 
 
 @pytest.fixture(scope="module")

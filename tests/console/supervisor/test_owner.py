@@ -22,7 +22,7 @@ from console.supervisor import owner as owner_module
 from console.supervisor.frames import Frames
 from console.supervisor.run import REPLACED
 from tests import broken
-from tests.launches import STUB, Begin, Started, phase
+from tests.launches import STUB, Started, phase
 from trainers.contract import rundir
 
 WAITS = "owners.WAITS_S"
@@ -43,13 +43,6 @@ CASES = [
     ("watch rules", SEGFAULT, "len(begun) == 1"), ("watch rules", HANG, ALWAYS),
     ("records", HANG, MIDDLE),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def begin(tmp_path_factory):
-    starter = Begin(tmp_path_factory)
-    yield starter
-    starter.clean()
 
 
 @pytest.fixture(scope="module")
