@@ -36,7 +36,7 @@ def who() -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What an operator chose; empty means: as the plan says."""
+    """The choices of an operator; an empty one leaves the plan as it is."""
 
     plan: str
     phase: str = ""

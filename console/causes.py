@@ -1,4 +1,4 @@
-"""What texts and counters tell of an end: a lost peer, memory, or what no restart can cure."""
+"""Signs in texts and counters of a lost peer, of memory, and of errors that no restart cures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEER_SIGNS: Mapping[str, str] = {
     "Connection was likely closed. Did the remote server": "torch c10d/Utils.hpp, TCPStore",
     "another rank is gone": "trainers/failures.py",
 }  # fmt: skip
-"""What a rank writes whose peer has gone or does not come, and the source of the words."""
+"""Texts of a rank whose peer is gone or does not come, with the file that writes each."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")
 """EPIPE is of a peer only where a collective or the store says so: stdout has it too."""
 
@@ -110,7 +110,7 @@ class OomCounts:
 
 @dataclass(frozen=True, slots=True)
 class OomEvidence:
-    """What was counted before a run and after it."""
+    """The counters from before a run and from after it."""
 
     before: OomCounts
     after: OomCounts

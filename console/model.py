@@ -1,4 +1,4 @@
-"""What the console knows, as frozen data: replaced on every sample, never edited.
+"""The console's data, frozen: replaced on every sample, never edited.
 
 No Textual, no files, no processes here. Times are unix seconds unless the name says otherwise;
 `None` means "not measured", never zero.
@@ -36,7 +36,7 @@ NO_GO = "no-go"
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
-"""What `--wait` and `status` return for a run that ended; a live one is 0 while it is healthy."""
+"""Exit codes of `--wait` and `status` for a run that ended; 0 for a live and healthy one."""
 UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
 """Live, and not as it should be: it needs somebody."""
 
@@ -210,7 +210,7 @@ class LaunchState:
     between: str
     next_flags: tuple[PendingFlag, ...] = ()
     doubt: str = ""
-    """Why its documents do not tell of its phases, or not the same; "" where they do."""
+    """The gap or contradiction in its documents on its phases, "" for none."""
 
     @property
     def under_way(self) -> bool:
@@ -274,7 +274,7 @@ class RunState:
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags this run's processes were born with."""
     decided: Mapping[str, str] = field(default_factory=dict)
-    """What its settings hold where a flag could have decided, by the flag's name."""
+    """Values of the settings that a flag could have set, by the flag's name."""
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""

@@ -62,7 +62,7 @@ class Switches:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a choice depends on."""
+    """The conditions that a choice depends on."""
 
     config: ModelConfig
     seq_len: int
@@ -88,7 +88,7 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch that asks for something else is not followed; "" where none does."""
+    """The reason for which a switch is not followed, "" where none asks for something else."""
 
 
 @dataclass(frozen=True, slots=True)

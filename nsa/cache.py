@@ -1,4 +1,4 @@
-"""What a layer keeps of the tokens it has seen, so that the next one costs one query."""
+"""The cache of a layer for the tokens that it has seen: the next one costs one query."""
 
 from collections.abc import Iterable, Sequence
 

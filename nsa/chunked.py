@@ -34,7 +34,7 @@ PART_PAIRS = 2048
 SPARE = -1
 """The row of a tile's slot that holds no query."""
 FARTHEST_AHEAD = 40.0
-"""How far a log-sum-exp may be above its query's reference: float32 overflows at 88."""
+"""Most that a log-sum-exp may be above its query's reference: float32 overflows at 88."""
 
 
 def attend_chunked(

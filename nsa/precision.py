@@ -1,4 +1,4 @@
-"""Where the model computes in float32 although its weights or autocast say less."""
+"""The parts of the model that compute in float32 whatever its weights or autocast say."""
 
 from contextlib import AbstractContextManager, nullcontext
 

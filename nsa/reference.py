@@ -17,7 +17,7 @@ from nsa.config import ModelConfig
 
 @dataclass(frozen=True)
 class Reference:
-    """What the oracle found. Keys of the dicts are (batch, group, query)."""
+    """The results of the oracle. Keys of the dicts are (batch, group, query)."""
 
     out: Tensor
     """`[B, S, dim]`, float64, with its autograd graph."""

@@ -1,4 +1,4 @@
-"""What the gate and the selection do, as tensors on the device: nothing here waits for the host."""
+"""Statistics of the gate and the selection, as tensors on the device, without a sync."""
 
 from collections.abc import Sequence
 

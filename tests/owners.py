@@ -40,6 +40,16 @@ def begin() -> Link:
     return Link(Frames(ours), Charge())
 
 
+_others: list[socket.socket] = []
+
+
+def absent() -> Link:
+    """Returns a link to an owner that takes everything and answers nothing."""
+    ours, theirs = socket.socketpair()
+    _others.append(theirs)
+    return Link(Frames(ours), Charge())
+
+
 def end(link: Link) -> None:
     """Ends the owner at the other end."""
     link._end.close()

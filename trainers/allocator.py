@@ -1,4 +1,4 @@
-"""How the C library keeps memory: a training step on the CPU frees and takes the same again."""
+"""Lets the C library keep freed memory: each training step on the CPU takes the same again."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Parts:
 
 
 ALONE = "torch.distributed is disabled"
-"""How DCP's warning begins that it saves or loads in one process, which is what we want of it."""
+"""The begin of DCP's warning that it works in one process, which is what we want."""
 
 
 def alike(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:

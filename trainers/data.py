@@ -81,7 +81,7 @@ class Loader:
 
     @property
     def epoch(self) -> int | None:
-        """How often all documents have been trained on; None where there are no documents."""
+        """The number of passes over all documents; None where there are no documents."""
         return self.state.get("epoch")
 
     def ready(self) -> None:

@@ -28,7 +28,7 @@ from trainers.schema import DataSettings
 CHUNK_BYTES = 1 << 16
 ROWS = 256
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, pa.ArrowException)
-"""What readers raise for a file that is gone, cut short or garbage."""
+"""Exceptions of readers for a file that is gone, cut short or garbage."""
 
 STANDARD_LIBRARY = (
     "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "html", "http",

@@ -1,4 +1,4 @@
-"""What the entry points share: words -> settings -> membership -> training -> exit code.
+"""The common part of the entry points: words -> settings -> membership -> training -> exit code.
 
 torch is imported after the settings are right, so a wrong configuration is said at once.
 """

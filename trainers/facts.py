@@ -1,4 +1,4 @@
-"""What env.json says about the machine, the libraries and the model."""
+"""The content of env.json: facts about the machine, the libraries and the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a training or a command ends early, and with which exit code. Needs no torch."""
+"""The failures that end a training or a command early, with exit codes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ BY_NAME: dict[str, tuple[int, str]] = {
 """Exceptions of torch and Python that have an exit code, by class name (torch stays unloaded)."""
 
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
-"""What stands in the RuntimeError of torch's CPU allocator."""
+"""Text in the RuntimeError of torch's CPU allocator."""
 
 COLLECTIVE_SIGNS = ("gloo", "NCCL")
-"""What stands in the RuntimeError of a collective whose peer died or timed out."""
+"""Texts in the RuntimeError of a collective whose peer died or timed out."""
 
 
 def command(name: str, work: Callable[[], str]) -> int:

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says about itself, and which of them are good. Needs no torch.
+"""Reads the manifests of checkpoints, and says which checkpoints are good. Needs no torch.
 
 A save writes into `.step_{N:08d}.tmp`; `manifest.json` comes last, with the size and SHA-256 of
 every file beside it; then the directory gets its name, and then `latest` names it. So a directory
@@ -26,7 +26,7 @@ _NAME = re.compile(r"step_(\d{8,})\Z")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Where a training is, beside its tensors, and what the files of its checkpoint are."""
+    """The position of a training beside its tensors, and the files of its checkpoint."""
 
     step: int
     tokens_total: int

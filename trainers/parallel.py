@@ -1,4 +1,4 @@
-"""How ranks share the work: one strategy object, one loop.
+"""Strategies by which ranks share the work: one object, one loop.
 
 A strategy wraps the model, says when gradients are reduced, sums small vectors over ranks and
 hands out the plain state. `scale` is what a rank multiplies its loss sum by, so that the reduced

@@ -1,4 +1,4 @@
-"""Where the step is, and what each phase of it took."""
+"""The phase that the step is in, and the time that each phase took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit together in a configuration, as one table: key, condition, reason."""
+"""Configurations that are refused, as one table: key, condition, reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says about itself: heartbeats, CSV, log lines, env.json and metrics.json.
+"""Writes the reports of a run: heartbeats, CSV, log lines, env.json and metrics.json.
 
 Everything goes through the member's recorder, so no record can hold up a step. Needs no torch:
 figures arrive as plain numbers.

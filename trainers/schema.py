@@ -1,4 +1,4 @@
-"""What can be set, and within which limits. Needs no torch.
+"""The settings and their limits. Needs no torch.
 
 A key is one field of a section below; the fields' docstrings are the manual. What a value may be
 is in the annotation (`Literal` for choices) and in `LIMITS`.

@@ -1,4 +1,4 @@
-"""What every source of training sequences offers, and how a position in it is kept."""
+"""The interface of every source of training sequences, and of a position in it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Source:
     """An endless stream of sequences of S + 1 tokens; sequence i belongs to rank i % world."""
 
     about: str
-    """What it is, for an error message and env.json."""
+    """Its description, for an error message and env.json."""
     fingerprint: str
-    """What a position in this stream depends on, as `key=value` words."""
+    """The conditions of a position in this stream, as `key=value` words."""
     scored: int
     """Predicted tokens per sequence that count in the loss."""
     position = 0

@@ -23,7 +23,7 @@ AUTO = "auto"
 T = TypeVar("T")
 DRILL = "train.drill"
 STRATEGY, STRATEGIES = "train.strategy", {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
-"""What an entry point decides, unless a configuration says otherwise."""
+"""Settings of an entry point, unless a configuration says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What all ranks know about one step, summed over them."""
+    """The figures of one step, summed over all ranks."""
 
     step: int
     loss_sum: float

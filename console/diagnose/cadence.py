@@ -1,4 +1,4 @@
-"""How old a rank's newest record may be, where there is no pulse: from the times between records.
+"""The age that a rank's newest record may have, from the times between records: without a pulse.
 
 A trainer records every few steps, so silence means nothing before its rhythm is known.
 """

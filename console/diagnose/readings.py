@@ -1,4 +1,4 @@
-"""What the watch rules look at: one moment as `Readings`, and what a run did before as `Past`.
+"""The input of the watch rules: one moment as `Readings`, and the time before it as `Past`.
 
 Nothing is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
 "not measured".
@@ -123,7 +123,7 @@ class Counter:
 
 
 class Past:
-    """What an attempt did before, in constant memory; `take` once a look, before the rules."""
+    """The past of an attempt, in constant memory; `take` once a look, before the rules."""
 
     def __init__(self) -> None:
         self.nonfinite = self.zero_grads = self.collapsed = 0

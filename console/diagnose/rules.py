@@ -24,7 +24,7 @@ from trainers.contract.plan import WATCH_ACTIONS, Watch
 
 ACTIONS = WATCH_ACTIONS
 STRONG = frozenset(ACTIONS[2:])
-"""What ends or interrupts a run."""
+"""Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
 """For a strong action a condition must stand this many times as long as for the alert, in all."""
 HELD = frozenset(("T", "t", "Z", "X", "gone"))
@@ -86,7 +86,7 @@ class Rule:
 
 
 def _stall(now: Readings, _past: Past, watch: Watch) -> Found | None:
-    """How many limits the ranks furthest behind have stood still; 1 is a stall."""
+    """The stand-still of the ranks furthest behind, as a multiple of their limit; 1 is a stall."""
     behind = furthest_behind(now.seen)
     if not behind:
         return Found(0.0, "no rank is to be waited for") if now.seen else None
@@ -331,7 +331,7 @@ TABLE: tuple[Rule, ...] = (
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 HALTING = ("stall", "throughput_drop", "non_finite", "zero_gradient", "gate_collapse")
-"""What the runbooks let a watchdog halt a run for."""
+"""Rules for which the runbooks let a watchdog halt a run."""
 
 
 def check(watch: Watch, where: str) -> None:

@@ -62,7 +62,7 @@ class Seen:
     records_gap_s: float = 0.0
     """Longest of the last times between two such records, 0 before it is known."""
     doubt: Doubt = ""
-    """Why its pulse says nothing: it cannot be read, or its records are ahead of it."""
+    """The reason to ignore its pulse: it cannot be read, or its records are ahead of it."""
     nonfinite_steps: int = -1
     """Steps with a non-finite loss, as its pulse counts them; -1 where it does not."""
 

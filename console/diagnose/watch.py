@@ -8,7 +8,7 @@ comes late, looks first. An action is said once a raise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,8 +50,8 @@ class _State:
     """Looks at which an action was due and the second source did not agree."""
     held_s: float = 0.0
     """For how long the condition was looked at, before it was raised."""
-    counts: Mapping[int, int] = field(default_factory=dict)
-    """The parts of the condition by GPU, as in `Found.counts`."""
+    counts: Mapping[int, int] | None = field(default_factory=dict)
+    """The parts of the condition by GPU, as in `Found.counts`; None: not known."""
     told_at: float = 0.0
     """When the rule was last raised or raised again."""
     grave_s: float = 0.0
@@ -97,6 +97,11 @@ class Watchdog:
                 self._begin(rule, state, found, gap_s, now, changes)
         return changes
 
+    def restore(self, raised: Iterable[str]) -> None:
+        """Takes rules as raised that a former watchdog of the same attempt raised."""
+        for name in self._states.keys() & set(raised):
+            self._states[name] = _State(begun=True, raised=True, counts=None)
+
     def open(self) -> tuple[str, ...]:
         """Returns the names of the rules that are raised."""
         return tuple(name for name, state in self._states.items() if state.raised)
@@ -131,7 +136,8 @@ class Watchdog:
     def _tell_again(self, rule: Rule, state: _State, found: Found, changes: list[Change]) -> None:
         """Replaces the alert of a raised rule when something was added to its condition."""
         now = self._mono or 0.0
-        more = any(count > state.counts.get(key, 0) for key, count in found.counts.items())
+        known = found.counts if state.counts is None else state.counts
+        more = any(count > known.get(key, 0) for key, count in found.counts.items())
         if more and now - state.told_at < AGAIN_S:
             return
         state.counts = found.counts
@@ -170,7 +176,7 @@ class Watchdog:
 
     @property
     def stall_action(self) -> str:
-        """What a stall is answered with."""
+        """The action that answers a stall."""
         return next(rule.action for rule in self.rules if rule.name == STALL)
 
     def stall_words(self) -> str:

@@ -41,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is to be launched, and where it would write."""
+    """The plan to be launched, and the place that it would write to."""
 
     plan: Plan
     directory: Path

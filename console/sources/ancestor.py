@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.model import State
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.plan import Watch
 
@@ -64,8 +63,8 @@ class _Heartbeats:
         }  # fmt: skip
 
 
-def end(run: Path, last: Mapping[int, Mapping[str, Any]]) -> tuple[State, str] | None:
-    """Returns how a run ended and why, None while metrics.json is older than its newest record.
+def end(run: Path, last: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns how a run ended as a `state` event, {} while metrics.json is older than its records.
 
     It is written when the run completed, was halted or met a non-finite loss, and does not say
     which: only all of its steps in the records say "completed".
@@ -77,8 +76,10 @@ def end(run: Path, last: Mapping[int, Mapping[str, Any]]) -> tuple[State, str] |
             continue
         planned = jsonl.integer(rundir.read_json(run / name) or {}, "steps")
         step = max((record["step"] for record in last.values()), default=0)
-        word = f"the run has ended: {name} is newer than its records, the last of step {step}"
-        if planned is not None and step >= planned:
-            return "completed", word
-        return "stopped", f"{word}; it does not say why"
-    return None
+        why = f"the run has ended: {name} is newer than its records, the last of step {step}"
+        done = planned is not None and step >= planned
+        return {
+            "ts": stamp[2] / 1e9, "state": "completed" if done else "stopped",
+            "why": why if done else f"{why}; it does not say why",
+        }  # fmt: skip
+    return {}

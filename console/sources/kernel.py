@@ -1,4 +1,4 @@
-"""What the kernel tells of cgroups: who is in one, and how many it killed for memory."""
+"""Reads cgroups: the processes in one, and the number that the kernel killed for memory."""
 
 from __future__ import annotations
 

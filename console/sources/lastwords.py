@@ -1,4 +1,4 @@
-"""What a process wrote before it died: the last traceback, or faulthandler's text.
+"""Reads the last traceback, or faulthandler's text, at the end of a process's log.
 
 Pure functions over the end of a log. The text may be anything: what comes out is one clean line.
 """

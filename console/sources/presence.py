@@ -1,4 +1,4 @@
-"""Who is really there, and so which state a run is in, whatever its last document says.
+"""The facts of a reader: the newest word of the supervisor, and which processes are really there.
 
 The supervisor decides the state; when it is gone it can decide nothing any more. What is left is
 `unsupervised` (processes of the run live), the end that its ranks wrote themselves, or `lost`.
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from console.ending import End, Facts, decide
+from console.ending import End
 from console.model import EXIT_CODES, Alert, State
+from console.run_state import Facts, View
 from console.sources import process
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
@@ -22,13 +23,19 @@ from trainers.contract.errors import RefusedError
 STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
-"""What another host's process has not said for so long is not believed to live."""
+"""A process of another host that has been silent for so long is not believed to live."""
 CLOCK_S = 2.0
 """The clock of a writer may be ahead of this one by so much."""
 SUPERVISOR_SILENT_S = 20.0
 """It says something every second in shared memory, every 5 s in its document."""
 STOPPED = "T t"
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
+ROLES: Mapping[str, tuple[str, str]] = {
+    "supervisor": ("", "no attempt begins, and its working process is not replaced"),
+    "working process": ("child", "nothing is sampled and no request is answered"),
+    "torchrun": ("torchrun", "a rank that fails does not end the others"),
+}
+"""The processes beside the ranks: the key in supervisor.json, and the harm while it is stopped."""
 Record = Mapping[str, Any]
 
 
@@ -86,42 +93,39 @@ def newest(supervisor: Record, *others: Record | None) -> dict[str, Any]:
     }
 
 
-def state_of(
-    supervisor: Record, born: Record, last: Mapping[int, Record], halts: Mapping[int, int]
-) -> tuple[State, str]:
-    """Returns the state and its reason.
+def facts(
+    supervisor: Record, born: Record, last: Mapping[int, Record], halts: Mapping[int, int],
+    behind: bool = False, trouble: str = "",
+) -> Facts:  # fmt: skip
+    """Returns everything that the state depends on which a reader sees.
 
-    `supervisor` is the newest word of the supervisor, `born` run.json, `last` the newest record of
-    each rank and `halts` the steps at which ranks say that they halted.
+    `supervisor` is the newest word of the supervisor ({}: no document tells of one, `trouble` may
+    say why), `born` run.json, `last` the newest record of each rank and `halts` the steps at which
+    ranks say that they halted. `behind`: there are more records to read.
     """
-    named, why = jsonl.text(supervisor, "state"), clean(jsonl.text(supervisor, "why"), 400)
-    if named in STATES and supervisor_lives(supervisor):
-        return cast(State, named), why
-    gone = f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is gone"
-    if named in ENDED:
-        ranks = living_ranks(supervisor)
-        return (
-            ("unsupervised", f"its documents say that the run is {named}, but {ranks}; {gone}")
-            if ranks else (cast(State, named), why)
-        )  # fmt: skip
-    living = living_ranks(supervisor) or living_processes(born, supervisor)
-    if living:
-        return "unsupervised", f"{gone if named in STATES else 'no document tells of it'}; {living}"
-    if named == "restarting":
-        number, ended = (jsonl.integer(supervisor, "attempt") or 1) + 1, why.partition(": ")[2]
-        return "lost", f"{gone}, attempt {number} does not begin without one; adopt it: {ended}"
-    world = jsonl.integer(born, "world") or 0
-    if last and len(last) >= world and all(r.get("msg") == "exit" for r in last.values()):
-        return _said_by_ranks(supervisor, last, halts)
+    named, lives = jsonl.text(supervisor, "state"), supervisor_lives(supervisor)
+    state = cast(State, named) if named in STATES else None
+    living = "" if lives and state else living_ranks(supervisor)
+    if not (living or (lives and state) or state in ENDED):
+        living = living_processes(born, supervisor)
     times = [ts for r in last.values() if (ts := jsonl.number(r, "ts")) and math.isfinite(ts)]
-    young = time.time() - max(times, default=-math.inf)
-    if named not in STATES:
-        if not last:
-            return "queued", "no record yet"
-        return "unsupervised", f"no supervisor; {_old(young)}"
-    if supervisor.get("host") != rundir.host_name() and young < SILENT_S:
-        return "unsupervised", f"{gone}; {_old(young)}"
-    return "lost", f"{gone} and so are all ranks; they left no reason"
+    young_s = time.time() - max(times, default=-math.inf)
+    elsewhere = supervisor.get("host") != rundir.host_name()
+    view = View(
+        state, clean(jsonl.text(supervisor, "why"), 400), lives,
+        f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is gone", living,
+        (jsonl.integer(supervisor, "attempt") or 1) + 1, _old(young_s) if last else "",
+        elsewhere and young_s < SILENT_S, behind, "" if supervisor else trouble,
+    )  # fmt: skip
+    world = jsonl.integer(born, "world") or 0
+    over = bool(last) and len(last) >= world and all(r.get("msg") == "exit" for r in last.values())
+    ends = _ends(supervisor, last) if over else []
+    reason = next((jsonl.text(record, "reason") for record in last.values()), "")
+    return Facts(
+        is_reader=True, view=view, spawned=True, over=over and named != "restarting", ends=ends,
+        halt_steps=halts, world=len(ends), reason=clean(reason, 80),
+        step=max((end.step for end in ends), default=0),
+    )  # fmt: skip
 
 
 def _old(young: float) -> str:
@@ -143,16 +147,11 @@ def since_ts(supervisor: Record, state: State, last: Mapping[int, Record]) -> fl
     return max((ts for ts in signs if ts is not None and math.isfinite(ts)), default=None)
 
 
-def _said_by_ranks(
-    supervisor: Record, last: Mapping[int, Record], halts: Mapping[int, int]
-) -> tuple[State, str]:
-    """The end as the ranks' last records tell it; what the supervisor saw of one counts more."""
-    workers = supervisor.get("workers")
-    seen = {
-        (jsonl.integer(worker, "rank"), jsonl.integer(supervisor, "attempt")):
-            jsonl.mapping(worker, "exit")
-        for worker in (workers if isinstance(workers, list) else ()) if isinstance(worker, dict)
-    }  # fmt: skip
+def _ends(supervisor: Record, last: Mapping[int, Record]) -> list[End]:
+    """Returns how ranks ended by their last records; what the supervisor saw of one counts more."""
+    attempt = jsonl.integer(supervisor, "attempt")
+    seen = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")
+            for worker in _workers(supervisor)}  # fmt: skip
     ends = []
     for rank, record in last.items():
         code = jsonl.integer(record, "exit_code") or 0
@@ -161,29 +160,24 @@ def _said_by_ranks(
         signal = clean(jsonl.text(found, "signal"), 16) or None
         code = None if signal else jsonl.integer(found, "code") or code
         ends.append(End(rank, code, signal, jsonl.integer(record, "step") or 0, error))
-    reasons = [jsonl.text(record, "reason") for record in last.values()]
-    return decide(
-        Facts(
-            spawned=True, over=True, ends=ends, halt_steps=halts, world=len(ends),
-            reason=clean(reasons[0], 80), step=max(end.step for end in ends),
-        )
-    )  # fmt: skip
+    return ends
 
 
-def _workers(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
+def _workers(supervisor: Record) -> list[dict[str, Any]]:
+    workers = supervisor.get("workers")
+    return [each for each in workers if isinstance(each, dict)] if isinstance(workers, list) else []
+
+
+def _left(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
     """Returns the workers of supervisor.json without an exit, and whether each lives here."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    workers = supervisor.get("workers")
-    return [
-        (worker, rundir.is_alive(here | worker))
-        for worker in (workers if isinstance(workers, list) else ())
-        if isinstance(worker, dict) and worker.get("exit") is None
-    ]
+    left = [each for each in _workers(supervisor) if each.get("exit") is None]
+    return [(worker, rundir.is_alive(here | worker)) for worker in left]
 
 
 def living_ranks(supervisor: Record) -> str:
     """Says which ranks of supervisor.json live on this host, "" for none."""
-    ranks = [str(worker.get("rank")) for worker, lives in _workers(supervisor) if lives]
+    ranks = [str(worker.get("rank")) for worker, lives in _left(supervisor) if lives]
     return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs" if ranks else ""
 
 
@@ -212,11 +206,14 @@ def _may_have_ended(supervisor: Record) -> bool:
 
 def has_lost_rank(supervisor: Record) -> bool:
     """Says whether supervisor.json, or the kernel of this host, shows a worker that has ended."""
-    workers = supervisor.get("workers")
-    if isinstance(workers, list) and len(_workers(supervisor)) < len(workers):
-        return True
-    is_here = supervisor.get("host") == rundir.host_name()
-    return is_here and any(not lives for _, lives in _workers(supervisor))
+    left, is_here = _left(supervisor), supervisor.get("host") == rundir.host_name()
+    return len(left) < len(_workers(supervisor)) or any(is_here and not lives for _, lives in left)
+
+
+def unwell(supervisor: Record, status: Record) -> list[Alert]:
+    """Returns the alerts of this host's reader on the processes of a supervisor."""
+    found = [*stopped(supervisor)]
+    return found if found or not supervisor_lives(supervisor) else [*silent(supervisor, status)]
 
 
 def silent(supervisor: Record, status: Record) -> Iterator[Alert]:
@@ -238,26 +235,12 @@ def silent(supervisor: Record, status: Record) -> Iterator[Alert]:
 def stopped(supervisor: Record) -> Iterator[Alert]:
     """Yields an alert for each process of the supervisor and torchrun that a signal has stopped."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    owners = {
-        "supervisor": (supervisor, "no attempt begins, and its working process is not replaced"),
-        "working process": (
-            jsonl.mapping(supervisor, "child"),
-            "nothing is sampled and no request is answered",
-        ),
-        "torchrun": (
-            jsonl.mapping(supervisor, "torchrun"),
-            "a rank that fails does not end the others",
-        ),
-    }
-    for name, (owner, harm) in owners.items():
-        if not rundir.is_alive(here | dict(owner)):
-            continue
-        pid = jsonl.integer(owner, "pid") or 0
-        if process.state(pid) in STOPPED.split():
-            text = (
-                f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
-                f"kill -CONT {pid} lets it go on"
-            )
+    for name, (key, harm) in ROLES.items():
+        named = here | (jsonl.mapping(supervisor, key) if key else dict(supervisor))
+        pid = jsonl.integer(named, "pid") or 0
+        if rundir.is_alive(named) and process.state(pid) in STOPPED.split():
+            text = (f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
+                    f"kill -CONT {pid} lets it go on")  # fmt: skip
             alert = f"{name.replace(' ', '-')}-stopped"
             yield Alert(alert, time.time(), "crit", text, observed=True)
 

@@ -42,7 +42,7 @@ class Use:
 
 
 class Meter:
-    """What processes use, from one look to the next; one read of /proc a look."""
+    """Measures what processes use between two looks; each look reads /proc once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, int, float]] = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import RANK_GONE, Alert, Gpu, LaunchState, Level, Pulse, Rank, RunState, State
+from console.run_state import decide
 from console.sources import ancestor, documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
 from console.sources.reading import MAX_RANKS
@@ -23,7 +24,7 @@ from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
 WHOLE_BYTES = 1 << 30
-"""What one look reads at most where nobody waits for it."""
+"""One look reads at most this much where nobody waits for it."""
 SAMPLED_S = 5.0
 """An older sample of a process does not say how it is now."""
 IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
@@ -124,45 +125,33 @@ class RunSource:
         backend = documents.backend(self._document(run / rundir.ENV))
         live = presence.live_directory(supervisor)
         status = (rundir.read_json(live / rundir.LIVE_STATUS) if live else None) or {}
-        end = told if told.get("ts") else None
+        end = ancestor.end(run, reader.last) if reader.legacy and not supervisor else told
         supervisor = presence.newest(supervisor, reader.state_event, status, end)
-        state, why = self._decided(run, supervisor, born, reader)
+        trouble, behind = self._documents[run / rundir.SUPERVISOR].trouble, reader.behind_bytes > 0
+        state, why = decide(
+            presence.facts(supervisor, born, reader.last, reader.halts, behind, trouble)
+        )
         ended = state in presence.ENDED
         flags = documents.flag_field(born, "value")
-        ranks = _ranks(supervisor, reader, live, flags.get(DEVICES, ""))
-        if ended:
-            ranks = tuple(map(_ended, ranks))
-        steps = [r.pulse.step if r.pulse else None for r in ranks]
-        steps += [reader.last_step, jsonl.integer(supervisor, "steps")]
-        step = max((each for each in steps if each is not None), default=None)
+        ranks = _ranks(supervisor, reader, live, flags.get(DEVICES, ""), ended)
+        step = _newest_step(supervisor, ranks, reader)
         planned = documents.setting_int(born, "train.steps")
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
-        stopped = [] if ended else [*presence.stopped(supervisor)]
-        if not ended and not stopped and presence.supervisor_lives(supervisor):
-            stopped += presence.silent(supervisor, status)
-        orphaned = ended and launch is not None and launch.state == "unsupervised"
+        unwell = [] if ended else presence.unwell(supervisor, status)
         missing = _missing(run, self._away) if unread and state != "starting" else ""
+        more = self._observed(launch, ended, missing, reader) + unwell
         launch = launch and documents.sequenced(launch, run.name, state, why)
-        troubles = self._troubles()
-        said = {launch.why if launch else "", *(alert.text for alert in troubles)}
-        doubt = launch.doubt if launch and launch.doubt not in said else ""
-        behind = self._behind_bytes(reader)
-        more = [*troubles, *stopped, *_observed(orphaned, missing, behind, doubt)]
         alerts = reader.alerts({} if ended else status, more)
         if not presence.has_lost_rank(supervisor):
             alerts = tuple(alert for alert in alerts if alert.id != RANK_GONE)
         return RunState(
             id=documents.line(born, "run", f"{launch.id}/{run.name}" if launch else run.name),
-            path=str(run),
-            state=state,
-            why=why,
+            path=str(run), state=state, why=why, step=step, steps_planned=planned,
             since_ts=presence.since_ts(supervisor, state, reader.last),
             attempt=reader.attempt,
             host=documents.line(supervisor, "host", documents.line(born, "host", "")),
             world=len(ranks),
-            step=step,
-            steps_planned=planned,
             eta_s=reader.series.eta_s(step, planned) if step and planned and moves else None,
             data_age_s=None if ended else _data_age(ranks, reader),
             ranks=ranks,
@@ -170,11 +159,9 @@ class RunSource:
             figures=reader.figures(bool(born.get("settings")) or reader.legacy),
             alerts=alerts,
             verdict=documents.verdict(supervisor),
-            gates=gates,
-            bounds=documents.bounds(born),
-            armed=_armed(supervisor, "armed", state, stopped),
-            armed_short=_armed(supervisor, "armed_short", state, stopped),
-            launch=launch,
+            gates=gates, bounds=documents.bounds(born), launch=launch,
+            armed=_armed(supervisor, "armed", state, unwell),
+            armed_short=_armed(supervisor, "armed_short", state, unwell),
             skipped_records=reader.skipped,
             skipped_in="" if reader.is_whole else IN_RECENT,
             directory_blocked_s=blocked or 0.0,
@@ -182,23 +169,9 @@ class RunSource:
             environment=flags,
             decided=documents.decided(jsonl.mapping(born, "settings")),
             origins=documents.flag_field(born, "origin"),
-            argv=documents.words(born, "argv"),
-            backend=backend,
-            behind_bytes=behind,
-        )
-
-    def _decided(
-        self, run: Path, supervisor: dict[str, Any], born: dict[str, Any], reader: Records
-    ) -> tuple[State, str]:
-        """Returns the state and why; `supervisor` is {} where no document tells of one."""
-        state, why = presence.state_of(supervisor, born, reader.last, reader.halts)
-        if state == "lost" and reader.behind_bytes:
-            return "unsupervised", "the supervisor is gone; the records are still being read"
-        end = ancestor.end(run, reader.last) if reader.legacy else None
-        if end is not None and not supervisor:
-            return end
-        trouble = self._documents[run / rundir.SUPERVISOR].trouble
-        return state, why if supervisor or not trouble else f"{trouble}; {why}"
+            argv=documents.words(born, "argv"), backend=backend,
+            behind_bytes=self._behind_bytes(reader),
+        )  # fmt: skip
 
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
@@ -255,6 +228,27 @@ class RunSource:
             for path, document in self._documents.items() if document.trouble
         ]  # fmt: skip
 
+    def _observed(
+        self, launch: LaunchState | None, ended: bool, unread: str, reader: Records
+    ) -> list[Alert]:
+        """Returns the alerts of this reader on a launch without supervisor, and on unread files."""
+
+        def add(name: str, level: Level, text: str, key: str = "") -> None:
+            found.append(Alert(name, time.time(), level, text, key, observed=True))
+
+        found = self._troubles()
+        said = {launch.why if launch else "", *(alert.text for alert in found)}
+        if ended and launch is not None and launch.state == "unsupervised":
+            add("no-supervisor", "crit", ORPHANED, "R")
+        if launch and launch.doubt and launch.doubt not in said:
+            add("documents", "crit", f"it is unknown how the launch is: {launch.doubt}")
+        if unread:
+            add("directory", "warn", f"{unread}; this is what {rundir.PLAN_STATE} says of it")
+        if behind_bytes := self._behind_bytes(reader):
+            left = f"{size_words(behind_bytes)} of records are still to be read"
+            add("behind", "info", left)
+        return found
+
 
 def _missing(run: Path, away: bool) -> str:
     """Says what of a run cannot be read: its directory, or only the document of its supervisor."""
@@ -268,31 +262,13 @@ def _missing(run: Path, away: bool) -> str:
     return f"{rundir.SUPERVISOR} of {run.name} {how}"
 
 
-def _observed(orphaned: bool, unread: str, behind_bytes: int, doubt: str) -> list[Alert]:
-    """Returns the alerts of this reader on a launch without supervisor, and on unread files."""
-
-    def alert(name: str, level: Level, text: str, key: str = "") -> Alert:
-        return Alert(name, time.time(), level, text, key, observed=True)
-
-    found = [alert("no-supervisor", "crit", ORPHANED, "R")] if orphaned else []
-    if doubt:
-        found.append(alert("documents", "crit", f"it is unknown how the launch is: {doubt}"))
-    if unread:
-        text = f"{unread}; this is what {rundir.PLAN_STATE} says of it"
-        found.append(alert("directory", "warn", text))
-    if behind_bytes:
-        left = f"{size_words(behind_bytes)} of records are still to be read"
-        found.append(alert("behind", "info", left))
-    return found
-
-
 def _armed(
-    supervisor: dict[str, Any], key: str, state: State, stopped: Sequence[Alert]
+    supervisor: dict[str, Any], key: str, state: State, unwell: Sequence[Alert]
 ) -> str:  # fmt: skip
-    """Says what would act on a fault; `stopped` tells which processes are stopped."""
+    """Says what would act on a fault; `unwell` tells which processes are stopped."""
     if state == "unsupervised":
         return UNARMED if key == "armed" else "nothing"
-    ids = [alert.id for alert in stopped]
+    ids = [alert.id for alert in unwell]
     if presence.WORK_STOPPED in ids:
         return HELD if key == "armed" else "nothing"
     held = presence.SUPERVISOR_STOPPED in ids and key == "armed"
@@ -317,8 +293,16 @@ def _gpu_index(devices: str, local: int) -> int | None:
     return (int(word) if word.isdecimal() else None) if devices else local
 
 
+def _newest_step(
+    supervisor: dict[str, Any], ranks: Sequence[Rank], reader: Records
+) -> int | None:  # fmt: skip
+    steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
+    steps += [reader.last_step, jsonl.integer(supervisor, "steps")]
+    return max((each for each in steps if each is not None), default=None)
+
+
 def _ranks(
-    supervisor: dict[str, Any], reader: Records, live: Path | None, devices: str
+    supervisor: dict[str, Any], reader: Records, live: Path | None, devices: str, ended: bool
 ) -> tuple[Rank, ...]:
     workers = {
         rank: entry
@@ -357,7 +341,8 @@ def _ranks(
         )
         sampled_age = presence.age(jsonl.number(sample, "ts"))
         is_new = sampled_age is not None and sampled_age <= SAMPLED_S
-        ranks.append(told if is_new else _at_rest(told))
+        told = told if is_new else _at_rest(told)
+        ranks.append(_ended(told) if ended else told)
     return tuple(ranks)
 
 
@@ -387,7 +372,7 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
 
 
 def _last_pulse(beat: dict[str, Any]) -> Pulse | None:
-    """Where a rank ended that wrote its exit: a sample of it may be older."""
+    """The pulse of a rank that wrote its exit: a sample of it may be older."""
     if beat.get("msg") != "exit":
         return None
     age, step = presence.age(jsonl.number(beat, "ts")) or 0.0, beat["step"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from console.supervisor.directory import Directory
@@ -21,6 +21,12 @@ class Alerts:
         self._event, self._directory = event, directory
         self._open: dict[str, dict[str, Any]] = {}
         self._dropped, self._dropped_at = directory.dropped, 0.0
+
+    def restore(self, held: Mapping[str, dict[str, Any]], gone: Callable[[str], bool]) -> None:
+        """Opens the alerts of a former process again; those that are `gone` with it are cleared."""
+        self._open |= held
+        for name in filter(gone, held):
+            self.clear(name, "it was of a working process that was replaced")
 
     def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> bool:
         """Opens an alert; False when it is open."""

@@ -5,110 +5,95 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from console.ending import End, Facts, decide
+from console.causes import OomCounts
 from console.model import RANK_GONE, State
+from console.run_state import Facts, decide
 from console.sources import kernel
-from console.sources.lastwords import LastWords
-from console.sources.reducer import Reducer
-from console.supervisor.follow import Files, News, Rest, Story, end_of
-from console.supervisor.live import LastPulses, Live
-from console.supervisor.observers import Observers
-from console.supervisor.parts import Parts
-from console.supervisor.rotation import Rotation
+from console.supervisor.ends import Ends
+from console.supervisor.follow import Files, News, Rest, Story
+from console.supervisor.live import LastPulses
+from console.supervisor.parts import Upkeep
 from console.supervisor.sampling import Sampler
-from console.supervisor.services import Services
-from console.supervisor.tree import Tree, Worker
+from console.supervisor.services import AttemptOwner, RunContext
+from console.supervisor.tree import Tree
 from console.supervisor.watching import Watching
-from trainers.contract import environ, jsonl, rundir
-from trainers.contract.plan import Phase, Watch
+from trainers.contract import jsonl, rundir
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
-"""What can be asked, each stronger than the one before."""
+"""The requests that end an attempt, each stronger than the one before."""
 ENDED_FROM_HERE = ENDINGS[1:]
 """In these the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
 """For so long the records of an attempt that has ended are read; what is left then is unknown."""
-ROTATE_EVERY_S = 5.0
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
 """Records that were read so long ago do not confirm what the pulses show."""
-LATE_END_S = 5.0
-"""For so long torchrun has time to reap a rank, and the last record of a rank to arrive."""
 
 
 class Attempt:
     """Owns the processes of one attempt; `tick` moves it on, `decided` is its state.
 
-    `live` has the pulses of the ranks. `prepare` runs first, on the directory's
-    thread. `event` writes into the run's events, and `changed` is called when what supervisor.json
-    holds has changed. `actions` are what watch rules do beside the plan's, `former` is the attempt
-    before, `reducer` that of the run. With `held`, a former supervisor's document, the attempt
-    takes over the processes that are there instead of starting.
+    `former` is the attempt before. With `held`, a former supervisor's document, the attempt takes
+    over the processes that are there instead of starting.
     """
 
     def __init__(
-        self, services: Services, observers: Observers, *,
-        run: Path, number: int, phase: Phase, watch: Watch, token: str, live: Live,
-        argv: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None],
-        event: Callable[..., dict[str, Any]], changed: Callable[[], None],
-        actions: Mapping[str, str], reducer: Reducer, former: Attempt | None,
-        held: Mapping[str, Any] | None,
+        self, context: RunContext, run: AttemptOwner, number: int, former: Attempt | None = None,
+        held: Mapping[str, Any] | None = None,
     ):  # fmt: skip
-        self.path, self._number, self._phase, self._watch = run, number, phase, watch
-        self._live, self._argv, self._environment = live, argv, environment
-        self.event, self._changed = event, changed
+        self._context, self._run, self._number = context, run, number
+        self.path, self._world = context.path, context.phase.nproc
+        self._grace_s = context.watch.grace_s
+        services, live, link = context.services, context.live, context.services.link
+        self._directory, self._observers = services.directory, context.observers
+        self._alerts = context.observers.alerts
         self.stage: Stage = "prepare"
-        self._built = False
-        self.known = Facts(world=phase.nproc)
+        self.known = Facts(world=self._world)
         """Facts from requests and events; `facts` adds those from processes and records."""
-        self.story, self._reducer = Story(live=held is None), reducer
-        self._services, self._directory = services, services.directory
-        self._observers, self.alerts = observers, observers.alerts
-        self.watching = Watching(
-            watch, actions, run, self.alerts, self.story, reducer.summary, event,
-            services.directory.document, changed,
-            late=held is not None and services.owner.kept(run / rundir.SUPERVISOR) is None,
-        )  # fmt: skip
-        home = environment.get(environ.RUN_DIR, "")
-        self.tree = Tree(token, phase.nproc, services.poller, home, services.owner)
+        self.story = Story(live=held is None)
+        kept = link.kept(self.path / rundir.SUPERVISOR) if held is not None else None
+        late = held is not None and kept is None
+        self.watching = Watching(context, run, self.story, late)
+        self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
-        self.files = Files(run, number, phase.nproc, former.files if former else None,
-                           reducer.cursors)  # fmt: skip
-        self._rotation = Rotation(rundir.logs(run, number))
-        self._samples = rundir.samples(run, rundir.host_name())
-        self._parts = Parts(services.directory, self._samples)
+        self.files = Files(self.path, number, self._world, former.files if former else None,
+                           context.reducer.cursors)  # fmt: skip
+        self._samples = rundir.samples(self.path, rundir.host_name())
+        self._upkeep = Upkeep(services.directory, self.path, number, self._samples)
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
-        self._words: Mapping[int, LastWords] = {}
-        self._last_pulses = LastPulses(live, partial(reducer.summary.take_end, number))
-        self._oom_before = kernel.snapshot()
+        pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
+        self._ends = Ends(self.tree, self.story, pulses)
+        of_this = kept if jsonl.integer(kept or {}, "attempt") == number else None
+        counts = jsonl.mapping(of_this or {}, "oom")
+        self.oom_before = OomCounts(**counts) if counts else kernel.snapshot()
+        """Counts of the kernel from before the ranks ran."""
         self._on_disk: int | None = 0
         self._caught_up, self.began, self._cut_short = held is None, True, False
-        self._sampled = self._rotated_at = self._ended_at = self._records_at = 0.0
+        self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
-        self._prepare_run = prepare
         self._prepare_at = self._read_at = math.inf
-        owner = services.owner
-        if held is None or owner.began(run, home, number):
+        if held is None or link.began(self.path, context.home, number):
             self._begin_preparing()
         else:
-            self.tree.adopt(held, run, number)
-            if not owner.holds(home, number):
-                owner.hold(self.tree.agent_pid, token, home, number, watch.grace_s)
-            self.stage = "run"
-            self._sample()
-        if held is not None and (asked := jsonl.text(held, "asked")) in ENDINGS:
-            self.end(asked, jsonl.text(held, "asked_by", "?"))
-        self._built = True
+            self._adopt(held)
+
+    def _adopt(self, held: Mapping[str, Any]) -> None:
+        """Takes over the processes that are there, from an owner that is gone or with this one."""
+        context, link = self._context, self._context.services.link
+        self.tree.adopt(held, self.path, self._number)
+        if not link.holds(context.home, self._number):
+            link.hold(self.tree.agent_pid, context.token, context.home, self._number, self._grace_s)
+        self.stage = "run"
+        self._sample()
 
     # --- what the run calls --------------------------------------------------------------------
 
@@ -130,12 +115,11 @@ class Attempt:
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
             return "the ranks have ended already; no further phase starts"
-        asked, grace_s = self.known.asked, self._watch.grace_s
+        asked, grace_s = self.known.asked, self._grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is under way, asked by {self.known.by}"
         self._learn(asked=action, by=by)
-        if self._built:  # whoever has to go on knows of it before a process does
-            self._changed()
+        self._run.publish()  # first: whoever has to go on knows of it before a process does
         if action == "halt" and self.watching.verdict:
             return (".HALT is written; the run is stalled, and ranks obey when all step again; "
                     "stop ends them")  # fmt: skip
@@ -153,14 +137,13 @@ class Attempt:
         self.tree.close()
 
     def decided(self) -> tuple[State, str]:
-        """Returns the state that the facts give; while the rest is collected, that from before."""
-        if self.stage != "collect":
+        """Returns the state that the facts give; the last one until the rest is read in time."""
+        since_end_s = time.monotonic() - self._ended_at
+        if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
             untold: State = "crashed" if self.stage == "over" else self._decided[0]
             self._decided = self._observers.once(
                 "the state", lambda: decide(self.facts()), (untold, "its state cannot be decided")
             )
-        elif time.monotonic() - self._ended_at > LONG_COLLECTING_S:
-            return "stopping", "all ranks have ended; their records are still being read"
         return self._decided
 
     # --- stages --------------------------------------------------------------------------------
@@ -171,7 +154,7 @@ class Attempt:
 
     def _prepare(self) -> int:
         """Makes the directories; returns the descriptor of torchrun's log."""
-        self._prepare_run()
+        self._run.prepare(self._number)
         logs = rundir.logs(self.path, self._number)
         rundir.make_directory(logs)
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
@@ -183,7 +166,7 @@ class Attempt:
         if self.stage != "prepare":  # it was given up meanwhile
             os.close(log_fd)
             return
-        self.alerts.clear(UNPREPARED, "the run directory can be read again")
+        self._alerts.clear(UNPREPARED, "the run directory can be read again")
         try:
             self._spawn(log_fd)
         except (OSError, ValueError) as error:
@@ -197,17 +180,18 @@ class Attempt:
             self._never_began(why)
             return
         self._prepare_at = time.monotonic() + PREPARE_AGAIN_S
-        self.alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} waits for it", "crit")
+        self._alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} waits for it", "crit")
 
     def _spawn(self, log_fd: int) -> None:
         if self.known.asked:
             asked, by = self.known.asked, self.known.by
             self._never_began(f"{asked} was asked by {by} before the start")
             return
-        self.tree.spawn(self._argv, self._environment, log_fd, self._watch.grace_s)
+        self.tree.spawn(*self._run.command(self._number), log_fd, self._grace_s)
         self._begun, self.stage = time.monotonic(), "run"
-        self.event("phase", f"{self._phase.name}: torchrun started as pid {self.tree.agent_pid}")
-        self._changed()
+        name = self._context.phase.name
+        self._run.event("phase", f"{name}: torchrun started as pid {self.tree.agent_pid}")
+        self._run.publish()
 
     def _never_began(self, why: str) -> None:
         self.began = False
@@ -217,7 +201,7 @@ class Attempt:
     def _watch_it(self) -> None:
         changed = self.tree.look()
         if self.tree.enforce():
-            self.event("note", f"KILL after {self._watch.grace_s:g} s of grace", "warn")
+            self._run.event("note", f"KILL after {self._grace_s:g} s of grace", "warn")
         self._watch_agent()
         self._watch_ranks()
         now = time.monotonic()
@@ -225,32 +209,18 @@ class Attempt:
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            self._rotate(now)
+            if not self.tree.agent_over:  # the logs of an end are left whole
+                self._upkeep.look(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()
         elif changed:
-            self._changed()
-
-    def _rotate(self, now: float) -> None:
-        """Bounds the logs; those of an end are left whole."""
-        if now - self._rotated_at >= ROTATE_EVERY_S and not self.tree.agent_over:
-            self._rotated_at = math.inf  # no two at once
-            self._directory.job(self._rotate_all, self._take_rotated, self.path)
-
-    def _rotate_all(self) -> Sequence[str]:
-        self._parts.look()
-        return self._rotation.look()
-
-    def _take_rotated(self, told: Sequence[str] | None, _: object) -> None:
-        self._rotated_at = time.monotonic()
-        for sentence in told or ():
-            self.event("note", sentence, "warn")
+            self._run.publish()
 
     def _watch_stuck(self) -> None:
         stuck = self.tree.stuck()
         if stuck:
             text = f"KILL does not end pid {', '.join(stuck)}: state D waits for a disk or a driver"
-            self.alerts.raise_(STUCK, text, "crit")
+            self._alerts.raise_(STUCK, text, "crit")
 
     def _watch_agent(self) -> None:
         asked = self.known.asked in ENDED_FROM_HERE
@@ -258,7 +228,7 @@ class Attempt:
             ranks = ", ".join(str(worker.rank) for worker in self.tree.alive())
             status = self.tree.agent_status
             how = "nobody saw how" if status is None else status
-            self.alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
+            self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
                        f"({how}); rank {ranks} still runs", "crit")  # fmt: skip
 
     def _watch_ranks(self) -> None:
@@ -268,18 +238,9 @@ class Attempt:
         """
         if self.known.ending or self.known.asked in ENDED_FROM_HERE or self.tree.agent_over:
             return
-        failed = [rank for rank, worker in self.tree.workers.items() if self._has_failed(worker)]
+        failed = self._ends.failed()
         if failed and self.tree.alive():
-            self._end_others(sorted(failed))
-
-    def _has_failed(self, worker: Worker) -> bool:
-        """Says whether a rank has failed: by the kernel, or by its end and its own last record."""
-        if worker.over_ts is None:
-            return False
-        late = worker.over_ts < time.time() - LATE_END_S
-        if worker.seen:
-            return worker.failed and (late or not worker.unreaped)
-        return late and self.story.code(worker.rank) not in (None, 0)
+            self._end_others(failed)
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -289,6 +250,7 @@ class Attempt:
         )  # fmt: skip
         if sample is None:
             self._sampler.clear()
+            self.watching.forget()
         else:
             self._directory.put(self._samples, jsonl.encode(sample))
         ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
@@ -305,7 +267,7 @@ class Attempt:
 
     def _unread(self) -> str:
         """Says why the records confirm nothing, "" when they do."""
-        if self._live.path is None:
+        if self._context.live.path is None:
             return "without shared memory pulses and records come through the same directory"
         if self._directory.failing:
             return f"the run directory takes no records ({self._directory.failing})"
@@ -337,7 +299,7 @@ class Attempt:
         late = self._cut_short or time.monotonic() - self._ended_at > COLLECT_S
         if news is not None and news.behind and late:
             left = "the records of this attempt are too many to read: gates may be unknown"
-            self.event("note", left, "warn")
+            self._run.event("note", left, "warn")
         if news is not None and news.behind and not late:
             self._read_on()
         else:
@@ -347,12 +309,10 @@ class Attempt:
         rest = rest or Rest()
         self.tree.take_log(rest.log)
         self._on_disk = rest.checkpoint
-        self._words = rest.last
-        self._learn(oom=kernel.since(self._oom_before), agent_signal=rest.agent_signal)
-        pids = {rank: worker.handle.pid for rank, worker in self.tree.workers.items()}
-        self._last_pulses.take_all(pids, self._phase.nproc)
+        self._ends.conclude(rest.last)
+        self._learn(oom=kernel.since(self.oom_before), agent_signal=rest.agent_signal)
         self.watching.verdict, self.stage = None, "over"
-        self.alerts.clear_all("the attempt has ended")
+        self._alerts.clear_all("the attempt has ended")
         self.tree.close()
 
     # --- facts ---------------------------------------------------------------------------------
@@ -372,9 +332,9 @@ class Attempt:
 
     def _take_records(self, news: News) -> bool:
         for batch in news.batches:
-            self._reducer.take(batch, self._phase.nproc)
+            self._context.reducer.take(batch, self._world)
         for record in news.heartbeats():
-            if record["rank"] < self._phase.nproc and record["attempt"] == self._number:
+            if record["rank"] < self._world and record["attempt"] == self._number:
                 self.story.take(record)
         return True
 
@@ -391,36 +351,28 @@ class Attempt:
 
     def _end_others(self, failed: Sequence[int]) -> None:
         """Gives the ranks that are left the grace time: one that failed holds them up for good."""
-        grace_s = self._watch.grace_s
+        grace_s = self._grace_s
         self.tree.expire(grace_s)
         self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, torchrun ends the others; "
                     f"what is left after {grace_s:g} s is killed")  # fmt: skip
-        self.alerts.raise_(RANK_GONE, self.known.ending, "crit")
+        self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _learn(self, **told: Any) -> None:
         self.known = replace(self.known, **told)
 
     def facts(self) -> Facts:
         """Returns everything that the state depends on."""
-        ends = [self.end_of(worker) for worker in self.tree.workers.values()
-                if worker.over_ts is not None]  # fmt: skip
-        verdict = self.watching.verdict
+        tree, story, verdict = self.tree, self.story, self.watching.verdict
+        ranks = range(self._world)
         return replace(
-            self.known,
-            spawned=self.tree.spawned,
-            over=self.stage == "over",
+            self.known, over=self.stage == "over", collecting=self.stage == "collect",
+            spawned=tree.spawned, agent_code=tree.agent_status, agent_gone=tree.agent_over,
+            order=tuple(tree.order), ends=self._ends.so_far(), step=self.step,
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
-            step=self.step,
+            halt_steps=story.halts, reason=story.reason,
+            told=not story.steps or all(story.code(rank) is not None for rank in ranks),
             verdict=verdict.sentence if verdict else "",
-            agent_code=self.tree.agent_status,
-            agent_gone=self.tree.agent_over,
-            ends=ends,
-            order=tuple(self.tree.order),
-            halt_steps=self.story.halts,
-            reason=self.story.reason,
-            told=all(self.story.code(rank) is not None for rank in range(self._phase.nproc))
-            or not self.story.steps,
-        )
+        )  # fmt: skip
 
     @property
     def step(self) -> int:
@@ -428,19 +380,15 @@ class Attempt:
         pulsed = max((seen.step for seen in self._sampler.seen), default=0)
         return max(pulsed, *self.story.steps.values(), 0)
 
-    def end_of(self, worker: Worker) -> End:
-        """Returns how a rank ended: as the kernel, else as it said itself."""
-        step = self._last_pulses.step(worker.rank, worker.handle.pid)
-        return end_of(worker, self.story, self._words.get(worker.rank), step)
-
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""
-        found, blamed = [], self.facts().culprit()
-        for _, worker in sorted(self.tree.workers.items()):
-            record = worker.as_dict()
-            if record["exit"] is not None:
-                end = self.end_of(worker)
-                secondary = end.bad and end.secondary and end != blamed
-                record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
-            found.append(record)
-        return found
+        return self._ends.documents(self.facts().culprit())
+
+    def document(self) -> dict[str, Any]:
+        """Returns what supervisor.json holds of the attempt."""
+        agent, verdict = self.tree.agent, self.watching.verdict
+        return {
+            "torchrun": {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None,
+            "workers": self.workers(), "asked": self.known.asked, "asked_by": self.known.by,
+            "verdict": asdict(verdict) if verdict else None,
+        }  # fmt: skip

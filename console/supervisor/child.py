@@ -55,48 +55,48 @@ def _wake(fd: int) -> None:
         os.write(fd, b"\0")
 
 
-def supervise(path: Path, adopt: str | None, held_lock: lock.Held, owner: Link) -> None:
+def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -> None:
     """Runs the phases of a launch, or goes on with one that a former process supervised.
 
     `adopt` is the hook of who asked for it, as JSON. Raises ContractError when plan.json cannot be
     used.
     """
-    record = owner.kept(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
-    given, held = orders.load(path, record), owner.kept(path / rundir.PLAN_STATE)
+    record = link.kept(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
+    given, held = orders.load(path, record), link.kept(path / rundir.PLAN_STATE)
     if adopt is not None:
         given = replace(given, hook=settings.parse(json.loads(adopt), "--adopt"))
         held = held or rundir.read_json(path / rundir.PLAN_STATE) or {}
     open_more_files(max(phase.nproc for phase in given.plan.phases))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     poller = select.poll()
-    for fd in (wake_read, owner.fd):
+    for fd in (wake_read, link.fd):
         poller.register(fd, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write), held_lock.lost), Nvml()
     nvml.start()
     hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
-    services = Services(directory, nvml, poller, hooks, held_lock.token, owner)
+    services = Services(directory, nvml, poller, hooks, held_lock.token, link)
     try:
-        owner.hear()
+        link.hear()
         launch = Launch(path, given, services, held)
-        owner.keep(path / rundir.PLAN, record or {})
+        link.keep(path / rundir.PLAN, record or {})
         while not launch.over:
-            owner.beat()
+            link.beat()
             ready = [fd for fd, _ in poller.poll(math.ceil(launch.pause_s * 1000))]
             if wake_read in ready:
                 os.read(wake_read, 4096)
-            if owner.fd in ready:
-                owner.hear()
-            for number in owner.asked:
+            if link.fd in ready:
+                link.hear()
+            for number in link.asked:
                 launch.terminate(f"{signal.Signals(number).name} to the supervisor")
-            if owner.asked:
-                owner.obeyed()
+            if link.asked:
+                link.obeyed()
             launch.tick()
     except EOFError:
         raise
     except BaseException:
         directory.close(CRASH_FLUSH_S)
         raise
-    owner.close()
+    link.close()
     nvml.stop()
     hooks.close()
     directory.close(FLUSH_S)
@@ -104,13 +104,13 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, owner: Link) 
 
 def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Charge) -> int:
     """Returns the exit code of this process: 0 when the launch has ended, whatever became of it."""
-    owner = Link(end, charge)
+    link = Link(end, charge)
     try:
-        supervise(path, adopt, held, owner)
+        supervise(path, adopt, held, link)
     except EOFError:  # the owner is gone, and so is this process in a moment
         return 1
     except ContractError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        owner.refuse(error.exit_code)
+        link.refuse(error.exit_code)
         return error.exit_code
     return 0

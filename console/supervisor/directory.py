@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainers.contract import VERSION, jsonl, rundir
-from trainers.contract.errors import ContractError
+from trainers.contract import VERSION, environ, jsonl, rundir
+from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.recorder import Item, Recorder
 
 T = TypeVar("T")
@@ -95,6 +95,31 @@ class Directory(Recorder):
         fd, _ = self._descriptors.pop(path, (-1, 0.0))
         if fd >= 0:
             os.close(fd)
+
+    def make_run(self, run: Path, record: Mapping[str, Any]) -> Path | None:
+        """Makes the directory of the present run; on this thread. Raises OSError.
+
+        Returns where a `.HALT` from before was set aside, None where there was none.
+        """
+        rundir.make_directory(run)
+        self.hold(run)
+        for folder in (run / rundir.REQUESTS, run / rundir.VERDICTS):
+            rundir.make_directory(folder)
+        aside = rundir.set_aside_stale_halt(run)
+        rundir.write_json(run / rundir.RUN, record)
+        return aside
+
+    def check_token(self, run: Path, token: str) -> None:
+        """Raises RefusedError when a run directory belongs to another run; on this thread.
+
+        Raises OSError while nobody can tell: a directory that is away now may come back.
+        """
+        record = rundir.read_json(run / rundir.RUN)
+        if record is None:
+            why = "it is not there or cannot be read"
+            raise OSError(errno.EIO, why, str(run / rundir.RUN))
+        if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != token:
+            raise RefusedError(f"{run} belongs to another run; no further attempt begins")
 
     def hold(self, run: Path) -> None:
         """Takes a directory as that of the present run; on this thread. Raises OSError."""

@@ -25,7 +25,7 @@ GRACE_S = 2.0
 LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
 CHUNK_BYTES = 1 << 16
 LAST_OUTPUT_S = 0.5
-"""What left the group may hold its output open."""
+"""A process that left the group may keep the output open for this long."""
 
 
 def run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[str, bytes]:

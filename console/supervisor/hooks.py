@@ -26,7 +26,7 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 
 LIMIT_S = 10.0
 SPARE_S = 5.0
-"""What a runner may take beside its program before it is given up."""
+"""A runner is given up when it takes this much longer than its program may."""
 POLL_S = 0.02
 SAID_FAILURES = 3
 MAX_TEXT, MAX_NAME, MAX_EARLIER = 1000, 80, 16

@@ -1,4 +1,4 @@
-"""What a new supervisor believes of the records of one that is gone; they may hold anything."""
+"""Reads the records of a supervisor that is gone, for a new one; they may hold anything."""
 
 from __future__ import annotations
 

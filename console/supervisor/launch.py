@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from console.diagnose.watch import Change
 from console.plain import gate_value
 from console.plans import gates
 from console.supervisor import belief, inheritance, live, requests
+from console.supervisor.acts import Acts, ignored
 from console.supervisor.alerts import Alerts
 from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
@@ -28,9 +28,8 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 BUSY_PAUSE_S, IDLE_PAUSE_S = 0.05, 0.2
-HALT_AGAIN_S = 10.0
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
-"""What is left in the run directory for the ranks to find."""
+"""Files that are written into the run directory for the ranks."""
 
 
 class Launch:
@@ -50,16 +49,15 @@ class Launch:
         self._services, self._directory = services, services.directory
         self._phases = given.entries()
         self._next_flags = NextFlags(given)
-        kept = services.owner.kept(path / rundir.PLAN_STATE) or {}
+        kept = services.link.kept(path / rundir.PLAN_STATE) or {}
         since_ns = jsonl.integer(kept, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
         self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
         self._dumps = Dumps(self._keep)
-        self._own_observers = Observers(Alerts(self._event, self._directory), services.owner)
-        self._acts: list[tuple[Run, Change]] = []
+        self._acts = Acts(self._directory, self._dumps, self._end_by)
+        self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
         self._lookout = Lookout(
-            self._directory, path, self._take_requests, self._take_halt, services.owner
+            self._directory, path, self._take_requests, self._take_halt, services.link
         )
-        self._halt_at = 0.0
         self._ended_by = ""
         self._numbers: dict[Path, int] = {}
         """The last attempt of each run."""
@@ -112,7 +110,7 @@ class Launch:
         if self.run is not None:
             before = self.run.state
             self.run.tick()
-            self._begin_acts(self.run)
+            self._acts.begin(self.run)
             if self.run.over:
                 self._end_of_phase(self.run)
             elif self.run.state != before:
@@ -143,39 +141,6 @@ class Launch:
         self._publish()  # first: it confirms to whoever has to go on what was asked
         return self.run.end(action, by)
 
-    def _begin_acts(self, run: Run) -> None:
-        """Takes what watch rules are to do; what ends a run does so when its stacks are kept."""
-        for change in run.attempt.watching.take_acts():
-            self._dumps.begin(run.path, run.live, run.attempt.tree.handles())
-            if change.action != "dump":
-                self._acts.append((run, change))
-        if not self._dumps.busy:
-            acts, self._acts = self._acts, []
-            for of, change in acts:
-                if of is run and not run.over and run.attempt.watching.is_raised(change.rule.name):
-                    self._act(run, change)
-
-    def _act(self, run: Run, change: Change) -> None:
-        rule, action, path = change.rule, change.action, run.path
-        by = f"the watch rule {rule.name}"
-        if action == "restart":
-            run.end(action, by)
-            return
-        word = f"{rule.anomaly or rule.name}\n"
-        self._directory.job(
-            lambda: rundir.write_atomic(path / rundir.ANOMALY, word), _ignored, path
-        )
-        if action == "halt":
-            self._leave_halt(run, by, partial(self._note_refusal, run))
-        else:
-            self._end_by(action, by)
-
-    def _note_refusal(self, run: Run, outcome: Outcome) -> None:
-        """Says that a halt which nobody waits for was not possible."""
-        done, text, _ = outcome
-        if not done:
-            run.event("note", text, "crit")
-
     # --- phases --------------------------------------------------------------------------------
 
     def _start(self, index: int) -> None:
@@ -204,9 +169,9 @@ class Launch:
         Raises ContractError when what it left cannot be believed.
         """
         self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
-        runs, owner = [self.path / entry["dir"] for entry in self._phases], self._services.owner
+        runs, link = [self.path / entry["dir"] for entry in self._phases], self._services.link
         witness, doubts = belief.Witness(self.path, runs), []
-        if owner.kept(self.path / rundir.PLAN_STATE) is None:
+        if link.kept(self.path / rundir.PLAN_STATE) is None:
             held, doubts = belief.of_launch(held, self.orders, self._index, runs, witness)
         for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
             mine |= theirs
@@ -216,17 +181,17 @@ class Launch:
         if held.get("state") == "ended":  # a former child of this owner has said so
             self.state, self.why = "ended", jsonl.text(held, "why")[:400]
             return self._publish()
-        told = f"the supervisor's working process {owner.mishap}: a new one goes on"
-        former = told if owner.mishap else "a new supervisor takes over from one that is gone"
+        told = f"the supervisor's working process {link.mishap}: a new one goes on"
+        former = told if link.mishap else "a new supervisor takes over from one that is gone"
         self._event("state", former, "warn")
         for doubt in doubts:
             self._event("note", doubt, "warn")
         last, run = self._index + 1 == len(self._phases), runs[self._index]
         if held.get("state") == "waiting" and not last:
             self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
-        elif owner.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
+        elif link.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
             self.run = Run(self._services, self.orders, self._index, run, {}, adopt=True)
-            if not owner.mishap:
+            if not link.mishap:
                 self.run.event("note", "a new supervisor watches this run", "warn")
         else:
             return self._start(self._index)
@@ -291,19 +256,8 @@ class Launch:
         return begun
 
     def _take_halt(self) -> None:
-        """Halts the present run for a `.HALT` in the launch directory."""
-        if time.monotonic() < self._halt_at or self.state == "ended":
-            return
-        self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"
-        if self.run is None:
-            self._end_by("halt", by)
-        else:
-            self._leave_halt(self.run, by, partial(self._take_halted, self.run))
-
-    def _take_halted(self, run: Run, outcome: Outcome) -> None:
-        """Tries again later where `.HALT` could not be written for the ranks."""
-        self._note_refusal(run, outcome)
-        self._halt_at = math.inf if outcome[0] else time.monotonic() + HALT_AGAIN_S
+        if self.state != "ended":
+            self._acts.take_halt(self.run)
 
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Nobody's question is left without an answer: after the end it looks until none is new."""
@@ -326,12 +280,12 @@ class Launch:
         """Leaves `.HALT` first; the answer follows."""
         if self.run is None:
             return self._do_end(request)
-        self._leave_halt(self.run, request.by, partial(self._mailbox.answer, request))
+        self._acts.halt(self.run, request.by, partial(self._mailbox.answer, request))
         return None
 
     def _do_ask(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
-        if run is None or not run.attempt.tree.alive():
+        if run is None or not run.handles:
             return False, "no rank is running that could do it", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project obeys at the end of its step"
@@ -340,17 +294,6 @@ class Launch:
             lambda why: self._mailbox.answer(request, (not why, why or text, [])),
         )  # fmt: skip
         return None
-
-    def _leave_halt(self, run: Run, by: str, then: Callable[[Outcome], object]) -> None:
-        """Writes `.HALT` for the ranks; what could not be written was not asked of them."""
-
-        def told(why_not: str) -> None:
-            if why_not:
-                then((False, f"{why_not}, stop sends them TERM", []))
-            else:
-                then((True, self._end_by("halt", by), []))
-
-        self._directory.ask(run.path, rundir.HALT, by, told)
 
     def _do_end(self, request: Request) -> Outcome:
         return True, self._end_by(request.action, request.by), []
@@ -397,10 +340,10 @@ class Launch:
         run = self._addressed(request)
         if run is None:
             return False, "no rank is running, so there is no stack", []
-        return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
+        return self._dumps.ask(run.path, run.live, run.handles, request)
 
     def _keep(self, path: Path, data: bytes) -> None:
-        self._directory.job(lambda: rundir.write_atomic(path, data), _ignored, path)
+        self._directory.job(lambda: rundir.write_atomic(path, data), ignored, path)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -421,13 +364,9 @@ class Launch:
             "between": self.orders.plan.between, "next_flags": self._next_flags.as_dict(),
             "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
             "supervisor": {
-                **self._services.owner.identity, "token": self._services.lock_token,
+                **self._services.link.identity, "token": self._services.lock_token,
                 "child": rundir.identity(),
             },
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         })  # fmt: skip
-
-
-def _ignored(_value: object, _error: Exception | None) -> None:
-    """Takes the result of a job that nobody waits for."""

@@ -1,4 +1,4 @@
-"""What others write into a launch, looked for in time: requests, and the files of its run."""
+"""Polls a launch for files that others write: requests, and the records of its run."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Lookout:
 
     def __init__(
         self, directory: Directory, launch: Path, take: Callable[[list[Request]], object],
-        halt: Callable[[], object], owner: Link | None = None,
+        halt: Callable[[], object], link: Link,
     ):  # fmt: skip
-        self._directory, self._owner = directory, owner
+        self._directory, self._link = directory, link
         self._launch, self._take, self._halt = launch, take, halt
         self._watched: list[Path] = []
         self._stamps: list[object] = []
@@ -100,15 +100,13 @@ class Lookout:
 
     def _look_at(self, files: Files, heartbeats: bool) -> News | None:
         """Looks at a run's files; the owner knows where this process does not come back from it."""
-        if self._owner is None:
-            return files.look(heartbeats)
-        if FILES_NAME in self._owner.off():
+        if FILES_NAME in self._link.off():
             return None
-        self._owner.notes.write(FILES, FILES_NAME)
+        self._link.notes.write(FILES, FILES_NAME)
         try:
             return files.look(heartbeats)
         finally:
-            self._owner.notes.write(FILES, "")
+            self._link.notes.write(FILES, "")
 
     def _glance(self) -> bool:
         """Says whether something has changed since the last time; on the directory's thread."""

@@ -22,6 +22,8 @@ from console.supervisor.link import Link
 from trainers.contract import rundir
 
 T = TypeVar("T")
+ALERT = "observer-"
+"""The alert on an observer is named so, and then as the observer."""
 WAITS_S = (2.0, 10.0)
 """For so long an observer rests after its first and after its second failure in a row."""
 SETTLED_S = 60.0
@@ -41,10 +43,10 @@ class Observers:
     """Owns which observers of a run have failed; `alerts` says so."""
 
     def __init__(
-        self, alerts: Alerts, owner: Link | None = None, waits_s: tuple[float, ...] = WAITS_S,
+        self, alerts: Alerts, link: Link, waits_s: tuple[float, ...] = WAITS_S,
         settled_s: float = SETTLED_S,
     ):  # fmt: skip
-        self.alerts, self._owner = alerts, owner
+        self.alerts, self._link = alerts, link
         self._waits_s, self._settled_s = waits_s, settled_s
         self._held: dict[str, _Health] = {}
 
@@ -85,14 +87,12 @@ class Observers:
 
     def _look(self, name: str, look: Callable[[], T]) -> T:
         """Looks; the owner knows in what this process was where it does not come back."""
-        if self._owner is None:
-            return look()
-        before = self._owner.notes.read(MAIN)
-        self._owner.notes.write(MAIN, name)
+        before = self._link.notes.read(MAIN)
+        self._link.notes.write(MAIN, name)
         try:
             return look()
         finally:
-            self._owner.notes.write(MAIN, before)
+            self._link.notes.write(MAIN, before)
 
     def leave_out(self, name: str) -> None:
         """Switches off an observer that former processes ended in."""
@@ -118,4 +118,4 @@ class Observers:
 
 
 def _alert(name: str) -> str:
-    return f"observer-{name.replace(' ', '-')}"
+    return f"{ALERT}{name.replace(' ', '-')}"

@@ -1,4 +1,4 @@
-"""What plan.json tells the supervisor: the plan, what the launch changed in it, and where from."""
+"""The content of plan.json: the plan, the changes that the launch made, and their origins."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ ENDING = frozenset(("halting", "stopping", "restarting"))
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What one look at a directory found."""
+    """The result of one look at a directory."""
 
     run: Path
     attempt: int

@@ -1,4 +1,4 @@
-"""Samples on disk: when the file has grown long it becomes a numbered part, which is compressed.
+"""Files of an attempt that grow: logs are rotated, samples become numbered, compressed parts.
 
 `samples_H.jsonl` stays the name of the newest; `samples_H.jsonl.0001.gz` is the oldest part.
 """
@@ -6,17 +6,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from console.supervisor.directory import Directory
+from console.supervisor.rotation import Rotation
 from trainers.contract import jsonl, rundir
 
 PART_BYTES = 16 << 20
 CHUNK_BYTES, LEVEL = 1 << 18, 6
 GZIP = 16 + zlib.MAX_WBITS
+LOOK_EVERY_S = 5.0
 
 
 class Parts:
@@ -61,3 +67,26 @@ class Parts:
         except OSError:
             with contextlib.suppress(OSError):
                 half.unlink(missing_ok=True)
+
+
+class Upkeep:
+    """Bounds the logs and samples of one attempt; a look at them runs on the directory's thread."""
+
+    def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
+        self._directory, self._run, self._due_at = directory, run, 0.0
+        self._rotation, self._parts = Rotation(rundir.logs(run, attempt)), Parts(directory, samples)
+
+    def look(self, event: Callable[..., object]) -> None:
+        """Begins a look if it is time, never two at once; `event` gets what is to be told."""
+        if time.monotonic() >= self._due_at:
+            self._due_at = math.inf
+            self._directory.job(self._look, partial(self._take, event), self._run)
+
+    def _look(self) -> Sequence[str]:
+        self._parts.look()
+        return self._rotation.look()
+
+    def _take(self, event: Callable[..., object], told: Sequence[str] | None, _: object) -> None:
+        self._due_at = time.monotonic() + LOOK_EVERY_S
+        for sentence in told or ():
+            event("note", sentence, "warn")

@@ -146,7 +146,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """What is executed once: the id that was given, else the file."""
+        """The id that was given, else the file: a request with the same key is executed once."""
         return self.id if self.named else str(self.path)
 
 

@@ -1,16 +1,18 @@
-"""Whether a run that ended badly is started again: a pure function over how its attempts ended."""
+"""Decides whether a run that ended badly is started again, from the ends of its attempts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from console import causes
 from console.model import State
+from console.run_state import Facts, decide
 from trainers.contract import plan as plans
 from trainers.contract.plan import Restart
 
 AGAIN: frozenset[State] = frozenset(("crashed", "failed"))
-"""What can be helped by starting again; an end that a person asked for is final."""
+"""States after which a restart may help; an end that a person asked for is final."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +91,35 @@ def _fruitless(ended: Sequence[Ended]) -> int:
             break
         count += 1
     return count
+
+
+def signature(facts: Facts) -> str:
+    """Returns why a run ended badly, the same text whenever it ends so again.
+
+    "" for an end from which nothing follows for the next attempt: a good one, one that was asked
+    for, a signal from outside, a lost peer, an end that nobody saw. Steps, pids, ranks, addresses
+    and sizes are not in it. Two attempts in a row with the same one, and no checkpoint between
+    them, ended of an error that a restart does not cure.
+    """
+    if not facts.over or decide(facts)[0] not in ("failed", "crashed"):
+        return ""
+    end = facts.culprit()
+    if end is None:
+        return f"start:{causes.same_words(facts.failure)}" if facts.failure else ""
+    if end.signal == "SIGKILL" and facts.oom is not None and facts.oom.here and not end.culled:
+        return "signal:SIGKILL:out of host memory"
+    return "exit:0:left early" if end == facts.left_early() else end.signature()
+
+
+def deterministic(facts: Facts) -> bool:
+    """Says whether a run ended of an error that comes again at once: settings, usage, imports.
+
+    Such an error refuses the first restart. It therefore needs an exit that the kernel reported and
+    an error record of the rank; an error that only a log shows is tried once more.
+    """
+    if not signature(facts):
+        return False
+    end = facts.culprit()
+    if end is None or end.signal or not end.error:
+        return False
+    return end.code in causes.HOPELESS_CODES or causes.hopeless(end.error)

@@ -18,7 +18,7 @@ from trainers.contract import jsonl
 
 LOG_LIMIT = 64 << 20
 RESERVE_BYTES = 64 << 20
-"""What a copy leaves free on the disk: a checkpoint needs it more."""
+"""A copy leaves this much free on the disk, for a checkpoint."""
 MAX_FILES = 4096
 CHUNK_BYTES = 1 << 20
 LONGEST = 2

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import secrets
-import threading
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from console.diagnose.watch import STRONG
-from console.ending import deterministic, signature
 from console.model import Gate, State
 from console.plans import gates
+from console.run_state import Facts, decide
 from console.sources import presence, snapshot
+from console.sources.process import Handle
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
 from console.supervisor import belief, inheritance, orders, restart
 from console.supervisor.alerts import Alerts
-from console.supervisor.attempt import Attempt
+from console.supervisor.attempt import ENDINGS, Attempt
+from console.supervisor.commit import Commit
 from console.supervisor.live import Live
-from console.supervisor.observers import SETTLED_S, Observers
+from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.orders import FlagValue, Orders
-from console.supervisor.services import Services
+from console.supervisor.services import RunContext, Services
 from console.supervisor.snapshots import Snapshots
+from console.supervisor.watching import Watching
 from trainers.contract import VERSION, environ, jsonl, rundir
-from trainers.contract.errors import RefusedError
 
 REFRESH_S = 5.0
-CODE_CHANGED, NO_MEMORY, REPLACED = "code-changed", "live-directory", "supervisor-replaced"
-ENDED_AS: Mapping[str, State] = {
-    "halt": "halted", "restart": "crashed", "stop": "stopped", "kill": "killed",
-}  # fmt: skip
-"""What a run becomes that is ended while it waits for its next attempt."""
+NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
 class Run:
@@ -52,53 +47,77 @@ class Run:
         pending: Mapping[str, FlagValue], adopt: bool = False,
     ):  # fmt: skip
         self.orders, self.path, self._index = given, path, index
-        self._home = str(path.absolute())
-        self.phase, self.watch = given.plan.phases[index], given.plan.watch
-        self.id = f"{given.launch}/{path.name}"
+        self.phase, self.id = given.plan.phases[index], f"{given.launch}/{path.name}"
         self.state: State = "starting"
         self.why = ""
         self.since_ts = time.time()
         self.number = 1
-        self.over = False
-        self._services, self._directory = services, services.directory
+        self.over = self._final = False
+        self._services, self._directory, self._link = services, services.directory, services.link
         self._ended: list[restart.Ended] = []
         self._again_at: float | None = None
-        self._final = False
         self.gates: tuple[Gate, ...] = ()
         self._told: dict[str, Any] = {}
         """The newest content of supervisor.json."""
-        self.reducer = Reducer(Series(keeps=False), Summary(self.phase.nproc, 1, 0))
         self._refreshed = self._said = 0.0
         self._begun = time.monotonic()
-        held = self._read_held() if adopt else None
-        self._snapshots = Snapshots(services, path, self.id, self.reducer)
-        flags = given.flags(index, pending) if held is None else inheritance.flags(self._record)
-        self._token = secrets.token_hex(8) if held is None else inheritance.token(self._record)
-        self._live = Live(self._token, self.phase.nproc, self.number, path, adopt)
-        owner = services.owner
-        if adopt and self._live.path is None and owner.began(path, self._home, self.number):
-            self._live.renew(self.number)  # no process has it yet
-        contract = self._contract()
-        if held is None:
-            self._record = given.run_record(index, path, flags, contract)
-            services.owner.keep(path / rundir.RUN, self._record)
-        self._environment = orders.environment(self.phase, flags, contract)
         self.alerts = Alerts(self.event, self._directory)
-        self.observers = Observers(self.alerts, services.owner)
-        for name in services.owner.off():
+        self.observers = Observers(self.alerts, self._link)
+        held = self._read_held() if adopt else None
+        opened = jsonl.mapping(self._link.kept(path / rundir.SUPERVISOR) or {}, "alerts")
+        self.alerts.restore(opened, lambda name: name == REPLACED or name.startswith(ALERT))
+        self._flags = (
+            given.flags(index, pending) if held is None else inheritance.flags(self._record)
+        )
+        self._context = self._shared(held)
+        self.summary = self._context.reducer.summary
+        self._snapshots = Snapshots(services, path, self.id, self._context.reducer)
+        if held is None:
+            self._record = given.run_record(index, path, self._flags, self._contract())
+            self._link.keep(path / rundir.RUN, self._record)
+        for name in self._link.off():
             self.observers.leave_out(name)
-        self._git = jsonl.mapping(held or {}, "git")
-        self._git_found: deque[tuple[Mapping[str, Any], bool]] = deque()
+        folder = orders.code_folder(self.phase)
+        self._commit = Commit(folder, self.alerts, jsonl.mapping(held or {}, "git"))
         self.attempt = self._attempt(held=held)
         if held is not None:
-            services.owner.keep(path / rundir.RUN, self._record)
-            self._directory.call(lambda: self._directory.hold(path))
-        if held is not None and not self._wait_on(held):
+            self._go_on(held)
+        self.publish()
+
+    def _shared(self, held: Mapping[str, Any] | None) -> RunContext:
+        """Returns what is the same for all attempts; `held` is a former supervisor's document."""
+        path, world, plan = self.path, self.phase.nproc, self.orders.plan
+        if held is None:
+            home, token = str(path.absolute()), secrets.token_hex(8)
+            summary = Summary(world, 1, 0)
+        else:
+            home, token = inheritance.home(self._record), inheritance.token(self._record)
+            summary = inheritance.summary(held, path, world, self.number)
+        reducer = Reducer(Series(keeps=False), summary)
+        if held is not None:
+            kept = self._link.kept(path / rundir.SNAPSHOT)
+            kept = kept or rundir.read_json(path / rundir.SNAPSHOT, below=path)
+            snapshot.load(path, kept, reducer)
+        live = Live(token, world, self.number, path, held is not None)
+        if held is not None and live.path is None and self._link.began(path, home, self.number):
+            live.renew(self.number)  # no process has it yet
+        actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
+        return RunContext(
+            self._services, path, home, token, self.phase, plan.watch, actions, live, reducer,
+            self.observers,
+        )  # fmt: skip
+
+    def _go_on(self, held: Mapping[str, Any]) -> None:
+        """Goes on where the former supervisor, or the former child of this owner, was."""
+        self._link.keep(self.path / rundir.RUN, self._record)
+        self._directory.call(lambda: self._directory.hold(self.path))
+        if not self._wait_on(held):
+            if (asked := jsonl.text(held, "asked")) in ENDINGS:
+                self.attempt.end(asked, jsonl.text(held, "asked_by", "?"))
             self._decide()
-        self._publish()
-        if adopt and services.owner.mishap:
+        if self._link.mishap:
             self.alerts.raise_(
-                REPLACED, f"the supervisor's working process {services.owner.mishap}; the ranks go "
+                REPLACED, f"the supervisor's working process {self._link.mishap}; the ranks go "
                 f"on, a new one watches them; see {rundir.SUPERVISOR_LOG}", "crit",
             )  # fmt: skip
 
@@ -107,14 +126,13 @@ class Run:
 
         Returns its document.
         """
-        record = self._services.owner.kept(self.path / rundir.RUN)
-        held = self._services.owner.kept(self.path / rundir.SUPERVISOR) or {}
+        record = self._link.kept(self.path / rundir.RUN)
+        held = self._link.kept(self.path / rundir.SUPERVISOR) or {}
         if record is None:
             record, held, doubts = belief.of_run(self.path, self.orders, self._index)
             for doubt in doubts:
                 self.event("note", doubt, "warn")
         self._record = record
-        self._home = inheritance.home(record)
         running = inheritance.check_processes(record, held)
         self._ended = inheritance.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
@@ -122,11 +140,6 @@ class Run:
         if running or jsonl.text(held, "state") != "restarting":
             del self._ended[self.number - 1 :]
         self._final = jsonl.text(held, "state") in inheritance.FINAL
-        counted = inheritance.summary(held, self.path, self.phase.nproc, self.number)
-        self.reducer = Reducer(Series(keeps=False), counted)
-        kept = self._services.owner.kept(self.path / rundir.SNAPSHOT)
-        kept = kept or rundir.read_json(self.path / rundir.SNAPSHOT, below=self.path)
-        snapshot.load(self.path, kept, self.reducer)
         self.state = "running"
         return held
 
@@ -151,14 +164,19 @@ class Run:
     # --- what the launch calls -----------------------------------------------------------------
 
     @property
-    def summary(self) -> Summary:
-        """The sums over all attempts so far."""
-        return self.reducer.summary
-
-    @property
     def live(self) -> Path | None:
         """The memory-backed directory of the ranks' pulses, None without shared memory."""
-        return self._live.path
+        return self._context.live.path
+
+    @property
+    def watching(self) -> Watching:
+        """The watchdog over the present attempt."""
+        return self.attempt.watching
+
+    @property
+    def handles(self) -> dict[int, Handle]:
+        """The ranks that live."""
+        return self.attempt.tree.handles()
 
     @property
     def busy(self) -> bool:
@@ -187,20 +205,20 @@ class Run:
             self.observers.run("the snapshot", self._snapshots.look, None)
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:
-            self._publish()
+            self.publish()
 
     def _watch_directory(self) -> None:
         self.alerts.watch_writes()
         self._watch_memory()
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
-        while self._git_found:
-            self._take_git(*self._git_found.popleft())
+        if self._commit.take():
+            self.publish()
 
     def _watch_memory(self) -> None:
         if self.over or self._again_at is not None:
             return
-        if self._live.is_removed():
+        if self._context.live.is_removed():
             self.alerts.raise_(
                 NO_MEMORY, f"shared memory {self.live} was removed while the run goes on "
                 "(RemoveIPC=yes at a logout?): stack dumps are not available until the next "
@@ -212,8 +230,7 @@ class Run:
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run, unless as much was asked before; returns the answer."""
         if self._again_at is not None:
-            why = f"{action} asked by {by} before the next attempt; before: {self._ended[-1].why}"
-            self._conclude(ENDED_AS[action], why)
+            self._conclude(*decide(Facts(before=self._ended[-1].why, asked=action, by=by)))
             return "no rank was running; no further attempt starts"
         answer = self.attempt.end(action, by)
         self._decide()
@@ -222,6 +239,8 @@ class Run:
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
         """Appends to the run's events, under the attempt's number; alerts also reach the hook."""
         record = self._directory.event(self.path, self.number, kind, text, level, **more)
+        if kind in ("alert", "clear"):
+            self._refreshed = 0.0  # the next process goes on with what is open
         if kind == "alert" or (kind == "state" and level == "crit"):
             self._services.hooks.alert({"state": self.state} | record | {"run": self.id})
         return record
@@ -231,89 +250,51 @@ class Run:
     def _contract(self) -> dict[str, str]:
         """Returns what the ranks are told about the run that they belong to."""
         told = {
-            environ.RUN_DIR: self._home, environ.RUN_ID: self.id,
-            environ.ATTEMPT: str(self.number), environ.TOKEN: self._token,
+            environ.RUN_DIR: self._context.home, environ.RUN_ID: self.id,
+            environ.ATTEMPT: str(self.number), environ.TOKEN: self._context.token,
         }  # fmt: skip
         return told | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})
+
+    def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Returns the arguments and the environment of torchrun."""
+        logs, grace_s = rundir.logs(self.path, number), self._context.watch.grace_s
+        environment = orders.environment(self.phase, self._flags, self._contract())
+        return orders.argv(self.phase, grace_s, logs), environment
 
     def _attempt(
         self, former: Attempt | None = None, held: Mapping[str, Any] | None = None
     ) -> Attempt:
-        argv = orders.argv(self.phase, self.watch.grace_s, rundir.logs(self.path, self.number))
-        on_stall = {"stall": "restart"} if self.orders.plan.restart.when == "stall" else {}
-        attempt = Attempt(
-            self._services, self.observers,
-            run=self.path, number=self.number, phase=self.phase, watch=self.watch,
-            token=self._token, live=self._live, argv=argv,
-            environment=self._environment | self._contract(),
-            prepare=self._prepare if self.number == 1 else self._check,
-            event=self.event, changed=self._publish, actions=on_stall, reducer=self.reducer,
-            former=former, held=held,
-        )  # fmt: skip
-        self._ask_git(held is None)
+        attempt = Attempt(self._context, self, self.number, former, held)
+        self._commit.ask(held is None)
         if held is None and self.live is None:
             self.event(
-                "note", f"nothing can be made in {rundir.SHARED_MEMORY} ({self._live.why}): the "
-                "ranks' pulses come through the run directory, four times a second, and a stall is "
-                "only an alert; make room there (for a container, a larger --shm-size)", "warn",
+                "note", f"nothing can be made in {rundir.SHARED_MEMORY} "
+                f"({self._context.live.why}): the ranks' pulses come through the run directory, "
+                "four times a second, and a stall is only an alert; make room there (for a "
+                "container, a larger --shm-size)", "warn",
             )  # fmt: skip
         return attempt
 
-    def _ask_git(self, begins: bool) -> None:
-        """Asks for the commit of the code in a thread: git may take seconds.
-
-        An attempt that was taken over keeps the commit that it began with.
-        """
-        folder, found = orders.code_folder(self.phase), self._git_found
-        threading.Thread(
-            target=lambda: found.append((orders.git_facts(folder), begins)), name="git",
-            daemon=True,
-        ).start()  # fmt: skip
-
-    def _take_git(self, git: Mapping[str, Any], begins: bool) -> None:
-        """Takes the commit of the code; another one than before is said."""
-        former = self._git
-        if former and git and former != git:
-            names = " → ".join(map(_commit, (former, git)))
-            text = f"the code changed since the last attempt or supervisor: {names}"
-            self.alerts.raise_(CODE_CHANGED, text, "warn")
-        self._git = dict(git) if git and (begins or not former) else former
-        self._publish()
-
-    def _check(self) -> None:
-        """Raises RefusedError when the run directory belongs to another run.
-
-        Raises OSError while nobody can tell: a directory that is away now may come back.
-        """
-        path = self.path / rundir.RUN
-        record = rundir.read_json(path)
-        if record is None:
-            raise OSError(errno.EIO, "it is not there or cannot be read", str(path))
-        if jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN) != self._token:
-            raise RefusedError(f"{self.path} belongs to another run; no further attempt begins")
-
-    def _prepare(self) -> None:
-        """Makes the run directory; runs on the directory's thread."""
-        rundir.make_directory(self.path)
-        self._directory.hold(self.path)
-        for folder in (self.path / rundir.REQUESTS, self.path / rundir.VERDICTS):
-            rundir.make_directory(folder)
-        aside = rundir.set_aside_stale_halt(self.path)
+    def prepare(self, number: int) -> None:
+        """Makes the run directory for the first attempt, checks it for a later one."""
+        if number > 1:
+            return self._directory.check_token(self.path, self._context.token)
+        aside = self._directory.make_run(self.path, self._record)
         if aside is not None:
-            self.event("note", f"a .HALT from before the start was set aside as {aside.name}",
-                       "warn")  # fmt: skip
-        rundir.write_json(self.path / rundir.RUN, self._record)
+            text = f"a .HALT from before the start was set aside as {aside.name}"
+            self.event("note", text, "warn")
+        return None
 
     def _wait(self) -> None:
         """Starts the next attempt when its time has come; a `.HALT` ends the waiting."""
         self.attempt.tick()
         if self.attempt.known.halt_file:
-            self._conclude("halted", f"{rundir.HALT} is there; before: {self._ended[-1].why}")
+            self._conclude(*decide(Facts(before=self._ended[-1].why, halt_file=True)))
         elif self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
             self.number += 1
             self.summary.attempts = self.number
-            self._live.renew(self.number)
+            self._context.live.renew(self.number)
             self.attempt = self._attempt(self.attempt)
             self._decide()
 
@@ -323,8 +304,9 @@ class Run:
         if state == "stopped" and not self.attempt.known.asked:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
-            state, why, self.attempt.checkpoint(former), signature(facts), deterministic(facts),
-            self.attempt.known.asked == "restart", jsonl.text(self._git, "sha"),
+            state, why, self.attempt.checkpoint(former), restart.signature(facts),
+            restart.deterministic(facts),
+            self.attempt.known.asked == "restart", self._commit.sha,
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -342,7 +324,7 @@ class Run:
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._again_at = time.monotonic() + again.wait_s
         text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
-        return self._become("restarting", f"{text}: {why}")
+        return self._become(*decide(Facts(before=why, again=text)))
 
     def _become(self, state: State, why: str) -> None:
         self.why = why
@@ -352,7 +334,7 @@ class Run:
         self.event("state", f"{self.state} → {state}" + (f": {why}" if why else ""), level,
                    state=state, why=why)  # fmt: skip
         self.state, self.since_ts = state, time.time()
-        self._publish()
+        self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
         """Writes the last word; while the disk does not take it, it stands in shared memory."""
@@ -369,14 +351,14 @@ class Run:
         self.observers.once("the snapshot", self._snapshots.write, None)
         self._become(state, why)
         self._say_alive()
-        self._publish()
+        self.publish()
         self._directory.call(self._leave_memory)
 
     def _leave_memory(self) -> None:
         if not self._directory.unwritten:
-            self._live.remove()
+            self._context.live.remove()
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Replaces supervisor.json."""
         self._refreshed = time.monotonic()
         now = {
@@ -384,30 +366,26 @@ class Run:
             "updated_ts": time.time(),
         }  # fmt: skip
         self._told = self.observers.run(rundir.SUPERVISOR, self._document, self._told) | now
-        self._services.publish(self.path / rundir.SUPERVISOR, self._told)
+        self._services.publish(
+            self.path / rundir.SUPERVISOR, self._told, alerts=self.alerts.open(),
+            oom=asdict(self.attempt.oom_before),
+        )  # fmt: skip
 
     def _document(self) -> dict[str, Any]:
-        tree, verdict = self.attempt.tree, self.attempt.watching.verdict
-        known = self.attempt.known
-        agent = tree.agent
-        torchrun = {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None
-        return dict(self._services.owner.identity) | {
+        return dict(self._link.identity) | self.attempt.document() | {
             "v": VERSION, "run": self.id, "child": rundir.identity(),
-            "lock_token": self._services.lock_token,
-            "launch": self.orders.launch, "torchrun": torchrun,
-            "workers": self.attempt.workers(), "asked": known.asked,
-            "asked_by": known.by, "ended": [asdict(each) for each in self._ended],
+            "lock_token": self._services.lock_token, "launch": self.orders.launch,
+            "ended": [asdict(each) for each in self._ended],
             "live_dir": "" if self.over else str(self.live or ""),
-            "watch": asdict(self.watch), "git": self._git, **self._armed(),
+            "watch": asdict(self._context.watch), "git": self._commit.git, **self._armed(),
             **self.summary.as_dict(),
-            "verdict": asdict(verdict) if verdict else None,
         }  # fmt: skip
 
     def _armed(self) -> dict[str, str]:
         """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
         policy = self.orders.plan.restart
-        action, text = self.attempt.watching.on_stall()
-        if self._live.why and action in STRONG:
+        action, text = self.watching.on_stall()
+        if self._context.live.why and action in STRONG:
             action, text = "warn", "if it stalls: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action
         if policy.when != "never":
@@ -422,15 +400,10 @@ class Run:
         self.observers.run("the sign of life", self._write_status, None)
 
     def _write_status(self) -> None:
-        self._live.write_status({
+        self._context.live.write_status({
             "v": VERSION, "ts": time.time(), "mono": self._said, "state": self.state,
             "why": self.why, "since_ts": self.since_ts, "run": self.id,
             "blocked_s": round(self._directory.blocked_s(), 2),
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,
             "alerts": list(self.alerts.open().values()),
         })  # fmt: skip
-
-
-def _commit(git: Mapping[str, Any]) -> str:
-    changed = " with local changes" if git.get("dirty") else ""
-    return f"commit {jsonl.text(git, 'sha')[:12] or '?'}{changed}"

@@ -1,32 +1,72 @@
-"""Services that the parts of a launch share."""
+"""Services that the parts of a launch share, and what the attempts of one run share."""
 
 from __future__ import annotations
 
 import select
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from console.sources.nvml import Nvml
+from console.sources.reducer import Reducer
 from console.supervisor.directory import Directory
 from console.supervisor.hooks import Hooks
 from console.supervisor.link import Link
+from console.supervisor.live import Live
+from console.supervisor.observers import Observers
+from trainers.contract.plan import Phase, Watch
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """Services that a launch shares: the run directory's thread, NVML, the main loop, the alert
-    hook, the token in the lock file, and the owner of the processes."""
+    hook, the token in the lock file, and the link to the owner of the processes."""
 
     directory: Directory
     nvml: Nvml
     poller: select.poll
     hooks: Hooks
     lock_token: str
-    owner: Link
+    link: Link
 
-    def publish(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Replaces a document; whoever has to go on with this launch is given it too."""
+    def publish(self, path: Path, record: Mapping[str, Any], **more: Any) -> None:
+        """Replaces a document; whoever has to go on with this launch gets it too, and `more`."""
         self.directory.document(path, record)
-        self.owner.keep(path, record)
+        self.link.keep(path, {**record, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Objects and settings that are the same for all attempts of a run."""
+
+    services: Services
+    path: Path
+    home: str
+    """The run directory as its processes have it in their environment."""
+    token: str
+    phase: Phase
+    watch: Watch
+    actions: Mapping[str, str]
+    """Actions of watch rules beside the plan's."""
+    live: Live
+    reducer: Reducer
+    observers: Observers
+
+
+class AttemptOwner(Protocol):
+    """The run, as far as its attempts need it."""
+
+    def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
+        """Appends to the run's events."""
+        ...
+
+    def publish(self) -> None:
+        """Replaces supervisor.json, when what it holds has changed."""
+
+    def prepare(self, number: int) -> None:
+        """Makes the run directory ready for an attempt; runs on the directory's thread."""
+
+    def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Returns the arguments and the environment of torchrun."""
+        ...

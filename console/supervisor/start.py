@@ -1,4 +1,4 @@
-"""How a launch begins: its directory, its lock, its supervisor. All of it, or nothing."""
+"""Begins a launch: its directory, its lock and its supervisor, all of them or none."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def owner(directory: Path) -> str:
 BEFORE_THE_START = frozenset(
     (rundir.PLAN, rundir.LOCK, rundir.SUPERVISOR_LOG, rundir.EVENTS, rundir.REQUESTS)
 )
-"""What a launch writes before its supervisor says that it has taken over."""
+"""Files that a launch writes before its supervisor has taken over."""
 HALF_WRITTEN = f".{rundir.PLAN}.tmp-"
 
 

@@ -91,10 +91,9 @@ class Tree:
     """
 
     def __init__(
-        self, token: str, nproc: int, poller: select.poll, home: str = "",
-        owner: Link | None = None,
+        self, token: str, nproc: int, poller: select.poll, link: Link, home: str = ""
     ):  # fmt: skip
-        self.token, self.nproc, self._home, self._owner = token, nproc, home, owner
+        self.token, self.nproc, self._home, self._link = token, nproc, home, link
         self._pollers = (poller, select.poll())
         """The main loop's, which ends its wait, and one of this tree alone."""
         self.agent: process.Handle | None = None
@@ -131,9 +130,7 @@ class Tree:
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
     ) -> None:
         """Has the owner start torchrun in its own session. Raises OSError where it cannot."""
-        if self._owner is None:
-            raise ValueError("without an owner nothing can be started")
-        pid, fd = self._owner.spawn(argv, environment, log_fd, self.token, self._home, grace_s)
+        pid, fd = self._link.spawn(argv, environment, log_fd, self.token, self._home, grace_s)
         self.agent = process.Handle(pid, fd, rundir.start_ticks(pid) or 0)
         self._enclosure = enclosure.around(pid, self.token)
         self._register(fd)
@@ -179,7 +176,7 @@ class Tree:
                 self._adopt_named(rank, entry, named(entry))
         self.agent = self.agent or named(agent)
         if self.agent is None:
-            pid = (self._owner.agent if self._owner else 0) or jsonl.integer(agent, "pid") or 0
+            pid = self._link.agent or jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
             self._reap()
 
@@ -219,7 +216,7 @@ class Tree:
         for worker in self.workers.values():
             if worker.over_ts is None and worker.handle.is_over():
                 code = worker.handle.exit_code()
-                orphan = self._owner is not None and self.agent is not None and self.agent.is_over()
+                orphan = self.agent is not None and self.agent.is_over()
                 if code is None and orphan and self._waits_for_exit(worker.handle):
                     continue
                 if code is not None:
@@ -256,9 +253,8 @@ class Tree:
             return
         if self._kill_at is None:
             self._kill_at = time.monotonic() + grace_s
-            if self._owner is not None:
-                self._owner.ending(grace_s)
-        if self._owner is not None and self._owner.termed:
+            self._link.ending(grace_s)
+        if self._link.termed:
             return  # the owner did, where no child was there in time
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
@@ -277,8 +273,7 @@ class Tree:
             return
         if self._kill_at != 0.0:
             self._first_killed = time.monotonic()
-            if self._owner is not None:
-                self._owner.ending(0.0)
+            self._link.ending(0.0)
         self._kill_at, self._killed = 0.0, time.monotonic()
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
@@ -366,7 +361,7 @@ class Tree:
 
     def _reap(self) -> bool:
         """Takes how those ended that the owner reaped: torchrun, and ranks that it left behind."""
-        exits = self._owner.exits if self._owner is not None else {}
+        exits = self._link.exits
         changed = False
         for worker in self.workers.values():
             code = exits.get(worker.handle.pid) if worker.handle.is_over() else None
@@ -378,7 +373,7 @@ class Tree:
         if agent is None or self.agent_over or not agent.is_over():
             return changed
         code = exits.pop(agent.pid, agent.exit_code())
-        ours = self._owner is not None and self._owner.agent == agent.pid
+        ours = self._link.agent == agent.pid
         if code is None and ours and self._waits_for_exit(agent):
             return changed
         self._agent_ended(code)

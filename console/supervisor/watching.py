@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 from console.diagnose.readings import Progress, Readings
 from console.diagnose.stall import SAVING_PHASES, Seen, diagnose, disagreement, doubted
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
-from console.sources.summary import Summary
-from console.supervisor.alerts import Alerts
 from console.supervisor.follow import Story
 from console.supervisor.sampling import Sampler
+from console.supervisor.services import AttemptOwner, RunContext
 from trainers.contract import VERSION, rundir
-from trainers.contract.plan import Watch
 
 LONGEST_STILL_S = 1e9
 HALT_PENDING = "halt-pending"
@@ -29,22 +25,16 @@ PULSE, UNSEEN_LOOKS = "pulse", 3
 class Watching:
     """Owns the verdict on one attempt, and what its rules want done; raises and clears alerts.
 
-    `event` writes into the run's events, `document` replaces a file, and `changed` is called when
-    there is another verdict. One that comes `late`, to ranks that run already, acts on no stall
-    before it has seen each pulse change: what it finds may be a copy.
+    One that comes `late`, to ranks that run already, acts on no stall before it has seen each pulse
+    change: what it finds may be a copy.
     """
 
-    def __init__(
-        self, watch: Watch, actions: Mapping[str, str], run: Path, alerts: Alerts, story: Story,
-        summary: Summary, event: Callable[..., object],
-        document: Callable[[Path, Mapping[str, Any]], None], changed: Callable[[], None],
-        late: bool = False,
-    ):  # fmt: skip
+    def __init__(self, context: RunContext, run: AttemptOwner, story: Story, late: bool = False):
         self.verdict: Verdict | None = None
-        self._watch, self._run, self._alerts, self._story = watch, run, alerts, story
-        self._summary = summary
-        self._event, self._document, self._changed = event, document, changed
-        self._dog = Watchdog(watch, actions)
+        self._context, self._run, self._story = context, run, story
+        self._watch, self._alerts = context.watch, context.observers.alerts
+        self._dog = Watchdog(context.watch, context.actions)
+        self._dog.restore(self._alerts.open())
         self._ending = False
         self._unseen_looks = 0
         self._late = late
@@ -61,19 +51,14 @@ class Watching:
     def look(
         self, now: Sampler, seen: Sequence[Seen], ending: bool, halting: bool, unread: str
     ) -> bool:
-        """Takes the last sample; `seen` is empty while nobody is to be waited for.
+        """Takes the last sample; `seen` is empty while no rank is known or to be waited for.
 
         Nothing more is done to ranks that are being ended. `unread` says why the records are not
         up to date, "" when they are.
         """
         self._ending, unchanged = ending, self._unchanged(seen)
-        self._watch_pulses(seen)
-        self._take_verdict(diagnose(seen, self._watch, time.time()))
-        if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
-            text = "a halt was asked for; ranks stop at the end of a step, and this run is stalled"
-            self._alerts.raise_(HALT_PENDING, text, "crit", "K")
-        else:
-            self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
+        if seen or ending:
+            self._judge(seen, halting)
         found = readings(
             self._story, seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
             stall_doubt=unread or unchanged or disagreement(seen, self._watch),
@@ -82,6 +67,16 @@ class Watching:
             if change.kind != "act" or not ending:
                 self._take(change)
         return True
+
+    def _judge(self, seen: Sequence[Seen], halting: bool) -> None:
+        """Takes the verdict on the ranks; of none that were seen nothing is known."""
+        self._watch_pulses(seen)
+        self._take_verdict(diagnose(seen, self._watch, time.time()))
+        if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
+            text = "a halt was asked for; ranks stop at the end of a step, and this run is stalled"
+            self._alerts.raise_(HALT_PENDING, text, "crit", "K")
+        else:
+            self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
 
     def forget(self) -> None:
         """Takes the verdict back: nobody has looked."""
@@ -123,7 +118,7 @@ class Watching:
         rule = change.rule
         if change.kind == "act":
             text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
-            self._event("watch", text, "crit", rule=rule.name, action=change.action)
+            self._run.event("watch", text, "crit", rule=rule.name, action=change.action)
             self._alerts.clear(f"{rule.name}-withheld", "the second source agrees")
             self._acts.append(change)
         elif change.kind == "withhold":
@@ -141,22 +136,21 @@ class Watching:
     def _take_verdict(self, verdict: Verdict | None) -> None:
         before, self.verdict = self.verdict, verdict
         if verdict is None:
-            if before is not None:
-                why = "the ranks are being ended" if self._ending else "the ranks step again"
-                self._alerts.clear(STALL, why)
+            why = "the ranks are being ended" if self._ending else "the ranks step again"
+            self._alerts.clear(STALL, why)
             return
         place = (verdict.cause, verdict.rank, verdict.phase, verdict.step)
         if before is not None and place == (before.cause, before.rank, before.phase, before.step):
             self.verdict = replace(verdict, ts=before.ts)
             return
-        path = self._run / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
-        self._document(path, {"v": VERSION} | asdict(verdict))
-        self._event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
+        path = self._context.path / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
+        self._context.services.directory.document(path, {"v": VERSION} | asdict(verdict))
+        self._run.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
         if self._alerts.raise_(STALL, verdict.sentence, "crit", "3"):
-            self._summary.count_stall()
+            self._context.reducer.summary.count_stall()
         else:
             self._alerts.retell(STALL, verdict.sentence)
-        self._changed()
+        self._run.publish()
 
 
 def readings(
@@ -170,19 +164,10 @@ def readings(
     """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
     return Readings(
-        mono=time.monotonic(),
-        ts=time.time(),
+        mono=time.monotonic(), ts=time.time(),
         seen=tuple(each for each in seen if 0 <= each.still_s < LONGEST_STILL_S),
-        records_only=records_only,
-        fresh=story.take_fresh(),
-        progress=story.progress,
-        rss_mib=rss_mib,
-        host_total_mib=total_mib,
-        host_free_mib=free_mib,
-        gpus=gpus,
-        disk_free_gib=disk.get("free_gib"),
-        checkpoint_gib=disk.get("checkpoint_gib"),
-        newest_ts=story.newest_ts,
-        csv=csv,
-        stall_doubt=stall_doubt,
-    )
+        records_only=records_only, fresh=story.take_fresh(), progress=story.progress,
+        newest_ts=story.newest_ts, csv=csv, stall_doubt=stall_doubt,
+        rss_mib=rss_mib, host_total_mib=total_mib, host_free_mib=free_mib, gpus=gpus,
+        disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
+    )  # fmt: skip

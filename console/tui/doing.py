@@ -1,4 +1,4 @@
-"""What the keys that mean the same in every view do."""
+"""The actions of the keys that mean the same in every view."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def coming(launch: LaunchState) -> Mapping[str, str]:
 
 
 class Draft:
-    """What would be launched: a plan with the operator's flags, and what its preflight said.
+    """A launch in preparation: a plan with the operator's flags, and the result of its preflight.
 
     Launched from the screen it asks between phases, unless the operator says `go`. `prepared` and
     `trouble` are the result of the newest check that ended, `checked` the options that it was of.

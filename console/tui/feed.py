@@ -47,7 +47,7 @@ class Snapshot:
     log_begins: bool = False
     trouble: str = ""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """What the next phase would get, by flag, else `coming_trouble` says why it is not known."""
+    """The flags that the next phase would get; `coming_trouble` says why they are not known."""
     coming_trouble: str = ""
 
 

@@ -135,7 +135,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         )  # fmt: skip
 
     def _painted(self) -> None:
-        """What can wait until the first picture stands: reading, and collecting garbage."""
+        """Begins what can wait for the first picture: reading, and collecting garbage."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()

@@ -1,4 +1,4 @@
-"""What is asked before something acts, as plain data.
+"""The questions that are asked before an action, as plain data.
 
 The target is frozen when the question opens.
 """

@@ -1,4 +1,4 @@
-"""What the terminal can do, read from the environment once."""
+"""The abilities of the terminal, read from the environment once."""
 
 from __future__ import annotations
 

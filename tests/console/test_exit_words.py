@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from console import causes
 from console.causes import OomCounts, OomEvidence
-from console.ending import End, Facts, decide, deterministic, signature
+from console.ending import End
+from console.run_state import Facts, decide
+from console.supervisor.restart import deterministic, signature
 
 OOM_2 = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total "

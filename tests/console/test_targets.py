@@ -16,7 +16,7 @@ from console import actions, cli
 from console.sources import launches
 from console.sources.run import RunSource
 from tests.console.sources import directory
-from tests.launches import STUB, Begin, phase
+from tests.launches import STUB, phase
 from trainers.contract import environ, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
@@ -199,13 +199,6 @@ def test_without_a_sane_creation_time_the_stamp_tells_and_an_action_is_refused(t
 
 
 # --- target-supervisor ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def begin(tmp_path_factory):
-    starter = Begin(tmp_path_factory)
-    yield starter
-    starter.clean()
 
 
 @pytest.fixture(scope="module")

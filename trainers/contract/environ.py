@@ -22,7 +22,7 @@ ALERT_PREFIX = "NSA_ALERT_"
 ALERT_NAMES = tuple(
     f"{ALERT_PREFIX}{name}" for name in ("NAME", "LEVEL", "TEXT", "RUN", "STATE", "TS", "COUNT")
 )
-"""What the operator's hook is told about an alert."""
+"""Variables that tell the operator's hook about an alert."""
 
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
@@ -30,7 +30,7 @@ INHERITED = (
     "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TIKTOKEN_CACHE_DIR",
     "XDG_CACHE_HOME",
 )  # fmt: skip
-"""What a training inherits from the launcher beside its flags; everything else stays behind."""
+"""Variables that a training inherits from the launcher beside its flags, and no others."""
 
 
 def snapshot() -> dict[str, str]:

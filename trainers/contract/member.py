@@ -33,7 +33,7 @@ from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
 HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What torchrun passes on to its ranks before it kills them."""
+"""Signals that torchrun passes on to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
 """Records that carry the number of steps with a non-finite loss."""

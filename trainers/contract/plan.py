@@ -28,12 +28,12 @@ BETWEEN: tuple[Between, ...] = get_args(Between)
 RestartWhen = Literal["never", "crash", "stall"]
 WatchAction = Literal["warn", "dump", "halt", "stop", "restart"]
 WATCH_ACTIONS: tuple[WatchAction, ...] = get_args(WatchAction)
-"""What a watch rule may do, each stronger than the one before."""
+"""The actions of a watch rule, each stronger than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchRule:
-    """What a plan changes of one watch rule; None leaves the table's own value."""
+    """A plan's changes to one watch rule; None leaves the table's own value."""
 
     threshold: float | None = None
     for_s: float | None = None

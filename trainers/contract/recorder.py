@@ -37,7 +37,7 @@ class Recorder:
     """
 
     check_every_s = 1.0
-    """How often it is looked whether a file is still the one at its path."""
+    """Time between two checks that a file is still the one at its path."""
 
     def __init__(self, ours: Callable[[], bool] = lambda: True) -> None:
         self._ours = ours
@@ -58,7 +58,7 @@ class Recorder:
 
     @property
     def waiting(self) -> int:
-        """How many records and calls have not been written yet."""
+        """The number of records and calls that have not been written yet."""
         return self._queue.qsize()
 
     def blocked_s(self) -> float:

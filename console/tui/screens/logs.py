@@ -92,7 +92,7 @@ class LogView(Scrolls, View):
 
     @property
     def end(self) -> int:
-        """How many lines stand above the foot of the picture: at least as many as it shows."""
+        """The number of lines above the foot of the picture, at least as many as it shows."""
         return max(min(self.seen, len(self._lines)), self._index(self.bottom))
 
     def hold(self, end: int) -> None:

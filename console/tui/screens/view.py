@@ -1,4 +1,4 @@
-"""What all views share: they take snapshots and do the keys that the table gives them."""
+"""The base of all views: they take snapshots and do the keys that the table gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of the last thing that was asked for; it takes no room when there is nothing."""
+"""The result of the last request; it takes no room when there is none."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Chart:
     unit: str
     from_zero: bool = False
     scale: float = 1.0
-    """What the values are divided by to be in `unit`."""
+    """The values are divided by this to be in `unit`."""
 
 
 @dataclass(frozen=True, slots=True)

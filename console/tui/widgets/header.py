@@ -114,7 +114,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> Row:
 
 
 def _armed(state: RunState, room: int) -> list[Row]:
-    """What happens by itself: the sentence where all of it has room, else in words.
+    """The automatic reactions: the whole sentence where it has room, else its short form.
 
     Nothing does where nobody watches.
     """

@@ -112,6 +112,16 @@ def test_a_rule_is_raised_once_holds_and_is_over(name):
     assert clock.run(well, 5) == []
 
 
+@pytest.mark.parametrize("name", ["stall", "zero_gradient", "gpu_lost", "throttle", "disk"])
+def test_a_rule_that_a_former_watchdog_raised_is_not_raised_again_and_is_over(name):
+    sick, _, well = CASES[name]
+    clock = Clock(Watchdog(WATCH))
+    clock.dog.restore([name, "no-rule"])
+    assert clock.dog.open() == (name,)
+    assert clock.run(sick, 300) == []
+    assert [(kind, rule) for _, kind, rule, _ in clock.run(well, 300)] == [("clear", name)]
+
+
 def gpu_texts(*moments: tuple[Gpu, ...], rules=None, began=0):
     """Returns (second, kind, text) of what the GPU rules say; a moment is one second."""
     dog, found = Watchdog(WATCH, rules or {}), []

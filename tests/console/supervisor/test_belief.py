@@ -13,14 +13,15 @@ import pytest
 
 from console import actions
 from console.cli import main
-from console.ending import Facts, decide
 from console.plans import confirm
+from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import belief, orders
 from console.supervisor.follow import Story, end_of
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.restart import Ended, after
 from console.supervisor.tree import Tree, Worker
+from tests import owners
 from tests.console.test_go import BOUNDS, completed
 from tests.launches import STUB, phase, write_plan
 from trainers.contract import environ, jsonl, rundir
@@ -273,7 +274,7 @@ def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, sta
 
 def test_torchruns_log_names_no_rank_that_the_run_does_not_have():
     line = b"rank : %d (local_rank: 0)\n exitcode : 9 (pid: 4242)\n"
-    tree = Tree("x", 2, select.poll())
+    tree = Tree("x", 2, select.poll(), owners.absent())
     tree.take_log(line % 7 + line % 1)
     assert [(rank, w.code, w.vouched) for rank, w in tree.workers.items()] == [(1, 9, False)]
 

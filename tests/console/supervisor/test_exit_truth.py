@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from console.ending import Facts, decide, deterministic, signature
+from console.run_state import Facts, decide
 from console.sources import kernel, presence, process
 from console.supervisor import orders
 from console.supervisor.follow import Files, Story, end_of
+from console.supervisor.restart import deterministic, signature
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree
 from tests import owners
@@ -53,9 +54,9 @@ class Trial:
             environ.RUN_ID: mode, environ.ATTEMPT: "1", environ.TOKEN: token,
         }  # fmt: skip
         self.poller = select.poll()
-        self.owner, self.story = owners.begin(), Story()
-        self.tree = Tree(token, 2, self.poller, owner=self.owner)
-        self.poller.register(self.owner.fd, select.POLLIN)
+        self.link, self.story = owners.begin(), Story()
+        self.tree = Tree(token, 2, self.poller, self.link)
+        self.poller.register(self.link.fd, select.POLLIN)
         self.files = Files(self.run, 1, 2)
         self.before = kernel.snapshot()
         log = rundir.open_append(logs / rundir.TORCHRUN_LOG)
@@ -64,7 +65,7 @@ class Trial:
 
     def look(self) -> bool:
         """Takes what is new; says whether there is more."""
-        self.owner.hear()
+        self.link.hear()
         self.tree.look()
         news = self.files.look(heartbeats=True)
         for record in news.heartbeats():
@@ -105,7 +106,7 @@ class Trial:
             self.tree.kill()
             self.wait(self.tree.is_over)
         self.tree.close()
-        owners.end(self.owner)
+        owners.end(self.link)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from console.supervisor.directory import Directory
 from console.supervisor.lookout import Lookout
+from tests import owners
 from trainers.contract import rundir
 
 
@@ -46,7 +47,7 @@ def test_a_request_wakes_and_is_found_where_looks_are_due_by_a_change_alone(
     box = run / rundir.REQUESTS
     rundir.make_directory(box)
     found = []
-    lookout = Lookout(directory, tmp_path, found.extend, lambda: None)
+    lookout = Lookout(directory, tmp_path, found.extend, lambda: None, owners.absent())
     for name in ("first", "second"):
         look(lookout, directory, woken, [run])
         assert found == []
@@ -63,7 +64,7 @@ def test_a_request_wakes_and_is_found_where_looks_are_due_by_a_change_alone(
 
 
 def test_no_two_looks_are_under_way_at_once(tmp_path, directory, woken):
-    lookout = Lookout(directory, tmp_path, lambda found: None, lambda: None)
+    lookout = Lookout(directory, tmp_path, lambda found: None, lambda: None, owners.absent())
     assert lookout.begin([], None, 0.0)
     assert not lookout.begin([], None, 0.0)
     wait(lookout, directory, woken)
@@ -80,7 +81,7 @@ def test_a_request_is_found_also_where_the_run_directory_cannot_be_read(tmp_path
     rundir.write_json(box / "stop.json", request)
     files = SimpleNamespace(watched=(), look=unreadable)
     attempt, found = SimpleNamespace(files=files, stage="run", behind=False), []
-    lookout = Lookout(directory, tmp_path, found.extend, lambda: None)
+    lookout = Lookout(directory, tmp_path, found.extend, lambda: None, owners.absent())
     assert lookout.begin([], attempt, 0.0)
     wait(lookout, directory, woken)
     assert [each.id for each in found] == ["stop"]

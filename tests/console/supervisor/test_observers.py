@@ -9,58 +9,37 @@ import pytest
 from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
 from console.supervisor.observers import Observers
-from tests.launches import STUB, Begin, Started, phase
+from tests import broken, owners
+from tests.launches import Started, phase
 from trainers.contract import rundir
 
-BROKEN = """
-import sys
-if "console.supervisor" in sys.orig_argv:
-    from console.supervisor.{module} import {owner}
-    true, begun = {owner}.{name}, []
-    def broken(self, *given, **named):
-        begun.append(1)
-        if {when}:
-            raise ArithmeticError("broken on purpose")
-        return true(self, *given, **named)
-    {owner}.{name} = broken
-"""
 ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
 """At the start all is well."""
 OBSERVERS = {
-    "processes and pulses": ("sampling", "Sampler", "sample"),
-    "watch rules": ("watching", "Watching", "look"),
-    "records": ("follow", "Story", "take"),
-    "files": ("follow", "Files", "look"),
-    "stack dumps": ("dump", "Dumps", "poll"),
-    "alert hook": ("hooks", "Hooks", "poll"),
-    "the run directory": ("alerts", "Alerts", "watch_writes"),
-    "the sign of life": ("live", "Live", "write_status"),
-    "the snapshot": ("snapshots", "Snapshots", "look"),
-    "supervisor.json": ("attempt", "Attempt", "workers"),
+    "processes and pulses": "sampling.Sampler.sample",
+    "watch rules": "watching.Watching.look",
+    "records": "follow.Story.take",
+    "files": "follow.Files.look",
+    "stack dumps": "dump.Dumps.poll",
+    "alert hook": "hooks.Hooks.poll",
+    "the run directory": "alerts.Alerts.watch_writes",
+    "the sign of life": "live.Live.write_status",
+    "the snapshot": "snapshots.Snapshots.look",
+    "supervisor.json": "attempt.Attempt.workers",
 }
-STEPS, GATES = 600, ("loss_finite", "no_stall")
+STEPS, GATES = 900, ("loss_finite", "no_stall")
 CASES = [*((name, ALWAYS) for name in OBSERVERS), ("processes and pulses", ONCE), ("files", ONCE)]
 
 
 @pytest.fixture(scope="module")
-def begin(tmp_path_factory):
-    starter = Begin(tmp_path_factory)
-    yield starter
-    starter.clean()
-
-
-@pytest.fixture(scope="module")
-def broken(begin, tmp_path_factory):
+def launched(begin, tmp_path_factory):
     """A launch for each observer that breaks, for good and once, all at the same time."""
     begun = {}
     for name, when in CASES:
-        module, owner, function = OBSERVERS[name]
-        program = BROKEN.format(module=module, owner=owner, name=function, when=when)
-        folder = tmp_path_factory.mktemp("broken")
-        (folder / "sitecustomize.py").write_text(program)
+        harm = f"if {when}: raise ArithmeticError('broken on purpose')"
+        shell = broken.shell(tmp_path_factory.mktemp("broken"), OBSERVERS[name], harm)
         one = phase("one", "member.py", STEPS, nproc=1, gates=dict.fromkeys(GATES, True))
-        path = f"{folder}:{STUB['PYTHONPATH']}"
-        begun[name, when] = begin(one, shell={"PYTHONPATH": path}, watch={"grace_s": 2})
+        begun[name, when] = begin(one, shell=shell, watch={"grace_s": 2})
     answers = {}
     for (name, when), started in begun.items():
         started.wait(lambda started=started, name=name: alerts_of(started, name))
@@ -76,8 +55,8 @@ def alerts_of(started: Started, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "when"), CASES)
-def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(broken, name, when):
-    started, answer = broken[name, when]
+def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(launched, name, when):
+    started, answer = launched[name, when]
     assert answer["ok"]
     ended = started.wait_end()
     assert started.state()["state"] == "completed", started.state()["why"]
@@ -92,7 +71,7 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(broken, name, 
 def test_what_cannot_rest_writes_its_traceback_once_in_a_while(capfd):
     directory = Directory()
     alerts = Alerts(lambda kind, text, *_, **more: {"text": text}, directory)
-    observers = Observers(alerts)
+    observers = Observers(alerts, owners.absent())
     try:
         for _ in range(50):
             assert observers.once("the state", lambda: 1 // 0, -1) == -1
@@ -107,7 +86,7 @@ def test_an_observer_rests_after_a_failure_and_is_switched_off_after_three():
     directory = Directory()
     raised: list[str] = []
     alerts = Alerts(lambda kind, text, *_, **more: raised.append(kind) or {"text": text}, directory)
-    observers, calls = Observers(alerts, waits_s=(0.1, 0.2), settled_s=0.3), []
+    observers, calls = Observers(alerts, owners.absent(), waits_s=(0.1, 0.2), settled_s=0.3), []
 
     def look(fails: bool) -> str:
         calls.append(fails)

@@ -47,8 +47,8 @@ def tree(run, orders, monkeypatch):
         environ.RUN_DIR: str(run), environ.RUN_ID: "test", environ.ATTEMPT: "1",
         environ.TOKEN: token,
     }  # fmt: skip
-    owner = owners.begin()
-    found = Tree(token, 2, select.poll(), owner=owner)
+    link = owners.begin()
+    found = Tree(token, 2, select.poll(), link)
     log = rundir.open_append(rundir.logs(run, 1) / rundir.TORCHRUN_LOG)
     found.spawn((*AGENT, "100000", str(orders)), environment, log, 10.0)
     os.close(log)
@@ -62,7 +62,7 @@ def tree(run, orders, monkeypatch):
     found.kill()
     wait(found, lambda: found.is_over() and not found.alive())
     found.close()
-    owners.end(owner)
+    owners.end(link)
 
 
 def environment_of(tree, rank: int) -> dict[str, str]:
@@ -73,8 +73,7 @@ def wait(tree, reached, timeout_s: float = 20.0) -> None:
     until = time.monotonic() + timeout_s
     while not reached():
         assert time.monotonic() < until, tree.workers
-        if tree._owner is not None:
-            tree._owner.hear()
+        tree._link.hear()
         tree.look()
         time.sleep(0.01)
 
@@ -96,7 +95,7 @@ def test_who_takes_over_finds_them_by_what_the_document_and_the_kernel_say(tree,
     wait(tree, lambda: tree.agent_over)
     workers = [worker.as_dict() for worker in tree.workers.values()]
     held = rundir.identity() | {"workers": workers, "torchrun": None}
-    after = Tree(tree.token, 2, select.poll())
+    after = Tree(tree.token, 2, select.poll(), owners.absent())
     after.adopt(held, run, 1)
     assert [w.over_ts for w in after.workers.values()] == [None, None]
     assert [w.as_dict() for w in after.workers.values()] == workers
@@ -112,14 +111,14 @@ def test_a_stranger_with_a_copied_token_is_no_rank(run):
         environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "1", "LOCAL_RANK": "1",
     }  # fmt: skip
     with subprocess.Popen(["sleep", "60"], env=environment) as copied:
-        found = Tree(token, 2, select.poll(), str(run))
+        found = Tree(token, 2, select.poll(), owners.absent(), str(run))
         gone = {"rank": 1, "pid": 4194303, "start_ticks": 1, "exit": {"code": 0, "ts": 1.0}}
         found.adopt({"workers": [gone]}, run, 1)
         assert found.workers[1].handle.pid != copied.pid
         with (rundir.logs(run, 1) / "rank1.log").open("w") as log, subprocess.Popen(
             ["sleep", "60"], env=environment, stdout=log
         ) as own:  # fmt: skip
-            again = Tree(token, 2, select.poll(), str(run))
+            again = Tree(token, 2, select.poll(), owners.absent(), str(run))
             again.adopt({}, run, 1)
             assert [worker.handle.pid for worker in again.workers.values()] == [own.pid]
             again.close()

@@ -14,39 +14,28 @@ import time
 import pytest
 
 from console import actions
-from console.sources import process
+from console.model import STALL
+from console.sources import presence, process
+from console.sources.run import RunSource
 from console.supervisor import frames
 from console.supervisor import owner as owner_module
 from console.supervisor.frames import Frames
 from console.supervisor.run import REPLACED
-from tests.launches import STUB, Begin, Started, phase
+from tests import broken
+from tests.launches import STUB, Started, phase
 from trainers.contract import rundir
 
-BROKEN = """
-import sys
-if "console.supervisor" in sys.orig_argv:
-    import ctypes, os, time
-    from console.supervisor import owner
-    owner.SILENT_S, owner.WAITS_S = {silent_s}, (0.0, 0.3, 0.5, 5.0)
-    from console.supervisor.{module} import {owner}
-    true, begun = {owner}.{name}, []
-    def broken(self, *given, **named):
-        begun.append(1)
-        if {when}:
-            {harm}
-        return true(self, *given, **named)
-    {owner}.{name} = broken
-"""
+WAITS = "owners.WAITS_S"
 SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(60)"
 OBSERVERS = {
-    "processes and pulses": ("sampling", "Sampler", "sample"),
-    "watch rules": ("watching", "Watching", "look"),
-    "records": ("follow", "Story", "take"),
-    "files": ("follow", "Files", "look"),
-    "the run directory": ("alerts", "Alerts", "watch_writes"),
-    "the sign of life": ("live", "Live", "write_status"),
-    "the snapshot": ("snapshots", "Snapshots", "look"),
-    "supervisor.json": ("attempt", "Attempt", "workers"),
+    "processes and pulses": "sampling.Sampler.sample",
+    "watch rules": "watching.Watching.look",
+    "records": "follow.Story.take",
+    "files": "follow.Files.look",
+    "the run directory": "alerts.Alerts.watch_writes",
+    "the sign of life": "live.Live.write_status",
+    "the snapshot": "snapshots.Snapshots.look",
+    "supervisor.json": "attempt.Attempt.workers",
 }
 MIDDLE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
 STEPS, GRACE_S = 900, 2.0
@@ -58,27 +47,16 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def begin(tmp_path_factory):
-    starter = Begin(tmp_path_factory)
-    yield starter
-    starter.clean()
-
-
-@pytest.fixture(scope="module")
-def broken(begin, tmp_path_factory):
+def launched(begin, tmp_path_factory):
     """A launch for each way to break, all at the same time."""
     begun = {}
     for name, harm, when in CASES:
-        module, owner, function = OBSERVERS[name]
         silent_s = 3 if harm == HANG else owner_module.SILENT_S
-        program = BROKEN.format(
-            module=module, owner=owner, name=function, when=when, harm=harm, silent_s=silent_s
-        )
+        setup = f"owners.SILENT_S, {WAITS} = {silent_s}, (0.0, 0.3, 0.5, 5.0)"
         folder = tmp_path_factory.mktemp("broken")
-        (folder / "sitecustomize.py").write_text(program)
+        shell = broken.shell(folder, OBSERVERS[name], f"if {when}: {harm}", setup)
         one = phase("one", "member.py", STEPS, nproc=1, gates={"loss_finite": True})
-        path = f"{folder}:{STUB['PYTHONPATH']}"
-        begun[name, harm, when] = begin(one, shell={"PYTHONPATH": path}, watch={"grace_s": GRACE_S})
+        begun[name, harm, when] = begin(one, shell=shell, watch={"grace_s": GRACE_S})
     return begun
 
 
@@ -100,8 +78,8 @@ def wait_replaced(started: Started, former: int) -> int:
 
 
 @pytest.mark.parametrize(("name", "harm", "when"), CASES)
-def test_a_working_process_that_ends_or_hangs_costs_no_rank(broken, name, harm, when):
-    started = broken[name, harm, when]
+def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, harm, when):
+    started = launched[name, harm, when]
     ended = started.wait_end(120)
     assert started.state()["state"] == "completed", ended
     told = alerts_of(started, REPLACED)
@@ -216,19 +194,6 @@ def test_one_torchrun_runs_after_an_adoption_whatever_becomes_of_the_working_pro
     assert "SIGTERM to the supervisor" in running.wait_end()["why"]
 
 
-ONCE = """
-import sys
-if "console.supervisor" in sys.orig_argv:
-    import ctypes, os, pathlib
-    from console.supervisor import owner
-    owner.WAITS_S = (0.0, 0.3, 0.5, 2.0)
-    from console.supervisor.{module} import {owner}
-    true, mark = {owner}.{name}, pathlib.Path({mark!r})
-    def broken(self, *given, **named):
-        {harm}
-        return true(self, *given, **named)
-    {owner}.{name} = broken
-"""
 FIRST_TIME = "mark.exists() or (mark.touch(), ctypes.string_at(0))"
 
 
@@ -236,22 +201,18 @@ FIRST_TIME = "mark.exists() or (mark.touch(), ctypes.string_at(0))"
 def broken_at(begin, tmp_path):
     """Starts a launch whose working process dies in one function."""
 
-    def start(module, owner, name, harm=FIRST_TIME, count=1, **plan):
-        program = ONCE.format(
-            module=module, owner=owner, name=name, harm=harm, mark=str(tmp_path / "mark")
-        )
-        (tmp_path / "sitecustomize.py").write_text(program)
-        path = f"{tmp_path}:{STUB['PYTHONPATH']}"
+    def start(method, harm=FIRST_TIME, count=1, **plan):
+        setup = f"{WAITS}, mark = (0.0, 0.3, 0.5, 2.0), pathlib.Path({str(tmp_path / 'mark')!r})"
+        shell = broken.shell(tmp_path, method, harm, setup)
         steps = 100_000 if count == 1 else 3
         phases = [phase(f"phase{n}", "member.py", steps, nproc=1) for n in range(count)]
-        shell, watch = {"PYTHONPATH": path}, {"grace_s": GRACE_S}
-        return begin(*phases, shell=shell, watch=watch, **plan)
+        return begin(*phases, shell=shell, watch={"grace_s": GRACE_S}, **plan)
 
     return start
 
 
 def test_a_term_is_obeyed_by_the_next_where_the_first_dies_of_it(broken_at):
-    started = broken_at("launch", "Launch", "terminate")
+    started = broken_at("launch.Launch.terminate")
     started.wait_steps(3)
     os.kill(owner_of(started), signal.SIGTERM)
     ended = started.wait_end()
@@ -260,7 +221,7 @@ def test_a_term_is_obeyed_by_the_next_where_the_first_dies_of_it(broken_at):
 
 
 def test_an_end_stays_an_end_where_the_last_words_were_cut_short(broken_at):
-    started = broken_at("directory", "Directory", "close", count=2, between="ask")
+    started = broken_at("directory.Directory.close", count=2, between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")
     owner = started.plan_state["supervisor"]
     os.kill(owner["pid"], signal.SIGTERM)
@@ -272,13 +233,76 @@ def test_an_end_stays_an_end_where_the_last_words_were_cut_short(broken_at):
 
 def test_a_request_that_kills_who_executes_it_is_refused_and_the_others_are_served(broken_at):
     harm = "given[0].args['text'] == 'poison' and ctypes.string_at(0)"
-    started = broken_at("launch", "Launch", "_do_note", harm)
+    started = broken_at("launch.Launch._do_note", harm)
     started.wait_steps(3)
     poisoned = started.ask("note", text="poison")
     assert (poisoned["ok"], "the supervisor failed at it" in poisoned["text"]) == (False, True)
     assert started.ask("note", text="food")["ok"]
     assert started.ask("stop")["ok"]
     assert started.wait_end()["phases"][0]["state"] == "stopped"
+
+
+def test_open_alerts_go_on_in_the_next_process_and_are_cleared_there(begin):
+    started = begin(
+        phase("one", "member.py", 100_000), shell=STUB, nproc=2,
+        watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": GRACE_S},
+    )  # fmt: skip
+    started.wait_steps(3)
+    rank, child = started.pids()[1], started.child()
+    os.kill(rank, signal.SIGSTOP)
+
+    def stall() -> list[str]:
+        return [e["kind"] for e in started.events(0) if e.get("alert") == STALL]
+
+    started.wait(stall)
+    time.sleep(1.5)  # the next tick gives it to the owner
+    os.kill(child, signal.SIGKILL)
+    wait_replaced(started, child)
+    started.wait_state("stalled")
+    live = presence.live_directory(started.state())
+    told = rundir.read_json(live / rundir.LIVE_STATUS)["alerts"]
+    assert STALL in [alert["alert"] for alert in told]
+    assert (stall(), started.state()["stalls"]) == (["alert"], 1)
+    os.kill(rank, signal.SIGCONT)
+    started.wait(lambda: stall() == ["alert", "clear"])
+
+
+def test_memory_that_the_kernel_freed_before_a_replacement_explains_the_end(begin, tmp_path):
+    counters = tmp_path / "vmstat"
+    counters.write_text("oom_kill 5\n")
+    setup = "from console.sources import kernel; kernel._mounts = dict; "
+    setup += f"kernel.VMSTAT = pathlib.Path({str(counters)!r})"
+    shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", setup)
+    started = begin(phase("one", "member.py", 100_000), shell=shell, nproc=2)
+    started.wait_steps(3)
+    child = started.child()
+    counters.write_text("oom_kill 6\n")
+    os.kill(child, signal.SIGKILL)
+    wait_replaced(started, child)
+    os.kill(started.pids()[1], signal.SIGKILL)
+    assert "the host ran out of memory (host-wide oom_kill 5 → 6)" in started.wait_end()["why"]
+
+
+def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
+    begin, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(presence, "SUPERVISOR_SILENT_S", 3.0)
+    shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", f"{WAITS} = (60.0,)")
+    started = begin(phase("one", "member.py", 100_000), shell=shell)
+    started.wait_steps(3)
+    source = RunSource(started.path)
+
+    def silent() -> list[str]:
+        return [alert.text for alert in source.poll().alerts if alert.id == "supervisor-silent"]
+
+    assert not silent()
+    os.kill(started.child(), signal.SIGKILL)
+    (text,) = started.wait(silent)
+    owner = owner_of(started)
+    assert text.startswith(f"the supervisor (pid {owner}) lives, and its last word is ")
+    os.kill(owner, signal.SIGTERM)
+    assert started.wait_end()["phases"][0]["state"] == "stopped"
+    assert not silent()
 
 
 def test_what_a_child_said_last_is_taken_whatever_its_size():

@@ -12,7 +12,7 @@ from console.sources import snapshot
 from console.sources.records import Records
 from console.sources.series import SPANS_S
 from tests.console.sources.snapshots import same_state
-from tests.launches import STUB, Begin, Started, phase
+from tests.launches import STUB, Started, phase
 from trainers.contract import rundir
 
 OFTEN = """
@@ -21,13 +21,6 @@ if "console.supervisor" in sys.orig_argv:
     from console.supervisor import snapshots
     snapshots.EVERY_S = 0.5
 """
-
-
-@pytest.fixture(scope="module")
-def begin(tmp_path_factory):
-    starter = Begin(tmp_path_factory)
-    yield starter
-    starter.clean()
 
 
 @pytest.fixture

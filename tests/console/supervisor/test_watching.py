@@ -41,10 +41,13 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
 
     clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
     monkeypatch.setattr(watching, "time", clock)
-    dog = Watching(
-        WATCH, {"stall": "restart"}, tmp_path, Alerts(event, directory), Story(), Summary(2, 1, 0),
-        event, lambda path, record: None, lambda: None, late=late,
+    context = SimpleNamespace(
+        watch=WATCH, actions={"stall": "restart"}, path=tmp_path, summary=Summary(2, 1, 0),
+        observers=SimpleNamespace(alerts=Alerts(event, directory)),
+        services=SimpleNamespace(directory=SimpleNamespace(document=lambda path, record: None)),
     )  # fmt: skip
+    run = SimpleNamespace(event=event, publish=lambda: None)
+    dog = Watching(context, run, Story(), late)
     looks(1000, step=50)
     directory.close()
     assert [change.action for change in dog.take_acts()] == ([] if late else ["restart"])

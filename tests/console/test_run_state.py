@@ -6,10 +6,12 @@ import select
 
 import pytest
 
-from console.ending import End, Facts, decide, error_of
+from console.ending import End, error_of
+from console.run_state import Facts, View, decide
 from console.sources import lastwords
 from console.supervisor.follow import DEATH, Story
 from console.supervisor.tree import Tree
+from tests import owners
 
 PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
 
@@ -159,7 +161,7 @@ def test_a_rank_that_ended_before_it_was_found_is_known_from_torchruns_summary()
   rank      : 1 (local_rank: 1)
   exitcode  : -11 (pid: 4711)  (SIGSEGV)
 """
-    tree = Tree("token", 2, select.poll())
+    tree = Tree("token", 2, select.poll(), owners.absent())
     tree.take_log(log)
     assert (tree.workers[1].signal, tree.workers[1].handle.pid) == ("SIGSEGV", 4711)
     assert tree.order == [1]
@@ -210,3 +212,54 @@ def test_the_99th_percentile_leaves_the_first_steps_out():
     story.take(beat | {"steps_dt_s": [0.1] * 98 + [0.2, "nan", None, True, -1]})
     assert story.p99_s(0) == 0.2
     assert story.p99_s(1) is None
+
+
+GONE = "the supervisor (pid 7) is gone"
+RANK = "rank 1 still runs"
+LOST = f"{GONE} and so are all ranks; they left no reason"
+
+
+@pytest.mark.parametrize(
+    ("view", "state", "why"),
+    [
+        ({"state": "running", "why": "said", "lives": True, "living": RANK}, "running", "said"),
+        ({"state": "halted", "why": "said"}, "halted", "said"),
+        ({"state": "halted", "living": RANK}, "unsupervised",
+         f"its documents say that the run is halted, but {RANK}; {GONE}"),
+        ({"state": "running", "living": RANK}, "unsupervised", f"{GONE}; {RANK}"),
+        ({"living": RANK, "lives": True}, "unsupervised", f"no document tells of it; {RANK}"),
+        ({"state": "restarting", "why": "soon: exit 1", "next_attempt": 3}, "lost",
+         f"{GONE}, attempt 3 does not begin without one; adopt it: exit 1"),
+        ({"trouble": "garbage"}, "queued", "garbage; no record yet"),
+        ({"newest": "record 9 s old"}, "unsupervised", "no supervisor; record 9 s old"),
+        ({"state": "running", "goes_on": True, "newest": "young"}, "unsupervised",
+         f"{GONE}; young"),
+        ({"state": "restarting", "behind": True}, "unsupervised",
+         "the supervisor is gone; the records are still being read"),
+        ({"state": "running"}, "lost", LOST),
+    ],
+)  # fmt: skip
+def test_a_reader_believes_the_newest_word_unless_processes_speak_against_it(view, state, why):
+    assert decide(Facts(is_reader=True, view=View(gone=GONE, **view))) == (state, why)
+
+
+def test_without_a_word_of_an_end_the_last_records_of_all_ranks_tell_it():
+    ends = (End(0, 0, None, 9), End(1, 0, None, 9))
+    facts = {"is_reader": True, "over": True, "spawned": True, "ends": ends, "world": 2}
+    assert decide(Facts(view=View("running", gone=GONE), **facts))[0] == "completed"
+    assert decide(Facts(view=View("lost", "said"), **facts)) == ("lost", "said")
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "why"),
+    [
+        ({"again": "attempt 2 begins in 5 s"}, "restarting", "attempt 2 begins in 5 s: exit 1"),
+        ({"asked": "stop", "by": "ada"}, "stopped",
+         "stop asked by ada before the next attempt; before: exit 1"),
+        ({"asked": "halt", "by": "ada", "halt_file": True}, "halted",
+         "halt asked by ada before the next attempt; before: exit 1"),
+        ({"halt_file": True}, "halted", ".HALT is there; before: exit 1"),
+    ],
+)  # fmt: skip
+def test_between_two_attempts_only_what_is_asked_counts(facts, state, why):
+    assert decide(Facts(before="exit 1", **facts)) == (state, why)

@@ -1,0 +1,87 @@
+"""Acts on a run: those that watch rules want done, and the halt that `.HALT` asks for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+from console.diagnose.watch import Change
+from console.supervisor.directory import Directory
+from console.supervisor.dump import Dumps
+from console.supervisor.mailbox import Outcome
+from console.supervisor.run import Run
+from trainers.contract import rundir
+
+HALT_AGAIN_S = 10.0
+
+
+class Acts:
+    """Owns the acts that watch rules want done; `end` ends the running phase and the plan."""
+
+    def __init__(self, directory: Directory, dumps: Dumps, end: Callable[[str, str], str]):
+        self._directory, self._dumps, self._end = directory, dumps, end
+        self._due: list[tuple[Run, Change]] = []
+        self._halt_at = 0.0
+
+    def begin(self, run: Run) -> None:
+        """Takes what watch rules are to do; what ends a run does so when its stacks are kept."""
+        for change in run.watching.take_acts():
+            self._dumps.begin(run.path, run.live, run.handles)
+            if change.action != "dump":
+                self._due.append((run, change))
+        if not self._dumps.busy:
+            due, self._due = self._due, []
+            for of, change in due:
+                if of is run and not run.over and run.watching.is_raised(change.rule.name):
+                    self._act(run, change)
+
+    def _act(self, run: Run, change: Change) -> None:
+        rule, action, path = change.rule, change.action, run.path
+        by = f"the watch rule {rule.name}"
+        if action == "restart":
+            run.end(action, by)
+            return
+        word = f"{rule.anomaly or rule.name}\n"
+        self._directory.job(lambda: rundir.write_atomic(path / rundir.ANOMALY, word), ignored, path)
+        if action == "halt":
+            self.halt(run, by, partial(self._note_refusal, run))
+        else:
+            self._end(action, by)
+
+    def halt(self, run: Run, by: str, then: Callable[[Outcome], object]) -> None:
+        """Writes `.HALT` for the ranks; what could not be written was not asked of them."""
+
+        def told(why_not: str) -> None:
+            if why_not:
+                then((False, f"{why_not}, stop sends them TERM", []))
+            else:
+                then((True, self._end("halt", by), []))
+
+        self._directory.ask(run.path, rundir.HALT, by, told)
+
+    def take_halt(self, run: Run | None) -> None:
+        """Halts the present run for a `.HALT` in the launch directory."""
+        if time.monotonic() < self._halt_at:
+            return
+        self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"
+        if run is None:
+            self._end("halt", by)
+        else:
+            self.halt(run, by, partial(self._take_halted, run))
+
+    def _take_halted(self, run: Run, outcome: Outcome) -> None:
+        """Tries again later where `.HALT` could not be written for the ranks."""
+        self._note_refusal(run, outcome)
+        self._halt_at = math.inf if outcome[0] else time.monotonic() + HALT_AGAIN_S
+
+    def _note_refusal(self, run: Run, outcome: Outcome) -> None:
+        """Says that a halt which nobody waits for was not possible."""
+        done, text, _ = outcome
+        if not done:
+            run.event("note", text, "crit")
+
+
+def ignored(_value: object, _error: Exception | None) -> None:
+    """Takes the result of a job that nobody waits for."""

@@ -1,0 +1,53 @@
+"""The commit of the code that a run starts, asked for in a thread: git may take seconds."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from console.supervisor import orders
+from console.supervisor.alerts import Alerts
+from trainers.contract import jsonl
+
+CODE_CHANGED = "code-changed"
+
+
+class Commit:
+    """Owns the commit of the newest attempt; `git` is {} where it is not known."""
+
+    def __init__(self, folder: Path, alerts: Alerts, git: Mapping[str, Any]):
+        self.git, self._folder, self._alerts = git, folder, alerts
+        self._found: deque[tuple[Mapping[str, Any], bool]] = deque()
+
+    @property
+    def sha(self) -> str:
+        return jsonl.text(self.git, "sha")
+
+    def ask(self, begins: bool) -> None:
+        """Asks git; an attempt that was taken over keeps the commit that it began with."""
+        folder, found = self._folder, self._found
+        threading.Thread(
+            target=lambda: found.append((orders.git_facts(folder), begins)), name="git",
+            daemon=True,
+        ).start()  # fmt: skip
+
+    def take(self) -> bool:
+        """Takes the answers of git and says whether there was one; another commit is an alert."""
+        answered = bool(self._found)
+        while self._found:
+            git, begins = self._found.popleft()
+            former = self.git
+            if former and git and former != git:
+                names = " → ".join(map(_words, (former, git)))
+                text = f"the code changed since the last attempt or supervisor: {names}"
+                self._alerts.raise_(CODE_CHANGED, text, "warn")
+            self.git = dict(git) if git and (begins or not former) else former
+        return answered
+
+
+def _words(git: Mapping[str, Any]) -> str:
+    changed = " with local changes" if git.get("dirty") else ""
+    return f"commit {jsonl.text(git, 'sha')[:12] or '?'}{changed}"

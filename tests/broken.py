@@ -1,0 +1,34 @@
+"""Supervisors with one method that is broken on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.launches import STUB
+
+PROGRAM = """
+import sys
+if "console.supervisor" in sys.orig_argv:
+    import ctypes, os, pathlib, time
+    from console.supervisor import owner as owners
+    {setup}
+    from console.supervisor.{module} import {kind}
+    true, begun = {kind}.{name}, []
+    def broken(self, *given, **named):
+        begun.append(1)
+        {harm}
+        return true(self, *given, **named)
+    {kind}.{name} = broken
+"""
+
+
+def shell(folder: Path, method: str, harm: str, setup: str = "") -> dict[str, str]:
+    """Returns the environment of a launch in whose supervisor a method does `harm` first.
+
+    `method` is "module.Class.name"; both statements may use `owners`, and `harm` the list `begun`,
+    which has one entry a call.
+    """
+    module, kind, name = method.split(".")
+    program = PROGRAM.format(setup=setup, module=module, kind=kind, name=name, harm=harm)
+    (folder / "sitecustomize.py").write_text(program)
+    return {"PYTHONPATH": f"{folder}:{STUB['PYTHONPATH']}"}
