@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "model", "decisions", "causes", "ending", "settings", "plain", "history", "sources", "diagnose",
+    "model", "causes", "ending", "settings", "plain", "history", "sources", "diagnose",
     "plans", "supervisor", "targets", "actions", "tui", "commands", "cli",
 )  # fmt: skip
 

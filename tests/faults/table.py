@@ -155,11 +155,10 @@ ROWS: tuple[Row, ...] = (
         f"{RESUME}::test_ranks_that_list_other_checkpoints_resume_what_rank_0_chooses",
         f"{RESUME}::test_a_rank_that_cannot_read_what_rank_0_chose_ends_all_with_15",
     )),
-    Row("u", "B", "NVML: silent, refused, reloaded, absent, an Xid of another GPU", elsewhere=(
+    Row("u", "B", "NVML: silent, refused, absent, an Xid of another GPU", elsewhere=(
         f"{NVML}::test_each_xid_is_counted_on_the_gpu_that_it_is_about",
         f"{NVML}::test_a_sensor_that_is_refused_leaves_the_others",
         f"{NVML}::test_a_library_that_is_installed_later_is_found",
-        f"{NVML}::test_a_driver_that_was_reloaded_is_initialised_again",
         f"{NVML}::test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu",
         f"{CONSOLE}/plans/test_gpus.py::"
         "test_a_driver_that_hangs_is_said_in_time_and_the_process_ends",
