@@ -31,10 +31,7 @@ def words_of(error: BaseException) -> str:
     """Returns NVML's sentence for an error, or the exception's name."""
     if code_of(error) is None:
         return f"{type(error).__name__}: {error}"
-    try:
-        return str(error)
-    except UnicodeDecodeError:
-        return f"NVML error {code_of(error)}"
+    return str(error)
 
 
 @dataclass(slots=True)
@@ -78,20 +75,12 @@ class Device:
     def _open(self) -> None:
         nvml = self.nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-        self._name = self._text("name", nvml.nvmlDeviceGetName, handle) or self._name
-        self._uuid = self._text("uuid", nvml.nvmlDeviceGetUUID, handle) or self._uuid
+        self._name = self._figure("name", nvml.nvmlDeviceGetName, handle) or self._name
+        self._uuid = self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._uuid
         limit = self._figure("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         self._limit_w = None if limit is None else limit / 1000
         self._handle = handle
         self.xids.opened(self.index, handle)
-
-    def _text(self, sensor: str, ask: Callable[..., Any], handle: Any) -> str:
-        """Returns a text of NVML, "" where there is none; bytes that are no UTF-8 are replaced."""
-        try:
-            value = self._figure(sensor, ask, handle) or ""
-        except UnicodeDecodeError as error:
-            value = error.object
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
     def _measure(self) -> Gpu:
         nvml, handle, figure = self.nvml, self._handle, self._figure

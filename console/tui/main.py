@@ -238,12 +238,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         return focused is not None and focused.check_consume_key("a", "a")
 
     def on_paste(self, event: Paste) -> None:
-        """Text that no field has the focus for."""
-        self.ignored(len(event.text))
-
-    def ignored(self, characters: int) -> None:
-        """Says that pasted text did nothing."""
-        self.say(f"input ignored: {counted(characters, 'character')} pasted", "error")
+        """Says that pasted text did nothing: no field has the focus for it."""
+        self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
     def action_quit_now(self) -> None:
         self.do_leave()

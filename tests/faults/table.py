@@ -120,7 +120,7 @@ ROWS: tuple[Row, ...] = (
     Row("l", "B", "a stop of a stalled run"),
     Row("m", "B", "a request again after many others", elsewhere=(
         f"{CONSOLE}/supervisor/test_mailbox.py::"
-        "test_a_request_that_was_forgotten_is_not_executed_again",
+        "test_a_request_is_not_executed_again_after_many_others",
     )),
     Row("n", "B", ".HALT in the launch directory"),
     Row("o", "B", "other code at a restart"),
@@ -165,8 +165,8 @@ ROWS: tuple[Row, ...] = (
     )),
     Row("v", "B", "a screen that is pasted into, not read, late, or started beside planted files",
         elsewhere=(
-            f"{TUI}/test_input.py::test_a_large_paste_is_counted_and_does_nothing",
-            f"{TUI}/test_leaving.py::test_a_key_ends_it_where_the_terminal_reads_nothing",
+            f"{TUI}/test_input.py::test_a_large_paste_does_nothing",
+            f"{TUI}/test_leaving.py::test_q_ends_it_where_the_terminal_reads_nothing",
             f"{TUI}/test_late.py::"
             "test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about",
             f"{CONSOLE}/test_security.py::"

@@ -230,13 +230,6 @@ def test_a_sensor_that_is_refused_leaves_the_others(gpus):
     assert "no utilization, power (Insufficient Permissions)" in rows[2]["why"]
 
 
-def test_a_name_that_is_no_utf_8_is_shown_as_far_as_it_is(machine):
-    machine.install()
-    fake.write(machine.folder, 2, gpu1={"name": b"A100 \xff\xfe 80GB"})
-    rows = machine.start().wait(lambda rows: len(rows) == 2 and ok(rows))
-    assert [row["name"] for row in rows] == ["Fake A100-SXM4-80GB", "A100 \ufffd\ufffd 80GB"]
-
-
 # --- a driver that comes late, goes, or hangs ------------------------------------------------
 
 
