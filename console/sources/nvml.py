@@ -19,7 +19,7 @@ from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
 from console.sources.gpu import Device, code_of, words_of
-from console.sources.xid import UNNAMED, XidLog
+from console.sources.xid import XidLog
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 10.0
@@ -133,8 +133,6 @@ class Nvml:
         begun = self._initialising_at
         if not rows and begun is not None and now - begun > SILENT_S:
             rows.append(Gpu(0, "GPU", "error", why=_silence(now - begun)))
-        if self._xids is not None and UNNAMED in self._xids.found:
-            rows.append(self._with_xids(Gpu(UNNAMED, "a GPU that NVML does not name", "ok")))
         return rows
 
     def _with_xids(self, gpu: Gpu) -> Gpu:

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-UNNAMED = -1
-"""Stands for a GPU that NVML does not name."""
 KEPT = 8
 WAIT_MS = 1000
 TIMEOUT_CODE = 10
@@ -116,24 +114,13 @@ class XidLog:
             if error.value == TIMEOUT_CODE:
                 return False
             raise
-        index, number = self._gpu_of(event.device), int(event.eventData)
+        index, number = self._addresses.get(_address(event.device)), int(event.eventData)
+        if index is None:
+            return True
         before = self.found.get(index, Xid((), 0, 0.0))
         now = Xid((*before.numbers, number)[-KEPT:], before.count + 1, time.time())
         self.found = {**self.found, index: now}
         return True
-
-    def _gpu_of(self, device: Any) -> int:
-        """Returns the GPU that an event is about, by its handle; NVML is asked for an unknown one.
-
-        A GPU that has just been lost answers nothing, and its handle is known.
-        """
-        known = self._addresses.get(_address(device))
-        if known is not None:
-            return known
-        try:
-            return int(self._nvml.nvmlDeviceGetIndex(device))
-        except self._nvml.NVMLError:
-            return UNNAMED
 
 
 def _address(handle: Any) -> int | None:
