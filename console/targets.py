@@ -1,6 +1,6 @@
 """The target of an operator's action: the run, and the supervisor that takes the request.
 
-Two sources have to agree on each, see the rows of kind `target` in `console.decisions`.
+Two sources have to agree on each, see the rows of kind `target` in docs/decisions.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,124 @@
-"""Prints the table of decisions that stands in decisions.md: `python -m docs.decisions`."""
+"""The table of decisions: the sources that each act, GO, high verdict and target needs.
+
+Two sources are independent when no single faulty writer, file or clock produces both. An exit that
+was seen through a pidfd is a fact and needs no second source. Text from a log is never a source.
+If a source is missing, or two disagree, nothing is done and an alert says so.
+
+`python -m docs.decisions` prints the table that stands in decisions.md. Each row is proven by three
+tests, marked `decision(name, case)`: one source lies, one is missing, both are true.
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from typing import Literal
 
-from console.decisions import TABLE
+Kind = Literal["act", "go", "verdict", "target"]
+CASES = ("lie", "absent", "true")
+FACT = "a fact, enough by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One row. `sources` are the independent sources, or one fact."""
+
+    name: str
+    kind: Kind
+    says: str
+    sources: tuple[str, ...]
+    absent: str
+    disagree: str
+
+
+TABLE: tuple[Decision, ...] = (
+    Decision("end-others", "act", "end the other ranks after one has failed",
+             ("exit of the failed rank with a code or signal, seen through its pidfd: " + FACT,),
+             "no act; the stall rule still watches the other ranks",
+             "a line in a log that no exit confirms is ignored"),
+    Decision("stop", "act", "TERM, then KILL after the grace time, on an operator's request",
+             ("identity of each process: pidfd, start time and the run's token, nothing else",
+              "for one that a former supervisor began: `asked` in its document, and the event of "
+              "the request or rule, `ended_by` or `.HALT`"),
+             "a process that cannot be identified is not signalled; what one document alone asks "
+             "for is not done",
+             "a process with another start time or token is not signalled"),
+    Decision("own-directory", "act", "act on what stands in the launch directory",
+             ("device and inode of the lock's descriptor against the path",
+              "the token in the lock file at the path"),
+             "no request and no .HALT from there is obeyed, nothing is written there; alert",
+             "as when it is missing: the directory was moved, replaced or copied"),
+    Decision("restart", "act", "start the next attempt",
+             ("exits of torchrun and of all ranks, seen through pidfds: " + FACT,
+              "the run directory is ours and its run.json has this run's token"),
+             "the attempt waits until the directory can be read again; alert",
+             "no restart: the run ends and says why"),
+    Decision("refuse-restart", "act", "give up although attempts are left",
+             ("exit codes of the attempts, seen through pidfds",
+              "the error in the rank's own records, or the same error in two attempts"),
+             "a first restart is not refused",
+             "a first restart is not refused"),
+    Decision("act-on-stall", "act", "halt, stop or restart a stalled run by rule",
+             ("pulses that stand still, in memory that the supervisor opened; after a take-over "
+              "it has seen each of them change",
+              "heartbeat records without a new step"),
+             "alert only",
+             "alert only: records with new steps are progress"),
+    Decision("act-on-figure", "act", "halt, stop or restart a run by a rule on its figures",
+             ("the figure in rank 0's records",
+              "another rank's records; in a run of one rank its training.csv or its pulse; for the "
+              "throughput the pace of the pulses by this host's clock"),
+             "alert only",
+             "alert only"),
+    Decision("next-phase", "act", "start the next phase",
+             ("exit code 0 of torchrun and of all ranks, seen through pidfds; for an end that "
+              "nobody saw the exit record and, at its step, the pulse or a former supervisor's "
+              "document",
+              "gates that pass over numbered records without a gap"),
+             "the plan ends: a gate without its records, or an end that only a record tells, is "
+             "unknown, never passed",
+             "the plan ends; the rank, or the records that are missing, are named"),
+    Decision("go-run", "go", "GO for a run: `check`, `status` and `--wait` return 0",
+             ("the supervisor's gates.json", "the records of the run, summed by this reader",
+              "phases and gates in plan.json", "phases and results in plan_state.json"),
+             "no go; the document, or the records that are missing, are named",
+             "no go; the gate, or the document that differs, is named"),
+    Decision("go-plan", "go", "GO for a plan that needs GPUs: its preflight passes",
+             ("GPUs that NVML counts", "GPUs that the kernel's driver lists"),
+             "without NVML the check fails; without the kernel's list it is unknown, a warning",
+             "the check fails; fewer by NVML is a container or a batch job, and no disagreement"),
+    Decision("verdict-stopped", "verdict", "high: a rank is stopped",
+             ("process state T or t from the kernel",
+              "its pulse stands still, and none is further behind"),
+             "no verdict `stopped`", "no verdict `stopped`"),
+    Decision("verdict-gone", "verdict", "high: a rank is gone",
+             ("its exit, seen through its pidfd or as a zombie: " + FACT,),
+             "no verdict `gone`", "no verdict `gone`: the process lives"),
+    Decision("verdict-left", "verdict", "high: a rank left before the others",
+             ("its exit, seen through its pidfd", "the others' pulses stand still at a later step"),
+             "medium at most", "medium at most"),
+    Decision("verdict-alone", "verdict", "high: the only rank stands still",
+             ("its pulse stands still", "its records show no new step"),
+             "low", "no verdict"),
+    Decision("target-id", "target", "the run that a name means",
+             ("the id in plan.json, of one launch only", "the directory in the run's own records"),
+             "the directory has to be given", "refused; both directories are named"),
+    Decision("target-latest", "target", "the run that `latest` means, for an action",
+             ("creation time in plan.json",
+              "time of the plan file on disk, and the host's uptime at the launch"),
+             "the newest by what is there; an action is refused without the first two",
+             "an action is refused and both candidates are named"),
+    Decision("target-supervisor", "target", "the supervisor that takes a request",
+             ("a living process of that pid, start time and boot",
+              "a held lock with the same token (another host: the token and an answer)"),
+             "refused: no supervisor, adopt is offered (another host: no answer is said)",
+             "refused: the directory is a copy, or its launch was moved away"),
+    Decision("target-process", "target", "the process that gets a signal",
+             ("a pidfd that was opened first", "start time and the run's token, read afterwards"),
+             "no signal", "no signal"),
+)  # fmt: skip
+
+DECISIONS: dict[str, Decision] = {row.name: row for row in TABLE}
 
 
 def as_markdown() -> str:

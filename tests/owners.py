@@ -33,11 +33,11 @@ def begin() -> Link:
     """Starts an owner; returns this process's end of its socket."""
     ours, theirs = socket.socketpair()
     with theirs:
-        subprocess.Popen(
+        owner = subprocess.Popen(
             [sys.executable, "-m", "tests.owners", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),), cwd=Path(__file__).parents[1],
         )  # fmt: skip
-    return Link(Frames(ours), Charge())
+    return Link(Frames(ours), Charge(identity={"pid": owner.pid}))
 
 
 _others: list[socket.socket] = []

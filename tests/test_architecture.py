@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "model", "decisions", "causes", "ending", "run_state", "settings", "plain", "sources",
+    "model", "causes", "ending", "run_state", "settings", "plain", "sources",
     "diagnose", "plans", "supervisor", "targets", "actions", "tui", "commands", "cli",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from console.diagnose.readings import Past, Readings
 from console.diagnose.second import Second
 from console.diagnose.stall import diagnose, furthest_behind, limit_s
 from console.model import RECENT_XID_S, Gpu, Level
-from console.sources.xid import UNNAMED, said
+from console.sources.xid import said
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import WATCH_ACTIONS, Watch
 
@@ -190,7 +190,7 @@ def _ecc(now: Readings, past: Past, _watch: Watch) -> Found | None:
     if not past.ecc:
         return None
     counts = {index: held.rose for index, held in past.ecc.items() if held.rose}
-    parts = (f"{_gpu(index)} had {count}" for index, count in counts.items())
+    parts = (f"GPU {index} had {count}" for index, count in counts.items())
     text = f"uncorrected memory errors in this attempt: {', '.join(parts)}"
     return Found(float(max(counts.values(), default=0)), text, counts=counts)
 
@@ -214,12 +214,8 @@ def _xid(now: Readings, past: Past, _watch: Watch) -> Found | None:
 def _xids_of(gpu: Gpu, now_ts: float) -> str:
     known = gpu.xid_ts is not None and 0 <= gpu.xid_ts <= now_ts
     at = time.strftime("%H:%M:%S", time.localtime(gpu.xid_ts if known else now_ts))
-    text = f"{said(gpu.xids or (gpu.xid or 0,), 1)} on {_gpu(gpu.index)}"
+    text = f"{said(gpu.xids or (gpu.xid or 0,), 1)} on GPU {gpu.index}"
     return f"{text} at {at}" if gpu.xid_count < 2 else f"{text}, {gpu.xid_count} times, last {at}"
-
-
-def _gpu(index: int) -> str:
-    return "a GPU that NVML does not name" if index == UNNAMED else f"GPU {index}"
 
 
 def _gpu_silent(now: Readings, _past: Past, _watch: Watch) -> Found | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from console.model import Result
 from console.plans import catalog, gpus, logind
 from console.settings import Hook
-from console.sources import nvml
+from console.sources import nvml, process
 from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
 from trainers.contract.errors import RefusedError
@@ -97,9 +97,10 @@ def _cores(case: Case) -> Found:
 
 
 def _memory(case: Case) -> Found:
-    import psutil
-
-    free = psutil.virtual_memory().available / GIB
+    _, free_mib = process.host_memory_mib()
+    if free_mib is None:
+        return "unknown", "the free memory of this host is not available"
+    free = free_mib / 1024
     needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
     if free < needed:
         text = f"{free:.1f} GiB of memory free; {case.nproc} ranks need at least {needed:.1f} GiB"

@@ -12,12 +12,10 @@ from console.sources.xid import XidLog
 MIB = 1 << 20
 UNSUPPORTED_CODES = (3, 13)
 """NVML_ERROR_NOT_SUPPORTED and _FUNCTION_NOT_FOUND: this GPU or driver has no such sensor."""
-LAPSED_CODES = (1, 9)
-"""NVML_ERROR_UNINITIALIZED and _DRIVER_NOT_LOADED: NVML has to be initialised again."""
-NO_DEVICE_CODES = (2, 6, 28)
-"""NVML_ERROR_INVALID_ARGUMENT, _NOT_FOUND and _GPU_NOT_FOUND: no GPU has this index now."""
 LOST_CODE = 15
 """NVML_ERROR_GPU_IS_LOST."""
+GONE_CODES = (LOST_CODE, 6, 28)
+"""Also NVML_ERROR_NOT_FOUND and _GPU_NOT_FOUND, which the call for a handle returns."""
 THROTTLES = {0x08: "hardware slowdown", 0x20: "software, heat", 0x40: "hardware, heat",
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
@@ -33,14 +31,7 @@ def words_of(error: BaseException) -> str:
     """Returns NVML's sentence for an error, or the exception's name."""
     if code_of(error) is None:
         return f"{type(error).__name__}: {error}"
-    try:
-        return str(error)
-    except UnicodeDecodeError:
-        return f"NVML error {code_of(error)}"
-
-
-class _NoHandleError(Exception):
-    """NVML gives no handle for a device."""
+    return str(error)
 
 
 @dataclass(slots=True)
@@ -50,9 +41,6 @@ class Device:
     nvml: Any
     index: int
     xids: XidLog
-    lapsed: bool = False
-    """The last read failed because NVML has to be initialised again."""
-    _session: int = 0
     _handle: Any = None
     _uuid: str = ""
     _name: str = "GPU"
@@ -61,17 +49,13 @@ class Device:
     _refused: dict[str, str] = field(default_factory=dict)
     """The sensors that gave nothing when they were last asked, with the reason."""
 
-    def read(self, session: int) -> Gpu:
+    def read(self) -> Gpu:
         """Returns a row; an error is a row too, and the handle is then asked for again."""
-        self.lapsed = False
-        if session != self._session:
-            self._handle, self._session = None, session
         try:
             if self._handle is None:
                 self._open()
             gpu = self._measure()
         except Exception as error:
-            self.lapsed = code_of(error) in LAPSED_CODES
             gpu = self._failed(error)
         if gpu.state != "ok":
             self._handle = None
@@ -81,10 +65,8 @@ class Device:
 
     def _failed(self, error: Exception) -> Gpu:
         state, why = "error", words_of(error)
-        if code_of(error) == LOST_CODE:
+        if code_of(error) in GONE_CODES:
             state, why = "lost", f"lost: {why}"
-        elif isinstance(error, _NoHandleError):
-            state, why = "lost", "lost: NVML does not list it any more"
         return Gpu(
             self.index, self._name, state, power_limit_w=self._limit_w,
             mem_total_mib=self._total_mib, why=why, uuid=self._uuid,
@@ -92,24 +74,13 @@ class Device:
 
     def _open(self) -> None:
         nvml = self.nvml
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-        except nvml.NVMLError as error:
-            raise _NoHandleError if code_of(error) in NO_DEVICE_CODES else error from None
-        self._name = self._text("name", nvml.nvmlDeviceGetName, handle) or self._name
-        self._uuid = self._text("uuid", nvml.nvmlDeviceGetUUID, handle) or self._uuid
+        handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
+        self._name = self._figure("name", nvml.nvmlDeviceGetName, handle) or self._name
+        self._uuid = self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._uuid
         limit = self._figure("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         self._limit_w = None if limit is None else limit / 1000
         self._handle = handle
         self.xids.opened(self.index, handle)
-
-    def _text(self, sensor: str, ask: Callable[..., Any], handle: Any) -> str:
-        """Returns a text of NVML, "" where there is none; bytes that are no UTF-8 are replaced."""
-        try:
-            value = self._figure(sensor, ask, handle) or ""
-        except UnicodeDecodeError as error:
-            value = error.object
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
     def _measure(self) -> Gpu:
         nvml, handle, figure = self.nvml, self._handle, self._figure
@@ -158,7 +129,7 @@ class Device:
             return ask(*args)
         except self.nvml.NVMLError as error:
             code = code_of(error)
-            if code == LOST_CODE or code in LAPSED_CODES:
+            if code == LOST_CODE:
                 raise
             if code not in UNSUPPORTED_CODES:
                 self._refused[sensor] = words_of(error)

@@ -1,8 +1,7 @@
-"""Reads cgroups: the processes in one, and the number that the kernel killed for memory."""
+"""How many processes of a cgroup, and of the host, the kernel killed for memory."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from console.causes import OomCounts, OomEvidence
@@ -23,24 +22,6 @@ def since(before: OomCounts) -> OomEvidence:
     path = Path(before.path) if before.path else None
     return OomEvidence(before, OomCounts(_count(path) if path else None, _count(VMSTAT),
                                          before.path))  # fmt: skip
-
-
-def unified(pid: int | str = "self") -> Path | None:
-    """Returns the folder of a process's cgroup of version 2, None where none can be seen."""
-    top = _mounts().get("cgroup2")
-    place = next((place for kind, place in _places(pid) if kind == "cgroup2"), None)
-    if top is None or place is None:
-        return None
-    wanted = os.getpid() if pid == "self" else pid
-    return next((f for f in (top / place.strip("/"), top) if wanted in inside(f)), None)
-
-
-def inside(folder: Path) -> list[int]:
-    """Returns the processes of a cgroup."""
-    try:
-        return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
-    except (OSError, ValueError):
-        return []
 
 
 def _count(path: Path) -> int | None:

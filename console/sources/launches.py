@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
 A command that only looks takes the best match. An action (`act`) also needs a second source that
-agrees, else it is refused: rows `target-id` and `target-latest` of `console.decisions`.
+agrees, else it is refused: rows `target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations

@@ -17,14 +17,11 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one text file from its last `BACKLOG_BYTES` on, through rotations; where it is
-    shorter, from the last ones before its rotation."""
+    """Follows one text file from its last `BACKLOG_BYTES` on; where it is shorter, from the last
+    ones before its rotation. What it missed before a later rotation stays in the kept part."""
 
     def __init__(self, run: Path, path: Path, source: str):
         self._run, self.path, self.source = run, path, source
-        self._kept = rundir.kept_log(path)
-        self._part: object = None
-        """Of the newest part that was cut off."""
         self._offset = -1
         self._inode = 0
         self._carry = b""
@@ -38,15 +35,12 @@ class Log:
             status = os.fstat(fd)
             if self._offset < 0:
                 self._offset = max(0, status.st_size - BACKLOG_BYTES)
-                self._part = rundir.stamp(self._kept)
                 before = BACKLOG_BYTES - status.st_size
                 if before > 0:
-                    self._carry = jsonl.read_bytes(self._kept, before, below=self._run)
-            elif status.st_ino != self._inode:
+                    kept = rundir.kept_log(self.path)
+                    self._carry = jsonl.read_bytes(kept, before, below=self._run)
+            elif status.st_ino != self._inode or status.st_size < self._offset:
                 self._offset, self._carry = 0, b""
-            elif self._is_cut(status.st_size):
-                self._carry = self._rest()
-                self._offset = 0
             self._inode = status.st_ino
             data = os.pread(fd, BACKLOG_BYTES, self._offset)
         except OSError:
@@ -60,30 +54,6 @@ class Log:
             lines.append(self._carry)
             self._carry = b""
         return lines
-
-    def _is_cut(self, size: int) -> bool:
-        """Says whether the file begins anew, also when it has grown past the offset again.
-
-        The cut follows after the part that was copied has its name: until then, the file is as
-        long as that part.
-        """
-        part = rundir.stamp(self._kept)
-        new = part != self._part and size < jsonl.size_bytes(self._kept, self._run)
-        if new:
-            self._part = part
-        return new or size < self._offset
-
-    def _rest(self) -> bytes:
-        """Returns what was not shown before the cut, its end at least.
-
-        There is no such rest of a file that was only made shorter.
-        """
-        size = jsonl.size_bytes(self._kept, self._run)
-        if size < self._offset:
-            return b""
-        if size - self._offset > BACKLOG_BYTES:
-            return jsonl.read_bytes(self._kept, BACKLOG_BYTES, below=self._run)
-        return self._carry + jsonl.read_bytes(self._kept, BACKLOG_BYTES, self._offset, self._run)
 
 
 class LogSource:

@@ -19,7 +19,7 @@ from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
 from console.sources.gpu import Device, code_of, words_of
-from console.sources.xid import UNNAMED, XidLog
+from console.sources.xid import XidLog
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 10.0
@@ -96,20 +96,20 @@ def count(limit_s: float = ANSWER_S) -> int:
 
 
 class Nvml:
-    """Samples all GPUs of this host; `rows` never waits. `root` holds the kernel's /proc."""
+    """Samples all GPUs of this host; `rows` never waits. `root` holds the kernel's /proc.
+
+    NVML is initialised once: while a process uses it, the kernel unloads no driver and resets no
+    GPU.
+    """
 
     def __init__(
         self, period_s: float = 1.0, root: Path = Path("/"), retry_s: float = RETRY_S
     ) -> None:
         self._period_s, self._root, self._retry_s = period_s, root, retry_s
         self._readings: dict[int, Reading] = {}
-        self._followed: set[int] = set()
         self._xids: XidLog | None = None
         self._initialising_at: float | None = None
-        self._session = 0
-        """Number of the last initialisation that succeeded, 0 while NVML has to be initialised."""
-        self._sessions = 0
-        self._stop, self._lapsed = threading.Event(), threading.Event()
+        self._stop = threading.Event()
 
     def start(self) -> None:
         """Starts the thread that looks for devices; the first rows come a little later."""
@@ -117,7 +117,6 @@ class Nvml:
 
     def stop(self) -> None:
         self._stop.set()
-        self._lapsed.set()
 
     def rows(self) -> list[Gpu]:
         """Returns each GPU's newest row; one that NVML gives no answer for says for how long."""
@@ -134,8 +133,6 @@ class Nvml:
         begun = self._initialising_at
         if not rows and begun is not None and now - begun > SILENT_S:
             rows.append(Gpu(0, "GPU", "error", why=_silence(now - begun)))
-        if self._xids is not None and UNNAMED in self._xids.found:
-            rows.append(self._with_xids(Gpu(UNNAMED, "a GPU that NVML does not name", "ok")))
         return rows
 
     def _with_xids(self, gpu: Gpu) -> Gpu:
@@ -151,55 +148,36 @@ class Nvml:
     def _spawn(self, name: str, work: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=work, args=args, name=name, daemon=True).start()
 
-    # --- initialising --------------------------------------------------------------------------
-
     def _discover(self) -> None:
-        """Initialises NVML, again after a failure and after the driver was reloaded."""
+        """Initialises NVML, again after a failure, and starts a thread for each device."""
         delay_s = self._retry_s
         while not self._stop.is_set():
-            self._lapsed.clear()
             if has_library() and self._initialise():
-                delay_s = self._retry_s
-                self._lapsed.wait()
+                return
             self._stop.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_RETRY_S)
 
     def _initialise(self) -> bool:
-        """Initialises NVML and starts a thread for each device that has none."""
         import pynvml
 
-        self._session, self._initialising_at = 0, time.monotonic()
+        self._initialising_at = time.monotonic()
         listed = kernel_count(self._root) or 0
-        for index in range(listed):
-            empty = Gpu(index, "GPU", "error", why="NVML has not answered yet")
-            self._readings.setdefault(index, Reading(empty, time.monotonic()))
         try:
-            with self._xids.paused() if self._xids is not None else contextlib.nullcontext():
-                if self._sessions:
-                    _shut_down(pynvml)
-                pynvml.nvmlInit()
-                count = pynvml.nvmlDeviceGetCount()
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
         except Exception as error:
             self._fail(error, listed)
             return False
         finally:
             self._initialising_at = None
-        self._drop_rows(count)
-        self._begin_session(pynvml, count)
-        return count > 0
-
-    def _begin_session(self, nvml: Any, count: int) -> None:
-        self._sessions += 1
-        if self._xids is None:
-            self._xids = XidLog(nvml, self._stop)
-            self._spawn("nvml-xid", self._xids.follow)
-        self._session = self._sessions
+        self._readings = {index: _unread(index) for index in range(count)}
+        if not count:
+            return False
+        self._xids = xids = XidLog(pynvml, self._stop)
+        self._spawn("nvml-xid", xids.follow)
         for index in range(count):
-            if index not in self._followed:
-                self._followed.add(index)
-                empty = Gpu(index, "GPU", "error", why="NVML has not answered yet")
-                self._readings[index] = Reading(empty, time.monotonic())
-                self._spawn(f"nvml-{index}", self._follow, nvml, index)
+            self._spawn(f"nvml-{index}", self._follow, Device(pynvml, index, xids))
+        return True
 
     def _fail(self, error: Exception, listed: int) -> None:
         """Gives each GPU that there should be a row with the reason.
@@ -208,42 +186,22 @@ class Nvml:
         """
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
         why = f"NVML cannot be initialised ({words_of(error)}); trying again"
-        self._drop_rows(max(listed, least))
-        for index in range(max(listed, least, len(self._followed))):
-            held = self._readings.get(index)
-            gpu = held.gpu if held is not None else Gpu(index, "GPU", "error")
-            row = Gpu(index, gpu.name, "error", why=why, uuid=gpu.uuid)
-            self._readings[index] = Reading(row, math.inf)
+        self._readings = {
+            index: Reading(Gpu(index, "GPU", "error", why=why), math.inf)
+            for index in range(max(listed, least))
+        }
 
-    def _drop_rows(self, count: int) -> None:
-        """Removes the rows beyond `count` that no thread follows."""
-        for index in [i for i in self._readings if i >= count and i not in self._followed]:
-            del self._readings[index]
-
-    # --- devices -------------------------------------------------------------------------------
-
-    def _follow(self, nvml: Any, index: int) -> None:
+    def _follow(self, device: Device) -> None:
         """Reads one device until `stop`; the only thread that ever asks for it."""
-        assert self._xids is not None
-        device = Device(nvml, index, self._xids)
         while not self._stop.is_set():
-            begun, session = time.monotonic(), self._session
-            if session:
-                gpu = device.read(session)
-                self._readings[index] = Reading(gpu, time.monotonic())
-                if device.lapsed and session == self._session:
-                    self._session = 0
-                    self._lapsed.set()
+            begun = time.monotonic()
+            self._readings[device.index] = Reading(device.read(), time.monotonic())
             self._stop.wait(max(0.05, self._period_s - (time.monotonic() - begun)))
+
+
+def _unread(index: int) -> Reading:
+    return Reading(Gpu(index, "GPU", "error", why="NVML has not answered yet"), time.monotonic())
 
 
 def _silence(seconds: float) -> str:
     return f"NVML has not answered for {seconds:.0f} s"
-
-
-def _shut_down(nvml: Any) -> None:
-    """Ends the last initialisation; a driver that is gone has ended it already."""
-    try:
-        nvml.nvmlShutdown()
-    except nvml.NVMLError:
-        return

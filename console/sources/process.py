@@ -15,7 +15,7 @@ import signal
 import stat
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,12 +175,21 @@ class Handle:
 
 def hold(pid: int, token: str) -> Handle | None:
     """Opens a process and then checks who it is; None when it is gone or another one."""
+    return _hold(pid, lambda: environment(pid).get(environ.TOKEN) == token)
+
+
+def hold_child(pid: int, parent: int) -> Handle | None:
+    """Opens a process and then checks that it is a child of `parent`; None when it is not."""
+    return _hold(pid, lambda: pid in children(parent))
+
+
+def _hold(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
     try:
         fd = os.pidfd_open(pid)
     except OSError:
         return None
     ticks = rundir.start_ticks(pid)
-    if ticks is None or environment(pid).get(environ.TOKEN) != token:
+    if ticks is None or not is_meant():
         os.close(fd)
         return None
     return Handle(pid, fd, ticks)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-UNNAMED = -1
-"""Stands for a GPU that NVML does not name."""
 KEPT = 8
 WAIT_MS = 1000
 TIMEOUT_CODE = 10
 """NVML_ERROR_TIMEOUT: no event is waiting."""
-RETRY_S, PAUSE_S = 1.0, 5.0
-MANY, LONGEST_PAUSE_S = 4, 60.0
+RETRY_S = 1.0
 TOGETHER_S = 0.2
 """GPUs that are opened within this time come into one event set."""
 
@@ -50,7 +46,7 @@ class XidLog:
     def __init__(self, nvml: Any, stop: threading.Event):
         self.found: Mapping[int, Xid] = {}
         self._nvml, self._stop = nvml, stop
-        self._lock, self._in_use = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._handles: Mapping[int, Any] = {}
         self._opened = threading.Event()
         self._addresses: dict[int | None, int] = {}
@@ -71,34 +67,13 @@ class XidLog:
             if index in self._handles:
                 self._handles = {i: h for i, h in self._handles.items() if i != index}
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Uses no event set within, and leaves all GPUs out until they are opened again.
-
-        An event set must not be used after NVML was shut down. Raises TimeoutError when NVML does
-        not return from a wait.
-        """
-        with self._lock:
-            self._handles, self._addresses = {}, {}
-        if not self._in_use.acquire(timeout=PAUSE_S):
-            raise TimeoutError(f"the wait for events has not returned for {PAUSE_S:g} s")
-        try:
-            yield
-        finally:
-            self._in_use.release()
-
     def follow(self) -> None:
         """Takes events until `stop`; an error of NVML is only a pause."""
-        failures = 0
         while not self._stop.is_set():
             try:
-                with self._in_use:
-                    registered = self._take_all()
-                failures = 0
+                registered = self._take_all()
             except Exception:  # each GPU's own row says what is wrong with it
-                registered, failures = 0, failures + 1
-                # Each failure leaves an event set behind, which NVML may have freed or not.
-                self._stop.wait(0.0 if failures < MANY else min(LONGEST_PAUSE_S, 2.0**failures))
+                registered = 0
             if not registered:
                 self._opened.wait(RETRY_S)
                 self._opened.clear()
@@ -139,24 +114,13 @@ class XidLog:
             if error.value == TIMEOUT_CODE:
                 return False
             raise
-        index, number = self._gpu_of(event.device), int(event.eventData)
+        index, number = self._addresses.get(_address(event.device)), int(event.eventData)
+        if index is None:
+            return True
         before = self.found.get(index, Xid((), 0, 0.0))
         now = Xid((*before.numbers, number)[-KEPT:], before.count + 1, time.time())
         self.found = {**self.found, index: now}
         return True
-
-    def _gpu_of(self, device: Any) -> int:
-        """Returns the GPU that an event is about, by its handle; NVML is asked for an unknown one.
-
-        A GPU that has just been lost answers nothing, and its handle is known.
-        """
-        known = self._addresses.get(_address(device))
-        if known is not None:
-            return known
-        try:
-            return int(self._nvml.nvmlDeviceGetIndex(device))
-        except self._nvml.NVMLError:
-            return UNNAMED
 
 
 def _address(handle: Any) -> int | None:

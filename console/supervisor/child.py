@@ -73,7 +73,10 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -
         poller.register(fd, select.POLLIN)
     directory, nvml = Directory(lambda: _wake(wake_write), held_lock.lost), Nvml()
     nvml.start()
-    hooks = Hooks(given.hook, path, lambda *told: directory.event(path, 1, *told))
+    hooks = Hooks(
+        given.hook, path, lambda *told: directory.event(path, 1, *told),
+        lambda work: directory.job(work, lambda *_: None),
+    )  # fmt: skip
     services = Services(directory, nvml, poller, hooks, held_lock.token, link)
     try:
         link.hear()
@@ -105,6 +108,7 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -
 def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Charge) -> int:
     """Returns the exit code of this process: 0 when the launch has ended, whatever became of it."""
     link = Link(end, charge)
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # a program inherits no handler
     try:
         supervise(path, adopt, held, link)
     except EOFError:  # the owner is gone, and so is this process in a moment

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +17,6 @@ from trainers.contract.dumps import END_MARK, LAST_RESORT
 WAIT_S = 2.0
 LAST_RESORT_AFTER_S = 1.0
 MAX_DUMP_BYTES = 4 << 20
-
-
-def silence(live: Path | None) -> str:
-    """Says of a rank that nothing came, and that nothing can where its shared memory is full."""
-    with suppress(OSError):
-        room = os.statvfs(live) if live else None
-        if room and room.f_blocks and not room.f_bavail:
-            full = rundir.SHARED_MEMORY
-            return f"did not answer within {WAIT_S:g} s; {full} is full, so its stack has no place"
-    return f"did not answer within {WAIT_S:g} s"
 
 
 @dataclass(slots=True)
@@ -149,7 +137,7 @@ class Dumps:
 
     def _finish(self, part: _Part, whole: bool) -> None:
         if not part.data:
-            part.result = silence(self._live)
+            part.result = f"did not answer within {WAIT_S:g} s"
             return
         name = f"stackdump_rank{part.rank}_{self._unix_ms}.txt"
         self._keep(self._run / name, part.data)

@@ -1,7 +1,6 @@
 """The operator's program that is run on alerts: one at a time, in bounded time, rarely.
 
-A process of `hook_runner` stands between, so nothing here waits. Whoever reaps that process first
-may: its end is seen through a pidfd, and how the program ended comes through a pipe.
+`timeout` of coreutils ends a program that hangs, also when the supervisor is gone.
 """
 
 from __future__ import annotations
@@ -10,95 +9,47 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from console.settings import Hook
-from console.sources import process
 from console.sources.sanitize import clean
-from console.supervisor.hook_runner import GRACE_S, WELL
 from console.supervisor.orders import inherited
 from trainers.contract import VERSION, environ, jsonl, rundir
 
-LIMIT_S = 10.0
-SPARE_S = 5.0
-"""A runner is given up when it takes this much longer than its program may."""
+LIMIT_S, GRACE_S = 10.0, 2.0
+"""A program gets TERM after the limit and KILL after the grace."""
+SPARE_S, LAST_OUTPUT_S = 5.0, 0.5
 POLL_S = 0.02
+WELL = "ok"
 SAID_FAILURES = 3
 MAX_TEXT, MAX_NAME, MAX_EARLIER = 1000, 80, 16
-
-
-class _Runner:
-    """One process of the runner, and what it says of its program."""
-
-    def __init__(self, hook: Hook, folder: Path, alert: Mapping[str, Any], limit_s: float):
-        told_read, told_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        stdin = os.memfd_create("alert", os.MFD_CLOEXEC)
-        try:
-            os.pwrite(stdin, jsonl.encode(alert), 0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "console.supervisor.hook_runner", str(told_write),
-                 str(limit_s), str(folder.absolute()), *hook.argv],
-                env=inherited() | variables(alert), stdin=stdin, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True, pass_fds=(told_write,),
-            )  # fmt: skip
-        except BaseException:
-            os.close(told_read)
-            raise
-        finally:
-            os.close(told_write)
-            os.close(stdin)
-        pid = self._process.pid
-        try:
-            self._handle = process.Handle(pid, os.pidfd_open(pid), rundir.start_ticks(pid) or 0)
-        except OSError:
-            self._process.kill()
-            os.close(told_read)
-            raise
-        self._told = told_read
-        self._until = time.monotonic() + limit_s + GRACE_S + SPARE_S
-
-    def poll(self) -> str | None:
-        """Returns how the program ended, None while it runs.
-
-        What the runner does after its word, or cannot do in a frozen directory, is not waited for.
-        """
-        try:
-            said = os.read(self._told, 4096).decode("utf-8", "replace")
-        except BlockingIOError:
-            late_s = time.monotonic() - self._until
-            if late_s > 0:
-                self._handle.send(signal.SIGKILL)
-            if late_s <= SPARE_S and not self._handle.is_over():
-                return None
-            said = ""
-        if self._handle.is_over():
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PIDFD, self._handle.fd, os.WEXITED | os.WNOHANG)
-        self._process.returncode = 0  # whoever reaps it may
-        self._handle.close()
-        os.close(self._told)
-        return said or "was given up: nothing is known of its end"
+LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
+CHUNK_BYTES = 1 << 16
 
 
 class Hooks:
-    """Owns what waits to be told and the one run that is under way.
+    """Owns the alerts that wait and the one run that is under way.
 
-    `event(kind, text, level)` writes what failed beside the launch's mailbox.
+    `event(kind, text, level)` writes an event beside the launch's mailbox. `log(work)` runs what
+    writes into the launch directory, where that may hang.
     """
 
     def __init__(
         self, hook: Hook, folder: Path, event: Callable[[str, str, str], object],
-        limit_s: float = LIMIT_S,
+        log: Callable[[Callable[[], None]], object], limit_s: float = LIMIT_S,
     ):  # fmt: skip
-        self._hook, self._folder, self._event, self._limit_s = hook, folder, event, limit_s
+        self._hook, self._folder, self._event, self._log = hook, folder, event, log
+        self._limit_s = limit_s
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_EARLIER + 1)
         self._count = self._failures = 0
-        self._run: _Runner | None = None
+        self._runs = ThreadPoolExecutor(1, "hook")
+        self._run: Future[tuple[str, bytes]] | None = None
         self._next_at = 0.0
 
     def alert(self, record: Mapping[str, Any]) -> None:
@@ -115,13 +66,16 @@ class Hooks:
     def poll(self) -> None:
         """Does what is due; never waits."""
         if self._run is not None:
-            how = self._run.poll()
-            if how is None:
+            if not self._run.done():
                 return
-            self._run = None
-            self._take_end(how)
+            ended, self._run = self._run, None
+            self._take_end(*ended.result())
         if self._count and time.monotonic() >= self._next_at:
-            self._start()
+            self._next_at = time.monotonic() + self._hook.every_s
+            alert = told(list(self._waiting), self._count)
+            self._waiting.clear()
+            self._count = 0
+            self._run = self._runs.submit(run, self._hook.argv, self._folder, alert, self._limit_s)
 
     def close(self) -> None:
         """Lets the run under way end, and tells once what waits, however short ago the last was.
@@ -134,34 +88,69 @@ class Hooks:
             self.poll()
             time.sleep(POLL_S)
 
-    def _start(self) -> None:
-        self._next_at = time.monotonic() + self._hook.every_s
-        alert = told(list(self._waiting), self._count)
-        self._waiting.clear()
-        self._count = 0
-        try:
-            self._run = _Runner(self._hook, self._folder, alert, self._limit_s)
-        except OSError as error:
-            self._take_end(f"cannot be started: {error.strerror}")
-
-    def _take_end(self, how: str) -> None:
+    def _take_end(self, how: str, output: bytes) -> None:
         name = self._hook.argv[0]
+        self._log(lambda: write_log(self._folder, f"{name}: {how}", output))
         if how == WELL:
             if self._failures >= SAID_FAILURES:
                 self._event("hook", f"the alert hook {name} works again", "info")
             self._failures = 0
             return
         self._failures += 1
-        text = f"the alert hook {name} {how}"
-        if self._failures < SAID_FAILURES:
+        text = f"the alert hook {name} {how}; see {LOG}"
+        if self._failures == SAID_FAILURES:
+            text += f"; it failed {SAID_FAILURES} times in a row, further failures are not reported"
+        if self._failures <= SAID_FAILURES:
             self._event("hook", text, "warn")
-        elif self._failures == SAID_FAILURES:
-            self._event(
-                "hook",
-                f"{text}, {SAID_FAILURES} times in a row; it goes on being tried, and is not "
-                "spoken of until it works",
-                "warn",
-            )
+
+
+def run(
+    argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float
+) -> tuple[str, bytes]:
+    """Runs the program once; returns how it ended, and the beginning of what it printed.
+
+    The group gets KILL before its first process is reaped: its number is still ours then.
+    """
+    begun = time.monotonic()
+    with os.fdopen(os.memfd_create("alert"), "r+b", buffering=0) as stdin:
+        os.pwrite(stdin.fileno(), jsonl.encode(alert), 0)
+        try:
+            process = subprocess.Popen(
+                ["timeout", f"--kill-after={GRACE_S:g}", f"{limit_s:g}", *argv], cwd=folder,
+                env=inherited() | variables(alert), bufsize=0, stdin=stdin,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return f"cannot be started: {error.strerror}", b""
+    output = bytearray()
+    reader = threading.Thread(target=_drain, args=(process.stdout, output), daemon=True)
+    reader.start()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    reader.join(LAST_OUTPUT_S)  # a process that left the group may hold the pipe open
+    if time.monotonic() - begun >= limit_s:
+        return f"took longer than {limit_s:g} s and was ended", bytes(output)
+    return f"returned {code}" if code else WELL, bytes(output)
+
+
+def _drain(out: IO[bytes], output: bytearray) -> None:
+    """Reads what is printed and keeps the beginning."""
+    while data := out.read(CHUNK_BYTES):
+        output += data[: MAX_OUTPUT_BYTES - len(output)]
+
+
+def write_log(folder: Path, text: str, output: bytes) -> None:
+    """Appends one run to the log, which begins anew when it is too long. Raises OSError."""
+    fd = rundir.open_append(folder / LOG)
+    try:
+        if os.fstat(fd).st_size > MAX_LOG_BYTES:
+            os.ftruncate(fd, 0)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        os.write(fd, f"{stamp} UTC {text}\n".encode("utf-8", "replace") + output)
+    finally:
+        os.close(fd)
 
 
 def told(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from console.supervisor import requests
 from console.supervisor.directory import Directory
 from console.supervisor.requests import Request
 
-REMEMBERED = 4096
-OLDER = "the request is older than this supervisor, or than what is remembered; send it again"
+OLDER = "the request is older than this supervisor; send it again"
 Outcome = tuple[bool, str, list[str]]
 """Whether it was done, a sentence, and more lines."""
 Execute = Callable[[Request], Outcome | None]
@@ -20,9 +19,8 @@ Execute = Callable[[Request], Outcome | None]
 class Mailbox:
     """Owns which requests were seen; a second file with the same id is answered, not executed.
 
-    At most `REMEMBERED` requests are remembered. A request that is not newer than a forgotten one
-    may have been executed before, so it is refused, as is one from before `since_ns`, when this
-    supervisor came. Only times of the file system are compared: nobody's clock, and no time that a
+    A request from before `since_ns`, when this supervisor came, may have been executed before, so
+    it is refused. Only times of the file system are compared: nobody's clock, and no time that a
     request tells.
     """
 
@@ -33,14 +31,11 @@ class Mailbox:
         self._known: dict[str, tuple[Path | None, bool]] = {}
         """The file of each request that was taken, None once it is removed, and whether the request
         is done."""
-        self._times_ns: dict[str, int] = {}
         self.since_ns = since_ns
-        """The time of the newest request that was forgotten, at least when this supervisor came."""
 
     def remember(self, answered: Mapping[str, Path]) -> None:
         """Takes requests as answered that a former supervisor answered: id and mailbox."""
-        for name, box in list(answered.items())[-REMEMBERED:]:
-            self._known[name] = box, True
+        self._known |= {name: (box, True) for name, box in answered.items()}
 
     def take(self, found: Sequence[Request], execute: Execute) -> bool:
         """Executes what is new and answers it, unless the answer is to follow; False: none was."""
@@ -53,7 +48,7 @@ class Mailbox:
             if known is not None and not request.error:
                 self.answer(request, (False, "a request with this id was executed already", []))
                 continue
-            self._remember(request)
+            self._known[request.key] = request.path, False
             folder, asked = request.path.parent.parent, request.action or "something"
             self._directory.event(
                 folder, self._attempt_in(folder), "request", f"{asked} asked",
@@ -68,14 +63,6 @@ class Mailbox:
     def _is_older(self, request: Request) -> bool:
         """Says whether it is from before `since_ns`; a clock that has gone back tells nothing."""
         return request.written_ns <= self.since_ns <= request.found_ns
-
-    def _remember(self, request: Request) -> None:
-        if len(self._known) >= REMEMBERED:
-            oldest = next(iter(self._known))
-            del self._known[oldest]
-            self.since_ns = max(self.since_ns, self._times_ns.pop(oldest, 0))
-        self._known[request.key] = request.path, False
-        self._times_ns[request.key] = min(request.written_ns, request.found_ns)
 
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events beside the mailbox and empties the mailbox of it."""
@@ -99,4 +86,3 @@ class Mailbox:
             self._known[request.key] = None, True
         else:
             del self._known[request.key]
-            self._times_ns.pop(request.key, None)

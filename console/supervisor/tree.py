@@ -8,6 +8,7 @@ attempt's token in its environment; a rank that was found is held, whatever beco
 from __future__ import annotations
 
 import math
+import os
 import re
 import select
 import signal
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import documents, process
-from console.supervisor import enclosure
 from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 
@@ -94,6 +94,7 @@ class Tree:
         self, token: str, nproc: int, poller: select.poll, link: Link, home: str = ""
     ):  # fmt: skip
         self.token, self.nproc, self._home, self._link = token, nproc, home, link
+        self._parent = link.identity.get("pid", 0)
         self._pollers = (poller, select.poll())
         """The main loop's, which ends its wait, and one of this tree alone."""
         self.agent: process.Handle | None = None
@@ -111,7 +112,6 @@ class Tree:
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
         """When a process was first seen to be over whose exit code is not known yet."""
-        self._enclosure: enclosure.Enclosure | None = None
 
     @property
     def spawned(self) -> bool:
@@ -132,7 +132,6 @@ class Tree:
         """Has the owner start torchrun in its own session. Raises OSError where it cannot."""
         pid, fd = self._link.spawn(argv, environment, log_fd, self.token, self._home, grace_s)
         self.agent = process.Handle(pid, fd, rundir.start_ticks(pid) or 0)
-        self._enclosure = enclosure.around(pid, self.token)
         self._register(fd)
 
     def adopt(self, held: Mapping[str, Any], run: Path, number: int) -> None:
@@ -156,7 +155,6 @@ class Tree:
         for uncertain, _, pid in sorted(found):
             if uncertain and process.environment(pid).get("RANK") in over:
                 continue
-            self._enclosure = self._enclosure or enclosure.of(pid, self.token)
             # The first of a rank is the rank: what it starts inherits its environment.
             if "RANK" in process.environment(pid):
                 self._take_rank(pid)
@@ -164,10 +162,7 @@ class Tree:
                 self.agent = self._taken(process.hold(pid, self.token))
 
         def named(entry: Mapping[str, Any]) -> process.Handle | None:
-            handle = self._taken(process.hold_named(here | dict(entry), run, logs))
-            if handle is not None:
-                self._enclosure = self._enclosure or enclosure.of(handle.pid, self.token)
-            return handle
+            return self._taken(process.hold_named(here | dict(entry), run, logs))
 
         entries.sort(key=lambda e: jsonl.number(jsonl.mapping(e, "exit"), "ts") or math.inf)
         for entry in entries:
@@ -239,8 +234,7 @@ class Tree:
         now = time.monotonic()
         if now - self._scanned < SCAN_EVERY_S and self._left:
             return False
-        self._scanned, self._left = now, process.with_token(self.token, self._home)
-        self._left += self._enclosure.pids() if self._enclosure else []
+        self._scanned, self._left = now, self._found() + self._strays()
         if self._left and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
             self.kill()
         if not self._left:
@@ -278,28 +272,39 @@ class Tree:
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
         self._kill_ranks()
-        if self._enclosure is not None:
-            self._enclosure.kill()
+        if self.agent_over and not self.alive():
+            for pid in self._strays():
+                self._send_kill(process.hold_child(pid, self._parent))
 
     def stuck(self) -> list[str]:
         """Returns the processes that live on after KILL, with their state: "8302 (D)"."""
         if self._kill_at != 0.0 or time.monotonic() - self._first_killed < STUCK_S:
             return []
-        left = process.with_token(self.token, self._home)
-        states = {pid: process.state(pid) for pid in left}
+        states = {pid: process.state(pid) for pid in self._found()}
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:
         """Sends KILL to all but torchrun, which then says who failed first."""
         for worker in self.alive():
             worker.handle.send(signal.SIGKILL)
-        for pid in process.with_token(self.token, self._home):
-            if pid == self.agent_pid:
-                continue
-            handle = process.hold(pid, self.token)
-            if handle is not None:
-                handle.send(signal.SIGKILL)
-                handle.close()
+        for pid in self._found():
+            if pid != self.agent_pid:
+                self._send_kill(process.hold(pid, self.token))
+
+    def _send_kill(self, handle: process.Handle | None) -> None:
+        if handle is not None:
+            handle.send(signal.SIGKILL)
+            handle.close()
+
+    def _found(self) -> list[int]:
+        """Returns the processes that carry the token of this attempt."""
+        return process.with_token(self.token, self._home)
+
+    def _strays(self) -> list[int]:
+        """Returns what lost its token and its parents: the owner, the subreaper, is its parent."""
+        left = process.children(self._parent) if self._parent else []
+        return [pid for pid in left if pid not in (os.getpid(), self.agent_pid)
+                and process.state(pid) not in GONE_STATES]  # fmt: skip
 
     def enforce(self) -> bool:
         """Kills what has outlived its grace; True when it just did so for the first time."""
@@ -341,8 +346,6 @@ class Tree:
             self._forget(worker.handle)
         if self.agent is not None:
             self._forget(self.agent)
-        if self._enclosure is not None:
-            self._enclosure.remove()
 
     def _discover(self) -> bool:
         return bool(sum(self._take_rank(pid) for pid in process.children(self.agent_pid)))

@@ -69,15 +69,6 @@ class Doing:
     do_launch_view, do_logs_view = partialmethod(_go, "launch"), partialmethod(_go, "logs")
     do_flags = do_launch_view
 
-    def _ask_about(self, question: Callable[[RunState | None], Question]) -> None:
-        self.ask_or_say(lambda: question(self.state))
-
-    do_dump = partialmethod(_ask_about, questions.dump)
-    do_halt = partialmethod(_ask_about, questions.halt)
-    do_checkpoint = partialmethod(_ask_about, questions.checkpoint)
-    do_adopt = partialmethod(_ask_about, questions.adopt)
-    do_kill = partialmethod(_ask_about, questions.kill)
-
     def do_acknowledge(self) -> None:
         notice = self.me.alert.notice
         alert, text = (notice.alert, notice.text) if notice else ("", "")

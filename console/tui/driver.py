@@ -23,17 +23,16 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key
 from textual.message import Message
 
-from console.tui.bursts import LEAVE, Bursts
+from console.tui.bursts import Bursts
 
 if TYPE_CHECKING:
     from console.tui.main import ConsoleApp
 
 GRACE_S, RESTORE_S = 2.0, 0.5
-PROBES = 4
 READ_BYTES = 4096
-POLL_S = 0.1
+POLL_S, TOLD_S = 0.1, 0.1
 FEW = 8
-"""Characters that one key can send; more while a paste is being ignored belong to the paste."""
+"""Characters that one key can send."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -57,7 +56,7 @@ class TerminalDriver(LinuxDriver):
         self._late: threading.Thread | None = None
         self._ends = threading.Lock()
         self._code = 0
-        self._bursts = Bursts()
+        self._bursts, self._told = Bursts(), 0.0
 
     @property
     def _console(self) -> ConsoleApp:
@@ -78,15 +77,9 @@ class TerminalDriver(LinuxDriver):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
-    # --- what is typed -------------------------------------------------------------------------
-
     def run_input_thread(self) -> None:
-        """Reads keys until the driver stops; bytes that are no UTF-8 become replacement characters.
-
-        Pasted text is counted and not parsed: a key event for each character would take hundreds of
-        MB and keep the loop from everything else.
-        """
-        parser, bursts = XTermParser(self._debug), self._bursts
+        """Reads keys until the driver stops; bytes that are no UTF-8 are replaced."""
+        parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         while not self.exit_event.is_set():
             ready, _, _ = select.select([self.fileno], [], [], POLL_S)
@@ -96,53 +89,31 @@ class TerminalDriver(LinuxDriver):
                 return
             if ready and not read:
                 return
-            text, now = decode(read), time.monotonic()
-            if bursts.pasted and len(text) > FEW:
-                bursts.count(len(text), now)
+            text = decode(read)
+            if len(text) > FEW and self._bursts.is_pasting(time.monotonic()):
+                self._say_ignored()  # an event for each character would take long
             elif text:
-                self._accept(list(parser.feed(text)), now)
-            self._accept(list(parser.tick()), now)
-            if pasted := bursts.report(now):
-                self._app.call_later(self._console.ignored, pasted)
+                self._accept(list(parser.feed(text)))
+            self._accept(list(parser.tick()))
 
-    def _accept(self, messages: Sequence[Message], now: float) -> None:
+    def _accept(self, messages: Sequence[Message]) -> None:
         """Passes on what was typed, without the keys that count for nothing in a burst."""
-        keys = [message for message in messages if isinstance(message, Key)]
-        if keys:
-            admitted, said = self._bursts.admit(keys, now, self._console.in_field)
-            messages = [m for m in messages if not isinstance(m, Key) or m in admitted]
-            if said:
-                self._app.call_later(self._console.say, said, "error")
+        together = sum(isinstance(message, Key) for message in messages) > 1
         for message in messages:
-            self.process_message(message)
-            if isinstance(message, Key) and message.key in (LEAVE, "q"):
-                self._leave_if_blocked(message.key)
+            if not isinstance(message, Key) or self._bursts.admits(
+                message, time.monotonic(), together, self._console.in_field
+            ):
+                self.process_message(message)
+            else:
+                self._say_ignored()
+
+    def _say_ignored(self) -> None:
+        if (now := time.monotonic()) - self._told >= TOLD_S:
+            self._told = now
+            said = "input ignored: it came together with other input"
+            self._app.call_later(self._console.say, said, "error")
 
     # --- the ways out --------------------------------------------------------------------------
-
-    def _leave_if_blocked(self, key: str) -> None:
-        """Ends the process where the key that means it cannot reach the blocked loop.
-
-        The loop may block on its way to the key: it is probed until it must have handled it.
-        """
-        means_it = key == LEAVE or self._console.overlay is None
-        writer = self._writer_thread
-
-        def probe() -> None:
-            for _ in range(PROBES):
-                lives = threading.Event()
-                try:
-                    self._loop.call_soon_threadsafe(lives.set)
-                except RuntimeError:  # the loop has ended
-                    return
-                if not lives.wait(GRACE_S):
-                    if writer is not None and writer._queue.full():
-                        self._end_now()
-                    return
-                time.sleep(GRACE_S / PROBES / 2)
-
-        if means_it:
-            _thread(probe)
 
     def end_in_time(self, code: int = 0) -> None:
         """Ends the process if it is still there after `GRACE_S`; called when it begins to exit."""

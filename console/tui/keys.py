@@ -1,12 +1,17 @@
 """The one table of keys: bindings, footer, help, palette and documents are drawn from it.
 
-Lower case looks, upper case acts; what acts on a run asks first. A key's work is the method
-`do_<id>` of the view that is shown, or else of the app.
+Lower case looks, upper case acts; what acts on a run asks first. A key's work is its question, the
+method `do_<id>` of the view that is shown, or else that of the app.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from console.model import RunState
+from console.tui import questions
+from console.tui.questions import Question
 
 VIEWS = ("dashboard", "launch", "stall", "logs")
 LISTS = ("launch", "stall", "logs")
@@ -26,6 +31,8 @@ class Key:
     weight: int = 0
     views: tuple[str, ...] = VIEWS
     asks: str = ""
+    question: Callable[[RunState | None], Question] | None = None
+    """The question about the run on the screen, of a key that has no more to do."""
 
     @property
     def shown(self) -> str:
@@ -43,13 +50,16 @@ TABLE: tuple[Key, ...] = (
     Key("launch_view", ("2",), "Launch: phases, flags now and next, command, checks", "Launch", 9),
     Key("stall_view", ("3",), "Stall: who holds the run up, with the stacks", "Stall", 9),
     Key("logs_view", ("4",), "Logs: of all ranks, follow, find, filter", "Logs", 9),
-    Key("dump", ("D",), "Dump the stacks of all ranks", "dump", 8, asks="nothing is lost"),
+    Key("dump", ("D",), "Dump the stacks of all ranks", "dump", 8, asks="nothing is lost",
+        question=questions.dump),
     Key("halt", ("H",), "Halt: all ranks stop at the same step and save", "halt", 8,
-        asks="the run ends with a checkpoint"),
-    Key("checkpoint", ("C",), "Checkpoint now: all ranks save and go on", asks="nothing is lost"),
-    Key("kill", ("K",), "Stop or kill the run; asks for its name", asks="type the run's name"),
+        asks="the run ends with a checkpoint", question=questions.halt),
+    Key("checkpoint", ("C",), "Checkpoint now: all ranks save and go on", asks="nothing is lost",
+        question=questions.checkpoint),
+    Key("kill", ("K",), "Stop or kill the run; asks for its name", asks="type the run's name",
+        question=questions.kill),
     Key("adopt", ("R",), "Resume watching: a new supervisor where the old one is gone",
-        asks="nothing is lost"),
+        asks="nothing is lost", question=questions.adopt),
     Key("launch", ("L",), "Launch the plan, or go on to the next phase", "launch", 5,
         asks="processes are started"),
     Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3),

@@ -202,15 +202,17 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
 
     async def action_key(self, key_id: str) -> None:
         """Does what a key of the table means in this view."""
+        key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
-        elif self.view_name in keys.KEYS[key_id].views:
+        elif question := key.question:
+            work = partial(self.ask_or_say, lambda: question(self.state))
+        elif self.view_name in key.views:
             work = getattr(self.view, f"do_{key_id}", None) or getattr(self, f"do_{key_id}")
         else:
             work = None
         if work is None:
             if self.overlay is None:
-                key = keys.KEYS[key_id]
                 self.say(f"{key.shown} works in {', '.join(key.views)}", "error")
             return
         result = work()
@@ -238,12 +240,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         return focused is not None and focused.check_consume_key("a", "a")
 
     def on_paste(self, event: Paste) -> None:
-        """Text that no field has the focus for."""
-        self.ignored(len(event.text))
-
-    def ignored(self, characters: int) -> None:
-        """Says that pasted text did nothing."""
-        self.say(f"input ignored: {counted(characters, 'character')} pasted", "error")
+        """Says that pasted text did nothing: no field has the focus for it."""
+        self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
     def action_quit_now(self) -> None:
         self.do_leave()

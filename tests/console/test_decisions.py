@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from console.decisions import CASES, DECISIONS, FACT, TABLE
-from docs.decisions import as_markdown
+from docs.decisions import CASES, DECISIONS, FACT, TABLE, as_markdown
 
 ROOT = Path(__file__).parents[2]
 MARK = re.compile(r'decision\(\s*"([\w-]+)",\s*"(\w+)"\s*\)')

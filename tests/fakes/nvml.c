@@ -5,8 +5,7 @@
  * code that each returns, as ecc=4,memory=999, or is -; `name` is the rest of the line, any bytes.
  * events.txt, one line an Xid: device via number. The event is about `device`, and is delivered to
  * event sets in which `via` is registered.
- * driver.txt: init_code init_delay_ms epoch. The library has to be initialised again after each
- * change of the epoch, as after the driver was reloaded.
+ * driver.txt: init_code init_delay_ms.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,11 +21,11 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
        GPU_IS_LOST = 15, UNKNOWN = 999 };
 
 struct gpu { unsigned index, util, power, used, total, temp, mhz, delay, throttle, ecc; char state[16], refused[128], name[96]; };
-struct driver { int init, epoch; unsigned delay; };
+struct driver { int init; unsigned delay; };
 struct set { unsigned long long devices; unsigned read; };
 
 static struct set sets[64];
-static int made, initialised, epoch;
+static int made, initialised;
 
 static FILE *beside(const char *name) {
     Dl_info info;
@@ -41,13 +40,13 @@ static void wait_ms(unsigned ms) {
     if (ms) nanosleep(&pause, NULL);
 }
 static struct driver driver(void) {
-    struct driver d = {0, 0, 0};
+    struct driver d = {0, 0};
     FILE *stream = beside("driver.txt");
-    if (stream && fscanf(stream, "%d %u %d", &d.init, &d.delay, &d.epoch) != 3) d.init = UNKNOWN;
+    if (stream && fscanf(stream, "%d %u", &d.init, &d.delay) != 2) d.init = UNKNOWN;
     if (stream) fclose(stream);
     return d;
 }
-static int ready(void) { return initialised && driver().epoch == epoch; }
+static int ready(void) { return initialised; }
 
 static int look(unsigned index, struct gpu *gpu) {
     char line[512];
@@ -86,7 +85,7 @@ int nvmlInitWithFlags(unsigned flags) {
     (void)flags;
     struct driver d = driver();
     wait_ms(d.delay);
-    if (d.init == SUCCESS) initialised = 1, epoch = d.epoch;
+    if (d.init == SUCCESS) initialised = 1;
     return d.init;
 }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }

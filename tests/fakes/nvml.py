@@ -40,9 +40,9 @@ def write(folder: Path, count: int = 8, **changed: dict[str, object]) -> None:
     _replace(folder / "gpus.txt", b"\n".join(lines) + b"\n")
 
 
-def driver(folder: Path, init: int = 0, delay_ms: int = 0, epoch: int = 0) -> None:
-    """Sets the code and the delay of nvmlInit; another epoch is a driver that was reloaded."""
-    _replace(folder / "driver.txt", f"{init} {delay_ms} {epoch}\n".encode())
+def driver(folder: Path, init: int = 0, delay_ms: int = 0) -> None:
+    """Sets the code and the delay of nvmlInit."""
+    _replace(folder / "driver.txt", f"{init} {delay_ms}\n".encode())
 
 
 def xid(folder: Path, gpu: int, number: int, via: int | None = None) -> None:

@@ -120,7 +120,7 @@ ROWS: tuple[Row, ...] = (
     Row("l", "B", "a stop of a stalled run"),
     Row("m", "B", "a request again after many others", elsewhere=(
         f"{CONSOLE}/supervisor/test_mailbox.py::"
-        "test_a_request_that_was_forgotten_is_not_executed_again",
+        "test_a_request_is_not_executed_again_after_many_others",
     )),
     Row("n", "B", ".HALT in the launch directory"),
     Row("o", "B", "other code at a restart"),
@@ -155,19 +155,18 @@ ROWS: tuple[Row, ...] = (
         f"{RESUME}::test_ranks_that_list_other_checkpoints_resume_what_rank_0_chooses",
         f"{RESUME}::test_a_rank_that_cannot_read_what_rank_0_chose_ends_all_with_15",
     )),
-    Row("u", "B", "NVML: silent, refused, reloaded, absent, an Xid of another GPU", elsewhere=(
+    Row("u", "B", "NVML: silent, refused, absent, an Xid of another GPU", elsewhere=(
         f"{NVML}::test_each_xid_is_counted_on_the_gpu_that_it_is_about",
         f"{NVML}::test_a_sensor_that_is_refused_leaves_the_others",
         f"{NVML}::test_a_library_that_is_installed_later_is_found",
-        f"{NVML}::test_a_driver_that_was_reloaded_is_initialised_again",
         f"{NVML}::test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu",
         f"{CONSOLE}/plans/test_gpus.py::"
         "test_a_driver_that_hangs_is_said_in_time_and_the_process_ends",
     )),
     Row("v", "B", "a screen that is pasted into, not read, late, or started beside planted files",
         elsewhere=(
-            f"{TUI}/test_input.py::test_a_large_paste_is_counted_and_does_nothing",
-            f"{TUI}/test_leaving.py::test_a_key_ends_it_where_the_terminal_reads_nothing",
+            f"{TUI}/test_input.py::test_a_large_paste_does_nothing",
+            f"{TUI}/test_leaving.py::test_q_ends_it_where_the_terminal_reads_nothing",
             f"{TUI}/test_late.py::"
             "test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about",
             f"{CONSOLE}/test_security.py::"

@@ -10,7 +10,7 @@ import pytest
 
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor.hook_runner import LOG, MAX_OUTPUT_BYTES
+from console.supervisor.hooks import LOG, MAX_OUTPUT_BYTES
 from tests.faults.scene import order, sentence_of, verdict_of
 from tests.faults.test_drilled import trainer
 from tests.faults.test_survived import rss_mib

@@ -5,12 +5,10 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.widget import Widget
 
-from console.tui import questions
 from console.tui.feed import Snapshot
-from console.tui.keys import BUTTONS
+from console.tui.keys import BUTTONS, KEYS
+from console.tui.questions import CannotAsk
 from console.tui.widgets.overlay import FlatButton
-
-ASKS = {"dump": questions.dump, "halt": questions.halt}
 
 
 class ActionBar(Widget):
@@ -29,10 +27,10 @@ class ActionBar(Widget):
 
     def take(self, snapshot: Snapshot) -> None:
         """Dims the buttons that would find nothing to act on."""
-        for key_id, ask in ASKS.items():
-            try:
-                ask(snapshot.state)
-                idle = False
-            except questions.CannotAsk:
-                idle = True
-            self._buttons[key_id].disabled = idle
+        for key_id, button in self._buttons.items():
+            if question := KEYS[key_id].question:
+                try:
+                    question(snapshot.state)
+                    button.disabled = False
+                except CannotAsk:
+                    button.disabled = True

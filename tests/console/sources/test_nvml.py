@@ -105,7 +105,7 @@ def machine(built, tmp_path):
         reader.close()
 
 
-LISTENS_S = 1.5
+LISTENS_S = 2.5
 """After so long the event set holds every GPU that answers."""
 
 
@@ -230,13 +230,6 @@ def test_a_sensor_that_is_refused_leaves_the_others(gpus):
     assert "no utilization, power (Insufficient Permissions)" in rows[2]["why"]
 
 
-def test_a_name_that_is_no_utf_8_is_shown_as_far_as_it_is(machine):
-    machine.install()
-    fake.write(machine.folder, 2, gpu1={"name": b"A100 \xff\xfe 80GB"})
-    rows = machine.start().wait(lambda rows: len(rows) == 2 and ok(rows))
-    assert [row["name"] for row in rows] == ["Fake A100-SXM4-80GB", "A100 \ufffd\ufffd 80GB"]
-
-
 # --- a driver that comes late, goes, or hangs ------------------------------------------------
 
 
@@ -278,34 +271,6 @@ def test_an_initialisation_that_hangs_is_an_error_without_any_answer_of_nvml(mac
     rows = machine.start().wait(lambda rows: True, timeout_s=12)
     assert (len(rows), rows[0]["state"]) == (1, "error")
     assert "has not answered for" in rows[0]["why"]
-
-
-def test_a_driver_that_was_reloaded_is_initialised_again(machine):
-    machine.install()
-    reader = machine.start()
-    reader.wait(ok)
-    time.sleep(LISTENS_S)
-    fake.xid(machine.folder, 0, 31)
-    reader.wait(lambda rows: rows[0]["xid"] == 31)
-    fake.driver(machine.folder, init=9, epoch=1)
-    rows = reader.wait(lambda rows: all("initialised" in row["why"] for row in rows))
-    assert [row["uuid"] for row in rows] == ["GPU-fake-0", "GPU-fake-1"]
-    fake.write(machine.folder, 3)
-    fake.driver(machine.folder, epoch=1)
-    assert len(reader.wait(lambda rows: len(rows) == 3 and ok(rows))) == 3
-    time.sleep(LISTENS_S)
-    fake.xid(machine.folder, 2, 79)
-    assert reader.wait(lambda rows: rows[2]["xid"] == 79)[0]["xid_count"] == 1
-
-
-def test_a_gpu_that_nvml_does_not_list_after_a_reload_is_lost(machine):
-    machine.install()
-    reader = machine.start()
-    reader.wait(ok)
-    fake.write(machine.folder, 1)
-    fake.driver(machine.folder, epoch=1)
-    rows = reader.wait(lambda rows: rows[0]["state"] == "ok" and rows[1]["state"] == "lost")
-    assert rows[1]["why"] == "lost: NVML does not list it any more"
 
 
 # --- counting, for the preflight -------------------------------------------------------------

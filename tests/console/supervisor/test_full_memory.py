@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from console.supervisor import dump
 from console.supervisor.live import Live
 from tests.faults.scene import ROOT
 from tests.launches import STUB, Started, phase
@@ -86,11 +85,3 @@ def test_a_store_into_what_has_no_room_is_an_error_and_no_bus_error(memory):
     fill(memory)
     with pytest.raises(OSError, match="No space left"):
         pulse.PulseWriter(memory / "pulse", 0)
-
-
-def test_a_rank_that_has_no_place_for_its_stack_is_told_from_a_silent_one(memory, tmp_path):
-    assert dump.silence(tmp_path) == dump.silence(memory) == "did not answer within 2 s"
-    fill(memory)
-    assert dump.silence(memory) == (
-        f"did not answer within 2 s; {memory} is full, so its stack has no place"
-    )

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from console import actions
-from console.sources import kernel, process
+from console.sources import process
 from console.supervisor import live
 from console.supervisor import orders as given
 from console.supervisor.tree import Tree
@@ -39,9 +39,8 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def tree(run, orders, monkeypatch):
-    """Two ranks that have overwritten their environment, where nobody can make a cgroup."""
-    monkeypatch.setattr(kernel, "unified", lambda pid="self": None)
+def tree(run, orders):
+    """Two ranks that have overwritten their environment."""
     token = secrets.token_hex(8)
     environment = given.inherited() | {
         environ.RUN_DIR: str(run), environ.RUN_ID: "test", environ.ATTEMPT: "1",
@@ -182,3 +181,12 @@ def test_a_new_supervisor_goes_on_with_them_dumps_them_and_ends_them(begin, orde
     assert started.ask("halt")["ok"]
     assert started.wait_end(20)["phases"][0]["state"] == "halted"
     assert [worker["exit"]["code"] for worker in started.state()["workers"]] == [0, 0]
+
+
+def test_what_a_rank_detached_without_its_environment_ends_with_the_attempt(tree, orders):
+    order(orders, 0, f"stray {orders / 'stray'}")
+    wait(tree, (orders / "stray").exists)
+    stray = int((orders / "stray").read_text())
+    tree.kill()
+    wait(tree, tree.is_over)
+    assert process.state(stray) in (process.GONE, "Z")
