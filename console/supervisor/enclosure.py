@@ -23,8 +23,14 @@ class Enclosure:
         self._folder = folder
 
     def pids(self) -> list[int]:
-        """Returns the processes inside, dead ones left out."""
-        return [pid for file in self._folder.rglob(PROCS) for pid in kernel.inside(file.parent)]
+        """Returns the processes inside, dead ones left out.
+
+        Another supervisor removes a cgroup that is empty, at any moment.
+        """
+        try:
+            return [pid for file in self._folder.rglob(PROCS) for pid in kernel.inside(file.parent)]
+        except FileNotFoundError:
+            return []
 
     def kill(self) -> None:
         """Sends KILL to every process inside."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -96,3 +98,22 @@ def test_where_none_can_be_made_there_is_none(monkeypatch, tmp_path):
     assert enclosure.around(os.getpid(), TOKEN) is None
     monkeypatch.setattr(kernel, "unified", lambda pid="self": tmp_path / "not-there")
     assert enclosure.around(os.getpid(), TOKEN) is None
+
+
+def test_a_cgroup_that_another_supervisor_removes_meanwhile_is_empty(tmp_path):
+    folder, ended = tmp_path / "group", threading.Event()
+
+    def remove_again_and_again() -> None:
+        while not ended.is_set():
+            folder.mkdir()
+            folder.rmdir()
+
+    other = threading.Thread(target=remove_again_and_again)
+    other.start()
+    try:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            assert enclosure.Enclosure(folder).pids() == []
+    finally:
+        ended.set()
+        other.join()
