@@ -26,6 +26,7 @@ from console.supervisor.services import Services
 from console.supervisor.tree import Tree, Worker
 from console.supervisor.watching import Watching
 from trainers.contract import environ, jsonl, rundir
+from trainers.contract.errors import RefusedError
 from trainers.contract.plan import Phase, Watch
 
 Stage = Literal["prepare", "run", "collect", "over"]
@@ -96,6 +97,8 @@ class Attempt:
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_run = prepare
         self._prepare_at = self._read_at = math.inf
+        self._is_ours = False
+        """The run directory was found to be this run's: what fails in it from then on may pass."""
         owner = services.owner
         if held is None or owner.began(run, home, number):
             self._begin_preparing()
@@ -171,6 +174,7 @@ class Attempt:
     def _prepare(self) -> int:
         """Makes the directories; returns the descriptor of torchrun's log."""
         self._prepare_run()
+        self._is_ours = True
         logs = rundir.logs(self.path, self._number)
         rundir.make_directory(logs)
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
@@ -192,7 +196,8 @@ class Attempt:
 
     def _take_unprepared(self, why: str, error: Exception | None) -> None:
         """Tries again later where a restart meets a directory that does not answer as it should."""
-        if self._number == 1 or not isinstance(error, OSError) or self.known.asked:
+        passes = isinstance(error, OSError) or (self._is_ours and isinstance(error, RefusedError))
+        if self._number == 1 or not passes or self.known.asked:
             self._never_began(why)
             return
         self._prepare_at = time.monotonic() + PREPARE_AGAIN_S
@@ -324,15 +329,16 @@ class Attempt:
         self._directory.job(lambda: self.files.look(True), self._take_part, self.path)
 
     def _take_part(self, news: News | None, error: Exception | None) -> None:
-        """Takes a part; a directory that cannot be read now is asked again for a while."""
-        if news is None and time.monotonic() - self._ended_at < READ_AGAIN_S:
+        """Takes a part; what cannot be read now is asked for again for a while."""
+        unread = f"the run directory cannot be read: {error}"
+        if news is not None:
+            self.take(news)
+            unread = news.unread
+        if unread and time.monotonic() - self._ended_at < READ_AGAIN_S:
             self._read_at = time.monotonic() + PREPARE_AGAIN_S / 2
             return
-        if news is None:
-            why = f"the run directory cannot be read: {error}"
-            self._learn(failure=self.known.failure or why)
-        else:
-            self.take(news)
+        if unread:
+            self._learn(failure=self.known.failure or unread)
         late = self._cut_short or time.monotonic() - self._ended_at > COLLECT_S
         if news is not None and news.behind and late:
             left = "the records of this attempt are too many to read: gates may be unknown"
@@ -367,7 +373,7 @@ class Attempt:
         self._learn(halt_file=known.halt_file or news.halt_file)
         if news.disk:
             self._sampler.disk, self._sampler.csv = news.disk, news.csv
-            self._records_at = time.monotonic() if taken else self._records_at
+            self._records_at = time.monotonic() if taken and not news.unread else self._records_at
 
     def _take_records(self, records: Sequence[Mapping[str, Any]]) -> bool:
         for record in records:
@@ -417,14 +423,14 @@ class Attempt:
             halt_steps=self.story.halts,
             reason=self.story.reason,
             told=all(self.story.code(rank) is not None for rank in range(self._phase.nproc))
-            or not self.story.steps,
+            or not (self.story.steps or self.known.failure),
         )
 
     @property
     def step(self) -> int:
         """The newest step that a pulse or a record tells of."""
         pulsed = max((seen.step for seen in self._sampler.seen), default=0)
-        return max(pulsed, *self.story.steps.values(), 0)
+        return max(pulsed, self._last_pulses.newest, *self.story.steps.values())
 
     def end_of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""

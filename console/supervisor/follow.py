@@ -47,6 +47,8 @@ class News:
     """The newest row of training.csv."""
     behind: bool = False
     """There are more records than one look reads."""
+    unread: str = ""
+    """Which heartbeat is there and cannot be read, "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,8 @@ class Files:
             rank, tail = self._tails[0]
             before = tail.taken_bytes
             news.records += [r for r in tail.poll(left) if r["rank"] == rank]
+            if tail.unread:
+                news.unread = f"the heartbeat of rank {rank} cannot be read"
             left -= tail.taken_bytes - before
             if left <= 0:
                 news.behind = True

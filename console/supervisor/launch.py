@@ -399,8 +399,12 @@ class Launch:
             return False, "no rank is running, so there is no stack", []
         return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
-    def _keep(self, path: Path, data: bytes) -> None:
-        self._directory.job(lambda: rundir.write_atomic(path, data), _ignored, path)
+    def _keep(self, path: Path, data: bytes, then: Callable[[str], object]) -> None:
+        def told(_: object, error: Exception | None) -> None:
+            reason = getattr(error, "strerror", None) or error
+            then(f"cannot be written: {reason}" if reason else "")
+
+        self._directory.job(lambda: rundir.write_atomic(path, data), told, path)
 
     # --- records -------------------------------------------------------------------------------
 
