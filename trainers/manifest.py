@@ -7,6 +7,7 @@ with the right name is whole, and whether it still is can be told without runnin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -21,7 +22,9 @@ from trainers.contract import jsonl, rundir
 from trainers.failures import CheckpointError
 
 MANIFEST, FORMAT = "manifest.json", 2
-_NAME = re.compile(r"step_(\d{8,})\Z")
+ASIDE = ".old"
+"""The end of a checkpoint's name while another save of its step takes its place."""
+_NAME = re.compile(rf"(?:step_(\d{{8,}})|\.step_(\d{{8,}}){re.escape(ASIDE)})\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +50,60 @@ def name_of(step: int) -> str:
 def step_of(path: Path) -> int | None:
     """Returns the step of a checkpoint directory, None when its name is no such name."""
     match = _NAME.match(path.name)
-    return int(match.group(1)) if match else None
+    return int(match.group(1) or match.group(2)) if match else None
 
 
 def newest_first(run: Path) -> list[Path]:
     """Returns the checkpoint directories of a run, none where it has no folder for them.
 
-    Raises OSError: a folder that cannot be listed may hold some.
+    One that a save set aside and did not replace is among them. Raises OSError: a folder that
+    cannot be listed may hold some.
     """
     folder = run / rundir.CHECKPOINTS
     try:
-        found = [path for path in folder.iterdir() if step_of(path) is not None]
+        there = {path.name: path for path in folder.iterdir()}
     except FileNotFoundError:
         return []
+    found = [
+        path for name, path in there.items()
+        if step_of(path) is not None and (not name.endswith(ASIDE) or _original(path) not in there)
+    ]  # fmt: skip
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """Gives a finished save its name: hashes, manifest, fsync, rename, `latest`. Raises OSError."""
+    """Gives a finished save its name: hashes, manifest, fsync, rename, `latest`.
+
+    Raises OSError where it has no name, CheckpointError where it has it and `latest` does not say
+    so, or the disk may not have it yet.
+    """
     files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
     record = {"format": FORMAT} | asdict(manifest) | {"files": files}
     rundir.write_json(temporary / MANIFEST, record)
     _sync(temporary)
-    replaced = target.with_name(f".{target.name}.old")
+    replaced = target.with_name(f".{target.name}{ASIDE}")
     if target.exists():
         # A former attempt came this far; its checkpoint goes only when this one is whole.
         target.rename(replaced)
-    temporary.rename(target)
-    _sync(target.parent)
-    rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
-    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        temporary.rename(target)
+    except OSError:
+        with contextlib.suppress(OSError):  # without one, it is found where it is
+            replaced.rename(target)
+        raise
+    try:
+        _sync(target.parent)
+        rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"it is whole, but {rundir.LATEST} cannot be written or the disk may not have it yet: "
+            f"{error}"
+        ) from error
+    rundir.remove_tree(replaced)
+
+
+def _original(aside: Path) -> str:
+    return aside.name.removeprefix(".").removesuffix(ASIDE)
 
 
 def clear_leftovers(run: Path) -> None:
@@ -86,8 +113,8 @@ def clear_leftovers(run: Path) -> None:
     """
     folder = run / rundir.CHECKPOINTS
     for left in folder.glob(".step_*"):
-        original = left.with_name(left.name.removeprefix(".").removesuffix(".old"))
-        if left.suffix == ".old" and not original.exists():
+        original = left.with_name(_original(left))
+        if left.suffix == ASIDE and not original.exists():
             left.rename(original)
         else:
             shutil.rmtree(left)

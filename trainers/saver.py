@@ -7,7 +7,6 @@ by the time limit of its own process group; after an error of the training, by `
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -223,11 +222,11 @@ class Saver:
         gone = temporary.with_suffix(".gone")
         with contextlib.suppress(OSError):
             temporary.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        rundir.remove_tree(gone)
 
 
 def _not_written(target: Path) -> str:
-    return f"the checkpoint {target} could not be written"
+    return f"the save of the checkpoint {target} failed"
 
 
 def _failed(target: Path, reason: str) -> CheckpointError:

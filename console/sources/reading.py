@@ -173,6 +173,8 @@ class Follower:
 
     def _go_on(self) -> bool:
         """Goes on with the next part, where this one grows no more; says whether it did."""
+        if self.tail.unread:
+            return False
         there = parts(self.path)
         own = there.get(self.number)
         if own is None and self.tail.path == self.path:
@@ -236,6 +238,13 @@ class Reading:
     def left_out_bytes(self) -> int:
         """The bytes before the places where reading began, but for those before a cursor."""
         return sum(each.left_out_bytes for each in self._followed.values())
+
+    @property
+    def unread(self) -> str:
+        """Says which heartbeat is there and cannot be read, "" for none."""
+        beats = {name: rank for name in self._followed if (rank := rank_of(name)) is not None}
+        ranks = sorted(rank for name, rank in beats.items() if self._followed[name].tail.unread)
+        return f"the heartbeat of rank {ranks[0]} cannot be read" if ranks else ""
 
     @property
     def behind_bytes(self) -> int:

@@ -23,6 +23,7 @@ from console.supervisor.services import AttemptOwner, RunContext
 from console.supervisor.tree import Tree
 from console.supervisor.watching import Watching
 from trainers.contract import jsonl, rundir
+from trainers.contract.errors import RefusedError
 
 Stage = Literal["prepare", "run", "collect", "over"]
 ENDINGS = ("halt", "restart", "stop", "kill")
@@ -81,6 +82,8 @@ class Attempt:
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._prepare_at = self._read_at = math.inf
+        self._is_ours = False
+        """The run directory was found to be this run's: what fails in it from then on may pass."""
         if held is None or link.began(self.path, context.home, number):
             self._begin_preparing()
         else:
@@ -155,6 +158,7 @@ class Attempt:
     def _prepare(self) -> int:
         """Makes the directories; returns the descriptor of torchrun's log."""
         self._run.prepare(self._number)
+        self._is_ours = True
         logs = rundir.logs(self.path, self._number)
         rundir.make_directory(logs)
         return rundir.open_append(logs / rundir.TORCHRUN_LOG)
@@ -176,7 +180,8 @@ class Attempt:
 
     def _take_unprepared(self, why: str, error: Exception | None) -> None:
         """Tries again later where a restart meets a directory that does not answer as it should."""
-        if self._number == 1 or not isinstance(error, OSError) or self.known.asked:
+        passes = isinstance(error, OSError) or (self._is_ours and isinstance(error, RefusedError))
+        if self._number == 1 or not passes or self.known.asked:
             self._never_began(why)
             return
         self._prepare_at = time.monotonic() + PREPARE_AGAIN_S
@@ -287,15 +292,16 @@ class Attempt:
         self._directory.job(lambda: self.files.look(True), self._take_part, self.path)
 
     def _take_part(self, news: News | None, error: Exception | None) -> None:
-        """Takes a part; a directory that cannot be read now is asked again for a while."""
-        if news is None and time.monotonic() - self._ended_at < READ_AGAIN_S:
+        """Takes a part; what cannot be read now is asked for again for a while."""
+        unread = f"the run directory cannot be read: {error}"
+        if news is not None:
+            self.take(news)
+            unread = news.unread
+        if unread and time.monotonic() - self._ended_at < READ_AGAIN_S:
             self._read_at = time.monotonic() + PREPARE_AGAIN_S / 2
             return
-        if news is None:
-            why = f"the run directory cannot be read: {error}"
-            self._learn(failure=self.known.failure or why)
-        else:
-            self.take(news)
+        if unread:
+            self._learn(failure=self.known.failure or unread)
         late = self._cut_short or time.monotonic() - self._ended_at > COLLECT_S
         if news is not None and news.behind and late:
             left = "the records of this attempt are too many to read: gates may be unknown"
@@ -328,7 +334,7 @@ class Attempt:
         self._learn(halt_file=known.halt_file or news.halt_file)
         if news.disk:
             self._sampler.disk, self._sampler.csv = news.disk, news.csv
-            self._records_at = time.monotonic() if taken else self._records_at
+            self._records_at = time.monotonic() if taken and not news.unread else self._records_at
 
     def _take_records(self, news: News) -> bool:
         for batch in news.batches:
@@ -370,7 +376,8 @@ class Attempt:
             order=tuple(tree.order), ends=self._ends.so_far(), step=self.step,
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
             halt_steps=story.halts, reason=story.reason,
-            told=not story.steps or all(story.code(rank) is not None for rank in ranks),
+            told=all(story.code(rank) is not None for rank in ranks)
+            or not (story.steps or self.known.failure),
             verdict=verdict.sentence if verdict else "",
         )  # fmt: skip
 
@@ -378,7 +385,7 @@ class Attempt:
     def step(self) -> int:
         """The newest step that a pulse or a record tells of."""
         pulsed = max((seen.step for seen in self._sampler.seen), default=0)
-        return max(pulsed, *self.story.steps.values(), 0)
+        return max(pulsed, self._ends.newest_pulse, *self.story.steps.values())
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""

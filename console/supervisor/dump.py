@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from console.sources import process
@@ -14,7 +16,8 @@ from console.supervisor.requests import Request
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.dumps import END_MARK, LAST_RESORT
 
-WAIT_S = 2.0
+WAIT_S, KEEP_S = 2.0, 2.0
+"""For so long a rank has time to write its stack, and then the disk to take the copy of it."""
 LAST_RESORT_AFTER_S = 1.0
 MAX_DUMP_BYTES = 4 << 20
 
@@ -34,6 +37,8 @@ class _Part:
     tried: bool = False
     pressed: bool = False
     """Whether the last resort was tried, and whether it could be."""
+    kept_as: str = ""
+    """The file that the directory's thread is writing, "" before that."""
 
 
 def refusal(pid: int) -> str:
@@ -49,12 +54,13 @@ def refusal(pid: int) -> str:
 
 
 class Dumps:
-    """The one dump that may be under way, and who waits for it. `keep` stores a rank's stack.
+    """The one dump that may be under way, and who waits for it.
 
-    `poll` until it is done; nothing here waits.
+    `keep` stores a rank's stack and says later why it could not, "" when it did. `poll` until it is
+    done; nothing here waits.
     """
 
-    def __init__(self, keep: Callable[[Path, bytes], None]):
+    def __init__(self, keep: Callable[[Path, bytes, Callable[[str], object]], None]):
         self._keep = keep
         self._asked: list[Request] = []
         self._parts: list[_Part] = []
@@ -90,8 +96,11 @@ class Dumps:
         self._unix_ms, self._began = time.time_ns() // 1_000_000, time.monotonic()
         for rank, handle in sorted(alive.items()):
             source = rundir.live_stack(live, rank) if live else rundir.stackdump(run, rank)
-            size, where = jsonl.size_bytes(source), self._where(rank)
-            part = _Part(rank, handle, source, size, where, refusal(handle.pid))
+            try:
+                size, why_not = _size(source), refusal(handle.pid)
+            except OSError as error:
+                size, why_not = 0, f"has no stack that can be read here: {error.strerror}"
+            part = _Part(rank, handle, source, size, self._where(rank), why_not)
             if not part.result and not handle.send(signal.SIGUSR1):
                 part.result = "is gone"
             self._parts.append(part)
@@ -101,6 +110,10 @@ class Dumps:
         waited_s = time.monotonic() - self._began
         for part in self._parts:
             if part.result:
+                continue
+            if part.kept_as:
+                if waited_s > WAIT_S + KEEP_S:
+                    part.result = _late(part)
                 continue
             part.data = jsonl.read_bytes(part.source, MAX_DUMP_BYTES, part.offset)
             whole = END_MARK.encode() in part.data and part.data.endswith(b"\n")
@@ -113,7 +126,10 @@ class Dumps:
 
     def abandon(self, answer: Callable[[Request, Outcome], None]) -> None:
         """Answers who still waits: the ranks are gone."""
-        self._end((False, "the ranks ended before they answered", []), answer)
+        for part in self._parts:
+            if not part.result:
+                part.result = _late(part) if part.kept_as else "ended before it answered"
+        self._end(self._outcome(), answer)
 
     def _end(self, outcome: Outcome, answer: Callable[[Request, Outcome], None]) -> None:
         asked, self._asked, self._parts = self._asked, [], []
@@ -139,13 +155,13 @@ class Dumps:
         if not part.data:
             part.result = f"did not answer within {WAIT_S:g} s"
             return
-        name = f"stackdump_rank{part.rank}_{self._unix_ms}.txt"
-        self._keep(self._run / name, part.data)
-        part.result = f"dumped: {name}"
+        part.kept_as = name = f"stackdump_rank{part.rank}_{self._unix_ms}.txt"
+        told = f"dumped: {name}"
         if part.pressed and b"=== rank" not in part.data:
-            part.result += " (native code holds the GIL: the main thread alone could be read)"
+            told += " (native code holds the GIL: the main thread alone could be read)"
         elif not whole:
-            part.result += f" (what came within {WAIT_S:g} s: its end is missing)"
+            told += f" (what came within {WAIT_S:g} s: its end is missing)"
+        self._keep(self._run / name, part.data, partial(_take_kept, part, told))
 
     def _outcome(self) -> Outcome:
         """Returns whether any stack came, a sentence, and each rank's result."""
@@ -158,6 +174,24 @@ class Dumps:
                              if p.rank not in dumped)  # fmt: skip
             text = f"stacks of {_count(dumped)} dumped; {rest}" if dumped else f"no stack: {rest}"
         return bool(dumped), text, detail
+
+
+def _late(part: _Part) -> str:
+    return f"dumped: {part.kept_as} (the disk has not taken it yet)"
+
+
+def _take_kept(part: _Part, told: str, why_not: str) -> None:
+    """Takes that the copy of a stack was written, or why it was not."""
+    if not part.result:
+        part.result = f"was dumped, but {part.kept_as} {why_not}" if why_not else told
+
+
+def _size(path: Path) -> int:
+    """Returns the size of a file, 0 where there is none. Raises OSError."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _count(ranks: Sequence[int]) -> str:

@@ -48,6 +48,8 @@ class News:
     """The newest row of training.csv."""
     behind: bool = False
     """There are more records than one look reads."""
+    unread: str = ""
+    """Which heartbeat is there and cannot be read, "" for none."""
 
     def heartbeats(self) -> Iterator[dict[str, Any]]:
         """Yields the records that ranks wrote into their own files."""
@@ -173,6 +175,7 @@ class Files:
             news.disk, news.csv = self._disk.look(), self._csv.look()
             news.batches += self._reading.poll(LOOK_BYTES)
             news.behind = self._reading.behind_bytes > 0
+            news.unread = self._reading.unread
         return news
 
     def rest(self) -> Rest:

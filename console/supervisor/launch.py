@@ -12,7 +12,7 @@ from typing import Any, Literal
 from console.plain import gate_value
 from console.plans import gates
 from console.supervisor import belief, inheritance, live, requests
-from console.supervisor.acts import Acts, ignored
+from console.supervisor.acts import Acts
 from console.supervisor.alerts import Alerts
 from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
@@ -342,8 +342,12 @@ class Launch:
             return False, "no rank is running, so there is no stack", []
         return self._dumps.ask(run.path, run.live, run.handles, request)
 
-    def _keep(self, path: Path, data: bytes) -> None:
-        self._directory.job(lambda: rundir.write_atomic(path, data), ignored, path)
+    def _keep(self, path: Path, data: bytes, then: Callable[[str], object]) -> None:
+        def told(_: object, error: Exception | None) -> None:
+            reason = getattr(error, "strerror", None) or error
+            then(f"cannot be written: {reason}" if reason else "")
+
+        self._directory.job(lambda: rundir.write_atomic(path, data), told, path)
 
     # --- records -------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,7 +62,7 @@ class Live:
             self.why = getattr(error, "strerror", None) or str(error)
             self._unlock()
             if not adopt:
-                shutil.rmtree(unready, ignore_errors=True)
+                rundir.remove_tree(unready)
 
     def _furnish(self, folder: Path, attempt: int) -> None:
         """Takes the room for what each rank writes. Raises OSError where there is not enough."""
@@ -96,12 +95,18 @@ class Live:
 
     def is_removed(self) -> bool:
         """Says whether somebody removed or replaced the directory while it is in use."""
+        return self._is_there() is False
+
+    def _is_there(self) -> bool | None:
+        """Says whether the directory is at its path, None where it cannot be looked at now."""
         if self.path is None:
-            return False
+            return None
         try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self._lock))
+            return os.path.samestat(os.stat(self.path), os.fstat(self._lock))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         except OSError:
-            return True
+            return None
 
     def _unlock(self) -> None:
         for fd in self._pulses.values():
@@ -119,8 +124,8 @@ class Live:
     def remove(self) -> None:
         """Removes the directory; what is already gone is fine."""
         if self.path is not None:
-            if not self.is_removed():
-                shutil.rmtree(self.path, ignore_errors=True)
+            if self._is_there():
+                rundir.remove_tree(self.path)
             self.path = None
         self._unlock()
 
@@ -150,6 +155,11 @@ class LastPulses:
                 self._take(rank, self._found[rank])
         last = self._found[rank]
         return last.step if last is not None else 0
+
+    @property
+    def newest(self) -> int:
+        """The newest step that an ended rank was at, 0 without a pulse."""
+        return max((last.step for last in self._found.values() if last is not None), default=0)
 
     def take_all(self, pids: Mapping[int, int], world: int) -> None:
         """Takes those of all ranks; one that never wrote a pulse has written no record either."""
@@ -181,7 +191,7 @@ def sweep(after_s: float = SWEPT_AFTER_S) -> None:
             if abs(time.time() - os.fstat(fd).st_mtime) < after_s:
                 continue
             if not (process.with_token(path.name.removeprefix(_prefix())) or _beats(path)):
-                shutil.rmtree(path, ignore_errors=True)
+                rundir.remove_tree(path)
         except OSError:
             continue
         finally:

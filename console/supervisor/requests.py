@@ -21,6 +21,7 @@ from trainers.contract.values import TRUE
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REQUESTS_A_LOOK = 64
+NO_OBJECT = "the request is no small JSON object, or cannot be read; send it again"
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 Mailbox = Literal["run", "launch"]
 
@@ -190,14 +191,13 @@ def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
         name = f"unnamed-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
     try:
         status = os.lstat(path)
-        foreign, written_ns = status.st_uid != os.geteuid(), status.st_mtime_ns
     except OSError:
-        foreign, written_ns = False, 0
-    if foreign:
+        return Request(path, name, "", {}, "?", NO_OBJECT)
+    if status.st_uid != os.geteuid():
         return Request(path, name, "", {}, "?", "the request file belongs to somebody else")
     record = rundir.read_json(path, MAX_REQUEST_BYTES, path.parents[1])
     if record is None:
-        return Request(path, name, "", {}, "?", "the request is no small JSON object")
+        return Request(path, name, "", {}, "?", NO_OBJECT)
     action, args = jsonl.text(record, "action"), record.get("args", {})
     by, error = jsonl.text(record, "by", "?")[:200], "the request is not of version 1"
     if record.get("v") == VERSION and isinstance(args, dict):
@@ -208,7 +208,7 @@ def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
     given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
     return Request(
         path, given[0] if given else name, action[:80], args, by, error, given is not None,
-        written_ns, found_ns,
+        status.st_mtime_ns, found_ns,
     )  # fmt: skip
 
 

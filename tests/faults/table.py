@@ -187,6 +187,7 @@ ROWS: tuple[Row, ...] = (
         f"{CONSOLE}/supervisor/test_mailbox.py::"
         "test_the_time_of_a_request_is_that_of_its_file_and_not_what_it_tells",
     )),
+    Row("z", "A", "a call on a file of the run fails: EIO, ENOSPC, EMFILE, once or for good"),
 )  # fmt: skip
 
 BY_NUMBER = {row.number: row for row in ROWS}

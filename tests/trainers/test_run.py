@@ -345,7 +345,7 @@ def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_
         with (disk / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
             while True:
                 stream.write(b"x" * 4096)
-        run.until(lambda: "could not be written" in run.text())
+        run.until(lambda: "the save of the checkpoint" in run.text())
         (good,) = manifest.newest_first(disk)
         manifest.verify(good)
         (disk / "filler").unlink()

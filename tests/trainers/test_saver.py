@@ -104,7 +104,7 @@ def test_a_failure_that_only_the_next_save_meets_is_recorded(tmp_path):
     changes = small(train__steps=4, checkpoint__every=1, checkpoint__background="on")
     run = Run(tmp_path, changes, nproc=1, broken="first_seal_fails").done()
     (failed,) = run.records(0, "checkpoint_failed")
-    assert "step_00000001 could not be written: MemoryError" in failed["error"]
+    assert "step_00000001 failed: MemoryError" in failed["error"]
     assert [record["step"] for record in run.records(0, "checkpoint")] == [2, 3, 4]
 
 
@@ -155,7 +155,7 @@ def test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed(tmp_path, pee
     run.mkdir()
     took_s, failed, left = together([run, run], work, first_only=True)[0]
     assert took_s < 10
-    assert "step_00000001 could not be written" in failed
+    assert "step_00000001 failed" in failed
     assert left == []
 
 
@@ -197,7 +197,7 @@ def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_
     moving = Saver(run, made(1), BACKGROUND, move)
     moving.save_beside(at(3))
     (failed,) = waited(moving)
-    assert "step_00000003 could not be written" in str(failed)
+    assert "step_00000003 failed" in str(failed)
     assert f"the run directory {run} was moved or replaced" in str(failed)
     assert names(run) == [".step_00000009.tmp"]
     for save in (mine.save, mine.save_beside):

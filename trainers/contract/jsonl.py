@@ -123,10 +123,15 @@ def open_regular(path: Path, below: Path | None = None) -> int | None:
     No directory between `below` and the file may be a link either.
     """
     fd = open_inside(path, below)
-    if fd is not None and not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+    if fd is None:
         return None
-    return fd
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+    except OSError:  # the disk does not say what it is
+        pass
+    os.close(fd)
+    return None
 
 
 def open_inside(path: Path, below: Path | None) -> int | None:
@@ -168,12 +173,17 @@ def read_bytes(
 
 
 def size_bytes(path: Path, below: Path | None = None) -> int:
-    """Returns the size of a regular file, 0 when there is none; `below` as in `open_regular`."""
+    """Returns the size of a regular file, 0 without one that can be read.
+
+    `below` as in `open_regular`.
+    """
     fd = open_regular(path, below)
     if fd is None:
         return 0
     try:
         return os.fstat(fd).st_size
+    except OSError:
+        return 0
     finally:
         os.close(fd)
 
@@ -206,6 +216,17 @@ class Line(NamedTuple):
     record: dict[str, Any]
 
 
+def is_missing(path: Path) -> bool:
+    """Says whether nothing is at a path; False also where that cannot be told."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class Tail:
     """Follows one growing file of JSON lines.
 
@@ -232,6 +253,8 @@ class Tail:
         """The bytes before the place where reading began."""
         self._recent_bytes = recent_bytes
         self.skipped = 0
+        self.unread = False
+        """A file was there the last time, or may have been, and could not be read."""
         self.size_bytes = 0
         self.offset = 0
         self.taken_bytes = 0
@@ -281,6 +304,7 @@ class Tail:
     def _read(self, limit_bytes: int) -> bytes:
         fd = open_regular(self.path)
         if fd is None:
+            self.unread = not is_missing(self.path)
             return b""
         try:
             status = os.fstat(fd)
@@ -295,7 +319,9 @@ class Tail:
             if status.st_size - self.offset > MAX_LINE_BYTES:
                 self._skip_hole(fd, status.st_size)
             data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
+            self.unread = False
         except OSError:
+            self.unread = True
             return b""
         finally:
             os.close(fd)

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Mapping
@@ -158,13 +159,17 @@ class Home:
     def __init__(self, path: Path):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.path, self._fd = path, os.open(path, flags)
+        self._is_there = True
 
     def is_there(self) -> bool:
         """Says whether the directory was neither moved nor replaced nor removed."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
-        except OSError:
-            return False
+            self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
+            self._is_there = False
+        except OSError:  # it cannot be looked at now: what was known stays
+            pass
+        return self._is_there
 
     def is_replaced(self) -> bool:
         """Says whether something else is at its path; a path with nothing is no such sign."""
@@ -247,9 +252,12 @@ def open_append(path: Path) -> int:
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    except OSError:
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise
     return fd
 
 
@@ -276,6 +284,15 @@ def make_directory(path: Path) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise RefusedError(f"{path} is not writable; give another with --run-dir")
     _close_to_others(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory and what is in it, as far as the disk lets it; raises nothing.
+
+    Python's own `ignore_errors` lets the error of an fstat through.
+    """
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_ours(path: Path) -> None:
@@ -333,15 +350,21 @@ def _close_to_others(path: Path) -> None:
 def ask(run: Path, name: str, by: str) -> None:
     """Creates `.HALT` or one of `ASKS`; on a full disk it lacks its text and means the same.
 
-    Raises OSError.
+    Raises OSError where the ranks find nothing new.
     """
-    fd = open_append(run / name)
+    path = run / name
+    before = stamp(path)
     try:
-        with contextlib.suppress(OSError):
-            os.write(fd, f"asked by {by}\n".encode("utf-8", "replace"))
-        os.utime(fd)
-    finally:
-        os.close(fd)
+        fd = open_append(path)
+        try:
+            with contextlib.suppress(OSError):
+                os.write(fd, f"asked by {by}\n".encode("utf-8", "replace"))
+            os.utime(fd)
+        finally:
+            os.close(fd)
+    except OSError:
+        if stamp(path) in (before, None):
+            raise
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:

@@ -200,7 +200,7 @@ def test_a_heap_that_comes_twice_under_the_same_names_goes_twice(launched):
         launched.wait(lambda: not any((box / name).exists() for name in names), 10)
     assert launched.ask("note", launched.run(), text="behind the heap")["ok"]
     told = [a["text"] for a in answers(launched) if a["request"] == "000000"]
-    assert told == ["the request is no small JSON object"] * 2
+    assert told == [requests.NO_OBJECT] * 2
 
 
 def test_what_cannot_be_removed_holds_up_no_request_and_is_no_lost_record(launched):

@@ -1,0 +1,115 @@
+"""Builds the library that makes calls on files fail, and says which of them do."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import struct
+import subprocess
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).with_name("errors.c")
+CONTROL = struct.Struct("=6i32s256s")
+"""As errors.c has it."""
+CHANGING = re.compile(r"(?<![A-Za-z])[0-9a-f]{8,}(?![A-Za-z])|\d+")
+"""What is another number, or another random word, the next time."""
+FULL = ("create", "write", "sync", "mkdir", "rename", "allocate", "send")
+OPENING = ("open", "create", "list")
+NUMBERS: Mapping[str, tuple[str, ...]] = {
+    name: ("EIO", *["ENOSPC"] * (name in FULL), *["EMFILE"] * (name in OPENING))
+    for name in (
+        "open", "create", "read", "write", "send", "sync", "truncate", "allocate", "map", "stat",
+        "fstat", "statvfs", "access", "rename", "unlink", "mkdir", "utime", "chmod", "list",
+        "readdir",
+    )
+}  # fmt: skip
+"""The errors that each call can have: EIO, and where the disk or the table of files is full."""
+
+
+def build(folder: Path) -> Path:
+    """Compiles the library into `folder`; skips the test where there is no compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler (cc) for the library that makes calls fail")
+    library = folder / "errors.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"], check=True
+    )
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The `at`-th call of a name on files of a pattern fails; `lasting`: all after it too."""
+
+    call: str
+    file: str
+    number: str
+    at: int = 1
+    lasting: bool = False
+
+    def __str__(self) -> str:
+        which = f"{self.at}{' and all after it' if self.lasting else ''}"
+        return f"{self.number} for {self.call} {self.file}, call {which}"
+
+
+def environment(library: Path, control: Path, below: Path, record: Path) -> dict[str, str]:
+    """Returns the variables of a process whose calls on files below a directory may fail."""
+    return {
+        "LD_PRELOAD": str(library), "ERRORS_CONTROL": str(control), "ERRORS_BELOW": str(below),
+        "ERRORS_RECORD": str(record),
+    }  # fmt: skip
+
+
+def write(control: Path, failure: Failure | None, armed: bool = False) -> None:
+    """Writes what is to fail, in place; nothing fails or is recorded before it is armed."""
+    given = failure or Failure("", "", "")
+    number = getattr(errno, given.number) if failure else 0
+    data = CONTROL.pack(
+        armed, 0, 0, number, given.at, given.lasting, given.call.encode(), given.file.encode()
+    )
+    control.touch()
+    with control.open("r+b") as stream:
+        stream.write(data)
+
+
+def is_armed(control: Path) -> bool:
+    return control.read_bytes()[:1] != b"\0"
+
+
+def counts(control: Path) -> tuple[int, int]:
+    """Returns how many calls fitted, and how many of them failed."""
+    _, seen, failed, *_ = CONTROL.unpack(control.read_bytes())
+    return seen, failed
+
+
+def sites(record: Path) -> dict[tuple[str, str], int]:
+    """Returns the calls of a record by name and file, numbers left open, and how often each was."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in record.read_text().splitlines():
+        call, _, name = line.partition("\t")
+        found[call, CHANGING.sub("*", name)] += 1
+    return dict(sorted(found.items()))
+
+
+def failures(
+    of: Mapping[tuple[str, str], int], known: Collection[tuple[str, str]] = ()
+) -> list[Failure]:
+    """Returns each site with each of its errors: the first call, the second, the last, and all.
+
+    Of a site that is `known` from elsewhere EIO alone: the first, the last, and all.
+    """
+    found: list[Failure] = []
+    for (call, name), count in of.items():
+        is_known = (call, name) in known
+        for number in NUMBERS[call][: 1 if is_known else None]:
+            places = sorted({1, count} if is_known else {1, min(2, count), count})
+            found += [Failure(call, name, number, at) for at in places]
+            found.append(Failure(call, name, number, lasting=True))
+    return found

@@ -1,0 +1,305 @@
+"""One case of the error sweep: a supervisor whose calls on files fail, and what became of its run.
+
+The supervisor is started as the launcher does, with a library in it that makes calls fail. Its
+ranks are harmed by nothing, so how they ended is the truth that every document has to agree with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from console import actions, plain
+from console.model import RunState
+from console.plans.confirm import confirmed
+from console.sources import process
+from console.sources.run import RunSource
+from console.supervisor import lock
+from console.supervisor.orders import Orders, inherited
+from tests.fakes import errors
+from tests.fakes.errors import Failure
+from tests.launches import PROGRAMS, STUB, phase, write_plan
+from trainers.contract import jsonl, rundir
+
+LIVE = f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
+STEPS, LONG = 40, 100_000
+LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 40.0, 9.0, 0.6, 20.0, 0.02
+GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
+WORKERS, TRIES = 4, 3
+FALSE_WORDS = re.compile(r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|is gone)\b")
+"""What no alert may say of a run to which nothing of it happened."""
+
+FALSE_ANSWER = re.compile(r"is older than|was executed already")
+AFTER_STEP = re.compile(r"after step (\d+)")
+DUMPED = re.compile(r"dumped: (\S+)")
+LOST_RANK = "alert: rank 1 is gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What the ranks of a case do, and what may be said of it: states of the run, failed gates."""
+
+    name: str
+    mode: str = ""
+    steps: int = STEPS
+    states: frozenset[str] = frozenset({"completed"})
+    failed: frozenset[str] = frozenset()
+    attempts: int = 1
+    stopped: bool = False
+    """TERM is sent to the supervisor when the failures have begun."""
+
+
+COURSES = (
+    Course("to the end", "ask"),
+    Course("a gate fails", "poor", failed=frozenset({"loss_finite"})),
+    Course("halt", "halt", LONG, frozenset({"halted"}), frozenset({"steps_done"})),
+    Course("restart", "again", attempts=2),
+    Course(
+        "TERM", "stop", LONG, frozenset({"stopped", "halted"}), frozenset({"steps_done"}), 1, True
+    ),
+)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one case came to: `wrong` are sentences on what must not be."""
+
+    course: Course
+    failure: Failure | None
+    wrong: list[str] = field(default_factory=list)
+    seen: int = 0
+    failed: int = 0
+    stopped: bool = False
+    """The supervisor was sent TERM."""
+    state: str = ""
+    seconds: float = 0.0
+
+
+def orders(course: Course, folder: Path) -> Orders:
+    """Returns what a launcher orders in a course; all its cases share it."""
+    phases = [phase("one", "swept.py", course.steps, course.mode, gates=GATES)]
+    if course.failed:
+        phases.append(phase("two", "swept.py", 1))
+    again = {"when": "crash", "attempts": 2, "backoff_s": 0.1} if course.attempts > 1 else "never"
+    plan = write_plan(folder, phases=phases, restart=again)
+    return actions.prepare(actions.LaunchOptions(plan=str(plan), run_dir=folder / "launch")).orders
+
+
+class Case:
+    """A launch in a folder of its own, with one supervisor; `run` returns what came of it."""
+
+    def __init__(
+        self, course: Course, given: Orders, failure: Failure | None, folder: Path, library: Path
+    ):  # fmt: skip
+        self._course, self._folder, self._library = course, folder, library
+        self._given, self._launch, self._control = given, folder / "launch", folder / "control"
+        self.record = folder / "calls"
+        self._found = Outcome(course, failure)
+
+    def run(self) -> Outcome:
+        begun = time.monotonic()
+        self._folder.mkdir()
+        supervisor = self._start(self._given)
+        try:
+            self._wait(supervisor)
+        finally:
+            self._found.wrong += self._left_behind(supervisor)
+        self._found.seen, self._found.failed = errors.counts(self._control)
+        self._found.wrong += self._untrue()
+        self._found.seconds = time.monotonic() - begun
+        for token in self._tokens():
+            shutil.rmtree(rundir.SHARED_MEMORY / f"{LIVE}{token}", ignore_errors=True)
+        return self._found
+
+    def _start(self, given: Orders) -> subprocess.Popen[bytes]:
+        """Starts the supervisor with the library, as `console.supervisor.start` does without."""
+        rundir.make_directory(self._launch)
+        rundir.write_json(self._launch / rundir.PLAN, given.as_dict(time.time()))
+        held = os.open(self._launch / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        log = rundir.open_append(self._launch / rundir.SUPERVISOR_LOG)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.claim(held, given.launch, "tester")
+            variables = inherited()
+            variables["PYTHONPATH"] = f"{STUB['PYTHONPATH']}:{variables['PYTHONPATH']}"
+            errors.write(self._control, self._found.failure)
+            variables |= errors.environment(
+                self._library, self._control, self._launch, self.record
+            ) | {"ERRORS_LIVE": str(rundir.SHARED_MEMORY / LIVE)}
+            return subprocess.Popen(
+                [sys.executable, str(PROGRAMS / "sick_supervisor.py"), str(self._launch),
+                 "--lock-fd", str(held)],
+                env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, pass_fds=(held,),
+            )  # fmt: skip
+        finally:
+            os.close(held)
+            os.close(log)
+
+    # --- while it runs -------------------------------------------------------------------------
+
+    def _wait(self, supervisor: subprocess.Popen[bytes]) -> None:
+        """Waits for the end; TERM is sent where the course says so, or a lasting failure waits."""
+        failure, begun = self._found.failure, 0.0
+        until = time.monotonic() + LIMIT_S
+        while supervisor.poll() is None and time.monotonic() < until:
+            time.sleep(POLL_S)
+            if not begun and errors.is_armed(self._control):
+                begun = time.monotonic()
+            waits = failure is not None and (failure.lasting or self._course.steps == LONG)
+            after_s = STOP_AFTER_S if self._course.stopped else PATIENT_S if waits else LIMIT_S
+            if begun and not self._found.stopped and time.monotonic() - begun > after_s:
+                supervisor.terminate()
+                self._found.stopped = True
+                until = time.monotonic() + END_S
+
+    def _left_behind(self, supervisor: subprocess.Popen[bytes]) -> Iterator[str]:
+        """Ends what is left; yields a sentence on each that should not have been."""
+        code = supervisor.poll()
+        if code is None:
+            yield "the supervisor did not end"
+            supervisor.kill()
+            supervisor.wait()
+        elif code and not (self._found.stopped and code == -signal.SIGTERM):  # it met its end
+            yield f"the supervisor ended with {code}"
+        for token in self._tokens():
+            for pid in process.with_token(token):
+                yield f"process {pid} was left behind"
+                os.kill(pid, signal.SIGKILL)
+
+    def _tokens(self) -> set[str]:
+        born = rundir.read_json(self._launch / "0-one" / rundir.RUN) or {}
+        told = jsonl.text(jsonl.mapping(born, "environment"), "NSA_CONSOLE_TOKEN")
+        return {
+            token for token in (told, *(jsonl.text(end, "token") for end in self._ends())) if token
+        }
+
+    # --- the truth, and what is said -----------------------------------------------------------
+
+    def _ends(self) -> list[dict[str, Any]]:
+        return _lines(self._folder / "ends.jsonl")
+
+    def _untrue(self) -> Iterator[str]:
+        state = confirmed(RunSource(self._launch))
+        self._found.state = state.state
+        yield from self._wrong_ends()
+        yield from self._wrong_state(state)
+        yield from self._wrong_events()
+        log = (self._launch / rundir.SUPERVISOR_LOG).read_text(errors="replace")
+        if "Traceback" in log:
+            yield f"the supervisor failed: {log.splitlines()[-1]}"
+
+    def _wrong_ends(self) -> Iterator[str]:
+        """Yields how ranks ended that should have gone to their end, or that should not be."""
+        course, stopped = self._course, self._found.stopped
+        wanted = {("0-one", course.attempts, rank) for rank in range(2)}
+        ends = {(end["phase"], end["attempt"], end["rank"]): end for end in self._ends()}
+        if not stopped or ends or course.stopped:
+            for key in wanted ^ set(ends):
+                yield f"{'no ' if key in wanted else ''}end of {key}"
+        for end in ends.values():
+            done = end["step"] == course.steps and not end["halted"]
+            if not (end["halted"] and stopped) and done != (course.steps != LONG):
+                yield f"rank {end['rank']} ended at step {end['step']}"
+
+    def _wrong_state(self, state: RunState) -> Iterator[str]:
+        course = self._course
+        may = course.states | {"lost"} | ({"stopped", "halted"} if self._found.stopped else set())
+        if state.state not in may:
+            yield f"state {state.state}: {state.why}"
+        at = AFTER_STEP.search(state.why)
+        if at and course.steps != LONG and not self._found.stopped and int(at[1]) != course.steps:
+            yield f"it ended at step {course.steps}, and not so: {state.why}"
+        for gate in state.gates:
+            truth = "fail" if gate.name in course.failed else "pass"
+            if gate.result not in ("unknown", truth) and not self._found.stopped:
+                yield f"gate {gate.name} {gate.result}: {plain.gate_line(gate)}"
+        good = course.states == {"completed"} and not course.failed and not self._found.stopped
+        if plain.exit_code(state, whole=True) == 0 and not good:
+            yield "GO"
+        if self._found.failure is None and good and plain.exit_code(state, whole=True):
+            yield f"no GO without a failure: {state.state}, {state.why}, {state.gates}"
+
+    def _wrong_events(self) -> Iterator[str]:
+        may = {"starting", "running", "halting", "stopping", "lost", *self._course.states}
+        may |= {"restarting"} if self._course.attempts > 1 else set()
+        may |= {"stopped", "halted"} if self._found.stopped else set()
+        for folder in (self._launch, self._launch / "0-one"):
+            for event in _lines(folder / rundir.EVENTS):
+                text = f"{event['kind']}: {event['text']}"
+                if event["kind"] == "state" and event.get("state", "running") not in may:
+                    yield text
+                known = self._course.attempts > 1 and text.startswith(LOST_RANK)
+                if event["kind"] == "alert" and FALSE_WORDS.search(text) and not known:
+                    yield text
+                if "mistake" in text or "working process" in text:
+                    yield text
+                if event["kind"] == "answer":
+                    yield from self._wrong_answer(event)
+
+    def _wrong_answer(self, event: Mapping[str, Any]) -> Iterator[str]:
+        """Yields an answer that the files contradict."""
+        run, action, done = self._launch / "0-one", event["action"], event["ok"]
+        asked_by = {"halt": rundir.HALT, "checkpoint": rundir.CHECKPOINT_NOW}.get(action)
+        halts = action != "halt" or done != self._found.stopped
+        if asked_by and not ((run / asked_by).exists() == done and halts):
+            yield f"{action} was answered with {done}, {event['text']!r}"
+        if FALSE_ANSWER.search(event["text"]):
+            yield f"{action} was answered with {event['text']!r}"
+        if action == "dump":
+            said = DUMPED.findall(" ".join(event["detail"]))
+            kept = sorted(path.name for path in run.glob("stackdump_rank*_*.txt"))
+            if said != kept or done != bool(kept):
+                yield f"{action} was answered with {event['text']!r}, {said}: there are {kept}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    data = path.read_bytes() if path.exists() else b""
+    return [record for line in data.splitlines() if (record := jsonl.decode(line)) is not None]
+
+
+class Sweep:
+    """The cases of one course, each in a folder of its own below `folder`."""
+
+    def __init__(self, course: Course, folder: Path, library: Path):
+        folder.mkdir()
+        self._course, self._folder, self._library = course, folder, library
+        self._given, self._numbers = orders(course, folder), itertools.count()
+
+    def _case(self, failure: Failure | None) -> Case:
+        folder = self._folder / f"case{next(self._numbers)}"
+        return Case(self._course, self._given, failure, folder, self._library)
+
+    def record(self) -> dict[tuple[str, str], int]:
+        """Returns the call sites of a run without a failure, and how many calls each had."""
+        case = self._case(None)
+        found = case.run()
+        assert not found.wrong, found
+        return errors.sites(case.record)
+
+    def run(self, failure: Failure) -> Outcome:
+        """Injects one failure; where a run had fewer calls than the one before, its last one."""
+        found = self._case(failure).run()
+        for _ in range(1, TRIES):
+            if found.failed or not found.seen or found.wrong:
+                break
+            found = self._case(replace(failure, at=found.seen)).run()
+        return found
+
+
+def run_all(cases: Iterable[tuple[Sweep, Failure]], workers: int = WORKERS) -> list[Outcome]:
+    """Returns what the failures came to; several are injected at once."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda case: case[0].run(case[1]), cases))

@@ -1,0 +1,70 @@
+"""A contract process for the error sweep: `swept.py STEPS [MODE]`, ranks in lockstep.
+
+Beside the launch directory lie `control`, where rank 0 lets calls of the supervisor fail from step
+3 on, and `ends.jsonl`, to which each rank appends how it ended. MODE `ask` sends requests, `halt`
+asks for a halt, `poor` has a loss that is no number, `again` makes rank 1 exit 7 in its first
+attempt, and calls fail from then on only.
+"""
+
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+
+from trainers.contract import environ, rundir
+from trainers.contract.member import join
+
+FAIL_AT, ASK_AT, EXIT_AT = 3, 6, 12
+ASKED = {"ask": ("note", "dump", "checkpoint"), "halt": ("halt",)}
+ARGS = {"note": {"text": "asked by rank 0"}}
+
+
+def fail_from_now_on() -> None:
+    with (case / "control").open("r+b") as stream:
+        stream.write(struct.pack("=i", 1))
+
+
+def ask(action: str) -> None:
+    record = {
+        "v": 1, "id": f"swept-{action}", "action": action, "args": ARGS.get(action, {}),
+        "by": "rank 0", "ts": time.time(),
+    }  # fmt: skip
+    rundir.write_json(Path(run.run) / rundir.REQUESTS / f"{action}.json", record)
+
+
+steps, mode = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+run = join()
+case, step = Path(run.run).parents[1], 0
+path = Path(run.live or run.run) / f"lockstep{run.attempt}"
+path.touch()
+with path.open("r+b") as stream:
+    stream.truncate(8 * run.world)
+    board = mmap.mmap(stream.fileno(), 8 * run.world)
+halted = False
+for step in range(1, steps + 1):
+    bad = mode == "poor" and step == ASK_AT
+    halted = run.step(step, loss=float("nan") if bad else 1.0 / step, grad_norm=1.0)
+    if halted:
+        break
+    if run.rank == 0 and step == FAIL_AT and mode != "again":
+        fail_from_now_on()
+    if run.rank == 0 and step == ASK_AT:
+        for action in ASKED.get(mode, ()):
+            ask(action)
+    if mode == "again" and run.attempt == 1 and run.rank == 1 and step == EXIT_AT:
+        fail_from_now_on()
+        os._exit(7)
+    time.sleep(0.02)
+    run.pulse.set(step, "backward")
+    struct.pack_into("<q", board, 8 * run.rank, step)
+    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
+        if mode == "again" and run.halt_wish:
+            os._exit(1)
+        time.sleep(0.002)
+end = {"phase": Path(run.run).name, "attempt": run.attempt, "rank": run.rank, "step": step,
+       "halted": halted, "token": os.environ[environ.TOKEN]}  # fmt: skip
+fd = os.open(case / "ends.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+os.write(fd, json.dumps(end).encode() + b"\n")
