@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from trainers.contract import heartbeat, jsonl, rundir
 MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
-HEARTBEAT, SAMPLES = "heartbeat_rank", "samples_"
+HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
 class Place(NamedTuple):
@@ -76,8 +77,8 @@ class Batch(NamedTuple):
 
 def rank_of(name: str) -> int | None:
     """Returns the rank whose heartbeat file has this name, None for another file."""
-    rank = name.removeprefix(HEARTBEAT).removesuffix(".jsonl")
-    return int(rank) if rank.isdecimal() and len(rank) <= len(str(MAX_RANKS)) else None
+    found = HEARTBEAT.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def whole_name(name: str) -> str:
@@ -251,9 +252,12 @@ class Reading:
         """How much is there to read that was not read yet."""
         return sum(follower.behind_bytes for follower in self._followed.values())
 
-    def poll(self, limit_bytes: int) -> Iterator[Batch]:
-        """Yields what is new, about `limit_bytes` of it, from the file on where the last ended."""
-        self._discover()
+    def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
+        """Yields what is new, about `limit_bytes` of it, from the file on where the last ended.
+
+        A run of `world` ranks has no heartbeats of others.
+        """
+        self._discover(world)
         left, ended = limit_bytes, 0
         while left > 0 and ended < len(self._turns):
             follower = self._followed[self._turns[0]]
@@ -265,7 +269,7 @@ class Reading:
                 self._turns.rotate(-1)
                 ended += 1
 
-    def _discover(self) -> None:
+    def _discover(self, world: int) -> None:
         try:
             names = os.listdir(self.run)
         except OSError:
@@ -275,12 +279,13 @@ class Reading:
                 continue
             if self._only is not None and name not in self._only:
                 continue
+            rank = rank_of(name)
             if name == rundir.EVENTS:
-                self._followed[name] = self._plain(name, lambda r: r, None)
+                self._followed[name] = self._plain(name, _any, None)
             elif name.endswith(".jsonl") and name.startswith(SAMPLES):
                 self._followed[name] = self._parted(name)
-            elif name.endswith(".jsonl") and rank_of(name) is not None:
-                self._followed[name] = self._heartbeats(name)
+            elif rank is not None and rank < world:
+                self._followed[name] = self._heartbeats(name, rank)
             else:
                 continue
             self._turns.append(name)
@@ -290,9 +295,8 @@ class Reading:
         tail = jsonl.Tail(self.run / name, accept, recent_bytes, cursor.place.at)
         return Follower(self.run / name, tail, skipped=cursor.skipped)
 
-    def _heartbeats(self, name: str) -> Follower:
-        rank = rank_of(name)
-        if rank is not None and ancestor.is_one(self.run):
+    def _heartbeats(self, name: str, rank: int) -> Follower:
+        if ancestor.is_one(self.run):
             self.is_legacy = True
             return Follower(self.run / name, ancestor.tail(self.run, rank, self._recent_bytes))
         return self._plain(name, heartbeat.accept, self._recent_bytes)

@@ -18,6 +18,8 @@ from trainers.contract import jsonl, rundir
 
 RECENT_BYTES = 256 << 10
 """A reader that wants to know how a run is now reads so much of each file of records."""
+MAX_TAIL_BYTES = 64 * RECENT_BYTES
+"""It reads no more behind a snapshot: nobody has written one for long."""
 Reads = Literal["all", "recent", "charts"]
 """`all` reads every record. `recent` starts at the snapshot, without one at the end of the files.
 `charts` starts at the snapshot too, with all that is drawn of the time before; else as `all`."""
@@ -35,7 +37,8 @@ class Records:
         self.run, self._taken = run, taken
         self.reducer = Reducer(Series())
         held = None if reads == "all" else rundir.read_json(run / rundir.SNAPSHOT, below=run)
-        self.has_snapshot = snapshot.load(run, held, self.reducer)
+        most = MAX_TAIL_BYTES if reads == "recent" else None
+        self.has_snapshot = snapshot.load(run, held, self.reducer, most)
         if self.has_snapshot and reads == "charts":
             snapshot.draw(run, self.reducer)
         recent = RECENT_BYTES if reads == "recent" and not self.has_snapshot else None
@@ -98,8 +101,9 @@ class Records:
 
         `attempt` is that of the supervisor's document, `world` that of run.json.
         """
-        for batch in self._reading.poll(limit_bytes):
-            for record in self.reducer.take(batch, min(world or MAX_RANKS, MAX_RANKS)):
+        ranks = min(world or MAX_RANKS, MAX_RANKS)
+        for batch in self._reading.poll(limit_bytes, ranks):
+            for record in self.reducer.take(batch, ranks):
                 self._taken(self.run, record)
         self.attempt = self.reducer.attempt(attempt)
         heads = self.reducer.heads(self.attempt)

@@ -14,7 +14,7 @@ from typing import Any
 
 from console.sources import reading
 from console.sources.fold import Fold
-from console.sources.reading import Cursor, Line, Place, Reading
+from console.sources.reading import Cursor, Line, Place, Reading, rank_of
 from console.sources.reducer import Events, Head, Reducer
 from console.sources.series import RAW_RECORDS, SPANS_S
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
@@ -76,12 +76,17 @@ def _ref(line: Line | None) -> list[int] | None:
 # --- read --------------------------------------------------------------------------------------
 
 
-def load(run: Path, held: Mapping[str, Any] | None, reducer: Reducer) -> bool:
-    """Fills a new reducer from a snapshot; says whether it did: it has to fit the files."""
+def load(
+    run: Path, held: Mapping[str, Any] | None, reducer: Reducer, most_bytes: int | None = None
+) -> bool:
+    """Fills a new reducer from a snapshot; says whether it did: it has to fit the files.
+
+    It does not where more than `most_bytes` were written since.
+    """
     if held is None or held.get("v") != VERSION:
         return False
     try:
-        _Loader(run, held).fill(reducer)
+        _Loader(run, held, most_bytes).fill(reducer)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         return False
     return True
@@ -90,11 +95,12 @@ def load(run: Path, held: Mapping[str, Any] | None, reducer: Reducer) -> bool:
 class _Loader:
     """Reads one snapshot; what does not fit raises ValueError, or what its type leads to."""
 
-    def __init__(self, run: Path, held: Mapping[str, Any]):
-        self._run, self._held = run, held
+    def __init__(self, run: Path, held: Mapping[str, Any], most_bytes: int | None):
+        self._run, self._held, self._most_bytes = run, held, most_bytes
+        self._cursors: dict[str, Cursor] = {}
 
     def fill(self, reducer: Reducer) -> None:
-        cursors = self._cursors()
+        self._cursors = cursors = self._read_cursors()
         folds = {
             int(rank): Fold.load(int(rank), fold) for rank, fold in self._held["folds"].items()
         }
@@ -114,7 +120,7 @@ class _Loader:
         for name, place in self._held["charted"].items():
             reducer.charted[name] = deque([_place(place)], maxlen=RAW_RECORDS)
 
-    def _cursors(self) -> dict[str, Cursor]:
+    def _read_cursors(self) -> dict[str, Cursor]:
         found = {
             name: Cursor(
                 jsonl.text(each, "head"), _place(each["place"]), _natural(each["skipped"])
@@ -122,16 +128,22 @@ class _Loader:
             for name, each in self._held["files"].items()
         }  # fmt: skip
         for name, cursor in found.items():
-            known = name == rundir.EVENTS or reading.rank_of(name) is not None
+            known = name == rundir.EVENTS or rank_of(name) is not None
             known = known or (name.startswith(reading.SAMPLES) and "/" not in name)
             if not known or not cursor.fits(self._run / name):
                 raise ValueError(f"{name} is not the file that was read")
+        since = sum(jsonl.size_bytes(self._run / name) - each.place.at
+                    for name, each in found.items() if rank_of(name) is not None)  # fmt: skip
+        if self._most_bytes is not None and since > self._most_bytes:
+            raise ValueError("it is of long ago")
         return found
 
     def _line(self, name: str, ref: Any) -> Line | None:
         """Returns the record that stands at a place, None where none is meant or left."""
         if ref is None:
             return None
+        if name not in self._cursors:
+            raise ValueError(f"{name} was not read")
         part, at, length = ref
         place = Place(_natural(part), _natural(at))
         record = reading.read_line(self._run / name, place, _natural(length))

@@ -173,7 +173,7 @@ class Files:
         news = News(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
             news.disk, news.csv = self._disk.look(), self._csv.look()
-            news.batches += self._reading.poll(LOOK_BYTES)
+            news.batches += self._reading.poll(LOOK_BYTES, self._world)
             news.behind = self._reading.behind_bytes > 0
             news.unread = self._reading.unread
         return news

@@ -226,6 +226,28 @@ def test_a_snapshot_of_another_version_is_none(run):
     assert not Records(run, "recent").has_snapshot
 
 
+def test_a_snapshot_of_long_ago_is_none_for_a_look_and_starts_the_charts(run, monkeypatch):
+    monkeypatch.setattr(records, "MAX_TAIL_BYTES", 10_000)
+    prepared(run)
+    for number in range(61, 200):
+        directory.beat(run, 0, number, n=number, mono=1e6 + number)
+    assert not Records(run, "recent").has_snapshot
+    assert Records(run, "charts").has_snapshot
+
+
+def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):
+    prepared(run)
+    secret = tmp_path / "samples_secret.jsonl"
+    secret.write_text('{"ts": 1.0, "host": "secret", "load1": 7.0}\n')
+    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
+    size = secret.stat().st_size
+    held["samples"] = {"../samples_secret.jsonl": [0, 0, size]}
+    directory.document(run / rundir.SNAPSHOT, held)
+    found = Records(run, "recent")
+    found.poll(1, 2, 1 << 20)
+    assert (found.has_snapshot, "secret" in found.sample) == (False, False)
+
+
 def places(held, at=()):
     """Yields every place in a document."""
     yield at
