@@ -395,7 +395,8 @@ def end_of(worker: Worker, story: Story, words: LastWords | None = None, step: i
     return End(
         rank, code, signal, max(step, story.steps.get(rank, 0)), story.errors.get(rank, ""),
         last.error, worker.culled, at=last.at, fatal_at=last.fatal_at,
-        said=clean(said, 200), ts=worker.over_ts, seen=worker.seen, doubt=doubt,
+        said=clean(said, 200), ts=None if worker.late else worker.over_ts, seen=worker.seen,
+        doubt=doubt,
     )  # fmt: skip
 
 

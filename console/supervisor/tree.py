@@ -45,6 +45,8 @@ class Worker:
     local_rank: int
     handle: process.Handle
     over_ts: float | None = None
+    late: bool = False
+    """It had ended before this process looked for it: nobody knows when."""
     code: int | None = None
     signal: str | None = None
     seen: bool = False
@@ -170,6 +172,8 @@ class Tree:
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
                 self._adopt_named(rank, entry, named(entry))
         self.agent = self.agent or named(agent)
+        for worker in self.workers.values():
+            worker.late = worker.late or (worker.over_ts is None and worker.handle.is_over())
         if self.agent is None:
             pid = self._link.agent or jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
@@ -184,7 +188,8 @@ class Tree:
         self.workers[rank] = worker = Worker(rank, local, handle or gone)
         if handle is not None:
             return
-        worker.over_ts = jsonl.number(over, "ts") or time.time()
+        told_ts = jsonl.number(over, "ts")
+        worker.over_ts, worker.late = told_ts or time.time(), told_ts is None
         worker.code, name = jsonl.integer(over, "code"), jsonl.text(over, "signal")
         worker.signal, worker.culled = name or None, over.get("secondary") is True
         worker.vouched = worker.code == 0 and worker.signal is None
