@@ -79,8 +79,8 @@ TABLE: tuple[Decision, ...] = (
              "unknown, never passed",
              "the plan ends; the rank, or the records that are missing, are named"),
     Decision("go-run", "go", "GO for a run: `check`, `status` and `--wait` return 0",
-             ("the supervisor's gates.json", "the records of the run, summed by this reader (snapshot.json has the sums up to "
-              "a place in each file; `check --full` reads all)",
+             ("the supervisor's gates.json", "the records of the run, summed by this reader "
+              "(snapshot.json has the sums up to a place in each file; `check --full` reads all)",
               "phases and gates in plan.json", "phases and results in plan_state.json"),
              "no go; the document, or the records that are missing, are named",
              "no go; the gate, or the document that differs, is named"),

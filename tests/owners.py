@@ -47,7 +47,7 @@ def absent() -> Link:
     """Returns a link to an owner that takes everything and answers nothing."""
     ours, theirs = socket.socketpair()
     _others.append(theirs)
-    return Link(Frames(ours), Charge())
+    return Link(Frames(ours), Charge(identity={}))
 
 
 def end(link: Link) -> None:

@@ -157,7 +157,9 @@ def _read_all(options: argparse.Namespace) -> RunSource:
     total = left = run.poll().behind_bytes
     while left:
         show_progress(1 - left / max(total, left), f"of {size_words(total)}")
-        left = run.poll().behind_bytes
+        before, left = left, run.poll().behind_bytes
+        if left >= before:
+            break  # what is left cannot be read
     show_progress(None)
     return run
 

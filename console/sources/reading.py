@@ -219,6 +219,8 @@ class Reading:
         self._only = only
         self._followed: dict[str, Follower] = {}
         self._turns: deque[str] = deque()
+        self.has_more = False
+        """There was more to read than the last look was to read."""
         self.is_legacy = False
         """The ancestor wrote it."""
 
@@ -268,6 +270,7 @@ class Reading:
             if taken < min(left + taken, CHUNK_BYTES):
                 self._turns.rotate(-1)
                 ended += 1
+        self.has_more = left <= 0
 
     def _discover(self, world: int) -> None:
         try:

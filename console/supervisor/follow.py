@@ -174,7 +174,7 @@ class Files:
         if heartbeats:
             news.disk, news.csv = self._disk.look(), self._csv.look()
             news.batches += self._reading.poll(LOOK_BYTES, self._world)
-            news.behind = self._reading.behind_bytes > 0
+            news.behind = self._reading.has_more
             news.unread = self._reading.unread
         return news
 

@@ -59,7 +59,9 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(launched, name
     started, answer = launched[name, when]
     assert answer["ok"]
     ended = started.wait_end()
-    assert started.state()["state"] == "completed", started.state()["why"]
+    # Without files nobody knows whether the ranks were done, or were halted.
+    expected = "lost" if (name, when) == ("files", ALWAYS) else "completed"
+    assert started.state()["state"] == expected, started.state()["why"]
     if name != "supervisor.json":
         assert started.state()["workers"][0]["exit"]["code"] == 0
     assert "the observer failed (ArithmeticError: broken on purpose)" in alerts_of(started, name)[0]

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from console.diagnose.stall import Seen
+from console.sources.reducer import Reducer
+from console.sources.series import Series
 from console.sources.summary import Summary
 from console.supervisor import watching
 from console.supervisor.alerts import Alerts
@@ -42,7 +44,8 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
     clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
     monkeypatch.setattr(watching, "time", clock)
     context = SimpleNamespace(
-        watch=WATCH, actions={"stall": "restart"}, path=tmp_path, summary=Summary(2, 1, 0),
+        watch=WATCH, actions={"stall": "restart"}, path=tmp_path,
+        reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),
         observers=SimpleNamespace(alerts=Alerts(event, directory)),
         services=SimpleNamespace(directory=SimpleNamespace(document=lambda path, record: None)),
     )  # fmt: skip
