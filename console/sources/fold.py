@@ -16,7 +16,7 @@ from console.sources import documents
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
-KEPT_RECORDS = 512
+KEPT_RECORDS = 256
 KEPT_PEAKS = 64
 KEPT_HOLES = 16
 FIRST_LOSSES = 5

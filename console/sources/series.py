@@ -151,7 +151,7 @@ class Series:
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        self._keeps = keeps
+        self.keeps = keeps
         self._newest: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
         """The values of the newest records of each file."""
         self._files: dict[str, str] = {}
@@ -185,13 +185,13 @@ class Series:
             name: value for name, value in values.items()
             if value is not None and math.isfinite(value) and self._is_in(name, of)
         }  # fmt: skip
-        if self._keeps:
+        if self.keeps:
             self._newest.setdefault(of, deque(maxlen=RAW_RECORDS)).append((at, known))
         return known
 
     def _add_spans(self, of: str, level: int, spans: Sequence[Span]) -> None:
         """Takes spans of one file and resolution that have ended."""
-        if not self._keeps:
+        if not self.keeps:
             self.ended += spans
             return
         for name in {name for span in spans for name in span.bands}:

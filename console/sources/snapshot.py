@@ -16,7 +16,7 @@ from console.sources import reading
 from console.sources.fold import Fold
 from console.sources.reading import Cursor, Line, Place, Reading, rank_of
 from console.sources.reducer import Events, Head, Reducer
-from console.sources.series import RAW_RECORDS, SPANS_S
+from console.sources.series import RAW_RECORDS, SPANS_S, Series
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 1 << 10
@@ -113,12 +113,16 @@ class _Loader:
             name: self._line(name, ref) for name, ref in self._held["samples"].items()
         }  # fmt: skip
         events = self._events(jsonl.mapping(self._held, "events"))
-        reducer.series.load(jsonl.mapping(self._held, "series"))
+        charted = {
+            name: deque([_place(place)], maxlen=RAW_RECORDS)
+            for name, place in self._held["charted"].items()
+        }
+        series = Series(reducer.series.keeps)
+        series.load(jsonl.mapping(self._held, "series"))
+        # Nothing raises from here on: a reducer is filled as a whole, or not at all.
         reducer.cursors, reducer.all_heads, reducer.events = cursors, heads, events
-        reducer.summary.folds = folds
+        reducer.summary.folds, reducer.series, reducer.charted = folds, series, charted
         reducer.newest_samples = {name: line for name, line in samples.items() if line}
-        for name, place in self._held["charted"].items():
-            reducer.charted[name] = deque([_place(place)], maxlen=RAW_RECORDS)
 
     def _read_cursors(self) -> dict[str, Cursor]:
         found = {

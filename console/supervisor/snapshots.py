@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Snapshots:
         self._written = time.monotonic()
         self._add_history()
         found = snapshot.document(self._reducer, self._name, time.time())
-        if len(jsonl.encode(found)) <= snapshot.max_bytes(len(self._reducer.summary.folds)):
+        if len(json.dumps(found)) <= snapshot.max_bytes(len(self._reducer.summary.folds)):
             self._services.publish(self._run / rundir.SNAPSHOT, found)
 
     def _add_history(self) -> None:

@@ -283,8 +283,12 @@ def test_no_snapshot_makes_a_reader_raise(tmp_path_factory, rng, value):
     (folder / rundir.SNAPSHOT).unlink()
     (folder / rundir.SNAPSHOT).write_bytes(jsonl.encode(held))
     source = RunSource(folder, reads="charts")
+    steps = max(
+        rundir.heartbeat(_prepared, rank).read_bytes().count(b"progress") for rank in (0, 1)
+    )
     for _ in range(2):
         state = source.poll()
+        assert (state.step or 0) >= steps, "no record is left out"
         assert list(plain.status_lines(state))
         assert source.summary is not None
         gates.evaluate(source.summary, BOUNDS)
