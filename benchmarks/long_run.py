@@ -34,7 +34,7 @@ from trainers.contract import heartbeat, jsonl, rundir
 RANKS, STEP_S, EVERY = 8, 0.3, 20
 SAMPLES_MIB_A_DAY = 40
 BUDGETS = {"status": 4.0, "check": 10.0, "status, no snapshot": 6.0, "runs": 6.0}
-LOOK_BYTES = 64 << 20
+LOOK_BYTES = 4 << 20
 DAY_S = 86_400
 
 

@@ -154,12 +154,14 @@ def _check_run(options: argparse.Namespace) -> int:
 def _read_all(options: argparse.Namespace) -> RunSource:
     """Returns a source that has read all records; says on a terminal how far it is."""
     run = RunSource(launches.find(options.run, options.root), FULL_BYTES, reads="all")
-    total = left = run.poll().behind_bytes
-    while left:
-        show_progress(1 - left / max(total, left), f"of {size_words(total)}")
-        before, left = left, run.poll().behind_bytes
-        if left >= before:
-            break  # what is left cannot be read
+    most = 0
+
+    def told(left: int) -> None:
+        nonlocal most
+        most = max(most, left)
+        show_progress(1 - left / most, f"of {size_words(most)}")
+
+    run.read_all(told)
     show_progress(None)
     return run
 

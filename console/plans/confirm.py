@@ -60,7 +60,7 @@ def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any])
         state = source.poll()
         if not source.is_whole:
             source = RunSource(run, reads="all")
-            state = source.poll()
+            state = source.read_all()
         if found := list(_doubts(source, state)):
             raise RefusedError(
                 f"{rundir.PLAN_STATE} says that {name} has passed, which nothing confirms: "
@@ -89,7 +89,7 @@ def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[Phas
         path = source.launch_path / phase.dir
         if path != source.run_path:
             before = source.of_phase(path)
-            yield from ((phase, doubt) for doubt in _doubts(before, before.poll()))
+            yield from ((phase, doubt) for doubt in _doubts(before, before.read_all()))
 
 
 def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     if not bounds and not told:
         return
     if not source.is_whole:
-        told = f"there is no {rundir.SNAPSHOT} for its records"
+        told = f"there is no usable {rundir.SNAPSHOT} of its records"
         yield f"{told}, of which only the end was read; {FULL}"
         return
     if state.behind_bytes:

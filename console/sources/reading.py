@@ -6,7 +6,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from trainers.contract import heartbeat, jsonl, rundir
 MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
+MAX_PART_BYTES = 64 << 20
+"""No part has so much text; one that a hostile document names is not unpacked any further."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
@@ -46,17 +48,18 @@ class Cursor:
             return False
         return found.suffix == jsonl.GZIP or jsonl.size_bytes(found) >= self.place.at
 
-    def before(self, path: Path, count_bytes: int) -> Cursor:
-        """Returns the begin of a line about so many bytes before it, for a file without parts."""
-        begin = self.place.at - count_bytes
-        if not count_bytes or begin <= 0:
-            return replace(self, place=Place(0, 0)) if count_bytes else self
-        data = jsonl.read_bytes(path, min(count_bytes, jsonl.MAX_LINE_BYTES), begin)
-        end = data.find(b"\n") + 1
-        return replace(self, place=Place(0, begin + end)) if end else self
-
 
 NOWHERE = Cursor("", Place(0, 0))
+
+
+def line_before(path: Path, at: int, count_bytes: int) -> int:
+    """Returns the begin of a line about so many bytes before the one at `at`."""
+    begin = at - count_bytes
+    if begin <= 0 or not count_bytes:
+        return at if begin > 0 else 0
+    data = jsonl.read_bytes(path, 2 * jsonl.MAX_HEARTBEAT_BYTES, begin)
+    end = data.find(b"\n") + 1
+    return begin + end if 0 < end <= count_bytes else at
 
 
 class Line(NamedTuple):
@@ -68,11 +71,15 @@ class Line(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one look found in one file, in its order, and how far the file is read now."""
+    """What one look found in one file, in its order, and how far the file is read now.
+
+    `replaced` counts how often the file was another one, or shorter, than before.
+    """
 
     name: str
     lines: list[Line]
     cursor: Cursor
+    replaced: int = 0
 
 
 def rank_of(name: str) -> int | None:
@@ -108,10 +115,13 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
     if found.suffix == jsonl.GZIP:
-        tail = jsonl.Packed(found, _any, place.at)
-        while not (lines := tail.poll()) and tail.offset < tail.size_bytes:
-            pass
-        return lines[0] if lines else {}
+        tail, lines = jsonl.Packed(found, _any, place.at), []
+        while not lines and tail.taken_bytes <= min(place.at + length, MAX_PART_BYTES):
+            offset, taken = tail.offset, tail.taken_bytes
+            lines = tail.poll_lines()
+            if (tail.offset, tail.taken_bytes) == (offset, taken):
+                break
+        return lines[0].record if lines and lines[0].at == place.at else {}
     return jsonl.decode(jsonl.read_bytes(found, length, place.at).lstrip(b"\0")) or {}
 
 
@@ -128,9 +138,17 @@ class Follower:
     def __init__(self, path: Path, tail: jsonl.Tail, number: int = 0, skipped: int = 0,
                  left_out_bytes: int = 0):  # fmt: skip
         self.path, self.number, self.tail = path, number, tail
-        self._head, self._of = "", (0, 0)
+        self._head, self._of = "", 0
         self._skipped = skipped
         self._left_out_bytes = left_out_bytes
+        self._replaced = 0
+        self.known_until = 0
+        """What is skipped before this byte was counted before."""
+
+    @property
+    def replaced(self) -> int:
+        """How often the file was another one, or shorter, than before."""
+        return self._replaced + max(0, self.tail.generation - 1)
 
     @property
     def skipped(self) -> int:
@@ -144,17 +162,18 @@ class Follower:
     @property
     def behind_bytes(self) -> int:
         """How much is there to read that was not read yet, compressed parts by their size."""
-        behind = max(0, self.tail.size_bytes - self.tail.offset)
-        if self.tail.path == self.path:
+        tail = self.tail
+        size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
+        behind = max(0, size_bytes - max(tail.offset, 0 if tail.generation else tail.line_at))
+        if tail.path == self.path:
             return behind
         later = [path for number, path in parts(self.path).items() if number > self.number]
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
         """Returns how far it was read; the file is looked at once for its first line."""
-        of = self.number, self.tail.generation
-        if not self._head or of != self._of:
-            self._head, self._of = jsonl.head(self.tail.path), of
+        if not self._head or self.tail.generation != self._of:
+            self._head, self._of = jsonl.head(self.tail.path), self.tail.generation
         return Cursor(self._head, Place(self.number, self.tail.line_at), self.skipped)
 
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
@@ -164,8 +183,11 @@ class Follower:
             self._go_on()
         while left > 0:
             taken, offset = self.tail.taken_bytes, self.tail.offset
-            for at, length, record in self.tail.poll_lines(left):
+            skipped, known = self.tail.skipped, self.known_until - max(offset, self.tail.line_at)
+            known = 0 if self.replaced else known
+            for at, length, record in self.tail.poll_lines(min(left, known) if known > 0 else left):
                 found.append(Line(Place(self.number, at), length, record))
+            self._skipped -= self.tail.skipped - skipped if known > 0 else 0
             left -= self.tail.taken_bytes - taken
             ended = (self.tail.taken_bytes, self.tail.offset) == (taken, offset)
             if ended and not (self.number and self._go_on()):
@@ -181,6 +203,7 @@ class Follower:
         if own is None and self.tail.path == self.path:
             replaced = self.tail.is_replaced
             if replaced:
+                self._replaced += 1
                 self._replace(open_part(self.path))
             return replaced
         if own is not None and own != self.tail.path:  # it has become a part, or was compressed
@@ -193,8 +216,9 @@ class Follower:
 
     def _replace(self, tail: jsonl.Tail) -> None:
         self._skipped += self.tail.skipped
+        self._replaced += max(0, self.tail.generation - 1)
         tail.left_out_bytes = self.tail.left_out_bytes
-        self.tail = tail
+        self.tail, self._head = tail, ""
 
 
 def open_part(path: Path, begin_at: int = 0) -> jsonl.Tail:
@@ -208,15 +232,17 @@ class Reading:
     """Reads the heartbeats, samples and events of one run, a bounded part at each look.
 
     With `recent_bytes` only the end of each file of heartbeats and samples is read. Files that
-    `cursors` names are read from there on, and `only` those are read that it names.
+    `cursors` names are read from there on, heartbeats from `warm_up_bytes` before, and `only` those
+    are read that it names.
     """
 
     def __init__(
         self, run: Path, recent_bytes: int | None = None,
         cursors: Mapping[str, Cursor] | None = None, only: Collection[str] | None = None,
+        warm_up_bytes: int = 0,
     ):  # fmt: skip
         self.run, self._recent_bytes, self._cursors = run, recent_bytes, dict(cursors or {})
-        self._only = only
+        self._only, self._warm_up_bytes = only, warm_up_bytes
         self._followed: dict[str, Follower] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
@@ -266,7 +292,7 @@ class Reading:
             lines, taken = follower.poll(min(left, CHUNK_BYTES))
             left -= taken
             if lines:
-                yield Batch(self._turns[0], lines, follower.cursor())
+                yield Batch(self._turns[0], lines, follower.cursor(), follower.replaced)
             if taken < min(left + taken, CHUNK_BYTES):
                 self._turns.rotate(-1)
                 ended += 1
@@ -284,7 +310,7 @@ class Reading:
                 continue
             rank = rank_of(name)
             if name == rundir.EVENTS:
-                self._followed[name] = self._plain(name, _any, None)
+                self._followed[name] = self._plain(name, _any, None, 0)
             elif name.endswith(".jsonl") and name.startswith(SAMPLES):
                 self._followed[name] = self._parted(name)
             elif rank is not None and rank < world:
@@ -293,16 +319,21 @@ class Reading:
                 continue
             self._turns.append(name)
 
-    def _plain(self, name: str, accept: Any, recent_bytes: int | None) -> Follower:
-        cursor = self._cursors.get(name, NOWHERE)
-        tail = jsonl.Tail(self.run / name, accept, recent_bytes, cursor.place.at)
-        return Follower(self.run / name, tail, skipped=cursor.skipped)
+    def _plain(
+        self, name: str, accept: Any, recent_bytes: int | None, warm_up_bytes: int
+    ) -> Follower:
+        path, cursor = self.run / name, self._cursors.get(name, NOWHERE)
+        begin = line_before(path, cursor.place.at, warm_up_bytes)
+        tail = jsonl.Tail(path, accept, recent_bytes, begin)
+        follower = Follower(path, tail, skipped=cursor.skipped)
+        follower.known_until = cursor.place.at
+        return follower
 
     def _heartbeats(self, name: str, rank: int) -> Follower:
         if ancestor.is_one(self.run):
             self.is_legacy = True
             return Follower(self.run / name, ancestor.tail(self.run, rank, self._recent_bytes))
-        return self._plain(name, heartbeat.accept, self._recent_bytes)
+        return self._plain(name, heartbeat.accept, self._recent_bytes, self._warm_up_bytes)
 
     def _parted(self, name: str) -> Follower:
         path, cursor = self.run / name, self._cursors.get(name)

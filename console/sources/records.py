@@ -20,9 +20,10 @@ RECENT_BYTES = 256 << 10
 """A reader that wants to know how a run is now reads so much of each file of records."""
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
 """It reads no more behind a snapshot: nobody has written one for long."""
-Reads = Literal["all", "recent", "charts"]
+Reads = Literal["all", "recent", "charts", "end"]
 """`all` reads every record. `recent` starts at the snapshot, without one at the end of the files.
-`charts` starts at the snapshot too, with all that is drawn of the time before; else as `all`."""
+`charts` starts at the snapshot too, with all that is drawn of the time before; else as `all`.
+`end` reads the end of the files, for who learns from records what is usual."""
 Taken = Callable[[Path, dict[str, Any]], object]
 
 
@@ -36,12 +37,15 @@ class Records:
     def __init__(self, run: Path, reads: Reads = "all", taken: Taken = lambda *_: None):
         self.run, self._taken = run, taken
         self.reducer = Reducer(Series())
-        held = None if reads == "all" else rundir.read_json(run / rundir.SNAPSHOT, below=run)
+        held = (
+            None if reads in ("all", "end") else rundir.read_json(run / rundir.SNAPSHOT, below=run)
+        )
         most = MAX_TAIL_BYTES if reads == "recent" else None
         self.has_snapshot = snapshot.load(run, held, self.reducer, most)
         if self.has_snapshot and reads == "charts":
             snapshot.draw(run, self.reducer)
-        recent = RECENT_BYTES if reads == "recent" and not self.has_snapshot else None
+        is_recent = reads == "end" or (reads == "recent" and not self.has_snapshot)
+        recent = RECENT_BYTES if is_recent else None
         self._reading = Reading(run, recent, self.reducer.cursors)
         self.attempt = 1
         self.last: dict[int, dict[str, Any]] = {}

@@ -106,6 +106,7 @@ class Reducer:
         """The newest sample of each file."""
         self.events = Events()
         self.cursors: dict[str, Cursor] = {}
+        self._replaced: dict[str, int] = {}
         self.charted: dict[str, deque[Place]] = {}
         """The places of the newest records of which points are kept."""
 
@@ -117,12 +118,14 @@ class Reducer:
         What was taken before is left out.
         """
         known = self.cursors.get(batch.name)
-        if known is not None and known.head != batch.cursor.head:
-            same_part = known.place.part == batch.cursor.place.part
-            known = None if same_part else known  # another file with that name
+        rank, counted = reading.rank_of(batch.name), []
+        if batch.replaced > self._replaced.get(batch.name, 0):
+            self._replaced[batch.name] = batch.replaced
+            known = None  # what was there before stands nowhere any more
+            self.all_heads.pop(-1 if rank is None else rank, None)
+            self.charted.pop(batch.name, None)
         newest = max(known.place, batch.cursor.place) if known else batch.cursor.place
         self.cursors[batch.name] = replace(batch.cursor, place=newest)
-        rank, counted = reading.rank_of(batch.name), []
         for line in batch.lines:
             if known is not None and line.place < known.place:
                 continue
@@ -168,6 +171,11 @@ class Reducer:
         for line in batch.lines:
             if line.place < end:
                 self._chart(batch.name, line, self.series.add_point)
+
+    def drop_points(self, name: str) -> None:
+        """Forgets the points of a file of which some are missing."""
+        self.charted.pop(name, None)
+        self.series.drop_points(name)
 
     # --- combined ------------------------------------------------------------------------------
 

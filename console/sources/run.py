@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,17 @@ class RunSource:
         """Says whether all records count, as a sum over them needs it."""
         return self._reader is None or self._reader.is_whole
 
+    def read_all(self, told: Callable[[int], object] = lambda _: None) -> RunState:
+        """Polls until nothing is left that can be read; `told` gets how many bytes are."""
+        state = self.poll()
+        while state.behind_bytes:
+            before = state.behind_bytes
+            told(before)
+            state = self.poll()
+            if state.behind_bytes >= before:
+                break
+        return state
+
     def of_phase(self, run: Path) -> RunSource:
         """Returns a source for another run of the launch that reads as much."""
         return RunSource(run, reads=self._reads)
@@ -96,7 +107,7 @@ class RunSource:
         told = jsonl.integer(supervisor, "attempt")
         world = jsonl.integer(self._document(run / rundir.RUN), "world")
         if self._reader is None or self._reader.run != run:
-            first: Reads = "all" if self._reads == "all" else "recent"
+            first: Reads = "recent" if self._reads == "charts" else self._reads
             self._reader, self._filling = Records(run, first, self._taken), None
         elif self._reads == "charts" and self._filling is None:
             drawn = not (self._reader.left_out_bytes or self._reader.has_snapshot)

@@ -18,7 +18,7 @@ from trainers.contract import jsonl
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600), (1080, 1440, 4032)
 """The resolutions, and how many spans of each are kept: 3 hours, a day, four weeks."""
-MAX_SERIES = 16_384
+MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW = 200, 64
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
@@ -158,7 +158,7 @@ class Series:
         """The file that each quantity is in."""
         self._spans: dict[tuple[str, int], _Spans] = {}
         self._thinners: dict[str, Thinner] = {}
-        self.ended: list[Span] = []
+        self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
 
@@ -188,6 +188,10 @@ class Series:
         if self.keeps:
             self._newest.setdefault(of, deque(maxlen=RAW_RECORDS)).append((at, known))
         return known
+
+    def drop_points(self, of: str) -> None:
+        """Forgets the points of a file, not its spans."""
+        self._newest.pop(of, None)
 
     def _add_spans(self, of: str, level: int, spans: Sequence[Span]) -> None:
         """Takes spans of one file and resolution that have ended."""

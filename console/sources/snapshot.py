@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.sources import reading
+from console.sources import documents, reading
 from console.sources.fold import Fold
 from console.sources.reading import Cursor, Line, Place, Reading, rank_of
-from console.sources.reducer import Events, Head, Reducer
+from console.sources.reducer import MAX_ATTEMPT, Events, Head, Reducer
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
-MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 1 << 10
-"""It is no longer than that, and than so much for each of more than 64 ranks."""
+MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
+"""It is no longer than that, and than so much for each of more than 16 ranks."""
 HISTORY_BYTES = 4 << 20
 """So much of each history file is read."""
-POINTS_BYTES = 8 << 20
-"""What is read at most of the newest records for their points."""
+POINTS_BYTES = 64 << 20
+"""No more is read of the newest records for their points; without them the spans have to do."""
 
 
 def max_bytes(ranks: int) -> int:
@@ -109,6 +109,11 @@ class _Loader:
                         for number, each in held.items()}
             for rank, held in self._held["heads"].items()
         }  # fmt: skip
+        for rank, fold in folds.items():
+            cursor = cursors.get(rundir.heartbeat(self._run, rank).name)
+            headless = fold.newest not in heads.get(rank, {}) and 0 < fold.newest <= MAX_ATTEMPT
+            if headless or cursor is None or not cursor.place.at:
+                raise ValueError(f"nothing was read of rank {rank}")
         samples = {
             name: self._line(name, ref) for name, ref in self._held["samples"].items()
         }  # fmt: skip
@@ -156,11 +161,11 @@ class _Loader:
     def _head(
         self, rank: int, attempt: int, held: Mapping[str, Any], folds: Mapping[int, Fold]
     ) -> Head:  # fmt: skip
-        name = rundir.heartbeat(self._run, rank).name
+        name, of = rundir.heartbeat(self._run, rank).name, {"rank": rank, "attempt": attempt}
         lines = [self._line(name, held[key]) for key in ("last", "progress")]
         for line in lines:
-            record = heartbeat.accept(line.record) if line is not None else {"rank": rank}
-            if record is None or record["rank"] != rank:
+            record = heartbeat.accept(line.record) if line is not None else of
+            if record is None or (record["rank"], record["attempt"]) != (rank, attempt):
                 raise ValueError(f"{name} has another record")
         last, progress = lines
         part = folds[rank].parts.get(attempt)
@@ -171,13 +176,21 @@ class _Loader:
         return Head(last, progress, halt, _natural(held["records"]))
 
     def _events(self, held: Mapping[str, Any]) -> Events:
+        state = self._line(rundir.EVENTS, held["state"])
         alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in held["alerts"].items()}
-        told = jsonl.mapping(held, "told_ts")
+        for name, line in alerts.items():
+            record = line.record if line is not None else {}
+            told = jsonl.text(record, "kind"), documents.line(record, "alert", "")
+            if told != ("alert", name):
+                raise ValueError("an alert is another event")
+        if state is not None and jsonl.text(state.record, "kind") != "state":
+            raise ValueError("a state is another event")
+        told_ts = jsonl.mapping(held, "told_ts")
         return Events(
-            self._line(rundir.EVENTS, held["state"]),
+            state,
             {name: line for name, line in alerts.items() if line},
             {str(name) for name in held["acknowledged"]},
-            {name: jsonl.number(told, name) or 0.0 for name in told},
+            {name: jsonl.number(told_ts, name) or 0.0 for name in told_ts},
             jsonl.integer(held, "attempts"), jsonl.integer(held, "stalls"),
         )  # fmt: skip
 
@@ -202,13 +215,14 @@ def draw(run: Path, reducer: Reducer) -> None:
     for level in range(len(SPANS_S)):
         data = jsonl.read_bytes(history(run, level), HISTORY_BYTES, below=run)
         reducer.series.add_history(level, data.split(b"\n"))
-    begin = {}
-    for name, places in reducer.charted.items():
-        cursor = reducer.cursors.get(name)
-        if cursor is not None:
-            (part, at), end = places[0], cursor.place
-            at = max(at, end.at - POINTS_BYTES) if part == end.part else at
-            begin[name] = Cursor(cursor.head, Place(part, at))
+    begin = {
+        name: Cursor(reducer.cursors[name].head, places[0])
+        for name, places in reducer.charted.items() if name in reducer.cursors
+    }  # fmt: skip
     reducer.charted.clear()
-    for batch in Reading(run, cursors=begin, only=begin.keys()).poll(POINTS_BYTES * len(begin)):
+    for batch in Reading(run, cursors=begin, only=begin.keys()).poll(POINTS_BYTES):
         reducer.take_points(batch)
+        begin[batch.name] = batch.cursor
+    for name, reached in begin.items():
+        if reached.place < reducer.cursors[name].place:
+            reducer.drop_points(name)

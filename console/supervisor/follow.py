@@ -161,9 +161,9 @@ class Files:
         """A change of one of these calls for a `look` at once."""
         self._disk, self._csv = Disk(run), NewestRow(run)
         self._world = world
-        known = {name: cursor.before(run / name, WARM_UP_BYTES if rank_of(name) is not None else 0)
-                 for name, cursor in (cursors or {}).items()}  # fmt: skip
-        self._reading = former._reading if former is not None else Reading(run, cursors=known)
+        self._reading = former._reading if former is not None else Reading(
+            run, cursors=cursors, warm_up_bytes=WARM_UP_BYTES
+        )  # fmt: skip
 
     def look(self, heartbeats: bool) -> News:
         """Returns what is new; `heartbeats` False looks only for `.HALT`.

@@ -101,7 +101,7 @@ class Contract:
     over, exit_code = "", 0
 
     def __init__(self, path: Path):
-        self._source = RunSource(path, taken=self._take)
+        self._path, self._source = path, RunSource(path, taken=self._take, reads="end")
         self._of: tuple[Path, int] | None = None
         self._run: Path | None = None
         self._attempts: dict[int, _Records] = {}
@@ -130,8 +130,9 @@ class Contract:
 
     def poll(self) -> Moment | None:
         """Returns what is there now, None before the launch has a run."""
-        state, run = confirmed(self._source), self._source.run_path
+        state, run = self._source.poll(), self._source.run_path
         if plain.is_over(state):
+            state = confirmed(RunSource(self._path))
             self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
             self.exit_code = plain.exit_code(state, self._source.whole)
         if run is None:

@@ -71,7 +71,7 @@ class Run:
         )
         self._context = self._shared(held)
         self.summary = self._context.reducer.summary
-        self._snapshots = Snapshots(services, path, self.id, self._context.reducer)
+        self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
         if held is None:
             self._record = given.run_record(index, path, self._flags, self._contract())
             self._link.keep(path / rundir.RUN, self._record)
@@ -95,9 +95,8 @@ class Run:
             summary = inheritance.summary(held, path, world, self.number)
         reducer = Reducer(Series(keeps=False), summary)
         if held is not None:
-            kept = self._link.kept(path / rundir.SNAPSHOT)
-            kept = kept or rundir.read_json(path / rundir.SNAPSHOT, below=path)
-            snapshot.load(path, kept, reducer)
+            # What a former supervisor left on disk is not believed: its records are read again.
+            snapshot.load(path, self._link.kept(path / rundir.SNAPSHOT), reducer)
         live = Live(token, world, self.number, path, held is not None)
         if held is not None and live.path is None and self._link.began(path, home, self.number):
             live.renew(self.number)  # no process has it yet

@@ -373,19 +373,35 @@ class Packed(Tail):
         self._unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
     def _read(self, limit_bytes: int) -> bytes:
-        self.size_bytes = size_bytes(self.path)
-        packed = read_bytes(self.path, PACKED_BYTES, self.offset)
         if self._unpacker.eof or self._is_damaged or limit_bytes <= 0:
             return b""
+        packed = self._read_packed()
+        if packed is None:
+            self.unread = not is_missing(self.path)
+            return b""
+        self.unread = False
         try:
             data = self._unpacker.decompress(packed, limit_bytes)
         except zlib.error:
-            self.skipped += 1
-            self.offset, self._is_damaged = self.size_bytes, True
-            return b""
+            data = b""
+            self._is_damaged = True
         self.offset += len(packed) - len(self._unpacker.unconsumed_tail)
+        self._is_damaged |= not (data or self._unpacker.eof or self.offset < self.size_bytes)
+        if self._unpacker.eof or self._is_damaged:
+            self.offset, self.skipped = self.size_bytes, self.skipped + self._is_damaged
         self.taken_bytes += len(data)
-        if self._unpacker.eof:
-            self.offset = self.size_bytes
         before, self._left = self._left, max(0, self._left - len(data))
         return data[before:]
+
+    def _read_packed(self) -> bytes | None:
+        """Returns the next bytes of the file, None where it cannot be read."""
+        fd = open_regular(self.path)
+        if fd is None:
+            return None
+        try:
+            self.size_bytes = os.fstat(fd).st_size
+            return os.pread(fd, PACKED_BYTES, self.offset)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)

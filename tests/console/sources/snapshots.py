@@ -75,13 +75,15 @@ class Observer:
     One that begins anew starts at the snapshot that is there, as one that takes over does.
     """
 
-    def __init__(self, run: Path):
+    def __init__(self, run: Path, warm_up_bytes: int = 0):
         self.run, self.reducer = run, Reducer(Series(keeps=False))
         held = rundir.read_json(run / rundir.SNAPSHOT)
         self.has_snapshot = snapshot.load(run, held, self.reducer)
-        self._reading = Reading(run, cursors=self.reducer.cursors)
+        self._reading = Reading(
+            run, cursors=self.reducer.cursors, warm_up_bytes=warm_up_bytes
+        )  # fmt: skip
         disk: Any = Disk()
-        self._snapshots = Snapshots(disk, run, "toy/0-first", self.reducer)
+        self._snapshots = Snapshots(disk, run, "toy/0-first", self.reducer, disk)
 
     def read(self, limit_bytes: int = 1 << 30) -> None:
         for batch in self._reading.poll(limit_bytes):

@@ -67,8 +67,9 @@ def test_a_sum_over_all_records_reads_all_of_them(launch, capsys, monkeypatch):
     for rank in (0, 1):
         directory.beat(run, rank, STEPS, "exit", exit_code=0)
     assert main(["check", str(run)]) == 1
-    assert f"there is no snapshot.json for its records, of which only the end was read; {FULL}" in (
-        capsys.readouterr().out
+    assert (
+        f"there is no usable snapshot.json of its records, of which only the end was read; {FULL}"
+        in (capsys.readouterr().out)
     )
     assert main(["check", str(run), "--full", "--json"]) == 1
     capsys.readouterr()

@@ -248,6 +248,74 @@ def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):
     assert (found.has_snapshot, "secret" in found.sample) == (False, False)
 
 
+def test_a_file_that_was_cut_short_goes_on(run):
+    prepared(run)
+    path, observer = rundir.heartbeat(run, 0), Observer(run)
+    observer.read()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:5]))
+    observer.read()
+    for number in range(61, 64):
+        directory.beat(run, 0, 1000 + number, n=number, mono=1e6 + number)
+    observer.read()
+    assert observer.reducer.heads(1)[0].last.record["step"] == 1063
+    observer.write()
+    assert Records(run, "recent").has_snapshot
+
+
+def test_samples_that_were_renamed_away_begin_anew(run):
+    prepared(run)
+    path, observer = run / "samples_here.jsonl", Observer(run)
+    observer.read()
+    path.rename(tmp := run / "elsewhere")
+    for second in range(5):
+        directory.sample(run, ts=2e9 + second, host="here", ranks=[], gpus=[])
+    observer.read()
+    tmp.unlink()
+    assert observer.reducer.samples(1)["here"]["ts"] == 2e9 + 4
+    observer.write()
+    assert Records(run, "recent").has_snapshot
+
+
+def test_what_is_skipped_is_counted_once_whoever_reads_it_again(run):
+    prepared(run)
+    with rundir.heartbeat(run, 0).open("ab") as stream:
+        stream.write(b"garbage\n" * 7)
+    directory.beat(run, 0, 90, n=61, mono=1e6)
+    for _ in range(3):
+        observer = Observer(run, warm_up_bytes=1 << 10)
+        observer.read()
+        observer.write()
+    found = Records(run, "recent")
+    found.poll(1, 2, 1 << 20)
+    assert (found.has_snapshot, found.skipped) == (True, 7)
+
+
+@pytest.mark.parametrize("change", [
+    lambda held: held["heads"].clear(), lambda held: held["files"].clear(),
+    lambda held: held["folds"].update({"7": held["folds"]["0"]}),
+    lambda held: held["folds"]["0"].update(memory_mib=[[1, None]]),
+    lambda held: held["folds"]["0"].update(newest=9),
+    lambda held: held["events"]["alerts"].update(disk=[0, 0, 10]),
+])  # fmt: skip
+def test_a_snapshot_that_contradicts_itself_is_none(run, change):
+    prepared(run)
+    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
+    change(held)
+    directory.document(run / rundir.SNAPSHOT, held)
+    assert not Records(run, "recent").has_snapshot
+
+
+def test_check_reads_files_of_any_length_to_their_end(run, monkeypatch):
+    prepared(run)
+    source = RunSource(run, limit_bytes=1 << 10, reads="all")
+    assert source.read_all().behind_bytes == 0
+    assert source.summary is not None
+    assert [fold.progress for _, fold in sorted(source.summary.folds.items())] == [
+        rundir.heartbeat(run, rank).read_bytes().count(b"progress") for rank in (0, 1)
+    ]
+
+
 def places(held, at=()):
     """Yields every place in a document."""
     yield at
@@ -286,8 +354,13 @@ def test_no_snapshot_makes_a_reader_raise(tmp_path_factory, rng, value):
     steps = max(
         rundir.heartbeat(_prepared, rank).read_bytes().count(b"progress") for rank in (0, 1)
     )
-    for _ in range(2):
+    for number in range(2):
         state = source.poll()
+        mono, memory = 1e6 + number, {"gpu_mem_reserved": 1.0}
+        path = rundir.heartbeat(folder, 0)
+        lines, _ = path.read_bytes(), path.unlink()
+        path.write_bytes(lines)
+        directory.beat(folder, 0, 500 + number, n=600 + number, mono=mono, attempt=9, **memory)
         assert (state.step or 0) >= steps, "no record is left out"
         assert list(plain.status_lines(state))
         assert source.summary is not None
@@ -370,7 +443,7 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     with_snapshot = main(["check", str(run)]), capsys.readouterr().out
     (run / rundir.SNAPSHOT).unlink()
     assert main(["check", str(run)]) == 1
-    assert "there is no snapshot.json for its records, of which only the end was read; " in (
+    assert "there is no usable snapshot.json of its records, of which only the end was read; " in (
         capsys.readouterr().out
     )
     assert (main(["check", str(run), "--full"]), capsys.readouterr().out) == with_snapshot
