@@ -77,7 +77,8 @@ class Part:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what differs from a part without records."""
-        return {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
+        found = {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
+        return found | ({"exit": list(self.exit)} if self.exit else {})
 
     @classmethod
     def load(cls, held: Record) -> Part:
@@ -305,7 +306,8 @@ class Fold:
             setattr(fold, key, jsonl.integer(held, key) or 0)
         fold.norm_min = jsonl.number(held, "norm_min")
         whole = fold.newest in fold.parts or not fold.newest
-        if not whole or jsonl.encode(fold.as_dict()) != jsonl.encode(held):
+        same = fold.as_dict() == held or jsonl.encode(fold.as_dict()) == jsonl.encode(held)
+        if not (whole and same):
             raise ValueError("it is no fold of records")
         return fold
 

@@ -301,8 +301,9 @@ class Reading:
     def _discover(self, world: int) -> None:
         try:
             names = os.listdir(self.run)
-        except OSError:
-            return
+        except OSError:  # what the run has to have is tried all the same
+            names = [rundir.EVENTS] if world < MAX_RANKS else []
+            names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
         for name in map(whole_name, names):
             if name in self._followed or len(self._followed) >= MAX_FILES:
                 continue

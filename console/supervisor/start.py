@@ -21,6 +21,7 @@ from console.plans import confirm
 from console.settings import Hook
 from console.sources import launches, presence
 from console.supervisor import inheritance, lock
+from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
@@ -65,11 +66,12 @@ class Claim:
     """A launch directory that is ours alone as long as the lock's descriptor is open.
 
     A launch that was interrupted before its supervisor took over never happened: what it left is
-    replaced. `adopt` claims the directory of a launch whose supervisor is gone.
+    removed. `adopt` claims the directory of a launch whose supervisor is gone.
     """
 
     def __init__(self, directory: Path, adopt: bool = False):
         self.directory = directory
+        self.cleared = ""
         self._adopt = adopt
         self._made = not directory.exists()
         self.fd = -1
@@ -103,6 +105,14 @@ class Claim:
         except RefusedError:
             self.release()
             raise
+        for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
+            self._clear_half_written(folder)
+        try:
+            if not self._adopt:
+                self._clear()
+        except OSError as error:
+            self.release()
+            raise RefusedError(f"cannot clear {self.directory}: {error.strerror}") from error
 
     def _never_began(self, names: list[str]) -> bool:
         """Says whether all that is there was left by a launch that no supervisor took over."""
@@ -112,6 +122,20 @@ class Claim:
         # A lock of ours from this moment proves nothing: it has to have been there before.
         had_lock = self.fd >= 0 or rundir.LOCK in there
         return had_lock and ours and BEFORE_THE_START.issuperset(there)
+
+    def _clear_half_written(self, folder: Path) -> None:
+        """Removes documents that a killed supervisor or launcher was writing."""
+        with contextlib.suppress(OSError):
+            for path in folder.glob(".*.json.tmp-*"):
+                path.unlink()
+
+    def _clear(self) -> None:
+        """Removes what a launch left that never began; only under the lock."""
+        held = rundir.read_json(self.directory / rundir.PLAN)
+        if held is not None:
+            self.cleared = jsonl.text(held, "launch", "?")[:200]
+        for name in BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
+            (self.directory / name).unlink(missing_ok=True)
 
     def _check_lock(self, path: Path) -> None:
         """Raises RefusedError when the lock is another file too: its content is replaced."""
@@ -200,6 +224,8 @@ def start(directory: Path, given: Orders) -> None:
     try:
         rundir.write_json(directory / rundir.PLAN, record)
         lock.claim(claim.fd, given.launch, user_name())
+        if claim.cleared:
+            _say_cleared(directory, claim.cleared)
         log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     except OSError as error:
         claim.undo()
@@ -275,6 +301,16 @@ def _check_adoptable(directory: Path, launch: str, sure: bool) -> None:
             f"{launch} was not supervised since this host started, and its command may be started "
             f"again: see it with nsa-console status {directory}, and add --yes to mean it"
         )
+
+
+def _say_cleared(directory: Path, launch: str) -> None:
+    """Writes down that the remains of a launch were removed, before there is a supervisor."""
+    text = f"the remains of the launch {launch}, which never began, were cleared"
+    fd = rundir.open_append(directory / rundir.EVENTS)
+    try:
+        os.write(fd, jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
+    finally:
+        os.close(fd)
 
 
 def _spawn(directory: Path, log: int, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:

@@ -56,7 +56,7 @@ class TerminalDriver(LinuxDriver):
         self._late: threading.Thread | None = None
         self._ends = threading.Lock()
         self._code = 0
-        self._bursts, self._told = Bursts(), 0.0
+        self._bursts, self._told, self._ignored = Bursts(), 0.0, False
 
     @property
     def _console(self) -> ConsoleApp:
@@ -89,6 +89,9 @@ class TerminalDriver(LinuxDriver):
                 return
             if ready and not read:
                 return
+            if not ready and self._ignored:  # keys of the burst may have taken the notice away
+                self._ignored = False
+                self._tell_ignored()
             text = decode(read)
             if len(text) > FEW and self._bursts.is_pasting(time.monotonic()):
                 self._say_ignored()  # an event for each character would take long
@@ -108,10 +111,15 @@ class TerminalDriver(LinuxDriver):
                 self._say_ignored()
 
     def _say_ignored(self) -> None:
+        """Says it at once, and again when the burst is over."""
+        self._ignored = True
         if (now := time.monotonic()) - self._told >= TOLD_S:
             self._told = now
-            said = "input ignored: it came together with other input"
-            self._app.call_later(self._console.say, said, "error")
+            self._tell_ignored()
+
+    def _tell_ignored(self) -> None:
+        said = "input ignored: it came together with other input"
+        self._app.call_later(self._console.say, said, "error")
 
     # --- the ways out --------------------------------------------------------------------------
 
