@@ -22,7 +22,7 @@ MAX_ATTEMPT = 100_000
 """No run has more; a record of a later one is not believed."""
 KEPT_HEADS = 4
 BELIEVED_RECORDS = 2
-"""So many records of an attempt tell that it has begun, where no supervisor says so."""
+"""Without a word of the supervisor, an attempt has begun when it has this many records."""
 MAX_ALERTS = 256
 
 
@@ -47,14 +47,14 @@ class Head:
 
 @dataclass(slots=True)
 class Events:
-    """What the supervisor's events tell: its last state, and alerts."""
+    """The supervisor's events added up: its last state, and its alerts."""
 
     state: Line | None = None
     alerts: dict[str, Line] = field(default_factory=dict)
     """The event that raised each open alert."""
     acknowledged: set[str] = field(default_factory=set)
     told_ts: dict[str, float] = field(default_factory=dict)
-    """When the last event on an alert was written."""
+    """The time of the last event on each alert."""
     attempts: int | None = None
     stalls: int | None = None
     """Both None before the first event."""
@@ -84,6 +84,12 @@ class Events:
         if kind == "alert":
             self.alerts[name] = line
 
+    def forget_lines(self) -> None:
+        """Forgets events that stand nowhere any more; what was counted stays counted."""
+        self.state = None
+        self.alerts.clear()
+        self.acknowledged.clear()
+
     def open(self) -> dict[str, Alert]:
         """Returns the alerts that no event has cleared."""
         return {
@@ -95,8 +101,8 @@ class Events:
 class Reducer:
     """The state of a run from its records: of all attempts in `summary`, of each one in heads.
 
-    Which attempt is the present one, the supervisor's document says; without one two records have
-    to agree. `series` gets what is charted.
+    The supervisor's document names the present attempt; without it two records have to agree.
+    `series` gets what is charted.
     """
 
     def __init__(self, series: Series, summary: Summary | None = None):
@@ -124,6 +130,8 @@ class Reducer:
             known = None  # what was there before stands nowhere any more
             self.all_heads.pop(-1 if rank is None else rank, None)
             self.charted.pop(batch.name, None)
+            if batch.name == rundir.EVENTS:
+                self.events.forget_lines()
         newest = max(known.place, batch.cursor.place) if known else batch.cursor.place
         self.cursors[batch.name] = replace(batch.cursor, place=newest)
         for line in batch.lines:

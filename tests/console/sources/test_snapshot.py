@@ -277,6 +277,19 @@ def test_samples_that_were_renamed_away_begin_anew(run):
     assert Records(run, "recent").has_snapshot
 
 
+def test_events_that_were_replaced_leave_a_snapshot_that_fits(run):
+    prepared(run)
+    observer = Observer(run)
+    directory.event(run, "alert", alert="disk", level="warn", text="little room")
+    observer.read()
+    (run / rundir.EVENTS).rename(run / "elsewhere")
+    directory.event(run, "note", text="a new file")
+    observer.read()
+    observer.write()
+    assert Records(run, "recent").has_snapshot
+    assert observer.reducer.events.open() == {}
+
+
 def test_what_is_skipped_is_counted_once_whoever_reads_it_again(run):
     prepared(run)
     with rundir.heartbeat(run, 0).open("ab") as stream:
