@@ -79,9 +79,9 @@ class Facts:
     collecting: bool = False
     """All processes have ended, and their records are still being read."""
     before: str | None = None
-    """Why the last attempt ended, while the run waits for the next one: nothing else counts."""
+    """The reason of the last end, while the run waits for its next attempt: nothing else counts."""
     again: str = ""
-    """When that one begins, and from where."""
+    """The time and the checkpoint at which that one begins."""
     view: View = View()
     is_reader: bool = False
 
@@ -119,7 +119,7 @@ class Facts:
     def halted(self) -> bool:
         """All ranks ended well, before their last step.
 
-        Where a full disk took their records, a halt that was asked for counts as obeyed.
+        A halt that was asked for counts as obeyed if a full disk took their records.
         """
         wanted = self.asked == "halt" or self.halt_file
         return self.clean and (bool(self.halt_steps) or (wanted and not self.told))

@@ -1,4 +1,4 @@
-"""What systemd-logind does to a run when its user logs out; logind itself is asked."""
+"""Asks systemd-logind for the settings that end processes when their user logs out."""
 
 from __future__ import annotations
 

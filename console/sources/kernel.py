@@ -1,4 +1,4 @@
-"""How many processes of a cgroup, and of the host, the kernel killed for memory."""
+"""Reads the kernel's counts of processes that it killed for memory, in a cgroup and on the host."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far a file was read: all lines before `place`. `head` is the hash of its first line.
+    """The place up to which a file was read. `head` is the hash of its first line.
 
     `skipped` lines before it are no records.
     """
@@ -71,9 +71,9 @@ class Line(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one look found in one file, in its order, and how far the file is read now.
+    """The new lines of one file in their order, and the place up to which it is read now.
 
-    `replaced` counts how often the file was another one, or shorter, than before.
+    `replaced` counts the times that the file was replaced or cut short.
     """
 
     name: str
@@ -143,11 +143,11 @@ class Follower:
         self._left_out_bytes = left_out_bytes
         self._replaced = 0
         self.known_until = 0
-        """What is skipped before this byte was counted before."""
+        """Lines before this byte are read again: those that are skipped there count already."""
 
     @property
     def replaced(self) -> int:
-        """How often the file was another one, or shorter, than before."""
+        """The number of times that the file was replaced or cut short."""
         return self._replaced + max(0, self.tail.generation - 1)
 
     @property
@@ -161,7 +161,7 @@ class Follower:
 
     @property
     def behind_bytes(self) -> int:
-        """How much is there to read that was not read yet, compressed parts by their size."""
+        """The bytes that are left to read, compressed parts by their size."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
         behind = max(0, size_bytes - max(tail.offset, 0 if tail.generation else tail.line_at))
@@ -277,7 +277,7 @@ class Reading:
 
     @property
     def behind_bytes(self) -> int:
-        """How much is there to read that was not read yet."""
+        """The bytes that are left to read."""
         return sum(follower.behind_bytes for follower in self._followed.values())
 
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:

@@ -82,12 +82,12 @@ class Records:
 
     @property
     def left_out_bytes(self) -> int:
-        """How much there is before the place where reading began."""
+        """The bytes before the place where reading began."""
         return self._reading.left_out_bytes
 
     @property
     def behind_bytes(self) -> int:
-        """How much is there to read that was not read yet."""
+        """The bytes that are left to read."""
         return self._reading.behind_bytes
 
     @property

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_name("errors.c")
 CONTROL = struct.Struct("=6i32s256s")
 """As errors.c has it."""
 CHANGING = re.compile(r"(?<![A-Za-z])[0-9a-f]{8,}(?![A-Za-z])|\d+")
-"""What is another number, or another random word, the next time."""
+"""Numbers and random words that differ from run to run."""
 FULL = ("create", "write", "sync", "mkdir", "rename", "allocate", "send")
 OPENING = ("open", "create", "list")
 NUMBERS: Mapping[str, tuple[str, ...]] = {

@@ -39,7 +39,7 @@ LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 40.0, 9.0, 0.6, 20.0, 0.02
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3
 FALSE_WORDS = re.compile(r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|is gone)\b")
-"""What no alert may say of a run to which nothing of it happened."""
+"""No alert may say this of a run to which it did not happen."""
 
 FALSE_ANSWER = re.compile(r"is older than|was executed already")
 AFTER_STEP = re.compile(r"after step (\d+)")
@@ -49,7 +49,7 @@ LOST_RANK = "alert: rank 1 is gone"
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the ranks of a case do, and what may be said of it: states of the run, failed gates."""
+    """The deeds of the ranks in a case, and the states and failed gates that may be told of it."""
 
     name: str
     mode: str = ""
@@ -74,7 +74,7 @@ COURSES = (
 
 @dataclass(slots=True)
 class Outcome:
-    """What one case came to: `wrong` are sentences on what must not be."""
+    """The result of one case: `wrong` are sentences on what must not be."""
 
     course: Course
     failure: Failure | None

@@ -244,7 +244,7 @@ class Tail:
         self.path = path
         self._stays = stays
         self.generation = 0
-        """How often it began with a file: one that is replaced or truncated is read again."""
+        """The number of times that it began with a file: a replaced or cut one is read again."""
         self.is_replaced = False
         """The file at the path is another one, which is not read, as it `stays` with its own."""
         self.line_at = self._begin_at = begin_at

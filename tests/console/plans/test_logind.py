@@ -1,4 +1,4 @@
-"""What a logout does to a run: systemd-logind answers through a busctl of the test's own."""
+"""A logout ends a run or not: systemd-logind answers through a busctl of the test's own."""
 
 from __future__ import annotations
 

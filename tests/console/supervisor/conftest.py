@@ -1,4 +1,4 @@
-"""What real launches are made of; they begin in tests/console/conftest.py."""
+"""The parts of real launches; they begin in tests/console/conftest.py."""
 
 from __future__ import annotations
 
