@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import threading
 import time
 
 import pytest
@@ -32,6 +33,9 @@ def fill(path, count: int = COUNT) -> None:
         directory.put(path, jsonl.encode(sample(number)))
         if number % 100 == 99:
             directory.call(parts.look)
+    drained = threading.Event()
+    directory.call(drained.set)
+    assert drained.wait(60)
     until = time.monotonic() + 20
     while any(p.suffix != rundir.GZIP for _, p in rundir.parts(path)):
         assert time.monotonic() < until
