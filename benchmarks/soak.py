@@ -45,7 +45,7 @@ from trainers import manifest
 from trainers.contract import jsonl, rundir
 from trainers.failures import CheckpointError
 
-RATIO = 0.90
+RATIO = 0.92
 PLAN = {
     "name": "soak",
     "restart": {"when": "stall", "attempts": 3, "backoff_s": 1},
