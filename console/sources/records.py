@@ -53,10 +53,6 @@ class Records:
         self.gpus: tuple[Gpu, ...] = ()
 
     @property
-    def series(self) -> Series:
-        return self.reducer.series
-
-    @property
     def summary(self) -> Summary:
         """The sums over all attempts, with the counts of the events."""
         summary, events = self.reducer.summary, self.reducer.events
@@ -67,11 +63,6 @@ class Records:
     def state_event(self) -> dict[str, Any] | None:
         held = self.reducer.events.state
         return held.record if held is not None else None
-
-    @property
-    def last_step(self) -> int | None:
-        """The newest step in the last record of any rank, None before there is one."""
-        return max((record["step"] for record in self.last.values()), default=None)
 
     def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
         """Reads what is new, about `limit_bytes` of it.
@@ -121,7 +112,7 @@ class Records:
     def figures(self, ours: bool) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples; `ours` as `progress_figures`."""
         figures = documents.progress_figures(self.progress, ours)
-        percentiles = self.series.step_percentiles_s()
+        percentiles = self.reducer.series.step_percentiles_s()
         if percentiles and 0 in self.progress:
             p50, p99, count = percentiles
             at = jsonl.number(self.progress[0], "ts") or 0.0

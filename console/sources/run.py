@@ -164,7 +164,7 @@ class RunSource:
             attempt=reader.attempt,
             host=documents.line(supervisor, "host", documents.line(born, "host", "")),
             world=len(ranks),
-            eta_s=reader.series.eta_s(step, planned) if step and planned and moves else None,
+            eta_s=self.series.eta_s(step, planned) if step and planned and moves else None,
             data_age_s=None if ended else data_age_s(ranks, reader),
             ranks=ranks,
             gpus=reader.gpus,

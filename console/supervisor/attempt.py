@@ -72,8 +72,8 @@ class Attempt:
         self._upkeep = Upkeep(services.directory, self.path, number, self._samples)
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
-        pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
-        self._ends = Ends(self.tree, self._heads, pulses)
+        self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
+        self._ends = Ends(self.tree, self._heads, self._pulses)
         of_this = kept if jsonl.integer(kept or {}, "attempt") == number else None
         counts = jsonl.mapping(of_this or {}, "oom")
         self.oom_before = OomCounts(**counts) if counts else kernel.snapshot()
@@ -389,7 +389,7 @@ class Attempt:
         """The newest step that a pulse or a record tells of."""
         pulsed = max((seen.step for seen in self._sampler.seen), default=0)
         recorded = (head.step for head in self._heads().values())
-        return max(pulsed, self._ends.newest_pulse, *recorded)
+        return max(pulsed, self._pulses.newest, *recorded)
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""

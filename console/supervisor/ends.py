@@ -31,11 +31,6 @@ class Ends:
         head = self._heads().get(worker.rank, NO_RECORDS)
         return end_of(worker, head, self.last_words.get(worker.rank), step)
 
-    @property
-    def newest_pulse(self) -> int:
-        """The newest step that an ended rank was at, 0 without a pulse."""
-        return self._pulses.newest
-
     def so_far(self) -> list[End]:
         """Returns the ends that there are."""
         over = [each for each in self._tree.workers.values() if each.over_ts is not None]

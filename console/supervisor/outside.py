@@ -10,7 +10,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from console import plain
@@ -32,16 +31,6 @@ WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkp
 """Files that a training of either system writes beside its records."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
 """In these, ranks may stand still: they are being ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The result of one look at a directory."""
-
-    run: Path
-    attempt: int
-    watch: Watch
-    readings: Readings
 
 
 def other_files_rest(run: Path) -> str:
@@ -82,17 +71,19 @@ class Contract:
 
     def __init__(self, path: Path):
         self._path, self._source = path, RunSource(path, reads="end")
-        self._of: tuple[Path, int] | None = None
+        self.of: tuple[Path, int] | None = None
+        """The run and the attempt of the last readings, `watch` its limits."""
+        self.watch = Watch()
         self._settled = False
 
     def _follow(self, run: Path, attempt: int) -> None:
         """Begins anew with another run or attempt."""
-        self._of, self._settled = (run, attempt), False
+        self.of, self._settled = (run, attempt), False
         self._old = ancestor.is_one(run)
-        self._watch = ancestor.WATCH if self._old else _watch_of(run)
+        self.watch = ancestor.WATCH if self._old else _watch_of(run)
         self._disk, self._csv = Disk(run), NewestRow(run)
 
-    def poll(self) -> Moment | None:
+    def poll(self) -> Readings | None:
         """Returns what is there now, None before the launch has a run."""
         state, run = self._source.poll(), self._source.run_path
         if plain.is_over(state):
@@ -101,9 +92,9 @@ class Contract:
             self.exit_code = plain.exit_code(state, self._source.whole)
         if run is None:
             return None
-        if self._of != (run, state.attempt):
+        if self.of != (run, state.attempt):
             self._follow(run, state.attempt)
-        return Moment(run, state.attempt, self._watch, self._readings(run, state))
+        return self._readings(run, state)
 
     def _readings(self, run: Path, state: RunState) -> Readings:
         heads = self._source.reducer.heads(state.attempt)
@@ -125,9 +116,9 @@ class Contract:
         if not (self._settled or state.behind_bytes):
             self._settled = True
             self._source.reducer.settle()
-        doubt = disagreement(pulsed, self._watch) if pulsed else other_files_rest(run)
+        doubt = disagreement(pulsed, self.watch) if pulsed else other_files_rest(run)
         return readings(
-            heads, () if idle else pulsed or _recorded(heads, self._watch), rss_mib,
+            heads, () if idle else pulsed or _recorded(heads, self.watch), rss_mib,
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.look(), doubt,
         )  # fmt: skip
 

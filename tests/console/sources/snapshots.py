@@ -77,7 +77,7 @@ class Observer:
     """
 
     def __init__(self, run: Path, warm_up_bytes: int = 0):
-        self.run, self.reducer = run, Reducer(Series(keeps=False))
+        self.run, self.reducer = run, Reducer(Series(keeps=False), timed=True)
         held = rundir.read_json(run / rundir.SNAPSHOT)
         self.has_snapshot = snapshot.load(run, held, self.reducer)
         self._reading = Reading(

@@ -268,6 +268,17 @@ def test_a_file_that_was_cut_short_goes_on(run):
     assert Records(run, "recent").has_snapshot
 
 
+def test_who_starts_at_a_snapshot_learns_from_the_records_before_it_what_is_usual(run):
+    prepared(run)
+    observer = Observer(run, warm_up_bytes=1 << 20)
+    before = observer.reducer.heads(1)[0].records
+    observer.read()
+    head = observer.reducer.heads(1)[0]
+    assert head.records == before
+    assert head.pace.p99_s() is not None
+    assert len(head.pace.take_fresh()) == rundir.heartbeat(run, 0).read_bytes().count(b"progress")
+
+
 def test_a_file_that_was_copied_over_tells_the_same(run):
     prepared(run)
     path, observer = rundir.heartbeat(run, 0), Observer(run)

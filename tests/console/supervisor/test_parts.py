@@ -72,7 +72,7 @@ def read(run, reads: Reads = "all") -> tuple[Records, list[float]]:
         records.poll(1, 1, 100_000)
         if not records.reading.behind_bytes:
             break
-    return records, [value for _, value in records.series.points("rss_mib:0")]
+    return records, [value for _, value in records.reducer.series.points("rss_mib:0")]
 
 
 def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(filled):
