@@ -81,7 +81,7 @@ class Pace:
         """The step time that its records told of since then, behind the first of them."""
         self._step = 0
         self._rose = -math.inf
-        """When its newest step was read, in monotonic seconds; infinite before `live_since`."""
+        """When its newest step was read, in monotonic seconds, if that was after `live_since`."""
         self._rose_ts = math.inf
         """The time that the record of that step says for itself."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
@@ -126,10 +126,8 @@ class Pace:
     def _take_rise(self, step: int, first_step: int, mono: float, written: float) -> None:
         """Takes a new step; until its reader is there, the records tell the time between them."""
         live = self._rose > -math.inf
-        steps, took_s = (
-            step - self._step,
-            _span(mono - self._rose if live else written - self._rose_ts),
-        )
+        took_s = _span(mono - self._rose if live else written - self._rose_ts)
+        steps = step - self._step
         if self._step and (self.progress or self._step >= first_step):
             self._gaps.append((steps, took_s))
         else:
