@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.common import publish, table
-from console.diagnose.readings import UNIFORM_NATS, Past, Readings
+from console.diagnose.readings import Past, Readings
 from console.diagnose.rules import HALTING, RULES, STRONG, TABLE
 from console.diagnose.stall import Seen
 from console.diagnose.watch import Watchdog
 from console.model import Gpu
-from console.supervisor.follow import Story
+from console.sources.pace import UNIFORM_NATS, Pace
 from trainers.contract.plan import Watch
 
 HOUR_S, RUN_HOURS = 3600, 10.0
@@ -90,7 +90,8 @@ class Run:
     """One run as it unfolds: edges of phases for each rank, records, memory, GPUs."""
 
     def __init__(self, case: Case, rng: random.Random):
-        self.case, self.rng, self.story = case, rng, Story()
+        self.case, self.rng = case, rng
+        self.paces = [Pace() for _ in range(case.world)]
         self.step, self.slower, self.slow_until = 0, 0.0, 0.0
         self.next_eval, self.next_save = rng.uniform(600, 3000), rng.uniform(900, 4000)
         self.learns_at = rng.uniform(50, 3000)
@@ -158,7 +159,7 @@ class Run:
             for place, name in enumerate(("fetch", "forward", "backward", "optimizer")):
                 record[f"dt_{name}_s"] = self.spent[rank][place] / count
             self.spoil(record)
-            self.story.take(record)
+            self.paces[rank].take(record, 1, self.ends, self.ends)
         self.durations, self.spent = [], [[0.0] * 4 for _ in range(self.case.world)]
 
     def _pause(self) -> None:
@@ -187,7 +188,7 @@ class Run:
             at, step, phase = edges[index]
             if index > 200:
                 del edges[:index]
-            p99_s = self.story.p99_s(rank, phase)
+            p99_s = self.paces[rank].p99_s(phase)
             found.append(Seen(rank, 1000 + rank, "S", step, phase, now - at, step, p99_s))
         return tuple(found)
 
@@ -209,7 +210,9 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
         )  # fmt: skip
         yield Readings(
             mono=now, ts=1.8e9 + now + 0.2 * math.sin(now / 5000), seen=run.seen(now),
-            fresh=run.story.take_fresh(), progress=run.story.progress, rss_mib=rss,
+            fresh=[progress for pace in run.paces for progress in pace.take_fresh()],
+            progress={rank: p for rank, pace in enumerate(run.paces) if (p := pace.progress)},
+            rss_mib=rss,
             host_total_mib=512_000, host_free_mib=400_000 - sum(rss.values()), gpus=gpus,
             disk_free_gib=300 + 50 * math.sin(now / 7000), checkpoint_gib=1.5, stall_doubt="",
         )  # fmt: skip

@@ -33,13 +33,12 @@ def watchdog(options: argparse.Namespace) -> int:
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()
     while True:
-        moment = source.poll()
-        if moment is not None:
-            if dog is None or watched != (moment.run, moment.attempt):
-                watched = (moment.run, moment.attempt)
-                dog = _watchdog(moment.watch, options.halt, options.interval)
-            for change in dog.look(moment.readings):
-                _take(change, moment.run, halted, options)
+        now = source.poll()
+        if now is not None and source.of is not None:
+            if dog is None or watched != source.of:
+                watched, dog = source.of, _watchdog(source.watch, options.halt, options.interval)
+            for change in dog.look(now):
+                _take(change, source.of[0], halted, options)
         if source.over:
             _tell(options.json, {"kind": "end", "text": clean(source.over)})
             return source.exit_code

@@ -14,13 +14,8 @@ from statistics import median
 
 from console.diagnose.stall import Seen
 from console.model import Gpu
-from console.sources import documents
-from trainers.contract import jsonl
+from console.sources.pace import Progress
 
-LONGEST_STEP_S = 1e6
-"""A longer step is no time that was measured."""
-UNIFORM_NATS = math.log(3)
-"""Entropy of a gate that gives each of the three branches the same weight."""
 NEAR_UNIFORM = 0.99
 COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
 WINDOWS = (8, 32, 128)
@@ -33,35 +28,6 @@ RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
 OWN_RECORDS, OWN_LEAST = 16, 8
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
 JUMP_KEPT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The figures of one progress record."""
-
-    rank: int
-    step: int
-    loss: float | None = None
-    grad_norm: float | None = None
-    toks_per_s: float | None = None
-    gate_entropy_mean: float | None = None
-    gate_entropy_max: float = UNIFORM_NATS
-    gate_max_gate: float | None = None
-    gate_collapse_frac: float | None = None
-    dt_fetch_s: float | None = None
-    dt_forward_s: float | None = None
-    step_s: float | None = None
-
-
-def progress_of(record: Mapping[str, object]) -> Progress:
-    """Returns the figures of a progress record, whatever its fields hold."""
-    steps_s = [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < LONGEST_STEP_S]
-    highest = jsonl.number(record, "gate_entropy_max")
-    return documents.read(
-        Progress, record,
-        gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
-        step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

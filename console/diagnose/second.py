@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from console.diagnose.readings import Past, Progress, Readings, gate_collapsed
+from console.diagnose.readings import Past, Readings, gate_collapsed
+from console.sources.pace import Progress
 
 Second = Callable[[Readings, Past], str]
 STEPS_ON = 0.5

@@ -14,26 +14,24 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from console.model import Sure, Verdict
+from console.sources.pace import RECORDS_LATE_S, SAFETY
+from console.sources.reducer import NO_RECORDS, Head
+from trainers.contract import jsonl
 from trainers.contract.plan import Watch
 from trainers.contract.pulse import CODES
 
-SAFETY = 5.0
 NAMED_AT_ONCE_S = 3.0
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
 STOPPED = "stopped"
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 FIRST_STEP = 1
-
-
 Doubt = Literal["", "lost", "ahead"]
 DOUBTS: Mapping[Doubt, str] = {
     "lost": "has no pulse that can be read", "ahead": "records later steps than its pulse shows",
 }  # fmt: skip
 OVERDUE = 2.0
 """A record is overdue after so many times the longest of the last gaps."""
-RECORDS_LATE_S = 5.0
-"""A record may be read so much later than the pulse of the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +73,34 @@ class Seen:
         if not self.phase:
             return "start-up, without a pulse"
         return self.phase if self.phase in STARTING_PHASES else f"{self.phase} of step {self.step}"
+
+
+def with_records(seen: Seen, head: Head, attempt: int, lagging: bool = False) -> Seen:
+    """Returns a rank as its pulse shows it with the limits and doubts of its records.
+
+    A pulse that is `lagging` comes from a sample: its records may be ahead of it.
+    """
+    # A pulse disproves a first step that is later; a program that went on without a record of it
+    # may take its first step anywhere.
+    first_step = head.first_step if head.first_step <= seen.step + 1 else FIRST_STEP
+    ahead = head.progress is not None and head.progress.record["step"] > seen.step and not lagging
+    return replace(
+        seen, p99_s=head.pace.p99_s(seen.phase),
+        first_step=seen.step if attempt > 1 and not head.step else first_step,
+        code=head.code if seen.code is None else seen.code,
+        records_s=None if head is NO_RECORDS else head.pace.still_s(time.monotonic()),
+        records_gap_s=head.pace.gap_s(), doubt="ahead" if ahead else "",
+    )  # fmt: skip
+
+
+def by_records(rank: int, head: Head, watch: Watch) -> Seen:
+    """Returns a rank without a pulse by its newest record and the times between its records."""
+    record, now = head.last.record, time.monotonic()
+    step, pid = record["step"], jsonl.integer(record, "pid") or 0
+    phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
+    usual_s = head.pace.usual_gap_s(watch.startup_s / SAFETY)
+    still_s = head.pace.age_s(now)
+    return Seen(rank, pid, "?", max(step, 2) if step else 0, phase, still_s, 0, usual_s)
 
 
 def limit_s(seen: Seen, watch: Watch) -> float:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from console.sources import documents
 from trainers.contract import jsonl
@@ -77,8 +77,7 @@ class Part:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what differs from a part without records."""
-        found = {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
-        return found | ({"exit": list(self.exit)} if self.exit else {})
+        return {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
 
     @classmethod
     def load(cls, held: Record) -> Part:
@@ -167,38 +166,30 @@ _EMPTY = asdict(Part())
 class Peak:
     """The largest value up to each step; what a roll-back cannot tell is the larger one."""
 
-    def __init__(self) -> None:
-        self._found: list[tuple[int, float]] = []
+    def __init__(self, found: Iterable[list[float | None]] = ()):
+        self.found = [(int(step or 0), value or 0.0) for step, value in found]
 
     @property
     def value(self) -> float | None:
-        return self._found[-1][1] if self._found else None
+        return self.found[-1][1] if self.found else None
 
     def add(self, step: int, value: float) -> None:
         value = math.inf if math.isnan(value) else value
-        if not self._found or value > self._found[-1][1]:
-            self._found.append((step, value))
-        elif step < self._found[-1][0]:
-            self._found[-1] = (step, self._found[-1][1])
-        if len(self._found) > KEPT_PEAKS:
-            pairs = zip(self._found[::2], self._found[1::2], strict=False)
-            odd = self._found[-1:] if len(self._found) % 2 else []
-            self._found = [(first[0], second[1]) for first, second in pairs] + odd
+        if not self.found or value > self.found[-1][1]:
+            self.found.append((step, value))
+        elif step < self.found[-1][0]:
+            self.found[-1] = (step, self.found[-1][1])
+        if len(self.found) > KEPT_PEAKS:
+            pairs = zip(self.found[::2], self.found[1::2], strict=False)
+            odd = self.found[-1:] if len(self.found) % 2 else []
+            self.found = [(first[0], second[1]) for first, second in pairs] + odd
 
     def cut(self, step: int) -> None:
         """Forgets what was recorded from a step on."""
-        self._found = [each for each in self._found if each[0] < step]
-
-    def as_list(self) -> list[list[float]]:
-        return [list(each) for each in self._found]
-
-    def load(self, held: list[list[float]]) -> None:
-        """Takes what `as_list` gave."""
-        self._found = [(int(step), float(value)) for step, value in held]
+        self.found = [each for each in self.found if each[0] < step]
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(NamedTuple):
     """The figures of one progress record that a gate looks at."""
 
     step: int
@@ -237,11 +228,8 @@ class Window:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "first": [list(each) for each in self.first],
-            "newest": [
-                [each.step, each.loss, each.toks_per_s, each.bytes_right] for each in self.newest
-            ],
-            "losses": self.losses, "dropped": self.dropped,
+            "first": list(self.first), "newest": list(self.newest), "losses": self.losses,
+            "dropped": self.dropped,
         }  # fmt: skip
 
     def load(self, held: Record) -> None:
@@ -286,7 +274,7 @@ class Fold:
         return {
             "parts": {str(number): part.as_dict() for number, part in self.parts.items()},
             "newest": self.newest, "step": self.step, "progress": self.progress,
-            "memory_mib": self.memory_mib.as_list(), "norm_min": self.norm_min,
+            "memory_mib": list(self.memory_mib.found), "norm_min": self.norm_min,
             "norms": self.norms, "window": self.window.as_dict(),
         }  # fmt: skip
 
@@ -298,7 +286,7 @@ class Fold:
             fold.parts = {
                 int(number): Part.load(part) for number, part in held["parts"].items()
             }  # fmt: skip
-            fold.memory_mib.load(_rows(held, "memory_mib"))  # type: ignore[arg-type]
+            fold.memory_mib = Peak(_rows(held, "memory_mib"))
             fold.window.load(held["window"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError("it is no fold of records") from error
@@ -306,8 +294,7 @@ class Fold:
             setattr(fold, key, jsonl.integer(held, key) or 0)
         fold.norm_min = jsonl.number(held, "norm_min")
         whole = fold.newest in fold.parts or not fold.newest
-        same = fold.as_dict() == held or jsonl.encode(fold.as_dict()) == jsonl.encode(held)
-        if not (whole and same):
+        if not whole or jsonl.encode(fold.as_dict()) != jsonl.encode(held):
             raise ValueError("it is no fold of records")
         return fold
 

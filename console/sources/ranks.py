@@ -30,7 +30,8 @@ def newest_step(
 ) -> int | None:  # fmt: skip
     """Returns the newest step that a pulse, a record or the supervisor tells of."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
-    steps += [reader.last_step, jsonl.integer(supervisor, "steps")]
+    steps += [record["step"] for record in reader.last.values()]
+    steps.append(jsonl.integer(supervisor, "steps"))
     return max((each for each in steps if each is not None), default=None)
 
 
@@ -131,9 +132,6 @@ def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | Non
 
 def data_age_s(ranks: tuple[Rank, ...], reader: Records) -> float | None:
     """Returns the age of the newest pulse, record or sample, None without one."""
-    ages = [rank.age_s for rank in ranks if rank.age_s is not None]
-    for sample in reader.sample.values():
-        age = presence.age(jsonl.number(sample, "ts"))
-        if age is not None:
-            ages.append(age)
-    return min(ages) if ages else None
+    ages = [rank.age_s for rank in ranks]
+    ages += [presence.age(jsonl.number(sample, "ts")) for sample in reader.sample.values()]
+    return min((age for age in ages if age is not None), default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,19 +24,16 @@ Reads = Literal["all", "recent", "charts", "end"]
 """`all` reads every record. `recent` starts at the snapshot, without one at the end of the files.
 `charts` starts at the snapshot too, with all that is drawn of the time before; else as `all`.
 `end` reads the end of the files, for who learns from records what is usual."""
-Taken = Callable[[Path, dict[str, Any]], object]
 
 
 class Records:
     """Follows heartbeats, samples and events of one run.
 
-    `taken` gets each heartbeat that is read. What is read is told by `reads`; of which attempt the
-    figures are, by the supervisor's document.
+    What is read is told by `reads`; of which attempt the figures are, by the supervisor's document.
     """
 
-    def __init__(self, run: Path, reads: Reads = "all", taken: Taken = lambda *_: None):
-        self.run, self._taken = run, taken
-        self.reducer = Reducer(Series())
+    def __init__(self, run: Path, reads: Reads = "all"):
+        self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")
         held = (
             None if reads in ("all", "end") else rundir.read_json(run / rundir.SNAPSHOT, below=run)
         )
@@ -46,7 +43,7 @@ class Records:
             snapshot.draw(run, self.reducer)
         is_recent = reads == "end" or (reads == "recent" and not self.has_snapshot)
         recent = RECENT_BYTES if is_recent else None
-        self._reading = Reading(run, recent, self.reducer.cursors)
+        self.reading = Reading(run, recent, self.reducer.cursors)
         self.attempt = 1
         self.last: dict[int, dict[str, Any]] = {}
         """The newest record of each rank in the present attempt, in `progress` that of a step."""
@@ -56,10 +53,6 @@ class Records:
         self.gpus: tuple[Gpu, ...] = ()
 
     @property
-    def series(self) -> Series:
-        return self.reducer.series
-
-    @property
     def summary(self) -> Summary:
         """The sums over all attempts, with the counts of the events."""
         summary, events = self.reducer.summary, self.reducer.events
@@ -67,38 +60,9 @@ class Records:
         return summary
 
     @property
-    def legacy(self) -> bool:
-        """Says whether the ancestor wrote it."""
-        return self._reading.is_legacy
-
-    @property
-    def skipped(self) -> int:
-        return self._reading.skipped
-
-    @property
-    def is_whole(self) -> bool:
-        """Says whether every record counts, those before the snapshot by their sums."""
-        return self._reading.is_whole
-
-    @property
-    def left_out_bytes(self) -> int:
-        """The bytes before the place where reading began."""
-        return self._reading.left_out_bytes
-
-    @property
-    def behind_bytes(self) -> int:
-        """The bytes that are left to read."""
-        return self._reading.behind_bytes
-
-    @property
     def state_event(self) -> dict[str, Any] | None:
         held = self.reducer.events.state
         return held.record if held is not None else None
-
-    @property
-    def last_step(self) -> int | None:
-        """The newest step in the last record of any rank, None before there is one."""
-        return max((record["step"] for record in self.last.values()), default=None)
 
     def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
         """Reads what is new, about `limit_bytes` of it.
@@ -106,9 +70,8 @@ class Records:
         `attempt` is that of the supervisor's document, `world` that of run.json.
         """
         ranks = min(world or MAX_RANKS, MAX_RANKS)
-        for batch in self._reading.poll(limit_bytes, ranks):
-            for record in self.reducer.take(batch, ranks):
-                self._taken(self.run, record)
+        for batch in self.reading.poll(limit_bytes, ranks):
+            self.reducer.take(batch, ranks, attempt)
         self.attempt = self.reducer.attempt(attempt)
         heads = self.reducer.heads(self.attempt)
         self.last = {rank: head.last.record for rank, head in heads.items()}
@@ -149,7 +112,7 @@ class Records:
     def figures(self, ours: bool) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples; `ours` as `progress_figures`."""
         figures = documents.progress_figures(self.progress, ours)
-        percentiles = self.series.step_percentiles_s()
+        percentiles = self.reducer.series.step_percentiles_s()
         if percentiles and 0 in self.progress:
             p50, p99, count = percentiles
             at = jsonl.number(self.progress[0], "ts") or 0.0

@@ -6,14 +6,20 @@ snapshot of the state stands for all that was read before it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from console.ending import error_of
 from console.model import STALL, Alert
 from console.sources import documents, reading
+from console.sources.fold import OF_THE_PAST
+from console.sources.pace import UNTIMED, Pace
 from console.sources.reading import Batch, Cursor, Line, Place
+from console.sources.sanitize import clean
 from console.sources.series import RAW_RECORDS, Series, mean_step_s
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
@@ -28,21 +34,61 @@ MAX_ALERTS = 256
 
 @dataclass(slots=True)
 class Head:
-    """The newest records of one rank in one attempt."""
+    """How far one rank is in one attempt, by its newest records."""
 
     last: Line
     progress: Line | None = None
+    error: Line | None = None
+    """The first error that it names since its last progress."""
+    ended: Line | None = None
+    """The first record of a halt or an exit that gives a reason."""
+    step: int = 0
+    first_step: int = 1
+    """Of this attempt: behind the checkpoint that it went on from."""
+    saved: int = 0
+    """The step of the newest checkpoint that it names."""
     halt: int | None = None
-    """The step at which it says that it halts."""
+    """The step at which it says that it halts, and behind which it records no progress."""
     records: int = 0
+    pace: Pace = UNTIMED
+    """No part of a snapshot: it depends on when the records were read."""
 
     def take(self, line: Line) -> None:
         msg, step = line.record["msg"], line.record["step"]
         self.last, self.records = line, self.records + 1
-        if msg == "halt":
+        if msg not in OF_THE_PAST:
+            self.step = step
+        elif msg == "checkpoint":
+            self.saved = step
+        if msg == "progress":
+            self.progress, self.halt, self.error = line, None, None
+        elif msg == "resume" and self.progress is None:
+            self.first_step = step + 1
+        elif msg == "halt":
             self.halt = step
-        elif msg == "progress":
-            self.halt, self.progress = None, line
+        elif msg == "error":
+            self.error = self.error or line
+        if msg in ("halt", "exit") and jsonl.text(line.record, "reason"):
+            self.ended = self.ended or line
+
+    @property
+    def code(self) -> int | None:
+        """The exit code that its last record announces; an exit without one is orderly."""
+        code = jsonl.integer(self.last.record, "exit_code")
+        return 0 if code is None and self.last.record.get("msg") == "exit" else code
+
+    @property
+    def error_words(self) -> str:
+        return clean(error_of(self.error.record), 400) if self.error else ""
+
+    @property
+    def reason(self) -> str:
+        return jsonl.text(self.ended.record, "reason")[:80] if self.ended else ""
+
+
+HEAD_LINES = ("last", "progress", "error", "ended")
+NO_RECORDS = Head(Line(Place(0, 0), 0, {}))
+"""The head of a rank that has recorded nothing."""
 
 
 @dataclass(slots=True)
@@ -102,11 +148,12 @@ class Reducer:
     """The state of a run from its records: of all attempts in `summary`, of each one in heads.
 
     The supervisor's document names the present attempt; without it two records have to agree.
-    `series` gets what is charted.
+    `series` gets what is charted. With `timed` heads have a pace, for who judges stalls.
     """
 
-    def __init__(self, series: Series, summary: Summary | None = None):
+    def __init__(self, series: Series, summary: Summary | None = None, timed: bool = False):
         self.series, self.summary = series, summary or Summary()
+        self._timed, self._live_since = timed, math.inf
         self.all_heads: dict[int, dict[int, Head]] = {}
         self.newest_samples: dict[str, Line] = {}
         """The newest sample of each file."""
@@ -118,13 +165,15 @@ class Reducer:
 
     # --- taken ---------------------------------------------------------------------------------
 
-    def take(self, batch: Batch, world: int = reading.MAX_RANKS) -> list[dict[str, Any]]:
-        """Takes what is new in one file; returns its heartbeats that count for `world` ranks.
+    def take(
+        self, batch: Batch, world: int = reading.MAX_RANKS, present: int | None = None
+    ) -> None:
+        """Takes what is new in one file of a run of `world` ranks, in its `present` attempt.
 
-        What was taken before is left out.
+        What was taken before counts for nothing but the pace.
         """
         known = self.cursors.get(batch.name)
-        rank, counted = reading.rank_of(batch.name), []
+        rank = reading.rank_of(batch.name)
         if batch.replaced > self._replaced.get(batch.name, 0):
             self._replaced[batch.name] = batch.replaced
             known = None  # what was there before stands nowhere any more
@@ -135,32 +184,45 @@ class Reducer:
         newest = max(known.place, batch.cursor.place) if known else batch.cursor.place
         self.cursors[batch.name] = replace(batch.cursor, place=newest)
         for line in batch.lines:
-            if known is not None and line.place < known.place:
-                continue
-            if batch.name == rundir.EVENTS:
+            is_new = known is None or line.place >= known.place
+            if rank is not None:
+                if line.record["rank"] == rank < world:
+                    self._take_heartbeat(batch.name, line, is_new, present)
+            elif is_new and batch.name == rundir.EVENTS:
                 self.events.take(line)
-            elif rank is None:
+            elif is_new:
                 self._take_sample(batch.name, line)
-            elif line.record["rank"] == rank < world and self._take_heartbeat(batch.name, line):
-                counted.append(line.record)
-        return counted
 
-    def _take_heartbeat(self, name: str, line: Line) -> bool:
+    def _take_heartbeat(self, name: str, line: Line, is_new: bool, present: int | None) -> None:
         record, rank, attempt = line.record, line.record["rank"], line.record["attempt"]
-        if not self.summary.take(record) or not 0 < attempt <= MAX_ATTEMPT:
-            return False
+        counts = is_new and self.summary.take(record)
+        if not 0 < attempt <= MAX_ATTEMPT:
+            return
         heads = self.all_heads.setdefault(rank, {})
-        if attempt not in heads:
+        if is_new and attempt not in heads:
             heads[attempt] = Head(line)
             if len(heads) > KEPT_HEADS:
-                del heads[min(heads)]
-        if attempt in heads:
-            heads[attempt].take(line)
+                del heads[min(heads.keys() - {present})]
+        head = heads.get(attempt)
+        if head is not None and self._timed:
+            if head.pace is UNTIMED:
+                head.pace = Pace(self._live_since)
+            head.pace.take(record, head.first_step, time.monotonic(), time.time())
+        if head is not None and is_new:
+            head.take(line)
+        if not counts:
+            return
         self._chart(name, line, self.series.add)
         if record["msg"] == "progress" and rank == 0:
             at = jsonl.number(record, "ts") or 0.0
             self.series.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
-        return True
+
+    def settle(self) -> None:
+        """Takes what was read so far for what was there before this reader came."""
+        self._live_since = time.monotonic()
+        for heads in self.all_heads.values():
+            for head in heads.values():
+                head.pace.settle(self._live_since)
 
     def _take_sample(self, name: str, line: Line) -> None:
         if jsonl.number(line.record, "ts") is not None:

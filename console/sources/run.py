@@ -16,7 +16,8 @@ from console.run_state import decide
 from console.sources import ancestor, documents, presence
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
 from console.sources.ranks import data_age_s, newest_step, read_ranks
-from console.sources.records import RECENT_BYTES, Reads, Records, Taken
+from console.sources.records import RECENT_BYTES, Reads, Records
+from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
@@ -33,16 +34,13 @@ ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, giv
 class RunSource:
     """Follows a run, or a launch's current run. One thread at a time may `poll`.
 
-    One `poll` reads about `limit_bytes` of records; the state says how much is left. `taken` gets
-    the run and each heartbeat that is read. `reads` as in `Records`; with `charts` the first poll
-    shows how the run is now, what is drawn of the time before comes later.
+    One `poll` reads about `limit_bytes` of records; the state says how much is left. `reads` as in
+    `Records`; with `charts` the first poll shows how the run is now, what is drawn of the time
+    before comes later.
     """
 
-    def __init__(
-        self, path: Path, limit_bytes: int = WHOLE_BYTES, taken: Taken = lambda *_: None,
-        reads: Reads = "recent",
-    ):  # fmt: skip
-        self._limit_bytes, self._taken = limit_bytes, taken
+    def __init__(self, path: Path, limit_bytes: int = WHOLE_BYTES, reads: Reads = "recent"):
+        self._limit_bytes = limit_bytes
         self._reads: Reads = reads
         self.launch_path = launch_of(path)
         self.whole = is_launch(path)
@@ -57,9 +55,14 @@ class RunSource:
         """A launch's run is no directory: not there, or a link that is not followed."""
 
     @property
+    def reducer(self) -> Reducer:
+        """The records of the run that was read last."""
+        return self._reader.reducer if self._reader is not None else Reducer(Series())
+
+    @property
     def series(self) -> Series:
         """The series of the run that was read last."""
-        return self._reader.series if self._reader is not None else Series()
+        return self.reducer.series
 
     @property
     def summary(self) -> Summary | None:
@@ -69,7 +72,7 @@ class RunSource:
     @property
     def is_whole(self) -> bool:
         """Says whether all records count, as a sum over them needs it."""
-        return self._reader is None or self._reader.is_whole
+        return self._reader is None or self._reader.reading.is_whole
 
     def read_all(self, told: Callable[[int], object] = lambda _: None) -> RunState:
         """Polls until nothing is left that can be read; `told` gets how many bytes are."""
@@ -105,22 +108,23 @@ class RunSource:
         world = jsonl.integer(self._document(run / rundir.RUN), "world")
         if self._reader is None or self._reader.run != run:
             first: Reads = "recent" if self._reads == "charts" else self._reads
-            self._reader, self._filling = Records(run, first, self._taken), None
+            self._reader, self._filling = Records(run, first), None
         elif self._reads == "charts" and self._filling is None:
-            drawn = not (self._reader.left_out_bytes or self._reader.has_snapshot)
-            self._filling = self._reader if drawn else Records(run, "charts", self._taken)
+            drawn = not (self._reader.reading.left_out_bytes or self._reader.has_snapshot)
+            self._filling = self._reader if drawn else Records(run, "charts")
         for reader in {id(each): each for each in (self._reader, self._filling) if each}.values():
             if not self._away:
                 reader.poll(told, world, self._limit_bytes)
-        if self._filling is not None and not self._filling.behind_bytes:
+        if self._filling is not None and not self._filling.reading.behind_bytes:
             self._reader = self._filling
         return self._reader
 
     def _behind_bytes(self, reader: Records) -> int:
         """Returns how much is still to be read, with what is drawn of the time before."""
         if self._reads != "charts" or self._filling is reader:
-            return reader.behind_bytes
-        return self._filling.behind_bytes if self._filling is not None else reader.left_out_bytes
+            return reader.reading.behind_bytes
+        reading = reader.reading
+        return self._filling.reading.behind_bytes if self._filling else reading.left_out_bytes
 
     def _state(
         self, run: Path, launch: LaunchState | None, supervisor: dict[str, Any], reader: Records
@@ -128,14 +132,14 @@ class RunSource:
         told = self._said_by_launch(run)
         unread = bool(told) and (self._away or not supervisor)
         supervisor = supervisor or told
-        born = self._document(run / rundir.RUN)
+        born, reading = self._document(run / rundir.RUN), reader.reading
         gates = documents.gates(self._document(run / rundir.GATES))
         backend = documents.backend(self._document(run / rundir.ENV))
         live = presence.live_directory(supervisor)
         status = (rundir.read_json(live / rundir.LIVE_STATUS) if live else None) or {}
-        end = ancestor.end(run, reader.last) if reader.legacy and not supervisor else told
+        end = ancestor.end(run, reader.last) if reading.is_legacy and not supervisor else told
         supervisor = presence.newest(supervisor, reader.state_event, status, end)
-        trouble, behind = self._documents[run / rundir.SUPERVISOR].trouble, reader.behind_bytes > 0
+        trouble, behind = self._documents[run / rundir.SUPERVISOR].trouble, reading.behind_bytes > 0
         state, why = decide(
             presence.facts(supervisor, born, reader.last, reader.halts, behind, trouble)
         )
@@ -160,18 +164,18 @@ class RunSource:
             attempt=reader.attempt,
             host=documents.line(supervisor, "host", documents.line(born, "host", "")),
             world=len(ranks),
-            eta_s=reader.series.eta_s(step, planned) if step and planned and moves else None,
+            eta_s=self.series.eta_s(step, planned) if step and planned and moves else None,
             data_age_s=None if ended else data_age_s(ranks, reader),
             ranks=ranks,
             gpus=reader.gpus,
-            figures=reader.figures(bool(born.get("settings")) or reader.legacy),
+            figures=reader.figures(bool(born.get("settings")) or reading.is_legacy),
             alerts=alerts,
             verdict=documents.verdict(supervisor),
             gates=gates, bounds=documents.bounds(born), launch=launch,
             armed=_armed(supervisor, "armed", state, unwell),
             armed_short=_armed(supervisor, "armed_short", state, unwell),
-            skipped_records=reader.skipped,
-            skipped_in="" if reader.is_whole else IN_RECENT,
+            skipped_records=reading.skipped,
+            skipped_in="" if reading.is_whole else IN_RECENT,
             directory_blocked_s=blocked or 0.0,
             checkpoint="" if self._away else documents.latest_checkpoint(run),
             environment=flags,

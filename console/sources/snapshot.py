@@ -14,8 +14,9 @@ from typing import Any
 
 from console.sources import documents, reading
 from console.sources.fold import Fold
+from console.sources.pace import UNTIMED
 from console.sources.reading import Cursor, Line, Place, Reading, rank_of
-from console.sources.reducer import MAX_ATTEMPT, Events, Head, Reducer
+from console.sources.reducer import HEAD_LINES, MAX_ATTEMPT, Events, Head, Reducer
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
@@ -52,9 +53,10 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
         "heads": {
             str(rank): {
                 str(attempt): {
-                    "last": _ref(head.last), "progress": _ref(head.progress), "halt": head.halt,
-                    "records": head.records,
-                } for attempt, head in heads.items()
+                    "step": head.step, "first_step": head.first_step, "saved": head.saved,
+                    "halt": head.halt, "records": head.records,
+                } | {name: _ref(getattr(head, name)) for name in HEAD_LINES}
+                for attempt, head in heads.items()
             } for rank, heads in reducer.all_heads.items()
         },
         "samples": {name: _ref(line) for name, line in reducer.newest_samples.items()},
@@ -162,18 +164,17 @@ class _Loader:
         self, rank: int, attempt: int, held: Mapping[str, Any], folds: Mapping[int, Fold]
     ) -> Head:  # fmt: skip
         name, of = rundir.heartbeat(self._run, rank).name, {"rank": rank, "attempt": attempt}
-        lines = [self._line(name, held[key]) for key in ("last", "progress")]
-        for line in lines:
+        lines = {key: self._line(name, held.get(key)) for key in HEAD_LINES}
+        for line in lines.values():
             record = heartbeat.accept(line.record) if line is not None else of
             if record is None or (record["rank"], record["attempt"]) != (rank, attempt):
                 raise ValueError(f"{name} has another record")
-        last, progress = lines
+        last = lines["last"]
         part = folds[rank].parts.get(attempt)
         number = jsonl.integer(last.record, "n") if last is not None else None
         if last is None or (number and part is not None and number != part.last):
             raise ValueError(f"{name} has another newest record")
-        halt = jsonl.integer(held, "halt")
-        return Head(last, progress, halt, _natural(held["records"]))
+        return documents.read(Head, held, pace=UNTIMED, **lines)
 
     def _events(self, held: Mapping[str, Any]) -> Events:
         state = self._line(rundir.EVENTS, held["state"])

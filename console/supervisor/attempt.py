@@ -15,7 +15,7 @@ from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
 from console.sources import kernel
 from console.supervisor.ends import Ends
-from console.supervisor.follow import Files, News, Rest, Story
+from console.supervisor.follow import Files, News, Rest
 from console.supervisor.live import LastPulses
 from console.supervisor.parts import Upkeep
 from console.supervisor.sampling import Sampler
@@ -42,12 +42,12 @@ RECORDS_OLD_S = 5.0
 class Attempt:
     """Owns the processes of one attempt; `tick` moves it on, `decided` is its state.
 
-    `former` is the attempt before. With `held`, a former supervisor's document, the attempt takes
-    over the processes that are there instead of starting.
+    With `held`, a former supervisor's document, the attempt takes over the processes that are there
+    instead of starting.
     """
 
     def __init__(
-        self, context: RunContext, run: AttemptOwner, number: int, former: Attempt | None = None,
+        self, context: RunContext, run: AttemptOwner, number: int,
         held: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self._context, self._run, self._number = context, run, number
@@ -59,20 +59,21 @@ class Attempt:
         self.stage: Stage = "prepare"
         self.known = Facts(world=self._world)
         """Facts from requests and events; `facts` adds those from processes and records."""
-        self.story = Story(live=held is None)
+        self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
+        if held is None:
+            self._reducer.settle()
         kept = link.kept(self.path / rundir.SUPERVISOR) if held is not None else None
         late = held is not None and kept is None
-        self.watching = Watching(context, run, self.story, late)
+        self.watching = Watching(context, run, self._heads, late)
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
-        self.files = Files(self.path, number, self._world, former.files if former else None,
-                           context.reducer.cursors)  # fmt: skip
+        self.files = Files(self.path, number, self._world, context.reading)
         self._samples = rundir.samples(self.path, rundir.host_name())
         self._upkeep = Upkeep(services.directory, self.path, number, self._samples)
         self._sampler = Sampler(services.nvml, live.pulse)
         self._begun = time.monotonic()
-        pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
-        self._ends = Ends(self.tree, self.story, pulses)
+        self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
+        self._ends = Ends(self.tree, self._heads, self._pulses)
         of_this = kept if jsonl.integer(kept or {}, "attempt") == number else None
         counts = jsonl.mapping(of_this or {}, "oom")
         self.oom_before = OomCounts(**counts) if counts else kernel.snapshot()
@@ -251,7 +252,7 @@ class Attempt:
         workers = list(self.tree.workers.values())
         sample = self._observers.run(
             "processes and pulses",
-            lambda: self._sampler.sample(workers, self.story, self._number, self._begun), None,
+            lambda: self._sampler.sample(workers, self._heads(), self._number, self._begun), None,
         )  # fmt: skip
         if sample is None:
             self._sampler.clear()
@@ -329,7 +330,7 @@ class Attempt:
         taken = self._observers.run("records", lambda: self._take_records(news), False)
         if not self._caught_up and news.disk and not news.behind:
             self._caught_up = True
-            self.story.settle()
+            self._reducer.settle()
         known = self.known
         self._learn(halt_file=known.halt_file or news.halt_file)
         if news.disk:
@@ -338,10 +339,7 @@ class Attempt:
 
     def _take_records(self, news: News) -> bool:
         for batch in news.batches:
-            self._context.reducer.take(batch, self._world)
-        for record in news.heartbeats():
-            if record["rank"] < self._world and record["attempt"] == self._number:
-                self.story.take(record)
+            self._reducer.take(batch, self._world, self._number)
         return True
 
     def checkpoint(self, former: int) -> int:
@@ -350,10 +348,15 @@ class Attempt:
         One that is newer than the `former` attempt's is on disk and in a record. A program that
         records nothing has only the disk.
         """
-        recorded = max(former, self.story.saved)
+        recorded = max(former, self.saved)
         if self._on_disk is None:
             return recorded
-        return min(self._on_disk, recorded) if self.story.steps else self._on_disk
+        return min(self._on_disk, recorded) if self._heads() else self._on_disk
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint that a record names, 0 without one."""
+        return max((head.saved for head in self._heads().values()), default=0)
 
     def _end_others(self, failed: Sequence[int]) -> None:
         """Gives the ranks that are left the grace time: one that failed holds them up for good."""
@@ -368,16 +371,16 @@ class Attempt:
 
     def facts(self) -> Facts:
         """Returns everything that the state depends on."""
-        tree, story, verdict = self.tree, self.story, self.watching.verdict
-        ranks = range(self._world)
+        tree, heads, verdict = self.tree, self._heads(), self.watching.verdict
+        codes = [heads[rank].code if rank in heads else None for rank in range(self._world)]
         return replace(
             self.known, over=self.stage == "over", collecting=self.stage == "collect",
             spawned=tree.spawned, agent_code=tree.agent_status, agent_gone=tree.agent_over,
             order=tuple(tree.order), ends=self._ends.so_far(), step=self.step,
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
-            halt_steps=story.halts, reason=story.reason,
-            told=all(story.code(rank) is not None for rank in ranks)
-            or not (story.steps or self.known.failure),
+            halt_steps={rank: h.halt for rank, h in heads.items() if h.halt is not None},
+            reason=next((head.reason for head in heads.values() if head.reason), ""),
+            told=None not in codes or not (heads or self.known.failure),
             verdict=verdict.sentence if verdict else "",
         )  # fmt: skip
 
@@ -385,7 +388,8 @@ class Attempt:
     def step(self) -> int:
         """The newest step that a pulse or a record tells of."""
         pulsed = max((seen.step for seen in self._sampler.seen), default=0)
-        return max(pulsed, self._ends.newest_pulse, *self.story.steps.values())
+        recorded = (head.step for head in self._heads().values())
+        return max(pulsed, self._pulses.newest, *recorded)
 
     def workers(self) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""

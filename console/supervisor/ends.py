@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from console.ending import End
 from console.sources.lastwords import LastWords
-from console.supervisor.follow import Story, end_of
+from console.sources.reducer import NO_RECORDS, Head
+from console.sources.sanitize import clean
 from console.supervisor.live import LastPulses
 from console.supervisor.tree import Tree, Worker
+from trainers.contract import jsonl
 
 LATE_END_S = 5.0
 """For so long torchrun has time to reap a rank, and the last record of a rank to arrive."""
@@ -19,19 +21,15 @@ LATE_END_S = 5.0
 class Ends:
     """Says how the ranks of one attempt ended; `last_words` are read when all have ended."""
 
-    def __init__(self, tree: Tree, story: Story, pulses: LastPulses):
-        self._tree, self._story, self._pulses = tree, story, pulses
+    def __init__(self, tree: Tree, heads: Callable[[], Mapping[int, Head]], pulses: LastPulses):
+        self._tree, self._heads, self._pulses = tree, heads, pulses
         self.last_words: Mapping[int, LastWords] = {}
 
     def of(self, worker: Worker) -> End:
         """Returns how a rank ended: as the kernel, else as it said itself."""
         step = self._pulses.step(worker.rank, worker.handle.pid)
-        return end_of(worker, self._story, self.last_words.get(worker.rank), step)
-
-    @property
-    def newest_pulse(self) -> int:
-        """The newest step that an ended rank was at, 0 without a pulse."""
-        return self._pulses.newest
+        head = self._heads().get(worker.rank, NO_RECORDS)
+        return end_of(worker, head, self.last_words.get(worker.rank), step)
 
     def so_far(self) -> list[End]:
         """Returns the ends that there are."""
@@ -48,7 +46,7 @@ class Ends:
         late = worker.over_ts < time.time() - LATE_END_S
         if worker.seen:
             return worker.failed and (late or not worker.unreaped)
-        return late and self._story.code(worker.rank) not in (None, 0)
+        return late and self._heads().get(worker.rank, NO_RECORDS).code not in (None, 0)
 
     def conclude(self, last_words: Mapping[int, LastWords]) -> None:
         """Takes the last words and pulses of all ranks."""
@@ -67,3 +65,38 @@ class Ends:
                 record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
             found.append(record)
         return found
+
+
+def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int = 0) -> End:
+    """Returns how a rank ended: what the kernel says, its records, and its log once it was read.
+
+    Where nobody saw its exit code, the one it announced in its last record counts; a good one needs
+    a second source. `step` is that of its pulse: a crash takes the records with it that were not
+    yet written.
+    """
+    rank, code, signal = worker.rank, worker.code, worker.signal
+    doubt = "" if worker.seen or worker.vouched else _doubt(worker, head, step)
+    if doubt:
+        code = signal = None
+    elif not worker.seen and not code:
+        code = head.code  # nobody saw a good end: the rank itself has to say so
+    last, record = words or LastWords(), head.last.record
+    said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
+    return End(
+        rank, code, signal, max(step, head.step), head.error_words,
+        last.error, worker.culled, at=last.at, fatal_at=last.fatal_at,
+        said=clean(said, 200), ts=None if worker.late else worker.over_ts, seen=worker.seen,
+        doubt=doubt,
+    )  # fmt: skip
+
+
+def _doubt(worker: Worker, head: Head, step: int) -> str:
+    """Says why a good end that a rank announces, and nobody saw, is not believed."""
+    recorded = head.step
+    claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")
+    if head.code != 0 or (step == recorded and not claimed):
+        return ""
+    if claimed:
+        return f"its last record says exit 0, and a log or a document alone says {claimed}"
+    pulse = f"its pulse is of step {step}" if step else "it has no pulse"
+    return f"its last record says exit 0 at step {recorded}, nobody saw that, and {pulse}"

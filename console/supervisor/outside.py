@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from console import plain
-from console.diagnose.cadence import Cadence
 from console.diagnose.readings import Readings
-from console.diagnose.stall import RECORDS_LATE_S, Seen, disagreement
+from console.diagnose.stall import Seen, by_records, disagreement, with_records
 from console.model import Rank, RunState
 from console.plans.confirm import confirmed
 from console.sources import ancestor, presence, process
+from console.sources.pace import RECORDS_LATE_S
+from console.sources.reducer import NO_RECORDS, Head
 from console.sources.run import RunSource
-from console.supervisor.follow import Disk, NewestRow, Story
+from console.supervisor.follow import Disk, NewestRow
 from console.supervisor.watching import readings
 from trainers.contract import jsonl, plan, rundir
 from trainers.contract.errors import UsageError
@@ -30,19 +29,8 @@ from trainers.contract.plan import Watch
 
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
 """Files that a training of either system writes beside its records."""
-KEPT_ATTEMPTS = 4
 ENDING = frozenset(("halting", "stopping", "restarting"))
 """In these, ranks may stand still: they are being ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The result of one look at a directory."""
-
-    run: Path
-    attempt: int
-    watch: Watch
-    readings: Readings
 
 
 def other_files_rest(run: Path) -> str:
@@ -70,25 +58,6 @@ def _newest(paths: Iterable[Path]) -> tuple[float, Path] | None:
     return max(found, default=None)
 
 
-class _Records:
-    """The heartbeats of one attempt: their story, and the rhythm of each rank."""
-
-    def __init__(self, watch: Watch):
-        self.story, self._startup_s = Story(), watch.startup_s
-        self.cadences: dict[int, Cadence] = {}
-
-    def take(self, record: dict[str, Any]) -> None:
-        self.story.take(record)
-        held = self.cadences.setdefault(record["rank"], Cadence(self._startup_s))
-        held.take(record, time.monotonic(), time.time())
-
-    def seen(self) -> tuple[Seen, ...]:
-        """Returns the ranks that record steps as evidence; before any does, all of them."""
-        now = time.monotonic()
-        stepping = {r: c for r, c in self.cadences.items() if c.steps_seen} or self.cadences
-        return tuple(cadence.seen(rank, now) for rank, cadence in stepping.items())
-
-
 def _disk(disk: Disk) -> dict[str, float]:
     with contextlib.suppress(OSError):
         return disk.look()
@@ -101,34 +70,20 @@ class Contract:
     over, exit_code = "", 0
 
     def __init__(self, path: Path):
-        self._path, self._source = path, RunSource(path, taken=self._take, reads="end")
-        self._of: tuple[Path, int] | None = None
-        self._run: Path | None = None
-        self._attempts: dict[int, _Records] = {}
+        self._path, self._source = path, RunSource(path, reads="end")
+        self.of: tuple[Path, int] | None = None
+        """The run and the attempt of the last readings, `watch` its limits."""
+        self.watch = Watch()
+        self._settled = False
 
     def _follow(self, run: Path, attempt: int) -> None:
         """Begins anew with another run or attempt."""
-        if self._of != (run, attempt):
-            self._of, self._settled = (run, attempt), False
-            self._records = self._records_of(run, attempt)
-            self._disk, self._csv = Disk(run), NewestRow(run)
+        self.of, self._settled = (run, attempt), False
+        self._old = ancestor.is_one(run)
+        self.watch = ancestor.WATCH if self._old else _watch_of(run)
+        self._disk, self._csv = Disk(run), NewestRow(run)
 
-    def _records_of(self, run: Path, attempt: int) -> _Records:
-        """Returns the records of an attempt, also of the next one, of which nobody knows yet."""
-        if self._run != run:
-            self._run, self._old = run, ancestor.is_one(run)
-            self._watch = ancestor.WATCH if self._old else _watch_of(run)
-            self._attempts.clear()
-        if attempt not in self._attempts:
-            self._attempts[attempt] = _Records(self._watch)
-            while len(self._attempts) > KEPT_ATTEMPTS:
-                del self._attempts[min(self._attempts)]
-        return self._attempts.get(attempt) or _Records(self._watch)
-
-    def _take(self, run: Path, record: dict[str, Any]) -> None:
-        self._records_of(run, record["attempt"]).take(record)
-
-    def poll(self) -> Moment | None:
+    def poll(self) -> Readings | None:
         """Returns what is there now, None before the launch has a run."""
         state, run = self._source.poll(), self._source.run_path
         if plain.is_over(state):
@@ -137,11 +92,16 @@ class Contract:
             self.exit_code = plain.exit_code(state, self._source.whole)
         if run is None:
             return None
-        self._follow(run, state.attempt)
-        return Moment(run, state.attempt, self._watch, self._readings(run, state))
+        if self.of != (run, state.attempt):
+            self._follow(run, state.attempt)
+        return self._readings(run, state)
 
     def _readings(self, run: Path, state: RunState) -> Readings:
-        pulsed = tuple(seen for rank in state.ranks if (seen := self._pulsed(rank, state)))
+        heads = self._source.reducer.heads(state.attempt)
+        pulsed = tuple(
+            seen for rank in state.ranks
+            if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS), state.attempt))
+        )  # fmt: skip
         if all(seen.doubt for seen in pulsed):
             pulsed = ()  # they tell nothing, so the rhythm of the records has to
         if pulsed:
@@ -155,26 +115,32 @@ class Contract:
         rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
         if not (self._settled or state.behind_bytes):
             self._settled = True
-            self._records.story.settle()
-        doubt = disagreement(pulsed, self._watch) if pulsed else other_files_rest(run)
+            self._source.reducer.settle()
+        doubt = disagreement(pulsed, self.watch) if pulsed else other_files_rest(run)
         return readings(
-            self._records.story, () if idle else pulsed or self._records.seen(), rss_mib,
+            heads, () if idle else pulsed or _recorded(heads, self.watch), rss_mib,
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.look(), doubt,
         )  # fmt: skip
 
-    def _pulsed(self, rank: Rank, state: RunState) -> Seen | None:
-        """Returns a rank by its pulse; None where the last that is known of it is old."""
-        held = rank.pulse
-        if held is None or held.since_s is None:
-            return None
-        if not (held.live or held.age_s < presence.SILENT_S):
-            return None
-        here = held.live and rank.host in ("", rundir.host_name())
-        letter = process.state(rank.pid) if here else rank.state or "?"
-        return self._records.story.seen(
-            rank.rank, rank.pid, letter, attempt=state.attempt, step=held.step, phase=held.phase,
-            still_s=held.since_s, collectives=held.collectives or 0, lagging=not held.live,
-        )  # fmt: skip
+
+def _pulsed(rank: Rank, head: Head, attempt: int) -> Seen | None:
+    """Returns a rank by its pulse; None where the last that is known of it is old."""
+    held = rank.pulse
+    if held is None or held.since_s is None:
+        return None
+    if not (held.live or held.age_s < presence.SILENT_S):
+        return None
+    here = held.live and rank.host in ("", rundir.host_name())
+    letter = process.state(rank.pid) if here else rank.state or "?"
+    collectives = held.collectives or 0
+    seen = Seen(rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, collectives)
+    return with_records(seen, head, attempt, lagging=not held.live)
+
+
+def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[Seen, ...]:
+    """Returns the ranks that record steps by their records; before any does, all of them."""
+    stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
+    return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 
 
 def _watch_of(run: Path) -> Watch:

@@ -15,6 +15,7 @@ from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import presence, snapshot
 from console.sources.process import Handle
+from console.sources.reading import Reading
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -31,6 +32,7 @@ from console.supervisor.watching import Watching
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
+WARM_UP_BYTES = 256 << 10
 NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
@@ -93,17 +95,19 @@ class Run:
         else:
             home, token = inheritance.home(self._record), inheritance.token(self._record)
             summary = inheritance.summary(held, path, world, self.number)
-        reducer = Reducer(Series(keeps=False), summary)
+        reducer = Reducer(Series(keeps=False), summary, timed=True)
         if held is not None:
             # What a former supervisor left on disk is not believed: its records are read again.
             snapshot.load(path, self._link.kept(path / rundir.SNAPSHOT), reducer)
+        # A new reader begins before that: it has to learn what is usual.
+        reading = Reading(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
         live = Live(token, world, self.number, path, held is not None)
         if held is not None and live.path is None and self._link.began(path, home, self.number):
             live.renew(self.number)  # no process has it yet
         actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
         return RunContext(
             self._services, path, home, token, self.phase, plan.watch, actions, live, reducer,
-            self.observers,
+            reading, self.observers,
         )  # fmt: skip
 
     def _go_on(self, held: Mapping[str, Any]) -> None:
@@ -260,10 +264,8 @@ class Run:
         environment = orders.environment(self.phase, self._flags, self._contract())
         return orders.argv(self.phase, grace_s, logs), environment
 
-    def _attempt(
-        self, former: Attempt | None = None, held: Mapping[str, Any] | None = None
-    ) -> Attempt:
-        attempt = Attempt(self._context, self, self.number, former, held)
+    def _attempt(self, held: Mapping[str, Any] | None = None) -> Attempt:
+        attempt = Attempt(self._context, self, self.number, held)
         self._commit.ask(held is None)
         if held is None and self.live is None:
             self.event(
@@ -294,7 +296,7 @@ class Run:
             self.number += 1
             self.summary.attempts = self.number
             self._context.live.renew(self.number)
-            self.attempt = self._attempt(self.attempt)
+            self.attempt = self._attempt()
             self._decide()
 
     def _ended_as(self, state: State, why: str) -> restart.Ended:
@@ -388,7 +390,7 @@ class Run:
             action, text = "warn", "if it stalls: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action
         if policy.when != "never":
-            left = restart.left(self._ended, policy, self.attempt.story.saved)
+            left = restart.left(self._ended, policy, self.attempt.saved)
             then = f"restart, {left} left" if left else "no restart, none is left"
             text, short = f"{text}; if it crashes: {then}", f"{short} ↻{left}"
         return {"armed": text, "armed_short": short}

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from console.diagnose.readings import Progress
-from console.diagnose.stall import Doubt, Seen
+from console.diagnose.stall import Doubt, Seen, with_records
 from console.model import Gpu
 from console.sources import process
 from console.sources.nvml import Nvml
-from console.supervisor.follow import Story
+from console.sources.pace import Progress
+from console.sources.reducer import NO_RECORDS, Head
 from console.supervisor.tree import Worker
 from trainers.contract import VERSION, rundir
 from trainers.contract.pulse import Pulse
@@ -37,13 +37,15 @@ class Sampler:
         self.seen, self.gpus, self.rss_mib = (), (), {}
 
     def sample(
-        self, workers: Sequence[Worker], story: Story, attempt: int, begun: float
+        self, workers: Sequence[Worker], heads: Mapping[int, Head], attempt: int, begun: float
     ) -> dict[str, Any]:
         """Returns one sample; `seen`, `gpus` and `rss_mib` then hold the same moment."""
         now = time.monotonic()
         rows, seen = [], []
         for worker in sorted(workers, key=lambda w: w.rank):
-            row, evidence = self._rank(worker, story, attempt, now, begun)
+            row, evidence = self._rank(
+                worker, heads.get(worker.rank, NO_RECORDS), attempt, now, begun
+            )
             rows.append(row)
             seen.append(evidence)
         self.seen = tuple(seen)
@@ -57,7 +59,7 @@ class Sampler:
         }  # fmt: skip
 
     def _rank(
-        self, worker: Worker, story: Story, attempt: int, now: float, begun: float
+        self, worker: Worker, head: Head, attempt: int, now: float, begun: float
     ) -> tuple[dict[str, Any], Seen]:
         pid = worker.handle.pid
         ended = process.Use("Z" if worker.unreaped else process.GONE)
@@ -72,10 +74,10 @@ class Sampler:
             "cpu_pct": use.cpu_pct, "rss_mib": use.rss_mib, "pulse": None,
         }  # fmt: skip
         if found is None:
-            doubt: Doubt = "" if story.still_s(worker.rank, now) is None else "lost"
-            p99_s = story.p99_s(worker.rank)
+            doubt: Doubt = "" if head is NO_RECORDS else "lost"
+            p99_s = head.pace.p99_s()
             return row, Seen(
-                worker.rank, pid, state, 0, "", now - begun, 0, p99_s, doubt=doubt
+                worker.rank, pid, state, 0, "", now - begun, p99_s=p99_s, doubt=doubt
             )  # fmt: skip
         since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
         row["pulse"] = {
@@ -83,9 +85,8 @@ class Sampler:
             "age_s": round(age_s, 3), "collectives": found.collectives,
             "device_step": found.device_step, "device_phase": found.device_phase,
         }  # fmt: skip
-        seen = story.seen(
-            worker.rank, pid, state, attempt=attempt, step=found.step, phase=found.phase,
-            still_s=min(since_s, age_s), collectives=found.collectives, code=worker.code,
-            nonfinite_steps=found.nonfinite_steps,
+        seen = Seen(
+            worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
+            found.collectives, code=worker.code, nonfinite_steps=found.nonfinite_steps,
         )  # fmt: skip
-        return row, seen
+        return row, with_records(seen, head, attempt)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from console.sources.nvml import Nvml
+from console.sources.reading import Reading
 from console.sources.reducer import Reducer
 from console.supervisor.directory import Directory
 from console.supervisor.hooks import Hooks
@@ -51,6 +52,8 @@ class RunContext:
     """Actions of watch rules beside the plan's."""
     live: Live
     reducer: Reducer
+    reading: Reading
+    """Reads the files that the reducer takes from, on the directory's thread."""
     observers: Observers
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from console.diagnose.readings import Progress, Readings
+from console.diagnose.readings import Readings
 from console.diagnose.stall import SAVING_PHASES, Seen, diagnose, disagreement, doubted
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
-from console.supervisor.follow import Story
+from console.sources.pace import Progress
+from console.sources.reducer import Head
 from console.supervisor.sampling import Sampler
 from console.supervisor.services import AttemptOwner, RunContext
-from trainers.contract import VERSION, rundir
+from trainers.contract import VERSION, jsonl, rundir
 
 LONGEST_STILL_S = 1e9
 HALT_PENDING = "halt-pending"
@@ -29,9 +30,12 @@ class Watching:
     change: what it finds may be a copy.
     """
 
-    def __init__(self, context: RunContext, run: AttemptOwner, story: Story, late: bool = False):
+    def __init__(
+        self, context: RunContext, run: AttemptOwner, heads: Callable[[], Mapping[int, Head]],
+        late: bool = False,
+    ):  # fmt: skip
         self.verdict: Verdict | None = None
-        self._context, self._run, self._story = context, run, story
+        self._context, self._run, self._heads = context, run, heads
         self._watch, self._alerts = context.watch, context.observers.alerts
         self._dog = Watchdog(context.watch, context.actions)
         self._dog.restore(self._alerts.open())
@@ -60,7 +64,7 @@ class Watching:
         if seen or ending:
             self._judge(seen, halting)
         found = readings(
-            self._story, seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
+            self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
             stall_doubt=unread or unchanged or disagreement(seen, self._watch),
         )  # fmt: skip
         for change in self._dog.look(found):
@@ -154,8 +158,8 @@ class Watching:
 
 
 def readings(
-    story: Story, seen: Sequence[Seen], rss_mib: Mapping[int, float], gpus: tuple[Gpu, ...],
-    disk: Mapping[str, float], here: bool = True, records_only: bool = False,
+    heads: Mapping[int, Head], seen: Sequence[Seen], rss_mib: Mapping[int, float],
+    gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
     csv: Progress | None = None, stall_doubt: str = "",
 ) -> Readings:  # fmt: skip
     """Returns one moment from samples and records; `here` says that the ranks are on this host.
@@ -163,11 +167,14 @@ def readings(
     `csv` and `stall_doubt` are what the second sources say, as in `Readings`.
     """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
+    told_ts = [jsonl.number(head.last.record, "ts") or 0.0 for head in heads.values()]
     return Readings(
         mono=time.monotonic(), ts=time.time(),
         seen=tuple(each for each in seen if 0 <= each.still_s < LONGEST_STILL_S),
-        records_only=records_only, fresh=story.take_fresh(), progress=story.progress,
-        newest_ts=story.newest_ts, csv=csv, stall_doubt=stall_doubt,
+        records_only=records_only,
+        fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
+        progress={r: p for r, head in heads.items() if (p := head.pace.progress)},
+        newest_ts=max(told_ts, default=None), csv=csv, stall_doubt=stall_doubt,
         rss_mib=rss_mib, host_total_mib=total_mib, host_free_mib=free_mib, gpus=gpus,
         disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
     )  # fmt: skip

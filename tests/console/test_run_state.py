@@ -9,9 +9,10 @@ import pytest
 from console.ending import End, error_of
 from console.run_state import Facts, View, decide
 from console.sources import lastwords
-from console.supervisor.follow import DEATH, Story
+from console.supervisor.follow import DEATH
 from console.supervisor.tree import Tree
 from tests import owners
+from tests.console.sources.told import Told
 
 PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
 
@@ -58,9 +59,9 @@ def test_all_ranks_done():
 
 
 def test_a_run_that_needed_fewer_steps_than_planned_says_why():
-    story = Story()
-    story.take({"rank": 0, "msg": "exit", "step": 95, "reason": "bytes_right reached"})
-    why = over(agent_code=0, step=95, reason=story.reason)[1]
+    told = Told()
+    told.take({"rank": 0, "msg": "exit", "step": 95, "reason": "bytes_right reached"})
+    why = over(agent_code=0, step=95, reason=told.heads[0].reason)[1]
     assert why == 'all ranks done after step 95; the ranks say "bytes_right reached"'
 
 
@@ -205,13 +206,12 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError: x
 
 
 def test_the_99th_percentile_leaves_the_first_steps_out():
-    story = Story()
+    told = Told()
     beat = {"rank": 0, "msg": "progress", "step": 5}
-    story.take(beat | {"steps_dt_s": [90.0, 80.0]})
-    assert story.p99_s(0) is None
-    story.take(beat | {"steps_dt_s": [0.1] * 98 + [0.2, "nan", None, True, -1]})
-    assert story.p99_s(0) == 0.2
-    assert story.p99_s(1) is None
+    told.take(beat | {"steps_dt_s": [90.0, 80.0]})
+    assert told.heads[0].pace.p99_s() is None
+    told.take(beat | {"steps_dt_s": [0.1] * 98 + [0.2, "nan", None, True, -1]})
+    assert told.heads[0].pace.p99_s() == 0.2
 
 
 GONE = "the supervisor (pid 7) is gone"

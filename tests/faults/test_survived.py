@@ -20,8 +20,8 @@ import pytest
 from console import actions
 from console.commands import acting
 from console.sources import process, stacks
+from console.sources.pace import KEPT_STEPS
 from console.sources.run import RunSource
-from console.supervisor.follow import KEPT_STEPS
 from tests.faults.scene import ROOT, console, order, sentence_of, verdict_of
 from tests.launches import phase
 from tests.terminal import Terminal

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from console.diagnose.readings import Readings, progress_of
+from console.diagnose.readings import Readings
 from console.diagnose.rules import HALTING, RULES
 from console.diagnose.stall import Seen, diagnose, disagreement
 from console.diagnose.watch import Watchdog
+from console.sources.pace import progress_of
 from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.diagnose.readings import Readings, progress_of, rate_ratio, steady_growth
+from console.diagnose.readings import Readings, rate_ratio, steady_growth
 from console.diagnose.rules import ACTIONS, HALTING, RULES, STRONG, STRONG_TIMES, TABLE, check
 from console.diagnose.stall import Seen
 from console.diagnose.watch import Watchdog
 from console.model import Gpu
+from console.sources.pace import progress_of
 from trainers.contract import plan
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch, WatchRule

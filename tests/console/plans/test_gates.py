@@ -8,6 +8,9 @@ import pytest
 
 from console.plans import gates
 from console.plans.gates import Summary, evaluate, overall
+from console.sources.reading import Reading
+from console.sources.reducer import Reducer
+from console.sources.series import Series
 from console.supervisor.follow import Files
 from tests.console.plans.histories import Written, attempt, lines, told
 from trainers.contract.errors import UsageError
@@ -141,12 +144,13 @@ def test_the_files_give_the_same_answer_as_the_live_records(tmp_path):
         text = [json.dumps(record) for record in each.records]
         (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text("\n".join([*text, "{broken", ""]))
     read = Summary(2, 1, 0)
-    files, behind = Files(tmp_path, 1, 2), True
+    reducer = Reducer(Series(keeps=False), read)
+    files, behind = Files(tmp_path, 1, 2, Reading(tmp_path)), True
     while behind:
         news = files.look(heartbeats=True)
         behind = news.behind
-        for record in news.heartbeats():
-            read.take(record)
+        for batch in news.batches:
+            reducer.take(batch)
     bounds = {"steps_done": 20, "loss_finite": True, "loss_falls": True, "no_stall": True}
     found = evaluate(read, bounds)
     assert found == evaluate(told(*written), bounds)

@@ -48,6 +48,7 @@ def same_state(run: Path) -> None:
     assert told(drawn.poll()) == expected
     for name in DRAWN:
         assert drawn.series.points(name) == whole.series.points(name), name
+    assert drawn.reducer.all_heads == whole.reducer.all_heads
     sums = [source.summary for source in (whole, recent, drawn)]
     results = [gates.evaluate(each, BOUNDS) for each in sums if each is not None]
     assert len(results) == 3
@@ -76,7 +77,7 @@ class Observer:
     """
 
     def __init__(self, run: Path, warm_up_bytes: int = 0):
-        self.run, self.reducer = run, Reducer(Series(keeps=False))
+        self.run, self.reducer = run, Reducer(Series(keeps=False), timed=True)
         held = rundir.read_json(run / rundir.SNAPSHOT)
         self.has_snapshot = snapshot.load(run, held, self.reducer)
         self._reading = Reading(

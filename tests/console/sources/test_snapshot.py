@@ -18,6 +18,7 @@ from console import plain
 from console.cli import main
 from console.plans import gates
 from console.sources import records, snapshot
+from console.sources.fold import Fold
 from console.sources.records import Records
 from console.sources.run import RunSource
 from console.sources.series import KEPT_SPANS, RAW_RECORDS, SPANS_S, Series
@@ -38,7 +39,7 @@ class Writer:
         if self.rng.random() < 0.02:
             self.ts += self.rng.choice((-3600.0, 86_400.0))
         kinds = (self.beat, self.beat, self.beat, self.sample, self.sample, self.event,
-                 self.garbage, self.again, self.part)  # fmt: skip
+                 self.garbage, self.again, self.part, self.word)  # fmt: skip
         self.rng.choice(kinds)()
 
     def beat(self, msg: str = "progress", **more) -> None:
@@ -54,6 +55,10 @@ class Writer:
                 "gate_entropy_mean": self.rng.random(), "gpu_mem_reserved": self.rng.random(),
             }  # fmt: skip
             directory.beat(self.run, rank, self.steps, msg, **(record | figures | more))
+
+    def word(self) -> None:
+        msg = self.rng.choice(("checkpoint", "error", "halt", "exit"))
+        self.beat(msg, reason=f"reason {self.ts}", error=f"{msg} {self.ts}", exit_code=0)
 
     def sample(self) -> None:
         ranks = [{"rank": rank, "rss_mib": self.rng.random() * 100} for rank in (0, 1)]
@@ -263,6 +268,29 @@ def test_a_file_that_was_cut_short_goes_on(run):
     assert Records(run, "recent").has_snapshot
 
 
+def test_who_starts_at_a_snapshot_learns_from_the_records_before_it_what_is_usual(run):
+    prepared(run)
+    observer = Observer(run, warm_up_bytes=1 << 20)
+    before = observer.reducer.heads(1)[0].records
+    observer.read()
+    head = observer.reducer.heads(1)[0]
+    assert head.records == before
+    assert head.pace.p99_s() is not None
+    assert len(head.pace.take_fresh()) == rundir.heartbeat(run, 0).read_bytes().count(b"progress")
+
+
+def test_a_file_that_was_copied_over_tells_the_same(run):
+    prepared(run)
+    path, observer = rundir.heartbeat(run, 0), Observer(run)
+    observer.read()
+    before = observer.reducer.heads(1)[0]
+    (copy := run / "copy").write_bytes(path.read_bytes())
+    copy.rename(path)
+    observer.read()
+    after = observer.reducer.heads(1)[0]
+    assert (after.last, after.step, after.progress) == (before.last, before.step, before.progress)
+
+
 def test_samples_that_were_renamed_away_begin_anew(run):
     prepared(run)
     path, observer = run / "samples_here.jsonl", Observer(run)
@@ -301,7 +329,7 @@ def test_what_is_skipped_is_counted_once_whoever_reads_it_again(run):
         observer.write()
     found = Records(run, "recent")
     found.poll(1, 2, 1 << 20)
-    assert (found.has_snapshot, found.skipped) == (True, 7)
+    assert (found.has_snapshot, found.reading.skipped) == (True, 7)
 
 
 @pytest.mark.parametrize("change", [
@@ -417,12 +445,13 @@ def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path):
 
 def test_a_look_reads_only_what_came_after_the_snapshot(run, monkeypatch):
     prepared(run)
-    taken = []
-    source = RunSource(run, taken=lambda _, record: taken.append(record["n"]))
-    source.poll()
-    assert taken == []
+    source, folds = RunSource(run), []
+    before = source.poll().step
+    monkeypatch.setattr(Fold, "take", lambda fold, record: folds.append(record["n"]) or True)
+    source = RunSource(run)
+    assert (source.poll().step, folds) == (before, [])
     directory.beat(run, 0, 99, n=61, mono=1e6)
-    assert (source.poll().step, taken, source.is_whole) == (99, [61], True)
+    assert (source.poll().step, folds, source.is_whole) == (99, [61], True)
 
 
 def test_the_screen_shows_a_long_run_at_once_and_fills_in_what_was_before(run, monkeypatch):

@@ -17,11 +17,12 @@ from console.plans import confirm
 from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import belief, orders
-from console.supervisor.follow import Story, end_of
+from console.supervisor.ends import end_of
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.restart import Ended, after
 from console.supervisor.tree import Tree, Worker
 from tests import owners
+from tests.console.sources.told import Told
 from tests.console.test_go import BOUNDS, completed
 from tests.launches import STUB, phase, write_plan
 from trainers.contract import environ, jsonl, rundir
@@ -262,10 +263,10 @@ def worker(code=None, signal_name=None, **more):
     ],
 )
 def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, state, says):
-    story = Story()
+    told = Told()
     for step, msg in ((9, "progress"), (9, "exit")):
-        story.take({"rank": 0, "step": step, "msg": msg, "ts": 1.0, "exit_code": 0})
-    end = end_of(ended, story, step=pulse_step)
+        told.take({"rank": 0, "step": step, "msg": msg, "ts": 1.0, "exit_code": 0})
+    end = end_of(ended, told.heads[0], step=pulse_step)
     found, why = decide(Facts(spawned=True, over=True, ends=[end], world=1))
     assert (found, says in why) == (state, True), why
     again = after([Ended(found, why)], Restart("crash"))

@@ -16,8 +16,12 @@ import pytest
 
 from console.run_state import Facts, decide
 from console.sources import kernel, presence, process
+from console.sources.reading import Reading
+from console.sources.reducer import NO_RECORDS, Head, Reducer
+from console.sources.series import Series
 from console.supervisor import orders
-from console.supervisor.follow import Files, Story, end_of
+from console.supervisor.ends import end_of
+from console.supervisor.follow import Files
 from console.supervisor.restart import deterministic, signature
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree
@@ -54,10 +58,10 @@ class Trial:
             environ.RUN_ID: mode, environ.ATTEMPT: "1", environ.TOKEN: token,
         }  # fmt: skip
         self.poller = select.poll()
-        self.link, self.story = owners.begin(), Story()
+        self.link, self.reducer = owners.begin(), Reducer(Series(keeps=False), timed=True)
         self.tree = Tree(token, 2, self.poller, self.link)
         self.poller.register(self.link.fd, select.POLLIN)
-        self.files = Files(self.run, 1, 2)
+        self.files = Files(self.run, 1, 2, Reading(self.run))
         self.before = kernel.snapshot()
         log = rundir.open_append(logs / rundir.TORCHRUN_LOG)
         self.tree.spawn((*agent, str(PROGRAMS / "ends.py"), mode), environment, log, 10.0)
@@ -68,9 +72,13 @@ class Trial:
         self.link.hear()
         self.tree.look()
         news = self.files.look(heartbeats=True)
-        for record in news.heartbeats():
-            self.story.take(record)
+        for batch in news.batches:
+            self.reducer.take(batch)
         return news.behind
+
+    @property
+    def heads(self) -> dict[int, Head]:
+        return self.reducer.heads(1)
 
     def wait(self, reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -80,8 +88,8 @@ class Trial:
             self.poller.poll(20)
 
     def wait_steps(self) -> None:
-        self.wait(lambda: len(self.tree.workers) == 2 and set(self.story.steps) == {0, 1}
-                  and min(self.story.steps.values()) > 1)  # fmt: skip
+        self.wait(lambda: len(self.tree.workers) == 2 and set(self.heads) == {0, 1}
+                  and min(head.step for head in self.heads.values()) > 1)  # fmt: skip
 
     def kill(self, rank: int) -> None:
         self.tree.workers[rank].handle.send(signal.SIGKILL)
@@ -93,11 +101,15 @@ class Trial:
             pass
         rest = self.files.rest()
         self.tree.take_log(rest.log)
-        ends = [end_of(w, self.story, rest.last[r]) for r, w in self.tree.workers.items()]
+        ends = [
+            end_of(w, self.heads.get(r, NO_RECORDS), rest.last[r])
+            for r, w in self.tree.workers.items()
+        ]
         return Facts(
             spawned=True, over=True, world=2, agent_code=self.tree.agent_status, ends=ends,
-            order=tuple(self.tree.order), halt_steps=self.story.halts,
-            step=max(self.story.steps.values()), reason=self.story.reason,
+            order=tuple(self.tree.order), step=max(head.step for head in self.heads.values()),
+            halt_steps={rank: h.halt for rank, h in self.heads.items() if h.halt is not None},
+            reason=next((head.reason for head in self.heads.values() if head.reason), ""),
             oom=kernel.since(self.before),
         )  # fmt: skip
 
@@ -195,7 +207,7 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(begin)
     })  # fmt: skip
     assert presence.exit_words(worker.as_dict(), {}) == "dead (unreaped), killed by SIGKILL"
     sampler = Sampler(NoGpus(), lambda rank: None)
-    rows = sampler.sample(list(trial.tree.workers.values()), trial.story, 1, 0.0)["ranks"]
+    rows = sampler.sample(list(trial.tree.workers.values()), trial.heads, 1, 0.0)["ranks"]
     assert [row["state"] for row in rows] == [rows[0]["state"], "Z"]
     assert rows[0]["state"] in ("R", "S")
     trial.tree.agent.send(signal.SIGCONT)

@@ -18,7 +18,7 @@ ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
     "watch rules": "watching.Watching.look",
-    "records": "follow.Story.take",
+    "records": "attempt.Attempt._take_records",
     "files": "follow.Files.look",
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",

@@ -30,7 +30,7 @@ SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(60)"
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
     "watch rules": "watching.Watching.look",
-    "records": "follow.Story.take",
+    "records": "attempt.Attempt._take_records",
     "files": "follow.Files.look",
     "the run directory": "alerts.Alerts.watch_writes",
     "the sign of life": "live.Live.write_status",

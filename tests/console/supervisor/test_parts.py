@@ -70,14 +70,14 @@ def read(run, reads: Reads = "all") -> tuple[Records, list[float]]:
     records = Records(run, reads)
     for _ in range(COUNT):
         records.poll(1, 1, 100_000)
-        if not records.behind_bytes:
+        if not records.reading.behind_bytes:
             break
-    return records, [value for _, value in records.series.points("rss_mib:0")]
+    return records, [value for _, value in records.reducer.series.points("rss_mib:0")]
 
 
 def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(filled):
     records, values = read(filled)
-    assert (records.skipped, records.is_whole) == (0, True)
+    assert (records.reading.skipped, records.reading.is_whole) == (0, True)
     assert (min(values), max(values)) == (0.0, COUNT - 1.0)
     assert records.sample["here"]["ts"] == 1e9 + COUNT - 1
     newest, _ = read(filled, "recent")
@@ -91,7 +91,7 @@ def test_a_damaged_part_costs_its_own_records(filled, tmp_path, damage):
     part = rundir.parts(rundir.samples(run, "here"))[1][1]
     part.write_bytes(damage)
     records, values = read(run)
-    assert records.skipped <= 1
+    assert records.reading.skipped <= 1
     assert (min(values), max(values)) == (0.0, COUNT - 1.0)
 
 
@@ -103,7 +103,7 @@ def test_a_part_that_unpacks_to_more_than_memory_is_read_in_pieces(tmp_path):
             packed.write(b"x" * (1 << 20))
     rundir.samples(run, "here").write_bytes(jsonl.encode(sample(7)))
     records, values = read(run)
-    assert (values, records.skipped) == ([7.0], 1)
+    assert (values, records.reading.skipped) == ([7.0], 1)
 
 
 def test_a_full_disk_leaves_the_plain_part(tmp_path):

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.diagnose.rules import HALTING
-from console.diagnose.stall import Seen, diagnose, disagreement, limit_s
+from console.diagnose.stall import Seen, by_records, diagnose, disagreement, limit_s, with_records
 from console.diagnose.watch import Watchdog
 from console.plans import gates
+from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary
-from console.supervisor.follow import Story
 from console.supervisor.watching import readings
+from tests.console.sources.told import Told
 from trainers.contract import heartbeat, jsonl, pulse
 from trainers.contract.plan import Watch
 
@@ -24,7 +25,7 @@ def record(step, **fields):
 
 
 def story(*records):
-    told = Story()
+    told = Told()
     told.take(record(2, steps_dt_s=[90.0, 30.0]))
     for step, fields in enumerate(records, 3):
         told.take(record(step, **fields))
@@ -33,23 +34,22 @@ def story(*records):
 
 def test_a_phase_has_its_own_percentile_and_others_that_of_the_steps():
     told = story({"steps_dt_s": [10.0], "dt_fetch_s": 0.5, "dt_forward_s": 6.0})
-    assert told.p99_s(0, "fetch") == 0.5
-    assert told.p99_s(0, "forward") == 6.0
-    assert told.p99_s(0, "log") == told.p99_s(0) == 10.0
-    assert told.p99_s(1, "fetch") is None
+    assert told.heads[0].pace.p99_s("fetch") == 0.5
+    assert told.heads[0].pace.p99_s("forward") == 6.0
+    assert told.heads[0].pace.p99_s("log") == told.heads[0].pace.p99_s() == 10.0
 
 
 def test_of_many_steps_a_phase_is_as_long_as_it_can_have_been_in_one():
     told = story({"steps_dt_s": [1.0] * 19 + [21.0], "dt_fetch_s": 1.0, "dt_forward_s": 2.0})
-    assert told.p99_s(0, "fetch") == 20.0
-    assert told.p99_s(0, "forward") == 21.0
+    assert told.heads[0].pace.p99_s("fetch") == 20.0
+    assert told.heads[0].pace.p99_s("forward") == 21.0
 
 
 def test_phases_that_a_gpu_was_timed_in_do_not_bound_the_host():
     told = story({"steps_dt_s": [9.0], "dt_fetch_s": 0.1, "dt_forward_s": 1.0,
                   "gpu_mem_reserved": 5})  # fmt: skip
-    assert told.p99_s(0, "fetch") == 0.1
-    assert told.p99_s(0, "forward") == 9.0
+    assert told.heads[0].pace.p99_s("fetch") == 0.1
+    assert told.heads[0].pace.p99_s("forward") == 9.0
 
 
 def test_evaluation_and_saving_have_budgets_of_their_own():
@@ -86,7 +86,7 @@ RECORDS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(RECORDS)
 def test_no_record_raises_in_what_watches(drawn):
-    told, summed = Story(), Summary(3)
+    told, summed = Told(), Summary(3)
     dog = Watchdog(Watch(), dict.fromkeys(HALTING, "halt"))
     for msg, rank, step, fields in drawn:
         line = json.dumps({"v": 1, "attempt": 1, "ts": 1.0, "rank": rank, "step": step, "msg": msg}
@@ -97,12 +97,14 @@ def test_no_record_raises_in_what_watches(drawn):
             told.take(accepted)
             summed.take(accepted)
     seen = tuple(
-        Seen(rank, 1, "S", 3, "forward", 1e6, 0, told.p99_s(rank, "forward"),
-             records_s=told.still_s(rank, 1e6)) for rank in range(3)
-    )  # fmt: skip
+        with_records(Seen(rank, 1, "S", 3, "forward", 1e6), told.heads.get(rank, NO_RECORDS), 1)
+        for rank in range(3)
+    )
     diagnose(seen, Watch(), 1.8e9)
+    for rank, head in told.heads.items():
+        diagnose((by_records(rank, head, Watch()),), Watch(), 1.8e9)
     for _ in range(3):
-        dog.look(readings(told, seen, {}, (), {}, stall_doubt=disagreement(seen, Watch())))
+        dog.look(readings(told.heads, seen, {}, (), {}, stall_doubt=disagreement(seen, Watch())))
     gates.evaluate(summed, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
 
 
@@ -126,63 +128,74 @@ def test_one_absurd_step_does_not_stick():
     told = story({})
     told.take(record(10**12))
     told.take(record(5))
-    assert told.steps[0] == 5
+    assert told.heads[0].step == 5
     told.take(record(3, msg="checkpoint"))
-    assert told.steps[0] == 5, "a checkpoint is of a step before"
-    resumed = Story()
+    assert told.heads[0].step == 5, "a checkpoint is of a step before"
+    resumed = Told()
     resumed.take(record(10**12, msg="resume"))
     resumed.take(record(20, msg="resume"))
-    assert resumed.first_step == 21
+    assert resumed.heads[0].first_step == 21
 
 
 def test_a_halt_or_an_error_that_further_steps_follow_is_none():
     told = story()
     told.take(record(3, msg="halt", reason="forged"))
     told.take(record(3, msg="error", error="ModuleNotFoundError: forged"))
-    assert (told.halts, told.errors) == ({0: 3}, {0: "ModuleNotFoundError: forged"})
+    head = told.heads[0]
+    assert (head.halt, head.error_words) == (3, "ModuleNotFoundError: forged")
     told.take(record(4))
-    assert (told.halts, told.errors) == ({}, {})
+    assert (head.halt, head.error_words) == (None, "")
+
+
+def test_records_of_attempts_that_are_none_do_not_replace_what_is_known_of_the_present_one():
+    told = Told()
+    told.take(record(3, msg="checkpoint"))
+    told.take(record(7))
+    for attempt in range(5, 15):
+        told.take(record(1, attempt=attempt))
+    head = told.heads[0]
+    assert (head.step, head.saved, head.records) == (7, 3, 2)
 
 
 def at(told, step, attempt=1):
-    return told.seen(0, 1, "S", attempt=attempt, step=step, phase="forward", still_s=99.0,
-                     collectives=0)  # fmt: skip
+    seen = Seen(0, 1, "S", step, "forward", 99.0)
+    return with_records(seen, told.heads[0], attempt)
 
 
 def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
-    told = Story(live=True)
+    told = Told(live=True)
     told.take(record(2, steps_dt_s=[0.1, 0.1]))
     told.take(record(4, steps_dt_s=[1000.0, 1000.0]))
     told.take(record(5, steps_dt_s=[1.0]))
-    assert told.p99_s(0) == 1.0
+    assert told.heads[0].pace.p99_s() == 1.0
     assert limit_s(at(told, 9), Watch(stall_floor_s=2)) == 5.0
-    late = Story()
+    late = Told()
     late.take(record(2, steps_dt_s=[0.1, 0.1]))
     late.take(record(4, steps_dt_s=[1.0, 9.0]))
-    assert late.p99_s(0) == 9.0
-    late.settle()
+    assert late.heads[0].pace.p99_s() == 9.0
+    late.reducer.settle()
     late.take(record(5, steps_dt_s=[40.0]))
-    assert late.p99_s(0) == 9.0, "no more has passed since it came"
+    assert late.heads[0].pace.p99_s() == 9.0, "no more has passed since it came"
     late.take(record(6, steps_dt_s=[40.0]))
-    assert late.p99_s(0) == 9.0
+    assert late.heads[0].pace.p99_s() == 9.0
 
 
 def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before():
-    late = Story()
-    late.settle()
+    late = Told()
+    late.reducer.settle()
     late.take(record(100, steps_dt_s=[1.0] * 100))
-    assert late.p99_s(0) == 1.0
+    assert late.heads[0].pace.p99_s() == 1.0
 
 
 def test_a_resume_that_the_pulse_disproves_raises_no_limit():
     watch = Watch(stall_floor_s=2, startup_s=600)
-    told = Story(live=True)
+    told = Told(live=True)
     told.take(record(1_000_000, msg="resume"))
     assert limit_s(at(told, 7), watch) == 2.0
     for step in (7, 8, 9):
         told.take(record(step))
-    assert told.gap_s(0) > 0, "and its records have a rhythm all the same"
-    resumed = Story(live=True)
+    assert told.heads[0].pace.gap_s() > 0, "and its records have a rhythm all the same"
+    resumed = Told(live=True)
     resumed.take(record(6, msg="resume"))
     assert limit_s(at(resumed, 7), watch) == 600.0
     resumed.take(record(8))
@@ -191,9 +204,10 @@ def test_a_resume_that_the_pulse_disproves_raises_no_limit():
 
 
 def test_records_ahead_of_a_pulse_are_a_doubt_but_not_where_it_was_sampled_before():
-    told = Story()
+    told = Told()
     told.take(record(30))
     assert at(told, 7).doubt == "ahead"
-    sampled = told.seen(0, 1, "S", attempt=1, step=7, phase="forward", still_s=1.0,
-                        collectives=0, lagging=True)  # fmt: skip
+    sampled = with_records(
+        Seen(0, 1, "S", 7, "forward", 1.0), told.heads[0], attempt=1, lagging=True
+    )
     assert not sampled.doubt

@@ -14,7 +14,6 @@ from console.sources.summary import Summary
 from console.supervisor import watching
 from console.supervisor.alerts import Alerts
 from console.supervisor.directory import Directory
-from console.supervisor.follow import Story
 from console.supervisor.watching import Watching
 from trainers.contract.plan import Watch
 
@@ -50,7 +49,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
         services=SimpleNamespace(directory=SimpleNamespace(document=lambda path, record: None)),
     )  # fmt: skip
     run = SimpleNamespace(event=event, publish=lambda: None)
-    dog = Watching(context, run, Story(), late)
+    dog = Watching(context, run, dict, late)
     looks(1000, step=50)
     directory.close()
     assert [change.action for change in dog.take_acts()] == ([] if late else ["restart"])

@@ -1,0 +1,223 @@
+"""The pace of one rank in one attempt: when its records were read, and the times they tell of.
+
+What they say of the run itself is in the reducer's `Head`. A reader that judges no stall has none.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from console.sources import documents
+from console.sources.fold import OF_THE_PAST
+from trainers.contract import jsonl
+
+SAFETY = 5.0
+"""A step that takes so many times as long as usual stands still."""
+RECORDS_LATE_S = 5.0
+"""A record may be read so much later than the pulse of the same moment."""
+LONGEST_STEP_S = 1e6
+"""A longer step is no time that was measured."""
+UNIFORM_NATS = math.log(3)
+"""Entropy of a gate that gives each of the three branches the same weight."""
+WARM_UP_STEPS = 2
+KEPT_STEPS, KEPT_FRESH, KEPT_GAPS, LAST_GAPS = 256, 512, 256, 8
+TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
+RHYTHM_OF_ONE = 8
+"""So many records at every step show that each step has one: the first few steps always do."""
+UNKNOWN_STEPS = 50
+"""Before a rhythm is seen, the next record may be so many steps away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The figures of one progress record."""
+
+    rank: int
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    toks_per_s: float | None = None
+    gate_entropy_mean: float | None = None
+    gate_entropy_max: float = UNIFORM_NATS
+    gate_max_gate: float | None = None
+    gate_collapse_frac: float | None = None
+    dt_fetch_s: float | None = None
+    dt_forward_s: float | None = None
+    step_s: float | None = None
+
+
+def progress_of(record: Mapping[str, object]) -> Progress:
+    """Returns the figures of a progress record, whatever its fields hold."""
+    steps_s = _steps_s(record)
+    highest = jsonl.number(record, "gate_entropy_max")
+    return documents.read(
+        Progress, record,
+        gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
+        step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,
+    )  # fmt: skip
+
+
+def _steps_s(record: Mapping[str, Any]) -> list[float]:
+    return [d for d in jsonl.numbers(record, "steps_dt_s") if 0 <= d < LONGEST_STEP_S]
+
+
+def _p99(ordered: list[float]) -> float:
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+class Pace:
+    """Its reader is there since `live_since` (monotonic s): infinite before it has caught up."""
+
+    def __init__(self, live_since: float = math.inf):
+        self.progress: Progress | None = None
+        self._fresh: deque[Progress] = deque(maxlen=KEPT_FRESH)
+        self._live_since = live_since
+        self._told_s: float | None = None
+        """The step time that its records told of since then, behind the first of them."""
+        self._step = 0
+        self._rose = -math.inf
+        """When its newest step was read, in monotonic seconds, if that was after `live_since`."""
+        self._rose_ts = math.inf
+        """The time that the record of that step says for itself."""
+        self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
+        """Steps and seconds from one record with a new step to the next."""
+        self._first_s = 0.0
+        """The longest time to a step before those."""
+        self._read_at, self._age_s = -math.inf, 0.0
+        """When its newest record was read, and how old that was then."""
+        self._timed_steps = 0
+        self._durations: dict[str, tuple[deque[float], list[float]]] = {}
+        """Its last times in each phase, in the order they came and by length; "" for steps."""
+
+    def take(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
+        """Takes in one record that was read at `mono`, unix time `ts`.
+
+        `first_step` is that of the attempt: gaps between steps count behind it.
+        """
+        step, written = record["step"], jsonl.number(record, "ts") or 0.0
+        if self._read_at == -math.inf or step > self._step:
+            self._take_rise(step, first_step, mono, written)
+        self._read_at, self._age_s = mono, _span(ts - written)
+        if record["msg"] not in OF_THE_PAST:
+            self._step = step
+        if record["msg"] == "progress":
+            self.progress = progress_of(record)
+            self._fresh.append(self.progress)
+        if steps_s := self._that_passed(_steps_s(record), mono):
+            self._take_durations(record, steps_s)
+
+    def settle(self, mono: float) -> None:
+        """Takes what was read so far for what was there before its reader came."""
+        self._rose, self._live_since = -math.inf, mono
+
+    def take_fresh(self) -> list[Progress]:
+        """Returns the progress records since the last call."""
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        return fresh
+
+    # --- times between records -----------------------------------------------------------------
+
+    def _take_rise(self, step: int, first_step: int, mono: float, written: float) -> None:
+        """Takes a new step; until its reader is there, the records tell the time between them."""
+        live = self._rose > -math.inf
+        took_s = _span(mono - self._rose if live else written - self._rose_ts)
+        steps = step - self._step
+        if self._step and (self.progress or self._step >= first_step):
+            self._gaps.append((steps, took_s))
+        else:
+            self._first_s = max(self._first_s, took_s / max(1, steps))
+        self._rose_ts = written
+        self._rose = mono if self._live_since < math.inf else -math.inf
+
+    def still_s(self, mono: float) -> float:
+        """Returns the time since a new step was read, infinite while none was since `settle`."""
+        return max(0.0, mono - self._rose)
+
+    def age_s(self, mono: float) -> float:
+        """Returns the time since its newest record was written."""
+        return self._age_s + max(0.0, mono - self._read_at)
+
+    def gap_s(self) -> float:
+        """Returns the longest of the last times between two records with a new step, 0 at first."""
+        return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
+
+    def usual_gap_s(self, least_s: float) -> float:
+        """Returns the 99th percentile of these times, or before there is a rhythm a long guess.
+
+        The guess is `least_s` or more while no step follows another.
+        """
+        steps = [count for count, _ in self._gaps]
+        if not steps:
+            return max(UNKNOWN_STEPS * self._first_s, least_s)
+        again = steps[-1:] == steps[-2:-1]
+        if again and (steps[-1] > 1 or (len(steps) >= RHYTHM_OF_ONE and max(steps) == 1)):
+            return _p99(sorted(took_s for _, took_s in self._gaps))
+        return UNKNOWN_STEPS * max(took_s / count for count, took_s in self._gaps)
+
+    # --- times of steps and phases -------------------------------------------------------------
+
+    def _that_passed(self, steps_s: list[float], mono: float) -> list[float]:
+        """Returns the step times that can be true: no more has passed since the reader came.
+
+        The steps in the first record may have begun before; each is cut to that time.
+        """
+        most_s = mono - self._live_since + RECORDS_LATE_S
+        if self._live_since == math.inf or not steps_s:
+            return steps_s
+        if self._told_s is None:
+            self._told_s = 0.0
+            return [min(step_s, most_s) for step_s in steps_s]
+        told_s = self._told_s + math.fsum(steps_s)
+        if told_s > most_s:
+            return []
+        self._told_s = told_s
+        return steps_s
+
+    def _take_durations(self, record: Mapping[str, Any], steps_s: list[float]) -> None:
+        """Takes step times, and the longest that each phase can have lasted in these steps.
+
+        A record tells a phase's mean: in one of n steps it lasted at most n means, and no longer
+        than the longest step. Phases that a GPU was timed in say nothing about the host's.
+        """
+        warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
+        self._timed_steps += len(steps_s)
+        if not warm:
+            return
+        self._keep("", warm)
+        for phase in ("fetch",) if "gpu_mem_reserved" in record else TIMED_PHASES:
+            mean_s = jsonl.number(record, f"dt_{phase}_s")
+            if mean_s is not None and 0 <= mean_s < LONGEST_STEP_S:
+                self._keep(phase, [min(mean_s * len(steps_s), max(steps_s))])
+
+    def _keep(self, phase: str, durations_s: list[float]) -> None:
+        """Keeps durations; one that was a stall counts as the limit that it broke, no more."""
+        held, ordered = self._durations.setdefault(phase, (deque(), []))
+        most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
+        for duration_s in durations_s:
+            held.append(min(duration_s, most_s))
+            insort(ordered, held[-1])
+            if len(held) > KEPT_STEPS:
+                del ordered[bisect_left(ordered, held.popleft())]
+
+    def p99_s(self, phase: str = "") -> float | None:
+        """Returns the 99th percentile of its last times in a phase, None before there are any.
+
+        Where the phase has none, and for "": that of its steps.
+        """
+        found = self._durations.get(phase) or self._durations.get("")
+        return None if found is None else _p99(found[1])
+
+
+UNTIMED = Pace()
+"""The pace of a rank of which none was taken."""
+
+
+def _span(seconds: float) -> float:
+    """Returns a time span that was read, 0 for what is none."""
+    return seconds if math.isfinite(seconds) and 0 < seconds < 1e8 else 0.0

@@ -1,0 +1,63 @@
+"""Silence is judged by the rhythm of the records, and not before there is one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.diagnose.stall import SAFETY, by_records, limit_s
+from console.sources.pace import Pace
+from console.sources.reading import Line, Place
+from console.sources.reducer import Head
+from trainers.contract.plan import Watch
+
+WATCH = Watch(stall_floor_s=180, startup_s=900)
+LEAST_S = WATCH.startup_s / SAFETY
+
+
+def take(head, step, at, mono, ts):
+    record = {"step": step, "msg": "progress", "ts": at, "pid": 1, "rank": 0}
+    head.pace.take(record, 1, mono, ts)
+    head.take(Line(Place(0, 0), 1, record))
+
+
+def told(steps, step_s, boot_s=10.0):
+    """A rank that records these steps and takes so long for each."""
+    head = Head(Line(Place(0, 0), 1, {}), pace=Pace())
+    for step in (0, *steps):
+        at = boot_s * (step > 0) + step * step_s
+        take(head, step, at, at, at)
+    return head
+
+
+@given(st.floats(0.01, 600), st.integers(1, 50), st.integers(0, 12))
+def test_no_run_that_keeps_its_rhythm_is_ever_late(step_s, every, records):
+    """First steps are recorded one by one, then every so many: no gap between them is a stall."""
+    steps = [s for s in range(1, 5 * every + 6) if s <= 5 or s % every == 0][:records]
+    head = told(steps, step_s)
+    due = next(s for s in range(1, 10_000) if (s <= 5 or s % every == 0) and s not in steps)
+    last = head.last.record["ts"]
+    if steps:
+        late_s = head.pace.age_s(last + (due - steps[-1]) * step_s)
+        assert late_s <= limit_s(by_records(0, head, WATCH), WATCH)
+
+
+def test_a_known_rhythm_makes_the_limit_short():
+    assert told((1, 20, 40, 60), 3.0).pace.usual_gap_s(LEAST_S) == pytest.approx(60)
+    assert told((1, 2, 3, 4, 5), 3.0).pace.usual_gap_s(LEAST_S) == pytest.approx(150)
+    assert told(range(1, 20), 3.0).pace.usual_gap_s(LEAST_S) == pytest.approx(3)
+
+
+def test_before_the_first_step_the_budget_of_the_start_holds():
+    head = told((), 1.0)
+    assert limit_s(by_records(0, head, WATCH), WATCH) == 900
+    assert head.pace.age_s(899.0) == 899
+
+
+def test_a_clock_that_jumps_makes_no_record_older():
+    head = told((), 1.0)
+    take(head, 40, 1e9, 50.0, 1e9 + 2)
+    assert head.pace.age_s(60.0) == pytest.approx(12)
+    take(head, 60, 2e9, 70.0, 1e9)
+    assert head.pace.age_s(71.0) == pytest.approx(1)
