@@ -85,12 +85,6 @@ def words(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(clean(str(word), 400) for word in value) if isinstance(value, list) else ()
 
 
-def integers(record: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = record.get(key)
-    found = ({"": item} for item in value[:64]) if isinstance(value, list) else ()
-    return tuple(number for item in found if (number := jsonl.integer(item, "")) is not None)
-
-
 def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """Returns the objects in a list field."""
     value = record.get(key)
@@ -113,7 +107,7 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     int: lambda record, key: jsonl.integer(record, key) or 0,
     int | None: jsonl.integer,
     tuple[str, ...]: words,
-    tuple[int, ...]: integers,
+    tuple[int, ...]: lambda record, key: tuple(jsonl.integers(record, key)[:64]),
     Level: _one_of(LEVELS, "warn"),
     Result: _one_of(RESULTS, "unknown"),
     Sure: _one_of(("high", "medium"), "low"),
