@@ -25,7 +25,7 @@ from trainers.parallel import Single
 from trainers.refusals import step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Source, State
-from trainers.synthetic import KeyValue, Recall, Synthetic
+from trainers.synthetic import Recall, Synthetic
 
 CLOSE_TIMEOUT_S = 5.0
 NOT_YET, FAILED = -1, -2
@@ -192,10 +192,6 @@ def _late(what: str, about: str, data: DataSettings) -> str:
     )
 
 
-def _recall(data: DataSettings, seed: int, _run: Path, held_out: bool) -> Source:
-    return (KeyValue if data.recall_form == "pairs" else Recall)(data, seed, held_out)
-
-
 def _stream(data: DataSettings, seed: int, run: Path, held_out: bool) -> Source:
     # pyarrow takes a while to import, so only a run on documents pays for it.
     from trainers.stream import Stream
@@ -205,6 +201,6 @@ def _stream(data: DataSettings, seed: int, run: Path, held_out: bool) -> Source:
 
 _SOURCES: dict[str, Callable[[DataSettings, int, Path, bool], Source]] = {
     "synthetic": lambda data, seed, _run, held_out: Synthetic(data, seed, held_out),
-    "recall": _recall,
+    "recall": lambda data, seed, _run, held_out: Recall(data, seed, held_out),
     **dict.fromkeys(("text", "jsonl", "parquet", "fineweb_edu"), _stream),
 }
