@@ -27,6 +27,7 @@ from console.model import (
 from console.sources.presence import CLOCK_S, supervisor_lives
 from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
+from trainers.contract.jsonl import entries
 
 T = TypeVar("T")
 MAX_PHASES, MAX_GPUS = 1000, 1024
@@ -83,12 +84,6 @@ def line(record: Mapping[str, Any], key: str, default: str) -> str:
 def words(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = record.get(key)
     return tuple(clean(str(word), 400) for word in value) if isinstance(value, list) else ()
-
-
-def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the objects in a list field."""
-    value = record.get(key)
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def _one_of(words: tuple[str, ...], default: str) -> Callable[[Mapping[str, Any], str], str]:

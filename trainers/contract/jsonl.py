@@ -117,6 +117,12 @@ def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Returns the objects in the list `record[key]`, none when it is no list."""
+    value = record.get(key)
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
 def open_regular(path: Path, below: Path | None = None) -> int | None:
     """Opens a regular file for reading; None for a link, a fifo, a directory or nothing.
 
@@ -172,12 +178,9 @@ def read_bytes(
         os.close(fd)
 
 
-def size_bytes(path: Path, below: Path | None = None) -> int:
-    """Returns the size of a regular file, 0 without one that can be read.
-
-    `below` as in `open_regular`.
-    """
-    fd = open_regular(path, below)
+def size_bytes(path: Path) -> int:
+    """Returns the size of a regular file, 0 without one that can be read."""
+    fd = open_regular(path)
     if fd is None:
         return 0
     try:
@@ -191,19 +194,19 @@ def size_bytes(path: Path, below: Path | None = None) -> int:
 HEAD_BYTES = 4096
 
 
-def head(path: Path, below: Path | None = None) -> str:
-    """Returns a hash of a file's first line, "" while it has none; `below` as in `open_regular`.
+def head(path: Path) -> str:
+    """Returns a hash of a file's first line, "" while it has none.
 
     It tells a file of records from another one with its name, also in a copy.
     """
     if path.suffix == GZIP:
         unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
         try:
-            data = unpacker.decompress(read_bytes(path, PACKED_BYTES, 0, below), HEAD_BYTES)
+            data = unpacker.decompress(read_bytes(path, PACKED_BYTES, 0), HEAD_BYTES)
         except zlib.error:
             return ""
     else:
-        data = read_bytes(path, HEAD_BYTES, 0, below)
+        data = read_bytes(path, HEAD_BYTES, 0)
     first, end, _ = data.partition(b"\n")
     return hashlib.sha256(first).hexdigest()[:16] if end or len(data) == HEAD_BYTES else ""
 
