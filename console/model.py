@@ -6,8 +6,8 @@ No Textual, no files, no processes here. Times are unix seconds unless the name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 State = Literal[
@@ -220,6 +220,15 @@ class LaunchState:
     def current(self) -> str:
         """The name of the current phase, "" for a launch without any."""
         return self.phases[self.phase].name if self.phases else ""
+
+    def unconfirmed(self, folders: Collection[str]) -> LaunchState:
+        """Returns a launch in which no phase with one of these directories passed its gates."""
+        phases = tuple(
+            replace(phase, result="unknown")
+            if phase.result == "pass" and phase.dir in folders else phase
+            for phase in self.phases
+        )  # fmt: skip
+        return replace(self, phases=phases)
 
     @property
     def rest(self) -> tuple[PhaseState, ...]:

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 RUNS, LINGER = "run/systemd/system", "var/lib/systemd/linger"
@@ -23,16 +22,9 @@ SESSION = re.compile(r"/session-[^/]+\.scope")
 USER_MANAGER = re.compile(r"/user@\d+\.service")
 
 
-@dataclass(frozen=True, slots=True)
-class User:
-    """The user that the run belongs to."""
-
-    uid: int
-    name: str
-
-
-def dangers(root: Path, user: User) -> tuple[str, ...] | None:
-    """Returns a sentence for each way in which a logout ends or blinds a run of this process.
+def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
+    """Returns a sentence for each way in which a logout of this user ends or blinds a run of this
+    process.
 
     None where systemd does not run. `root` is the root of the file system.
     """
@@ -41,34 +33,34 @@ def dangers(root: Path, user: User) -> tuple[str, ...] | None:
     held = _properties()
     if held is None:
         return ("not known: systemd-logind does not answer busctl",)
-    lingers = (root / LINGER / user.name).exists()
+    lingers = (root / LINGER / user).exists()
     found = []
     place = (root / "proc/self/cgroup").read_text(errors="replace")
     if USER_MANAGER.search(place):
         if not lingers:
             found.append(
-                f"the run ends when {user.name} logs out: it belongs to the user manager, which "
-                f"stops then; run loginctl enable-linger {user.name}"
+                f"the run ends when {user} logs out: it belongs to the user manager, which "
+                f"stops then; run loginctl enable-linger {user}"
             )
     elif SESSION.search(place) and _kills(held, user):
         found.append(
-            f"logind has KillUserProcesses=yes: the run is killed when {user.name} logs out; run "
-            f"loginctl enable-linger {user.name} and launch with systemd-run --user --scope, or "
+            f"logind has KillUserProcesses=yes: the run is killed when {user} logs out; run "
+            f"loginctl enable-linger {user} and launch with systemd-run --user --scope, or "
             "set KillUserProcesses=no in /etc/systemd/logind.conf"
         )
-    if held["RemoveIPC"] == YES and not lingers and user.uid >= LEAST_UID:
+    if held["RemoveIPC"] == YES and not lingers and uid >= LEAST_UID:
         found.append(
-            f"logind has RemoveIPC=yes: when {user.name} logs out it removes the shared memory of "
-            f"the ranks' pulses, and stalls are not seen; run loginctl enable-linger {user.name}, "
+            f"logind has RemoveIPC=yes: when {user} logs out it removes the shared memory of "
+            f"the ranks' pulses, and stalls are not seen; run loginctl enable-linger {user}, "
             "or set RemoveIPC=no in /etc/systemd/logind.conf"
         )
     return tuple(found)
 
 
-def _kills(held: Mapping[str, Sequence[str]], user: User) -> bool:
+def _kills(held: Mapping[str, Sequence[str]], user: str) -> bool:
     """Says whether logind kills what is left of a session of this user."""
     only = held["KillOnlyUsers"][2:]
-    left_alone = user.name in held["KillExcludeUsers"][2:] or (only and user.name not in only)
+    left_alone = user in held["KillExcludeUsers"][2:] or (only and user not in only)
     return held["KillUserProcesses"] == YES and not left_alone
 
 

@@ -174,7 +174,7 @@ def _logout(case: Case) -> Found:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         name = str(uid)
-    found = logind.dangers(case.root, logind.User(uid, name))
+    found = logind.dangers(case.root, uid, name)
     if found is None:
         return "pass", "no systemd-logind here"
     return "unknown" if found else "pass", "; ".join(found) or "the run survives a logout"

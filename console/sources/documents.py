@@ -172,12 +172,7 @@ def launch_state(
         and not supervisor_lives(owner | {"updated_ts": state.get("updated_ts")})
     ):
         named, why = "unsupervised", "the supervisor is gone; nothing sequences the phases"
-    if doubt:
-        phases = [
-            replace(phase, result="unknown") if phase.result == "pass" else phase
-            for phase in phases
-        ]
-    return LaunchState(
+    launch = LaunchState(
         id=name,
         path=str(path),
         plan=line(plan, "name", line(state, "plan", path.parent.name)),
@@ -189,6 +184,7 @@ def launch_state(
         between=line(state, "between", "go"),
         next_flags=_pending(jsonl.mapping(state, "next_flags")),
     )
+    return launch.unconfirmed({phase.dir for phase in phases}) if doubt else launch
 
 
 def _phases(

@@ -39,6 +39,10 @@ class Frame:
         """File name, line and function: what fits a table."""
         return f"{self.place} {self.function}"
 
+    @property
+    def is_of_library(self) -> bool:
+        return bool(_LIBRARY.search(self.file))
+
 
 @dataclass(frozen=True, slots=True)
 class Thread:
@@ -82,7 +86,7 @@ def parse(text: str) -> tuple[Thread, ...]:
 def own(frames: Sequence[Frame]) -> Frame | None:
     """Returns the innermost frame that is not in a library, or the innermost of all."""
     top = frames[0] if frames else None
-    return next((frame for frame in frames if not _LIBRARY.search(frame.file)), top)
+    return next((frame for frame in frames if not frame.is_of_library), top)
 
 
 def latest(run: Path, ranks: Iterable[int]) -> dict[int, Stack]:

@@ -26,9 +26,6 @@ class Xid:
     count: int
     ts: float
 
-    def words(self) -> str:
-        return said(self.numbers, self.count)
-
 
 def said(numbers: tuple[int, ...], count: int) -> str:
     """Returns "Xid 79", with all numbers where they differ and the count where it is not one."""
