@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from console.model import Result
-from console.plans import catalog, gpus, logind
+from console.plans import catalog, logind
 from console.settings import Hook
 from console.sources import nvml, process
 from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Plan
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Beginnings of the variables by which libraries of a training are steered."""
+BY_UUID = ("GPU-", "MIG-")
 LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
 GIB = 1 << 30
@@ -84,8 +85,64 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _gpus(case: Case) -> Found:
-    return gpus.check(case.plan, case.devices, case.root, case.driver_s)
+def check_gpus(case: Case) -> Found:
+    """Says whether the GPUs of a plan are there: NVML counts them, the kernel's driver lists them.
+
+    A plan without GPUs rests on neither source.
+    """
+    plan, devices, listing = case.plan, case.devices, case.root / nvml.KERNEL_GPUS
+    needed, listed = plan.gpus, nvml.kernel_count(case.root)
+    try:
+        counted = nvml.count(case.driver_s)
+    except (TimeoutError, ContractError) as error:
+        return "fail" if needed else "unknown", f"{error}; see nvidia-smi and the kernel's log"
+    if devices and counted == 0:
+        text = f"--devices {devices} names GPUs and this machine has none; leave it out"
+        return "fail", text
+    if needed == 0:
+        return "pass", f"none needed, {counted} there"
+    if listed is not None and counted > listed:
+        return "fail", (
+            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}: compare "
+            f"nvidia-smi -L with {listing}"
+        )
+    chosen = [devices or _chosen(plan, index) for index in range(len(plan.phases))]
+    usable, words = min((usable_of(words, counted), words) for words in chosen)
+    if usable < needed:
+        return "fail", _too_few(plan, usable, counted, words)
+    if listed is None:
+        return "unknown", (
+            f"{needed} needed, NVML counts {counted}; {listing} cannot be read, so "
+            "no second source confirms it"
+        )
+    return "pass", f"{needed} needed, {counted} there; the kernel's driver lists {listed}"
+
+
+def _chosen(plan: Plan, index: int) -> str:
+    """Returns the CUDA_VISIBLE_DEVICES of a phase, "" where it is not set."""
+    return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
+
+
+def usable_of(devices: str, counted: int) -> int:
+    """Returns how many of `counted` GPUs CUDA sees with a value of CUDA_VISIBLE_DEVICES.
+
+    It stops at the first word that names no GPU.
+    """
+    if not devices:
+        return counted
+    words = [word.strip() for word in devices.split(",")]
+    for place, word in enumerate(words):
+        named = word.isdecimal() and int(word) < counted
+        if not (named or word.startswith(BY_UUID)) or word in words[:place]:
+            return place
+    return len(words)
+
+
+def _too_few(plan: Plan, usable: int, counted: int, devices: str) -> str:
+    needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''} and"
+    if usable < counted:
+        return f"{needs} {flags.DEVICES}={devices} leaves {usable} of the {counted} of this machine"
+    return f"{needs} this machine has {usable}; use the plan cpu_smoke, or a machine with GPUs"
 
 
 def _cores(case: Case) -> Found:
@@ -198,7 +255,7 @@ def _hook(case: Case) -> Found:
 
 
 CHECKS: Mapping[str, Callable[[Case], Found]] = {
-    "python": _python, "torch": _torch, "program": _programs, "gpus": _gpus, "cores": _cores,
+    "python": _python, "torch": _torch, "program": _programs, "gpus": check_gpus, "cores": _cores,
     "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
     "environment": _environment, "logout": _logout, "hook": _hook,
 }  # fmt: skip

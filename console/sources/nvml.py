@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
-from console.sources.gpu import Device, code_of, words_of
-from console.sources.xid import XidLog, said
+from console.sources.gpu import Device, XidLog, code_of, said, words_of
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 10.0
