@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from trainers import aliases
 from trainers.contract import drill, flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.values import convert, takes
@@ -24,6 +23,31 @@ T = TypeVar("T")
 DRILL = "train.drill"
 STRATEGY, STRATEGIES = "train.strategy", {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
 """Settings of an entry point, unless a configuration says otherwise."""
+ALIASES: Mapping[str, str] = {
+    "nsa.l": "model.nsa.block_size",
+    "nsa.d": "model.nsa.block_stride",
+    "nsa.l_sel": "model.nsa.select_block_size",
+    "nsa.n_sel": "model.nsa.n_select",
+    "nsa.w": "model.nsa.window",
+    "nsa.phi": "model.nsa.compress",
+    "runtime.device": "train.device",
+    "runtime.precision": "train.precision",
+    "runtime.gradient_checkpointing": "train.recompute",
+    "train.seq_len": "data.seq_len",
+    "train.accumulate_grad_batches": "train.accumulate",
+    "train.weight_decay": "optim.weight_decay",
+    "train.grad_clip": "optim.grad_clip",
+    "train.log_every": "report.log_every",
+    "train.save_every": "checkpoint.every",
+    "train.eval_every": "eval.every",
+    "train.out_dir": "report.out_dir",
+}
+"""Names that configurations of other systems use for our settings."""
+VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "runtime.gradient_checkpointing": {True: "all", False: "none"},
+    "nsa.phi": {"avg": "mean"},
+}
+"""Values that are called otherwise too, by the foreign name of the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +137,23 @@ def _layers(
 
 
 def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    names = known.keys() | aliases.NAMES.keys()
+    names = known.keys() | ALIASES.keys()
     for written, value in flatten(yamlfile.load(path)):
         if written in names:
-            yield aliases.translate(written, value)
+            yield translate(written, value)
         elif not any(name.startswith(f"{written}.") for name in names):
             raise UsageError(
                 f"{path}: there is no setting {written!r}{did_you_mean(written, names)}"
             )
         elif value not in (None, {}):
             raise UsageError(f"{path}: {written!r} is a section of key: value lines, not {value!r}")
+
+
+def translate(key: str, value: Any) -> tuple[str, Any]:
+    """Returns our name of a key and our word for its value; what is ours stays as it is."""
+    if isinstance(value, str | bool):
+        value = VALUES.get(key, {}).get(value, value)
+    return ALIASES.get(key, key), value
 
 
 def _convert(key: str, value: Any, kind: Any, origin: str) -> Any:

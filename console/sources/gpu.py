@@ -9,7 +9,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from console.model import Gpu
@@ -160,12 +160,13 @@ class Device:
     index: int
     xids: XidLog
     _handle: Any = None
-    _uuid: str = ""
-    _name: str = "GPU"
-    _limit_w: float | None = None
-    _total_mib: float | None = None
+    _known: Gpu = field(init=False)
+    """The row without figures: what does not change."""
     _refused: dict[str, str] = field(default_factory=dict)
     """The sensors that gave nothing when they were last asked, with the reason."""
+
+    def __post_init__(self) -> None:
+        self._known = Gpu(self.index, "GPU", "error")
 
     def read(self) -> Gpu:
         """Returns a row; an error is a row too, and the handle is then asked for again."""
@@ -185,18 +186,18 @@ class Device:
         state, why = "error", words_of(error)
         if code_of(error) in GONE_CODES:
             state, why = "lost", f"lost: {why}"
-        return Gpu(
-            self.index, self._name, state, power_limit_w=self._limit_w,
-            mem_total_mib=self._total_mib, why=why, uuid=self._uuid,
-        )  # fmt: skip
+        return replace(self._known, state=state, why=why)
 
     def _open(self) -> None:
         nvml = self.nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-        self._name = self._figure("name", nvml.nvmlDeviceGetName, handle) or self._name
-        self._uuid = self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._uuid
         limit = self._figure("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        self._limit_w = None if limit is None else limit / 1000
+        self._known = replace(
+            self._known,
+            name=self._figure("name", nvml.nvmlDeviceGetName, handle) or self._known.name,
+            uuid=self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._known.uuid,
+            power_limit_w=None if limit is None else limit / 1000,
+        )
         self._handle = handle
         self.xids.opened(self.index, handle)
 
@@ -204,7 +205,7 @@ class Device:
         nvml, handle, figure = self.nvml, self._handle, self._figure
         memory = figure("memory", nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is not None:
-            self._total_mib = memory.total / MIB
+            self._known = replace(self._known, mem_total_mib=memory.total / MIB)
         use = figure("utilization", nvml.nvmlDeviceGetUtilizationRates, handle)
         power = figure("power", nvml.nvmlDeviceGetPowerUsage, handle)
         held = figure("throttle reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
@@ -217,19 +218,14 @@ class Device:
         )  # fmt: skip
         figures = (memory, use, power, held, temp_c, sm_mhz, ecc)
         silent = self._refused and all(each is None for each in figures)
-        return Gpu(
-            self.index, self._name, "error" if silent else "ok",
+        return replace(
+            self._known, state="error" if silent else "ok",
             util_pct=None if use is None else float(use.gpu),
             power_w=None if power is None else power / 1000,
-            power_limit_w=self._limit_w,
             mem_used_mib=None if memory is None else round(memory.used / MIB, 1),
-            mem_total_mib=self._total_mib,
-            temp_c=temp_c,
-            sm_mhz=sm_mhz,
+            temp_c=temp_c, sm_mhz=sm_mhz, ecc_uncorrected=ecc,
             why=", ".join(set(self._refused.values())) if silent else self._missing(),
             throttle=", ".join(word for bit, word in THROTTLES.items() if (held or 0) & bit),
-            uuid=self._uuid,
-            ecc_uncorrected=ecc,
         )  # fmt: skip
 
     def _missing(self) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from console.plans.logind import dangers
+from console.plans.preflight import dangers
 
 ANN = 1000, "ann"
 SESSION = "0::/user.slice/user-1000.slice/session-3.scope\n"
