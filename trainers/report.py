@@ -251,15 +251,12 @@ class Report:
     def metrics(self, reason: str, exit_code: int) -> None:
         """Writes metrics.json: how far the run came, with what, and why it ended."""
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s", "mfu")
-        mean = (
-            (self.tokens_total - self._tokens_before) / self._training_s
-            if self._training_s
-            else None
-        )
+        trained, took_s = self.tokens_total - self._tokens_before, self._training_s
         write_metrics(
             self._member, steps_done=self.steps_done, reason=reason, exit_code=exit_code,
             steps_planned=self.settings.train.steps, tokens_total=self.tokens_total,
-            first_loss=self.first_loss, mean_toks_per_s=mean, training_s=self._training_s,
+            first_loss=self.first_loss, training_s=took_s,
+            mean_toks_per_s=trained / took_s if took_s else None,
             wall_s=time.perf_counter() - self._started,
             **{name: self._last.get(name) for name in kept},
         )  # fmt: skip
