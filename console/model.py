@@ -252,14 +252,14 @@ class RunState:
     path: str
     state: State
     why: str
-    since_ts: float | None
-    attempt: int
-    host: str
-    world: int
-    step: int | None
-    steps_planned: int | None
-    eta_s: float | None
-    data_age_s: float | None
+    since_ts: float | None = None
+    attempt: int = 1
+    host: str = ""
+    world: int = 0
+    step: int | None = None
+    steps_planned: int | None = None
+    eta_s: float | None = None
+    data_age_s: float | None = None
     """Age of the newest pulse or record that was read, whatever rank it came from."""
     ranks: tuple[Rank, ...] = ()
     gpus: tuple[Gpu, ...] = ()
