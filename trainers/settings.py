@@ -105,35 +105,24 @@ def resolve(
     found = dict.fromkeys(values, DEFAULT)
     if entry in STRATEGIES:
         values[STRATEGY], found[STRATEGY] = STRATEGIES[entry], f"entry {entry}"
-    for key, value, origin in _layers(config, environment, overrides or {}, said, known):
+    layers: list[tuple[str, Any, str]] = []
+    if config is not None:
+        own = _from_yaml(Path(config), known)
+        layers += ((key, value, f"config {config}") for key, value in own)
+    for name, value in flags.from_environment(environment).items():
+        if key := flags.FLAGS[name].setting:
+            layers.append((key, value, f"flag {name}"))
+    for key, value in (overrides or {}).items():
+        if key not in known:
+            raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
+        layers.append((key, value, said.get(key, COMMAND_LINE)))
+    for key, value, origin in layers:  # from the weakest source to the strongest
         values[key] = _convert(key, value, known[key], origin)
         found[key] = origin
     settings = _build(Settings, "", values, str(config) if config else "settings")
     refuse(settings, found)
     drill.parse(settings.train.drill, _source(found[DRILL], DRILL))
     return Resolved(settings, found)
-
-
-def _layers(
-    config: Path | str | None,
-    environment: Mapping[str, str],
-    overrides: Mapping[str, Any],
-    said: Mapping[str, str],
-    known: Mapping[str, Any],
-) -> Iterator[tuple[str, Any, str]]:
-    """Yields `(key, value, origin)` from the weakest source to the strongest."""
-    if config is not None:
-        origin = f"config {config}"
-        for key, value in _from_yaml(Path(config), known):
-            yield key, value, origin
-    for name, value in flags.from_environment(environment).items():
-        key = flags.FLAGS[name].setting
-        if key:
-            yield key, value, f"flag {name}"
-    for key, value in overrides.items():
-        if key not in known:
-            raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
-        yield key, value, said.get(key, COMMAND_LINE)
 
 
 def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
