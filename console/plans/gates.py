@@ -18,8 +18,6 @@ from console.sources.fold import FIRST_LOSSES, Fold
 from console.sources.summary import Summary
 from trainers.contract.errors import UsageError, did_you_mean
 
-__all__ = ["RULES", "Summary", "check", "evaluate", "overall", "steps_done"]
-
 Bound = Literal["yes", "at least", "above", "at most", "fall"]
 Span = Literal["all attempts", "surviving steps"]
 BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {

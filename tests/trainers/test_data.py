@@ -217,14 +217,14 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
 class Threads(Single):
     """Ranks that are threads of this process."""
 
-    def __init__(self, rank: int, vectors: list, barrier: threading.Barrier):
+    def __init__(self, rank: int, texts: list, barrier: threading.Barrier):
         super().__init__(CPU)
-        self.rank, self._vectors, self._barrier = rank, vectors, barrier
+        self.rank, self._texts, self._barrier = rank, texts, barrier
 
-    def gather(self, vector):
-        self._vectors[self.rank] = vector
+    def gather_text(self, text):
+        self._texts[self.rank] = text
         self._barrier.wait(60)
-        gathered = list(self._vectors)
+        gathered = list(self._texts)
         self._barrier.wait(60)
         return gathered
 
@@ -241,7 +241,7 @@ RANKS = {
 @pytest.mark.parametrize("case", RANKS)
 def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case):
     contents, expected = RANKS[case]
-    vectors, barrier, ends = [None] * 3, threading.Barrier(3), [""] * 3
+    texts, barrier, ends = [None] * 3, threading.Barrier(3), [""] * 3
 
     def run(rank: int) -> None:
         folder = tmp_path / str(rank)
@@ -250,7 +250,7 @@ def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case):
             (folder / "a.txt").write_bytes(content)
         chosen = small(**{"data.source": "text", "data.path": str(folder), "data.timeout_s": 60})
         try:
-            assert open_alike(chosen, tmp_path, Threads(rank, vectors, barrier)).position == 0
+            assert open_alike(chosen, tmp_path, Threads(rank, texts, barrier)).position == 0
         except DataError as error:
             ends[rank] = str(error)
 
@@ -269,11 +269,11 @@ def test_whatever_ends_one_rank_while_it_opens_the_data_ends_the_others_too(tmp_
         return Synthetic(data_settings, seed) if run.name == "0" else 1 // 0
 
     monkeypatch.setitem(data._SOURCES, "synthetic", opens)
-    vectors, barrier, ends = [None] * 2, threading.Barrier(2, timeout=30), [""] * 2
+    texts, barrier, ends = [None] * 2, threading.Barrier(2, timeout=30), [""] * 2
 
     def run(rank: int) -> None:
         try:
-            open_alike(small(), tmp_path / str(rank), Threads(rank, vectors, barrier))
+            open_alike(small(), tmp_path / str(rank), Threads(rank, texts, barrier))
         except Exception as error:
             ends[rank] = f"{type(error).__name__}: {error}"
 
