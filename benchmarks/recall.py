@@ -1,8 +1,8 @@
 """How fast the forms of recall are learned: `python -m benchmarks.recall`.
 
 The shipped tiny configuration, one process a curve, as many curves at a time as there are cores.
-Beside the whole layer stand the layer of which only the window is open, and the harder forms: a
-distance that is drawn for each sequence, and pairs of key and value in another order.
+Beside the whole layer stand the layer of which only the window is open, and a distance that
+is drawn for each sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
     "a span, 64 bytes back": ({}, {}),
     "the same, window branch alone": ({}, {"NSA_FORCE_BRANCH": "win"}),
     "a span, 64 to 80 bytes back, drawn": ({"data.recall_distance_max": 80}, {}),
-    "pairs of key and value": ({"data.recall_form": "pairs", "data.recall_span": 8}, {}),
 }
 SHARED = {
     "data.source": "recall", "train.batch_size": 16, "train.steps": MARKS[-1],

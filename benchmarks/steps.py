@@ -26,7 +26,7 @@ class Step:
 
 def read(path: Path) -> list[Step]:
     """Returns the steps in a heartbeat file, in the order in which they were done."""
-    tail = heartbeat.tail(path)
+    tail = jsonl.Tail(path, heartbeat.accept)
     found: list[Step] = []
     while (records := tail.poll()) or tail.offset < tail.size_bytes:
         found += from_records(records)

@@ -6,8 +6,8 @@ No Textual, no files, no processes here. Times are unix seconds unless the name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 State = Literal[
@@ -221,6 +221,15 @@ class LaunchState:
         """The name of the current phase, "" for a launch without any."""
         return self.phases[self.phase].name if self.phases else ""
 
+    def unconfirmed(self, folders: Collection[str]) -> LaunchState:
+        """Returns a launch in which no phase with one of these directories passed its gates."""
+        phases = tuple(
+            replace(phase, result="unknown")
+            if phase.result == "pass" and phase.dir in folders else phase
+            for phase in self.phases
+        )  # fmt: skip
+        return replace(self, phases=phases)
+
     @property
     def rest(self) -> tuple[PhaseState, ...]:
         """The phases after the current one."""
@@ -243,14 +252,14 @@ class RunState:
     path: str
     state: State
     why: str
-    since_ts: float | None
-    attempt: int
-    host: str
-    world: int
-    step: int | None
-    steps_planned: int | None
-    eta_s: float | None
-    data_age_s: float | None
+    since_ts: float | None = None
+    attempt: int = 1
+    host: str = ""
+    world: int = 0
+    step: int | None = None
+    steps_planned: int | None = None
+    eta_s: float | None = None
+    data_age_s: float | None = None
     """Age of the newest pulse or record that was read, whatever rank it came from."""
     ranks: tuple[Rank, ...] = ()
     gpus: tuple[Gpu, ...] = ()

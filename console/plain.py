@@ -22,6 +22,7 @@ from console.model import (
 )
 
 NOT_GOOD = 1
+FIGURES_EVERY_S = 10.0
 COUNTED = ("records", "restarts", "stalls", "steps")
 """Units of which there can be one."""
 
@@ -241,8 +242,7 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
 class Changes:
     """Turns successive states into one sentence a change, for `watch --plain` and `--wait`."""
 
-    def __init__(self, every_s: float = 10.0):
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._said: dict[str, str] = {}
         self._figures_at = 0.0
 
@@ -266,7 +266,7 @@ class Changes:
             why = outcome(state)[1] if state.launch.state == "ended" else state.launch.why
             why = f": {why}" if why else ""
             yield f"Launch {state.launch.id} is {state.launch.state}{why}."
-        if state.state == "running" and now - self._figures_at >= self._every_s:
+        if state.state == "running" and now - self._figures_at >= FIGURES_EVERY_S:
             self._figures_at = now
             if self._new("figures", f"{state.id} {state.step}"):
                 yield f"{progress(state)}{_figures(state)}."

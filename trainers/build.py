@@ -105,13 +105,11 @@ def refuse_other_settings(settings: Settings, parallel: Single) -> None:
     """
     values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
     mine = {key: value for key, value in values if key not in PLACES}
-    theirs = json.loads(parallel.gather_text("" if parallel.rank else json.dumps(mine))[0])
-    other = [
-        f"{key} is {value} instead of {theirs.get(key)}"
-        for key, value in mine.items() if value != theirs.get(key)
-    ]  # fmt: skip
-    for rank, text in enumerate(parallel.gather_text("; ".join(other))):
-        if text:
+    first, *others = map(json.loads, parallel.gather_text(json.dumps(mine)))
+    for rank, theirs in enumerate(others, 1):
+        wrong = [key for key in theirs if theirs[key] != first.get(key)]
+        text = "; ".join(f"{key} is {theirs[key]} instead of {first.get(key)}" for key in wrong)
+        if wrong:
             raise UsageError(f"rank {rank} has other settings than rank 0: {text}")
 
 

@@ -8,7 +8,6 @@ ahead through a bounded queue; every wait has a time limit.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -25,10 +24,11 @@ from trainers.parallel import Single
 from trainers.refusals import step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Source, State
-from trainers.synthetic import KeyValue, Recall, Synthetic
+from trainers.synthetic import Recall, Synthetic
 
 CLOSE_TIMEOUT_S = 5.0
-NOT_YET, FAILED = -1, -2
+FAILED = "failed"
+"""Stands for the fingerprint of a source that cannot be opened."""
 PUT_POLL_S = 0.1
 
 
@@ -162,27 +162,21 @@ def open_alike(settings: Settings, run: Path, parallel: Single, held_out: bool =
     So a hub that does not answer is asked once. Raises DataError on all ranks alike, also where
     one has other files than rank 0: their shares would not be those of one stream.
     """
-    source, failed, numbers = None, None, []
+    source, failed, told = None, None, []
     for turn in range(2):
         if turn == min(parallel.rank, 1):
             try:
                 source = open_source(settings, run, held_out)
-            except Exception as error:  # whatever it is, the others wait for this rank's number
+            except Exception as error:  # whatever it is, the others wait for this rank's word
                 failed = error
-        mine = FAILED if failed else _number(source.fingerprint) if source else NOT_YET
-        told = parallel.gather(torch.tensor([mine], device=parallel.device))
-        numbers = [int(number) for number in told]
-        if failed or FAILED in numbers:
-            raise failed or DataError(f"rank {numbers.index(FAILED)} cannot open the data")
-    for rank, number in enumerate(numbers):
-        if number != numbers[0]:
+        told = parallel.gather_text(FAILED if failed else source.fingerprint if source else "")
+        if failed or FAILED in told:
+            raise failed or DataError(f"rank {told.index(FAILED)} cannot open the data")
+    for rank, fingerprint in enumerate(told):
+        if fingerprint != told[0]:
             raise DataError(f"rank {rank} finds other files than rank 0; give both the same data")
     assert source is not None
     return source
-
-
-def _number(fingerprint: str) -> int:
-    return int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:7])
 
 
 def _late(what: str, about: str, data: DataSettings) -> str:
@@ -190,10 +184,6 @@ def _late(what: str, about: str, data: DataSettings) -> str:
         f"{what} of {about} came within {data.timeout_s:g} s; "
         "look at the disk or the network, or raise data.timeout_s"
     )
-
-
-def _recall(data: DataSettings, seed: int, _run: Path, held_out: bool) -> Source:
-    return (KeyValue if data.recall_form == "pairs" else Recall)(data, seed, held_out)
 
 
 def _stream(data: DataSettings, seed: int, run: Path, held_out: bool) -> Source:
@@ -205,6 +195,6 @@ def _stream(data: DataSettings, seed: int, run: Path, held_out: bool) -> Source:
 
 _SOURCES: dict[str, Callable[[DataSettings, int, Path, bool], Source]] = {
     "synthetic": lambda data, seed, _run, held_out: Synthetic(data, seed, held_out),
-    "recall": _recall,
+    "recall": lambda data, seed, _run, held_out: Recall(data, seed, held_out),
     **dict.fromkeys(("text", "jsonl", "parquet", "fineweb_edu"), _stream),
 }

@@ -121,10 +121,6 @@ def _raise(_amount: None, _member: Member) -> NoReturn:
     raise ValueError("the drill raise: a fault in the forward pass")
 
 
-def _exit(_amount: None, _member: Member) -> NoReturn:
-    os._exit(EXIT_CODE)
-
-
 def _out_of_memory(_amount: None, _member: Member) -> NoReturn:
     raise torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
@@ -132,26 +128,10 @@ def _out_of_memory(_amount: None, _member: Member) -> NoReturn:
     )
 
 
-def _kill(_amount: None, _member: Member) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _segmentation_fault(_amount: None, _member: Member) -> None:
-    ctypes.string_at(0)
-
-
-def _abort(_amount: None, _member: Member) -> NoReturn:
-    os.abort()
-
-
 def _half_a_record(_amount: None, member: Member) -> NoReturn:
     half = f'{{"v":1,"rank":{member.rank},"step":{member.pulse.step},"msg":"progr'
     os.write(rundir.open_append(rundir.heartbeat(member.run, member.rank)), half.encode())
     os._exit(EXIT_CODE)
-
-
-def _stop(_amount: None, _member: Member) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _sleep(amount: float, _where: Member | Source) -> None:
@@ -190,10 +170,6 @@ def _sleep_in_backward(amount: float, logits: Tensor) -> Tensor:
     return logits
 
 
-def _not_a_number(_amount: None, logits: Tensor) -> Tensor:
-    return logits * math.nan
-
-
 def _infinite_gradient(_amount: None, logits: Tensor) -> Tensor:
     def spoil(gradient: Tensor) -> Tensor:
         spoiled = gradient.clone()
@@ -206,20 +182,20 @@ def _infinite_gradient(_amount: None, logits: Tensor) -> Tensor:
 
 DRILLS: dict[str, Callable[[Any, Any], Any]] = {
     "raise": _raise,
-    "exit": _exit,
+    "exit": lambda _amount, _member: os._exit(EXIT_CODE),
     "oom": _out_of_memory,
-    "kill": _kill,
-    "segv": _segmentation_fault,
-    "abort": _abort,
+    "kill": lambda _amount, _member: os.kill(os.getpid(), signal.SIGKILL),
+    "segv": lambda _amount, _member: ctypes.string_at(0),
+    "abort": lambda _amount, _member: os.abort(),
     "half": _half_a_record,
-    "stop": _stop,
+    "stop": lambda _amount, _member: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": _sleep,
     "spin": _spin,
     "gil": _hold_gil,
     "deaf": _deafen,
     "backward": _sleep_in_backward,
     "loader": _sleep,
-    "nan": _not_a_number,
+    "nan": lambda _amount, logits: logits * math.nan,
     "inf_grad": _infinite_gradient,
     "slow": _sleep,
     "leak": _leak,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from trainers.failures import DataError
@@ -17,19 +17,15 @@ def within(seconds: float, call: Callable[[], Result], late: str) -> Result:
 
     A call that hangs stays behind in a daemon thread.
     """
-    done: queue.SimpleQueue[tuple[list[Result], BaseException | None]] = queue.SimpleQueue()
+    result: Future[Result] = Future()
 
     def run() -> None:
         try:
-            done.put(([call()], None))
+            result.set_result(call())
         except BaseException as error:
-            done.put(([], error))
+            result.set_exception(error)
 
     threading.Thread(target=run, name="nsa-limited", daemon=True).start()
-    try:
-        result, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise DataError(late) from None
-    if error is not None:
-        raise error
-    return result[0]
+    if not wait([result], seconds).done:
+        raise DataError(late)
+    return result.result()

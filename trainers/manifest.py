@@ -8,7 +8,6 @@ with the right name is whole, and whether it still is can be told without runnin
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -193,10 +192,7 @@ def digest(path: Path) -> str:
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:
-    fd = jsonl.open_regular(path)
-    if fd is None:
-        raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
-    with os.fdopen(fd, "rb") as stream:
+    with jsonl.opened(path) as fd, os.fdopen(fd, "rb", closefd=False) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return stream.tell(), digest
 

@@ -65,16 +65,8 @@ class Single:
         return [vector]
 
     def gather_text(self, text: str) -> list[str]:
-        """Returns the texts of all ranks, in their order; one collective where all are empty."""
-        data = text.encode("utf-8", "surrogateescape")
-        lengths = self.gather(torch.tensor([len(data)], device=self.device))
-        size = max(int(each.item()) for each in lengths)
-        if not size:
-            return [""] * self.world
-        padded = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-        texts = self.gather(padded.to(self.device))
-        plain = (bytes(each.tolist()).rstrip(b"\0") for each in texts)
-        return [each.decode("utf-8", "surrogateescape") for each in plain]
+        """Returns the texts of all ranks, in their order."""
+        return [text]
 
 
 class Group(Single):
@@ -112,6 +104,12 @@ class Group(Single):
         vectors = [torch.empty_like(vector) for _ in range(self.world)]
         dist.all_gather(vectors, vector)
         return vectors
+
+    def gather_text(self, text: str) -> list[str]:
+        self._member.pulse.collectives += 1
+        texts = [""] * self.world
+        dist.all_gather_object(texts, text)
+        return texts
 
 
 class Ddp(Group):

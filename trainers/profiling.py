@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainers.audit import in_words, kernels_called
+from nsa.marks import PREFIX
 from trainers.contract import rundir
 from trainers.contract.member import Member
 from trainers.refusals import step_range
@@ -16,6 +18,16 @@ from trainers.report import Report
 from trainers.schema import ReportSettings
 
 FOLDER, ASKED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0
+KERNELS = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_cudnn_attention": "cudnn",
+    "_scaled_dot_product_attention_math": "math",
+    "_scaled_dot_product_fused_attention_overrideable": "overrideable",
+    "_flash_attn_forward": "flash-attn",
+}
+"""Operators that a forward ends in, without their namespace, and what they are called here."""
 
 
 class Profiler:
@@ -71,7 +83,7 @@ class Profiler:
         profile.stop()
         if self._audit:
             called = kernels_called(profile.events())
-            text = f"kernels of SDPA in steps {self._steps.start}-{step}: {in_words(called)}"
+            text = f"kernels of SDPA in steps {self._steps.start}-{step}: {kernel_words(called)}"
             self._report.say("sdpa_audit", step, text, called=called)
             self._audit = False
         if self._steps != self._window:
@@ -105,3 +117,34 @@ def dump_out_of_memory(member: Member) -> None:
 def _write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     rundir.write_json(path, record)
+
+
+def kernels_called(events: Iterable[Any]) -> dict[str, dict[str, int]]:
+    """Returns how often each kernel ran in each branch, from a profile's events; a branch that is
+    computed without SDPA has none."""
+    found: dict[str, Counter[str]] = {}
+    for event in events:
+        if event.name.startswith(PREFIX):
+            found.setdefault(event.name.removeprefix(PREFIX), Counter())
+        kernel = KERNELS.get(event.name.rpartition("::")[2])
+        if kernel is not None:
+            found.setdefault(_branch(event), Counter())[kernel] += 1
+    return {branch: dict(found[branch]) for branch in sorted(found)}
+
+
+def kernel_words(called: dict[str, dict[str, int]]) -> str:
+    """Returns "cmp.masked: none; sel.masked: flash ×4"."""
+    parts = (
+        f"{branch}: "
+        + (", ".join(f"{kernel} ×{count}" for kernel, count in kernels.items()) or "none")
+        for branch, kernels in called.items()
+    )
+    return "; ".join(parts) or "no kernel of SDPA was called"
+
+
+def _branch(event: Any) -> str:
+    while event is not None:
+        if event.name.startswith(PREFIX):
+            return event.name.removeprefix(PREFIX)
+        event = event.cpu_parent
+    return "elsewhere"

@@ -48,8 +48,6 @@ def _missing_folder(settings: Settings) -> bool:
 
 
 def _does_not_fit(data: DataSettings) -> bool:
-    if data.recall_form == "pairs":
-        return 2 * data.recall_span + data.recall_distance > data.seq_len + 1 + data.recall_span
     farthest = max(data.recall_distance, data.recall_distance_max)
     return data.recall_span + farthest > data.seq_len
 

@@ -20,13 +20,52 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.member import Member
 from trainers.schema import Settings
 from trainers.settings import Resolved
-from trainers.sinks import Csv, TensorBoard
 
 FIRST_STEPS = 5
 LN2 = math.log(2)
 PHASE_FIELDS = ("fetch", "forward", "backward", "optimizer")
 FETCHES_KEPT = 200
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+TENSORBOARD = "tb"
+CSV_COLUMNS = (
+    "step", "loss", "lr", "grad_norm", "toks_per_s", "tokens_total", "bytes_right",
+    "skipped_steps",
+)  # fmt: skip
+
+
+class Csv:
+    """Appends a row per progress record; the header stands where the file begins."""
+
+    def __init__(self, member: Member):
+        self._member = member
+        if not (member.run / rundir.TRAINING_CSV).exists():
+            member.append(rundir.TRAINING_CSV, (",".join(CSV_COLUMNS) + "\n").encode())
+
+    def add(self, step: int, fields: Mapping[str, Any]) -> None:
+        row = [step, *(fields.get(name, "") for name in CSV_COLUMNS[1:])]
+        self._member.append(rundir.TRAINING_CSV, (",".join(map(str, row)) + "\n").encode())
+
+
+class TensorBoard:
+    """Writes every number of a progress record as a scalar, on the recorder's thread."""
+
+    def __init__(self, member: Member):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._member = member
+        self._writer: Any = None
+        self._make = lambda: SummaryWriter(str(member.run / TENSORBOARD))
+
+    def add(self, step: int, fields: Mapping[str, Any]) -> None:
+        self._member.recorder.call(lambda: self._write(step, dict(fields)))
+
+    def _write(self, step: int, fields: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            self._writer = self._make()
+        for name, value in fields.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(f"train/{name}", value, step)
+        self._writer.flush()
 
 
 class Report:
@@ -212,15 +251,12 @@ class Report:
     def metrics(self, reason: str, exit_code: int) -> None:
         """Writes metrics.json: how far the run came, with what, and why it ended."""
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s", "mfu")
-        mean = (
-            (self.tokens_total - self._tokens_before) / self._training_s
-            if self._training_s
-            else None
-        )
+        trained, took_s = self.tokens_total - self._tokens_before, self._training_s
         write_metrics(
             self._member, steps_done=self.steps_done, reason=reason, exit_code=exit_code,
             steps_planned=self.settings.train.steps, tokens_total=self.tokens_total,
-            first_loss=self.first_loss, mean_toks_per_s=mean, training_s=self._training_s,
+            first_loss=self.first_loss, training_s=took_s,
+            mean_toks_per_s=trained / took_s if took_s else None,
             wall_s=time.perf_counter() - self._started,
             **{name: self._last.get(name) for name in kept},
         )  # fmt: skip

@@ -41,8 +41,6 @@ class DataSettings:
     """How far behind its origin the span returns, in bytes; beyond the window."""
     recall_distance_max: int = 0
     """Farthest return, the distance drawn for each sequence; 0: always `recall_distance`."""
-    recall_form: Literal["span", "pairs"] = "span"
-    """pairs: many pairs of key and value return in another order; `recall_span` bytes each."""
     skip: str = ""
     """Pass over the data of steps A:B (B not included), which are trained on what follows."""
     prefetch: int = 4

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from trainers import aliases
 from trainers.contract import drill, flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.values import convert, takes
@@ -24,6 +23,31 @@ T = TypeVar("T")
 DRILL = "train.drill"
 STRATEGY, STRATEGIES = "train.strategy", {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
 """Settings of an entry point, unless a configuration says otherwise."""
+ALIASES: Mapping[str, str] = {
+    "nsa.l": "model.nsa.block_size",
+    "nsa.d": "model.nsa.block_stride",
+    "nsa.l_sel": "model.nsa.select_block_size",
+    "nsa.n_sel": "model.nsa.n_select",
+    "nsa.w": "model.nsa.window",
+    "nsa.phi": "model.nsa.compress",
+    "runtime.device": "train.device",
+    "runtime.precision": "train.precision",
+    "runtime.gradient_checkpointing": "train.recompute",
+    "train.seq_len": "data.seq_len",
+    "train.accumulate_grad_batches": "train.accumulate",
+    "train.weight_decay": "optim.weight_decay",
+    "train.grad_clip": "optim.grad_clip",
+    "train.log_every": "report.log_every",
+    "train.save_every": "checkpoint.every",
+    "train.eval_every": "eval.every",
+    "train.out_dir": "report.out_dir",
+}
+"""Names that configurations of other systems use for our settings."""
+VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "runtime.gradient_checkpointing": {True: "all", False: "none"},
+    "nsa.phi": {"avg": "mean"},
+}
+"""Values that are called otherwise too, by the foreign name of the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +105,18 @@ def resolve(
     found = dict.fromkeys(values, DEFAULT)
     if entry in STRATEGIES:
         values[STRATEGY], found[STRATEGY] = STRATEGIES[entry], f"entry {entry}"
-    for key, value, origin in _layers(config, environment, overrides or {}, said, known):
+    layers: list[tuple[str, Any, str]] = []
+    if config is not None:
+        own = _from_yaml(Path(config), known)
+        layers += ((key, value, f"config {config}") for key, value in own)
+    for name, value in flags.from_environment(environment).items():
+        if key := flags.FLAGS[name].setting:
+            layers.append((key, value, f"flag {name}"))
+    for key, value in (overrides or {}).items():
+        if key not in known:
+            raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
+        layers.append((key, value, said.get(key, COMMAND_LINE)))
+    for key, value, origin in layers:  # from the weakest source to the strongest
         values[key] = _convert(key, value, known[key], origin)
         found[key] = origin
     settings = _build(Settings, "", values, str(config) if config else "settings")
@@ -90,39 +125,24 @@ def resolve(
     return Resolved(settings, found)
 
 
-def _layers(
-    config: Path | str | None,
-    environment: Mapping[str, str],
-    overrides: Mapping[str, Any],
-    said: Mapping[str, str],
-    known: Mapping[str, Any],
-) -> Iterator[tuple[str, Any, str]]:
-    """Yields `(key, value, origin)` from the weakest source to the strongest."""
-    if config is not None:
-        origin = f"config {config}"
-        for key, value in _from_yaml(Path(config), known):
-            yield key, value, origin
-    for name, value in flags.from_environment(environment).items():
-        key = flags.FLAGS[name].setting
-        if key:
-            yield key, value, f"flag {name}"
-    for key, value in overrides.items():
-        if key not in known:
-            raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
-        yield key, value, said.get(key, COMMAND_LINE)
-
-
 def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    names = known.keys() | aliases.NAMES.keys()
+    names = known.keys() | ALIASES.keys()
     for written, value in flatten(yamlfile.load(path)):
         if written in names:
-            yield aliases.translate(written, value)
+            yield translate(written, value)
         elif not any(name.startswith(f"{written}.") for name in names):
             raise UsageError(
                 f"{path}: there is no setting {written!r}{did_you_mean(written, names)}"
             )
         elif value not in (None, {}):
             raise UsageError(f"{path}: {written!r} is a section of key: value lines, not {value!r}")
+
+
+def translate(key: str, value: Any) -> tuple[str, Any]:
+    """Returns our name of a key and our word for its value; what is ours stays as it is."""
+    if isinstance(value, str | bool):
+        value = VALUES.get(key, {}).get(value, value)
+    return ALIASES.get(key, key), value
 
 
 def _convert(key: str, value: Any, kind: Any, origin: str) -> Any:

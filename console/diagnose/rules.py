@@ -18,7 +18,7 @@ from console.diagnose.readings import Past, Readings
 from console.diagnose.second import Second
 from console.diagnose.stall import diagnose, furthest_behind, limit_s
 from console.model import RECENT_XID_S, Gpu, Level
-from console.sources.xid import said
+from console.sources.gpu import said
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import WATCH_ACTIONS, Watch
 

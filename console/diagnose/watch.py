@@ -8,7 +8,7 @@ comes late, looks first. An action is said once a raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,13 +43,12 @@ class Change:
 
 @dataclass(slots=True)
 class _State:
-    begun: bool = False
     raised: bool = False
     acted: bool = False
     doubted: int = 0
     """Looks at which an action was due and the second source did not agree."""
-    held_s: float = 0.0
-    """For how long the condition was looked at, before it was raised."""
+    held_s: float | None = None
+    """For how long the condition was looked at, before it was raised; None: it does not hold."""
     counts: Mapping[int, int] | None = field(default_factory=dict)
     """The parts of the condition by GPU, as in `Found.counts`; None: not known."""
     told_at: float = 0.0
@@ -86,83 +85,68 @@ class Watchdog:
         changes: list[Change] = []
         for rule in self.rules:
             found = rule.measure(now, self._past, self.watch)
-            if found is None:
-                continue
-            state = self._states[rule.name]
-            if state.raised:
-                self._hold(rule, state, found, gap_s, now, changes)
-            elif not rule.breached(found.value):
-                state.begun, state.held_s = False, 0.0
-            else:
-                self._begin(rule, state, found, gap_s, now, changes)
+            if found is not None:
+                changes += self._take(rule, found, gap_s, now)
         return changes
 
     def restore(self, raised: Iterable[str]) -> None:
         """Takes rules as raised that a former watchdog of the same attempt raised."""
         for name in self._states.keys() & set(raised):
-            self._states[name] = _State(begun=True, raised=True, counts=None)
+            self._states[name] = _State(raised=True, counts=None)
 
     def open(self) -> tuple[str, ...]:
         """Returns the names of the rules that are raised."""
         return tuple(name for name, state in self._states.items() if state.raised)
 
-    def _begin(
-        self, rule: Rule, state: _State, found: Found, gap_s: float, now: Readings,
-        changes: list[Change],
-    ) -> None:  # fmt: skip
-        state.held_s += gap_s if state.begun else 0.0
-        state.begun = True
-        if state.held_s < rule.for_s:
-            return
-        state.raised, state.acted, state.doubted, state.grave_s = True, False, 0, 0.0
-        state.counts, state.told_at = found.counts, self._mono or 0.0
-        changes.append(Change("raise", rule, found.text, found.value, rule.level))
-        self._act(rule, state, found, now, changes)
-
-    def _hold(
-        self, rule: Rule, state: _State, found: Found, gap_s: float, now: Readings,
-        changes: list[Change],
-    ) -> None:  # fmt: skip
-        if rule.over(found.value):
+    def _take(self, rule: Rule, found: Found, gap_s: float, now: Readings) -> Iterator[Change]:
+        """Yields what one rule did at a look that measured `found`."""
+        state = self._states[rule.name]
+        if state.raised and rule.over(found.value):
             self._states[rule.name] = _State()
-            changes.append(Change("clear", rule, f"{rule.name} is over", found.value))
-            return
-        if not rule.breached(found.value):
-            return
-        self._tell_again(rule, state, found, changes)
-        state.grave_s = state.grave_s + gap_s if rule.grave(found.value) else 0.0
-        self._act(rule, state, found, now, changes)
+            yield Change("clear", rule, f"{rule.name} is over", found.value)
+        elif not rule.breached(found.value):
+            state.held_s = None
+        elif state.raised:
+            yield from self._tell_again(rule, state, found, now.mono)
+            state.grave_s = state.grave_s + gap_s if rule.grave(found.value) else 0.0
+            yield from self._act(rule, state, found, now)
+        else:
+            state.held_s = 0.0 if state.held_s is None else state.held_s + gap_s
+            if state.held_s >= rule.for_s:
+                state.raised, state.counts, state.told_at = True, found.counts, now.mono
+                yield Change("raise", rule, found.text, found.value, rule.level)
+                yield from self._act(rule, state, found, now)
 
-    def _tell_again(self, rule: Rule, state: _State, found: Found, changes: list[Change]) -> None:
+    def _tell_again(
+        self, rule: Rule, state: _State, found: Found, mono: float
+    ) -> Iterator[Change]:  # fmt: skip
         """Replaces the alert of a raised rule when something was added to its condition."""
-        now = self._mono or 0.0
         known = found.counts if state.counts is None else state.counts
-        more = any(count > known.get(key, 0) for key, count in found.counts.items())
-        if more and now - state.told_at < AGAIN_S:
-            return
-        state.counts = found.counts
-        if more:
-            state.told_at = now
-            changes.append(Change("clear", rule, "there is more, see the next alert", found.value))
-            changes.append(Change("raise", rule, found.text, found.value, rule.level))
+        if not any(count > known.get(key, 0) for key, count in found.counts.items()):
+            state.counts = found.counts
+        elif mono - state.told_at >= AGAIN_S:
+            state.counts, state.told_at = found.counts, mono
+            yield Change("clear", rule, "there is more, see the next alert", found.value)
+            yield Change("raise", rule, found.text, found.value, rule.level)
 
-    def _act(
-        self, rule: Rule, state: _State, found: Found, now: Readings, changes: list[Change]
-    ) -> None:
+    def _act(self, rule: Rule, state: _State, found: Found, now: Readings) -> Iterator[Change]:
+        """Yields the action of a raised rule once it is due, or that it is withheld."""
+        strong = rule.action in STRONG
         if state.acted or rule.action == "warn":
             return
-        if rule.action in STRONG:
-            if not self._long_enough(rule, state, found):
-                return
+        if strong and not self._long_enough(rule, state, found):
+            return
+        doubt = ""
+        if strong:
             doubt = rule.second(now, self._past) if rule.second else "it has no second source"
-            if doubt:
-                state.doubted += 1
-                if state.doubted == DOUBTED_LOOKS:
-                    text = f"{rule.action} withheld: the second source does not agree: {doubt}"
-                    changes.append(Change("withhold", rule, text, found.value, "crit", rule.action))
-                return
-        state.acted = True
-        changes.append(Change("act", rule, found.text, found.value, rule.level, rule.action))
+        if not doubt:
+            state.acted = True
+            yield Change("act", rule, found.text, found.value, rule.level, rule.action)
+            return
+        state.doubted += 1
+        if state.doubted == DOUBTED_LOOKS:
+            text = f"{rule.action} withheld: the second source does not agree: {doubt}"
+            yield Change("withhold", rule, text, found.value, "crit", rule.action)
 
     def _long_enough(self, rule: Rule, state: _State, found: Found) -> bool:
         """Says whether a strong action is due: bad enough, long enough, and looked at so long."""

@@ -7,13 +7,13 @@ are those of plan.json, and plan_state.json says nothing else of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from console import plain
-from console.model import NO_GO, Alert, Gate, LaunchState, PhaseState, RunState
+from console.model import NO_GO, Alert, Gate, LaunchState, RunState
 from console.plans import gates
 from console.sources import documents, presence
 from console.sources.reading import MAX_RANKS
@@ -38,15 +38,13 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
         return state
     own = source.run_path.name if source.run_path else ""
     found = [(own, doubt) for doubt in _doubts(source, state)]
-    texts = [doubt for _, doubt in found]
     if former and over:
-        for phase, doubt in _doubts_of_former(source, state):
-            found.append((phase.dir, doubt))
-            texts.append(f"{phase.name}: {doubt}")
+        found += _doubts_of_former(source, state)
     if not found:
         return state
-    alert = Alert(NO_GO, time.time(), "crit", "no go: " + "; ".join(texts), observed=True)
-    launch = state.launch and _doubted(state.launch, {name for name, _ in found})
+    text = "no go: " + "; ".join(doubt for _, doubt in found)
+    alert = Alert(NO_GO, time.time(), "crit", text, observed=True)
+    launch = state.launch and state.launch.unconfirmed({name for name, _ in found})
     return replace(state, alerts=(alert, *state.alerts), launch=launch)
 
 
@@ -68,28 +66,15 @@ def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any])
             )
 
 
-def _doubted(launch: LaunchState, names: Collection[str]) -> LaunchState:
-    """Returns a launch in which no phase with one of these directories has passed its gates."""
-    return replace(
-        launch,
-        phases=tuple(
-            replace(phase, result="unknown")
-            if phase.dir in names and phase.result == "pass" else phase
-            for phase in launch.phases
-        ),
-    )  # fmt: skip
-
-
-def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[PhaseState, str]]:
-    """Yields the same for the phases before the last one."""
+def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
+    """Yields directory and doubt of the phases before the last one."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
-            yield phase, "its run directory is not known"
-            continue
-        path = source.launch_path / phase.dir
-        if path != source.run_path:
+            yield phase.dir, f"{phase.name}: its run directory is not known"
+        elif (path := source.launch_path / phase.dir) != source.run_path:
             before = source.of_phase(path)
-            yield from ((phase, doubt) for doubt in _doubts(before, before.read_all()))
+            for doubt in _doubts(before, before.read_all()):
+                yield phase.dir, f"{phase.name}: {doubt}"
 
 
 def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
@@ -97,23 +82,23 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     run, summary = source.run_path, source.summary
     if run is None or summary is None:
         return
-    born = rundir.read_json(run / rundir.RUN, below=run)
-    if born is None and source.launch_path is not None:
-        yield f"{rundir.RUN} cannot be read"
+    held = {
+        name: rundir.read_json(run / name, below=run) for name in (rundir.RUN, rundir.SUPERVISOR)
+    }
+    unread = [name for name, record in held.items() if record is None]
+    if unread and source.launch_path is not None:
+        yield f"{unread[0]} cannot be read"
         return
-    born, document = born or {}, rundir.read_json(run / rundir.SUPERVISOR, below=run)
-    if document is None and source.launch_path is not None:
-        yield f"{rundir.SUPERVISOR} cannot be read"
-        return
-    yield from _bad_ends(document or {})
+    born, document = (record or {} for record in held.values())
+    yield from _bad_ends(document)
     bounds, told = jsonl.mapping(born, "gates"), {gate.name: gate for gate in state.gates}
     if source.launch_path is not None and state.launch is not None:
         yield from _unlike_launch(source.launch_path, state.launch, run.name, bounds)
     if not bounds and not told:
         return
     if not source.is_whole:
-        told = f"there is no usable {rundir.SNAPSHOT} of its records"
-        yield f"{told}, of which only the end was read; {FULL}"
+        without = f"there is no usable {rundir.SNAPSHOT} of its records"
+        yield f"{without}, of which only the end was read; {FULL}"
         return
     if state.behind_bytes:
         yield "its records are not read to the end"
@@ -123,7 +108,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
         yield f"{rundir.RUN} does not say how many ranks there are"
         return
     summary.limit(world)
-    summary.take_document(document or {})
+    summary.take_document(document)
     try:
         gates.check(bounds, rundir.RUN)
     except UsageError as error:

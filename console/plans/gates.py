@@ -18,8 +18,6 @@ from console.sources.fold import FIRST_LOSSES, Fold
 from console.sources.summary import Summary
 from trainers.contract.errors import UsageError, did_you_mean
 
-__all__ = ["RULES", "Summary", "check", "evaluate", "overall", "steps_done"]
-
 Bound = Literal["yes", "at least", "above", "at most", "fall"]
 Span = Literal["all attempts", "surviving steps"]
 BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
@@ -139,11 +137,9 @@ def _toks_per_s(s: Summary) -> Measured:
 
 def _bytes_right(s: Summary) -> Measured:
     told = [each for each in s.fold(0).window.newest if each.bytes_right is not None]
-    return (
-        Measured(told[-1].bytes_right, f"record of step {told[-1].step}")
-        if told
-        else Measured(None)
-    )
+    if not told:
+        return Measured(None)
+    return Measured(told[-1].bytes_right, f"record of step {told[-1].step}")
 
 
 def _grad_norm(s: Summary) -> Measured:
@@ -222,12 +218,10 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
             raise UsageError(f"{where}: there is no gate {name!r}{did_you_mean(name, RULES)}")
         number = isinstance(bound, int | float) and not isinstance(bound, bool)
         number = number and abs(bound) < LARGEST_BOUND
-        if rule.bound == "yes" and bound is not True:
-            raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; it takes true")
-        if rule.bound == "fall" and not (number or bound is True):
-            raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; true or a number")
-        if rule.bound not in ("yes", "fall") and not number:
-            raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; it takes a number")
+        given = "true" if bound is True else "number" if number else "nothing"
+        takes = {"yes": "true", "fall": "true or a number"}.get(rule.bound, "a number")
+        if given not in takes:
+            raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; it takes {takes}")
 
 
 def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:

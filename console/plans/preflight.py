@@ -7,26 +7,41 @@ import importlib.util
 import os
 import platform
 import pwd
+import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from console.model import Result
-from console.plans import catalog, gpus, logind
+from console.plans import catalog
 from console.settings import Hook
 from console.sources import nvml, process
 from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Plan
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Beginnings of the variables by which libraries of a training are steered."""
+BY_UUID = ("GPU-", "MIG-")
 LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
 GIB = 1 << 30
+RUNS, LINGER = "run/systemd/system", "var/lib/systemd/linger"
+PROPERTIES = ("KillUserProcesses", "RemoveIPC", "KillOnlyUsers", "KillExcludeUsers")
+ASK = (
+    "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
+    "org.freedesktop.login1.Manager", *PROPERTIES,
+)  # fmt: skip
+ANSWER_S = 5.0
+YES = ["b", "true"]
+LEAST_UID = 1000
+"""logind leaves the shared memory of system users alone."""
+SESSION = re.compile(r"/session-[^/]+\.scope")
+USER_MANAGER = re.compile(r"/user@\d+\.service")
 Found = tuple[Result, str]
 
 
@@ -84,8 +99,64 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _gpus(case: Case) -> Found:
-    return gpus.check(case.plan, case.devices, case.root, case.driver_s)
+def check_gpus(case: Case) -> Found:
+    """Says whether the GPUs of a plan are there: NVML counts them, the kernel's driver lists them.
+
+    A plan without GPUs rests on neither source.
+    """
+    plan, devices, listing = case.plan, case.devices, case.root / nvml.KERNEL_GPUS
+    needed, listed = plan.gpus, nvml.kernel_count(case.root)
+    try:
+        counted = nvml.count(case.driver_s)
+    except (TimeoutError, ContractError) as error:
+        return "fail" if needed else "unknown", f"{error}; see nvidia-smi and the kernel's log"
+    if devices and counted == 0:
+        text = f"--devices {devices} names GPUs and this machine has none; leave it out"
+        return "fail", text
+    if needed == 0:
+        return "pass", f"none needed, {counted} there"
+    if listed is not None and counted > listed:
+        return "fail", (
+            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}: compare "
+            f"nvidia-smi -L with {listing}"
+        )
+    chosen = [devices or _chosen(plan, index) for index in range(len(plan.phases))]
+    usable, words = min((usable_of(words, counted), words) for words in chosen)
+    if usable < needed:
+        return "fail", _too_few(plan, usable, counted, words)
+    if listed is None:
+        return "unknown", (
+            f"{needed} needed, NVML counts {counted}; {listing} cannot be read, so "
+            "no second source confirms it"
+        )
+    return "pass", f"{needed} needed, {counted} there; the kernel's driver lists {listed}"
+
+
+def _chosen(plan: Plan, index: int) -> str:
+    """Returns the CUDA_VISIBLE_DEVICES of a phase, "" where it is not set."""
+    return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
+
+
+def usable_of(devices: str, counted: int) -> int:
+    """Returns how many of `counted` GPUs CUDA sees with a value of CUDA_VISIBLE_DEVICES.
+
+    It stops at the first word that names no GPU.
+    """
+    if not devices:
+        return counted
+    words = [word.strip() for word in devices.split(",")]
+    for place, word in enumerate(words):
+        named = word.isdecimal() and int(word) < counted
+        if not (named or word.startswith(BY_UUID)) or word in words[:place]:
+            return place
+    return len(words)
+
+
+def _too_few(plan: Plan, usable: int, counted: int, devices: str) -> str:
+    needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''} and"
+    if usable < counted:
+        return f"{needs} {flags.DEVICES}={devices} leaves {usable} of the {counted} of this machine"
+    return f"{needs} this machine has {usable}; use the plan cpu_smoke, or a machine with GPUs"
 
 
 def _cores(case: Case) -> Found:
@@ -174,10 +245,61 @@ def _logout(case: Case) -> Found:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         name = str(uid)
-    found = logind.dangers(case.root, logind.User(uid, name))
+    found = dangers(case.root, uid, name)
     if found is None:
         return "pass", "no systemd-logind here"
     return "unknown" if found else "pass", "; ".join(found) or "the run survives a logout"
+
+
+def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
+    """Returns a sentence for each way in which a logout of this user ends or blinds a run of this
+    process.
+
+    None where systemd does not run. `root` is the root of the file system.
+    """
+    if not (root / RUNS).is_dir():
+        return None
+    held = _properties()
+    if held is None:
+        return ("not known: systemd-logind does not answer busctl",)
+    lingers = (root / LINGER / user).exists()
+    found = []
+    place = (root / "proc/self/cgroup").read_text(errors="replace")
+    if USER_MANAGER.search(place):
+        if not lingers:
+            found.append(
+                f"the run ends when {user} logs out: it belongs to the user manager, which "
+                f"stops then; run loginctl enable-linger {user}"
+            )
+    elif SESSION.search(place) and _kills(held, user):
+        found.append(
+            f"logind has KillUserProcesses=yes: the run is killed when {user} logs out; run "
+            f"loginctl enable-linger {user} and launch with systemd-run --user --scope, or "
+            "set KillUserProcesses=no in /etc/systemd/logind.conf"
+        )
+    if held["RemoveIPC"] == YES and not lingers and uid >= LEAST_UID:
+        found.append(
+            f"logind has RemoveIPC=yes: when {user} logs out it removes the shared memory of "
+            f"the ranks' pulses, and stalls are not seen; run loginctl enable-linger {user}, "
+            "or set RemoveIPC=no in /etc/systemd/logind.conf"
+        )
+    return tuple(found)
+
+
+def _kills(held: Mapping[str, Sequence[str]], user: str) -> bool:
+    """Says whether logind kills what is left of a session of this user."""
+    only = held["KillOnlyUsers"][2:]
+    left_alone = user in held["KillExcludeUsers"][2:] or (only and user not in only)
+    return held["KillUserProcesses"] == YES and not left_alone
+
+
+def _properties() -> dict[str, list[str]] | None:
+    """Returns type and words of each property, as `b true` or `as 1 "root"`; None without them."""
+    try:
+        done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(PROPERTIES, map(shlex.split, done.stdout.splitlines()), strict=False))
 
 
 def _environment(_case: Case) -> Found:
@@ -198,7 +320,7 @@ def _hook(case: Case) -> Found:
 
 
 CHECKS: Mapping[str, Callable[[Case], Found]] = {
-    "python": _python, "torch": _torch, "program": _programs, "gpus": _gpus, "cores": _cores,
+    "python": _python, "torch": _torch, "program": _programs, "gpus": check_gpus, "cores": _cores,
     "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
     "environment": _environment, "logout": _logout, "hook": _hook,
 }  # fmt: skip

@@ -27,6 +27,7 @@ from console.model import (
 from console.sources.presence import CLOCK_S, supervisor_lives
 from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
+from trainers.contract.jsonl import entries
 
 T = TypeVar("T")
 MAX_PHASES, MAX_GPUS = 1000, 1024
@@ -85,18 +86,6 @@ def words(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(clean(str(word), 400) for word in value) if isinstance(value, list) else ()
 
 
-def integers(record: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = record.get(key)
-    found = ({"": item} for item in value[:64]) if isinstance(value, list) else ()
-    return tuple(number for item in found if (number := jsonl.integer(item, "")) is not None)
-
-
-def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the objects in a list field."""
-    value = record.get(key)
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-
-
 def _one_of(words: tuple[str, ...], default: str) -> Callable[[Mapping[str, Any], str], str]:
     def read_word(record: Mapping[str, Any], key: str) -> str:
         word = jsonl.text(record, key)
@@ -113,7 +102,7 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     int: lambda record, key: jsonl.integer(record, key) or 0,
     int | None: jsonl.integer,
     tuple[str, ...]: words,
-    tuple[int, ...]: integers,
+    tuple[int, ...]: lambda record, key: tuple(jsonl.integers(record, key)[:64]),
     Level: _one_of(LEVELS, "warn"),
     Result: _one_of(RESULTS, "unknown"),
     Sure: _one_of(("high", "medium"), "low"),
@@ -183,12 +172,7 @@ def launch_state(
         and not supervisor_lives(owner | {"updated_ts": state.get("updated_ts")})
     ):
         named, why = "unsupervised", "the supervisor is gone; nothing sequences the phases"
-    if doubt:
-        phases = [
-            replace(phase, result="unknown") if phase.result == "pass" else phase
-            for phase in phases
-        ]
-    return LaunchState(
+    launch = LaunchState(
         id=name,
         path=str(path),
         plan=line(plan, "name", line(state, "plan", path.parent.name)),
@@ -200,6 +184,7 @@ def launch_state(
         between=line(state, "between", "go"),
         next_flags=_pending(jsonl.mapping(state, "next_flags")),
     )
+    return launch.unconfirmed({phase.dir for phase in phases}) if doubt else launch
 
 
 def _phases(

@@ -1,13 +1,18 @@
-"""One GPU as NVML describes it: a row for each read, whatever NVML answers."""
+"""One GPU as NVML describes it: a row for each read, whatever NVML answers, and its Xids.
+
+An Xid is a critical error that the NVIDIA driver reports, with the GPU that it is about.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from console.model import Gpu
-from console.sources.xid import XidLog
 
 MIB = 1 << 20
 UNSUPPORTED_CODES = (3, 13)
@@ -19,6 +24,13 @@ GONE_CODES = (LOST_CODE, 6, 28)
 THROTTLES = {0x08: "hardware slowdown", 0x20: "software, heat", 0x40: "hardware, heat",
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
+KEPT = 8
+WAIT_MS = 1000
+TIMEOUT_CODE = 10
+"""NVML_ERROR_TIMEOUT: no event is waiting."""
+RETRY_S = 1.0
+TOGETHER_S = 0.2
+"""GPUs that are opened within this time come into one event set."""
 
 
 def code_of(error: BaseException) -> int | None:
@@ -34,6 +46,112 @@ def words_of(error: BaseException) -> str:
     return str(error)
 
 
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """The Xids of one GPU: the newest numbers in their order, how many in all, the last's time."""
+
+    numbers: tuple[int, ...]
+    count: int
+    ts: float
+
+
+def said(numbers: tuple[int, ...], count: int) -> str:
+    """Returns "Xid 79", with all numbers where they differ and the count where it is not one."""
+    text = f"Xid {', '.join(str(number) for number in dict.fromkeys(numbers))}"
+    return text if count < 2 else f"{text}, {count} times"
+
+
+class XidLog:
+    """Waits for events of all GPUs in one thread; `found` is replaced, never changed.
+
+    One event set holds all GPUs: each event names its own. NVML fails a wait when one of them is
+    lost, so the set is then made again of those that it still takes.
+    """
+
+    def __init__(self, nvml: Any, stop: threading.Event):
+        self.found: Mapping[int, Xid] = {}
+        self._nvml, self._stop = nvml, stop
+        self._lock = threading.Lock()
+        self._handles: Mapping[int, Any] = {}
+        self._opened = threading.Event()
+        self._addresses: dict[int | None, int] = {}
+        """The GPU behind each handle that was ever opened: an event may come late."""
+
+    def opened(self, index: int, handle: Any) -> None:
+        """Adds a GPU, or gives it another handle."""
+        address = _address(handle)
+        with self._lock:
+            if index not in self._handles or _address(self._handles[index]) != address:
+                self._handles = {**self._handles, index: handle}
+                self._addresses[address] = index
+                self._opened.set()
+
+    def lost(self, index: int) -> None:
+        """Leaves a GPU out until it is opened again; an event of it that waits is still taken."""
+        with self._lock:
+            if index in self._handles:
+                self._handles = {i: h for i, h in self._handles.items() if i != index}
+
+    def follow(self) -> None:
+        """Takes events until `stop`; an error of NVML is only a pause."""
+        while not self._stop.is_set():
+            try:
+                registered = self._take_all()
+            except Exception:  # each GPU's own row says what is wrong with it
+                registered = 0
+            if not registered:
+                self._opened.wait(RETRY_S)
+                self._opened.clear()
+                self._stop.wait(TOGETHER_S)
+
+    def _take_all(self) -> int:
+        """Takes events until other handles are known and none waits; returns the number of GPUs.
+
+        After an error the event set is not freed: NVML may have freed it.
+        """
+        nvml, handles = self._nvml, self._handles
+        if not handles:
+            return 0
+        events = nvml.nvmlEventSetCreate()
+        registered = self._register(handles, events)
+        while registered and not self._stop.is_set():
+            if not self._take_next(events) and handles is not self._handles:
+                break
+        nvml.nvmlEventSetFree(events)
+        return registered
+
+    def _register(self, handles: Mapping[int, Any], events: Any) -> int:
+        """Returns how many GPUs can report Xids; some kinds cannot, and a lost one neither."""
+        nvml, count = self._nvml, 0
+        for handle in handles.values():
+            try:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+                count += 1
+            except nvml.NVMLError:
+                continue
+        return count
+
+    def _take_next(self, events: Any) -> bool:
+        """Takes an event as soon as there is one; False when none came in time."""
+        try:
+            event = self._nvml.nvmlEventSetWait_v2(events, WAIT_MS)
+        except self._nvml.NVMLError as error:
+            if error.value == TIMEOUT_CODE:
+                return False
+            raise
+        index, number = self._addresses.get(_address(event.device)), int(event.eventData)
+        if index is None:
+            return True
+        before = self.found.get(index, Xid((), 0, 0.0))
+        now = Xid((*before.numbers, number)[-KEPT:], before.count + 1, time.time())
+        self.found = {**self.found, index: now}
+        return True
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
 @dataclass(slots=True)
 class Device:
     """One device; keeps what does not change, and what was known before it was lost."""
@@ -42,12 +160,13 @@ class Device:
     index: int
     xids: XidLog
     _handle: Any = None
-    _uuid: str = ""
-    _name: str = "GPU"
-    _limit_w: float | None = None
-    _total_mib: float | None = None
+    _known: Gpu = field(init=False)
+    """The row without figures: what does not change."""
     _refused: dict[str, str] = field(default_factory=dict)
     """The sensors that gave nothing when they were last asked, with the reason."""
+
+    def __post_init__(self) -> None:
+        self._known = Gpu(self.index, "GPU", "error")
 
     def read(self) -> Gpu:
         """Returns a row; an error is a row too, and the handle is then asked for again."""
@@ -67,18 +186,18 @@ class Device:
         state, why = "error", words_of(error)
         if code_of(error) in GONE_CODES:
             state, why = "lost", f"lost: {why}"
-        return Gpu(
-            self.index, self._name, state, power_limit_w=self._limit_w,
-            mem_total_mib=self._total_mib, why=why, uuid=self._uuid,
-        )  # fmt: skip
+        return replace(self._known, state=state, why=why)
 
     def _open(self) -> None:
         nvml = self.nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-        self._name = self._figure("name", nvml.nvmlDeviceGetName, handle) or self._name
-        self._uuid = self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._uuid
         limit = self._figure("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        self._limit_w = None if limit is None else limit / 1000
+        self._known = replace(
+            self._known,
+            name=self._figure("name", nvml.nvmlDeviceGetName, handle) or self._known.name,
+            uuid=self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._known.uuid,
+            power_limit_w=None if limit is None else limit / 1000,
+        )
         self._handle = handle
         self.xids.opened(self.index, handle)
 
@@ -86,7 +205,7 @@ class Device:
         nvml, handle, figure = self.nvml, self._handle, self._figure
         memory = figure("memory", nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is not None:
-            self._total_mib = memory.total / MIB
+            self._known = replace(self._known, mem_total_mib=memory.total / MIB)
         use = figure("utilization", nvml.nvmlDeviceGetUtilizationRates, handle)
         power = figure("power", nvml.nvmlDeviceGetPowerUsage, handle)
         held = figure("throttle reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
@@ -99,19 +218,14 @@ class Device:
         )  # fmt: skip
         figures = (memory, use, power, held, temp_c, sm_mhz, ecc)
         silent = self._refused and all(each is None for each in figures)
-        return Gpu(
-            self.index, self._name, "error" if silent else "ok",
+        return replace(
+            self._known, state="error" if silent else "ok",
             util_pct=None if use is None else float(use.gpu),
             power_w=None if power is None else power / 1000,
-            power_limit_w=self._limit_w,
             mem_used_mib=None if memory is None else round(memory.used / MIB, 1),
-            mem_total_mib=self._total_mib,
-            temp_c=temp_c,
-            sm_mhz=sm_mhz,
+            temp_c=temp_c, sm_mhz=sm_mhz, ecc_uncorrected=ecc,
             why=", ".join(set(self._refused.values())) if silent else self._missing(),
             throttle=", ".join(word for bit, word in THROTTLES.items() if (held or 0) & bit),
-            uuid=self._uuid,
-            ecc_uncorrected=ecc,
         )  # fmt: skip
 
     def _missing(self) -> str:

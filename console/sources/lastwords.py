@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from console.sources import stacks
 from console.sources.sanitize import clean
+from console.sources.stacks import MAIN, Frame
 
 MAX_LINE = 2000
 MAX_ERROR = 300
 _RANK = re.compile(r"\[rank(\d{1,6})\]: ?")
 _HEAD = "Traceback (most recent call last):"
-_FRAME = re.compile(r'\s+File "(?P<file>[^"]*)", line (?P<line>\d{1,9})(?:, in (?P<function>.*))?')
+_FRAME = re.compile(r'\s+File "(?P<file>[^"]*)", line (?P<line>\d{1,9})(?:, in .*)?')
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?::(?: .*)?)?$")
 _ALONE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
 _ASIDE = ("Exception ignored in", "Exception in thread")
@@ -25,7 +26,6 @@ _OF_TORCHRUN = ("ChildFailedError", "SignalException")
 _THROWN = re.compile(r"terminate called after throwing an instance of '(.*)'")
 _WHAT = re.compile(r"\s+what\(\): +(.*)")
 _FATAL = "Fatal Python error: "
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _last_exception(lines: Iterable[str]) -> tuple[str, str]:
     What C++ threw and nobody caught ends the process: nothing after it counts.
     """
     last = aside = ("", "")
-    frames: list[tuple[str, int]] | None = None
+    frames: list[Frame] | None = None
     ignored, thrown = False, ""
     for line in lines:
         if not line[:1].isspace() and any(word in line for word in _OF_TORCHRUN):
@@ -75,7 +75,7 @@ def _last_exception(lines: Iterable[str]) -> tuple[str, str]:
         elif line.startswith(_HEAD):
             frames = []
         elif frames is not None and (frame := _FRAME.match(line)):
-            frames.append((frame["file"], int(frame["line"])))
+            frames.append(Frame(frame["file"], int(frame["line"]), ""))
         elif frames is not None and not line[:1].isspace() and _RAISED.match(line):
             if ignored:
                 aside = line, _place(frames)
@@ -91,30 +91,15 @@ def _last_exception(lines: Iterable[str]) -> tuple[str, str]:
     return last if last[0] else aside
 
 
-def _place(frames: list[tuple[str, int]]) -> str:
+def _place(frames: list[Frame]) -> str:
     """Returns the innermost place of a traceback that is not in a library: "train.py:41"."""
-    own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
-    if not frames:
-        return ""
-    file, line = (own or frames)[-1]
-    return f"{clean(file.rpartition('/')[2], 80)}:{line}"
+    top = stacks.own(frames[::-1])
+    return clean(top.place, 90) if top else ""
 
 
 def _fatal(lines: list[str]) -> str:
     """Returns where the thread was that died, as faulthandler says it; "" where it does not."""
-    at = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith(_FATAL)), None)
-    if at is None:
-        return ""
-    current = next(
-        (i for i in range(at, len(lines)) if lines[i].startswith("Current thread")), None
-    )
-    if current is None:
-        return ""
-    threads = stacks.parse("\n".join(lines[current:]))
-    frames = threads[0].frames if threads else ()
-    own = [frame for frame in frames if not _LIBRARY.search(frame.file)]
-    if not frames:
-        return ""
-    top = (own or list(frames))[0]
-    name = clean(top.file.rpartition("/")[2], 80)
-    return f"{clean(top.function, 80)} ({name}:{top.line})"
+    at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
+    threads = stacks.parse("\n".join(lines[at:]))
+    top = stacks.own(threads[0].frames) if threads and threads[0].name == MAIN else None
+    return f"{clean(top.function, 80)} ({clean(top.place, 90)})" if top else ""

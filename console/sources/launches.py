@@ -42,13 +42,13 @@ class Known:
     boot_id: str
     up_s: float
 
-    def is_rival_of(self, newest: Known) -> bool:
-        """Says whether this one may be the newest, though the other has a later creation time."""
-        same = self.created_ts == newest.created_ts
-        return same or self.written_ts > newest.written_ts or self.is_later_by_uptime(newest)
-
-    def is_later_by_uptime(self, other: Known) -> bool:
-        return self.boot_id == other.boot_id != "" and self.up_s > other.up_s + ONE_MOMENT_S
+    def claim_against(self, newest: Known) -> str:
+        """Returns the sign by which this one may be the newest instead, "" for none."""
+        if self.written_ts > newest.written_ts:
+            return "the time of that file"
+        if self.boot_id == newest.boot_id != "" and self.up_s > newest.up_s + ONE_MOMENT_S:
+            return "the host's uptime"
+        return "the same time" if self.created_ts == newest.created_ts else ""
 
 
 def is_launch(path: Path) -> bool:
@@ -196,16 +196,12 @@ def _latest(held: Sequence[Known], root: Path, act: bool) -> Path:
     if not held:
         raise NotFoundError(f"there is no run under {root}; start one with nsa-console launch")
     newest = held[0]
-    rivals = [each for each in held[1:] if each.is_rival_of(newest)]
-    if act and rivals:
-        rival = max(rivals, key=lambda each: (each.written_ts, each.up_s))
-        other = f"{rival.path} by the time of that file"
-        if rival.written_ts <= newest.written_ts:
-            by_uptime = rival.is_later_by_uptime(newest)
-            other = f"{rival.path} by " + ("the host's uptime" if by_uptime else "the same time")
+    claims = [(each, sign) for each in held[1:] if (sign := each.claim_against(newest))]
+    if act and claims:
+        rival, sign = max(claims, key=lambda claim: (claim[0].written_ts, claim[0].up_s))
         raise RefusedError(
             f"which launch is the latest is not certain: {newest.path} by the creation time in its "
-            f"{rundir.PLAN}, {other}; give an id or a directory"
+            f"{rundir.PLAN}, {rival.path} by {sign}; give an id or a directory"
         )
     if act:
         _check_age(newest)
@@ -245,14 +241,10 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
             )
         if home and not _is_home(Path(home), run, jsonl.text(born, "host")):
             there = Path(home).parent if launch else Path(home)
+            advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
             raise RefusedError(
                 f"{launch or run} is a copy, or was moved: its processes belong to "
-                f"{clean(str(there), 400)}; "
-                + (
-                    "move it back to act on it"
-                    if rundir.stamp(there) is None
-                    else "give that directory"
-                )
+                f"{clean(str(there), 400)}; {advice}"
             )
     if by_name and runs and not recorded:
         raise RefusedError(

@@ -28,25 +28,13 @@ class Log:
 
     def poll(self, over: bool = False) -> list[bytes]:
         """Returns the lines that are new since the last call; `over`: also one without its end."""
-        fd = jsonl.open_regular(self.path, self._run)
-        if fd is None:
-            return []
         try:
-            status = os.fstat(fd)
-            if self._offset < 0:
-                self._offset = max(0, status.st_size - BACKLOG_BYTES)
-                before = BACKLOG_BYTES - status.st_size
-                if before > 0:
-                    kept = rundir.kept_log(self.path)
-                    self._carry = jsonl.read_bytes(kept, before, below=self._run)
-            elif status.st_ino != self._inode or status.st_size < self._offset:
-                self._offset, self._carry = 0, b""
-            self._inode = status.st_ino
-            data = os.pread(fd, BACKLOG_BYTES, self._offset)
+            with jsonl.opened(self.path, self._run) as fd:
+                status = os.fstat(fd)
+                self._begin(status)
+                data = os.pread(fd, BACKLOG_BYTES, self._offset)
         except OSError:
             return []
-        finally:
-            os.close(fd)
         self._offset += len(data)
         *lines, self._carry = (self._carry + data).split(b"\n")
         rest = over and self._carry and self._offset >= status.st_size
@@ -54,6 +42,18 @@ class Log:
             lines.append(self._carry)
             self._carry = b""
         return lines
+
+    def _begin(self, status: os.stat_result) -> None:
+        """Finds the begin of a file that is new, or was replaced or cut."""
+        if self._offset < 0:
+            self._offset = max(0, status.st_size - BACKLOG_BYTES)
+            before = BACKLOG_BYTES - status.st_size
+            if before > 0:
+                kept = rundir.kept_log(self.path)
+                self._carry = jsonl.read_bytes(kept, before, below=self._run)
+        elif status.st_ino != self._inode or status.st_size < self._offset:
+            self._offset, self._carry = 0, b""
+        self._inode = status.st_ino
 
 
 class LogSource:

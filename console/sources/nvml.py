@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
-from console.sources.gpu import Device, code_of, words_of
-from console.sources.xid import XidLog
+from console.sources.gpu import Device, XidLog, code_of, said, words_of
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 10.0
@@ -139,7 +138,7 @@ class Nvml:
         xid = self._xids.found.get(gpu.index) if self._xids is not None else None
         if xid is None:
             return gpu
-        recent = xid.words() if time.time() - xid.ts < RECENT_XID_S else ""
+        recent = said(xid.numbers, xid.count) if time.time() - xid.ts < RECENT_XID_S else ""
         return replace(
             gpu, xid=xid.numbers[-1], xids=xid.numbers, xid_count=xid.count, xid_ts=xid.ts,
             why=", ".join(part for part in (gpu.why, recent) if part),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -151,7 +151,7 @@ def _ends(supervisor: Record, last: Mapping[int, Record]) -> list[End]:
     """Returns how ranks ended by their last records; what the supervisor saw of one counts more."""
     attempt = jsonl.integer(supervisor, "attempt")
     seen = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")
-            for worker in _workers(supervisor)}  # fmt: skip
+            for worker in jsonl.entries(supervisor, "workers")}  # fmt: skip
     ends = []
     for rank, record in last.items():
         code = jsonl.integer(record, "exit_code") or 0
@@ -163,15 +163,10 @@ def _ends(supervisor: Record, last: Mapping[int, Record]) -> list[End]:
     return ends
 
 
-def _workers(supervisor: Record) -> list[dict[str, Any]]:
-    workers = supervisor.get("workers")
-    return [each for each in workers if isinstance(each, dict)] if isinstance(workers, list) else []
-
-
 def _left(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
     """Returns the workers of supervisor.json without an exit, and whether each lives here."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    left = [each for each in _workers(supervisor) if each.get("exit") is None]
+    left = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
     return [(worker, rundir.is_alive(here | worker)) for worker in left]
 
 
@@ -207,42 +202,36 @@ def _may_have_ended(supervisor: Record) -> bool:
 def has_lost_rank(supervisor: Record) -> bool:
     """Says whether supervisor.json, or the kernel of this host, shows a worker that has ended."""
     left, is_here = _left(supervisor), supervisor.get("host") == rundir.host_name()
-    return len(left) < len(_workers(supervisor)) or any(is_here and not lives for _, lives in left)
+    return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
+        is_here and not lives for _, lives in left
+    )
 
 
 def unwell(supervisor: Record, status: Record) -> list[Alert]:
-    """Returns the alerts of this host's reader on the processes of a supervisor."""
-    found = [*stopped(supervisor)]
-    return found if found or not supervisor_lives(supervisor) else [*silent(supervisor, status)]
+    """Returns the alerts of this host's reader on the processes of a supervisor.
 
-
-def silent(supervisor: Record, status: Record) -> Iterator[Alert]:
-    """Yields an alert where a supervisor of this host lives and has said nothing for long.
-
+    Each that a signal has stopped, else a supervisor that lives and has said nothing for long.
     `status` is its sign of life in shared memory, {} without one.
     """
-    times = (jsonl.number(supervisor, "updated_ts"), jsonl.number(status, "ts"))
-    old_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
-    if old_s > SUPERVISOR_SILENT_S and supervisor.get("host") == rundir.host_name():
-        text = (
-            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, and its last word is "
-            f"{old_s:.0f} s old: what is shown may be old; its directory takes no writes, or its "
-            "working process is not there"
-        )
-        yield Alert("supervisor-silent", time.time(), "crit", text, observed=True)
-
-
-def stopped(supervisor: Record) -> Iterator[Alert]:
-    """Yields an alert for each process of the supervisor and torchrun that a signal has stopped."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
+    texts = {}
     for name, (key, harm) in ROLES.items():
         named = here | (jsonl.mapping(supervisor, key) if key else dict(supervisor))
         pid = jsonl.integer(named, "pid") or 0
         if rundir.is_alive(named) and process.state(pid) in STOPPED.split():
-            text = (f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
-                    f"kill -CONT {pid} lets it go on")  # fmt: skip
-            alert = f"{name.replace(' ', '-')}-stopped"
-            yield Alert(alert, time.time(), "crit", text, observed=True)
+            texts[f"{name.replace(' ', '-')}-stopped"] = (
+                f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
+                f"kill -CONT {pid} lets it go on"
+            )
+    times = (jsonl.number(supervisor, "updated_ts"), jsonl.number(status, "ts"))
+    old_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
+    if not texts and old_s > SUPERVISOR_SILENT_S and rundir.is_alive(supervisor):
+        texts["supervisor-silent"] = (
+            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, and its last word is "
+            f"{old_s:.0f} s old: what is shown may be old; its directory takes no writes, or its "
+            "working process is not there"
+        )
+    return [Alert(name, time.time(), "crit", text, observed=True) for name, text in texts.items()]
 
 
 def exit_words(worker: Record, beat: Record) -> str:

@@ -203,14 +203,8 @@ def hold_named(owner: Mapping[str, Any], run: Path, logs: Path) -> Handle | None
     """
     if not rundir.is_alive(owner):
         return None
-    try:
-        fd = os.pidfd_open(owner["pid"])
-    except OSError:
-        return None
-    if rundir.is_alive(owner) and writes_into(owner["pid"], run, logs):
-        return Handle(owner["pid"], fd, owner["start_ticks"])
-    os.close(fd)
-    return None
+    pid = owner["pid"]
+    return _hold(pid, lambda: rundir.is_alive(owner) and writes_into(pid, run, logs))
 
 
 def writes_into(pid: int, run: Path, logs: Path) -> bool:

@@ -303,8 +303,4 @@ def _empty(path: Path | None, launch: LaunchState | None, troubles: list[Alert])
     name = launch.id if launch else ""
     why = launch.why if launch else "no run"
     state: State = "lost" if launch and launch.state == "unsupervised" else "queued"
-    return RunState(
-        id=name, path=str(path or ""), state=state, why=why, since_ts=None, attempt=1, host="",
-        world=0, step=None, steps_planned=None, eta_s=None, data_age_s=None, launch=launch,
-        alerts=tuple(troubles),
-    )  # fmt: skip
+    return RunState(name, str(path or ""), state, why, launch=launch, alerts=tuple(troubles))

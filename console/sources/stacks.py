@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,11 @@ from trainers.contract import jsonl
 
 MAX_DUMP_BYTES = 1 << 20
 MAX_FRAMES = 200
+MAIN = "main"
+"""The name of the thread that a dump begins with."""
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
 _NAME = re.compile(r"stackdump_rank(?P<rank>\d+)_(?P<ms>\d+)\.txt")
 
 
@@ -27,9 +30,18 @@ class Frame:
     function: str
 
     @property
+    def place(self) -> str:
+        """File name and line: "train.py:41"."""
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+    @property
     def short(self) -> str:
         """File name, line and function: what fits a table."""
-        return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
+        return f"{self.place} {self.function}"
+
+    @property
+    def is_of_library(self) -> bool:
+        return bool(_LIBRARY.search(self.file))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +77,16 @@ def parse(text: str) -> tuple[Thread, ...]:
                     )
                 )
         elif line.startswith(("Stack (most recent", "Current thread")):
-            threads = [("main", [])]
+            threads = [(MAIN, [])]
         elif (thread := _THREAD.match(line)) is not None:
             threads.append((clean(thread["name"], 100), []))
     return tuple(Thread(name, tuple(frames)) for name, frames in threads)
+
+
+def own(frames: Sequence[Frame]) -> Frame | None:
+    """Returns the innermost frame that is not in a library, or the innermost of all."""
+    top = frames[0] if frames else None
+    return next((frame for frame in frames if not frame.is_of_library), top)
 
 
 def latest(run: Path, ranks: Iterable[int]) -> dict[int, Stack]:

@@ -306,8 +306,7 @@ class Run:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
-            restart.deterministic(facts),
-            self.attempt.known.asked == "restart", self._commit.sha,
+            restart.deterministic(facts), self._commit.sha,
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------

@@ -55,7 +55,6 @@ class TerminalDriver(LinuxDriver):
 
         self._late: threading.Thread | None = None
         self._ends = threading.Lock()
-        self._code = 0
         self._bursts, self._told, self._ignored = Bursts(), 0.0, False
 
     @property
@@ -123,9 +122,8 @@ class TerminalDriver(LinuxDriver):
 
     # --- the ways out --------------------------------------------------------------------------
 
-    def end_in_time(self, code: int = 0) -> None:
+    def end_in_time(self) -> None:
         """Ends the process if it is still there after `GRACE_S`; called when it begins to exit."""
-        self._code = code
 
         def wait() -> None:
             time.sleep(GRACE_S)
@@ -164,7 +162,7 @@ class TerminalDriver(LinuxDriver):
         termios.tcflush(terminal, termios.TCIOFLUSH)
         _thread(lambda: os.write(terminal, RESTORE)).join(RESTORE_S)
         time.sleep(RESTORE_S / 10)
-        os._exit(self._code)
+        os._exit(0)
 
     def _wait_until_drained(self) -> None:
         """Waits until the writer has dropped what it held, which would undo the restoring."""

@@ -175,11 +175,11 @@ def _cells(row: Row, width: int) -> list[Span]:
     return cells + [(" ", "")] * (width - len(cells))
 
 
-def columns(cells: Iterable[tuple[str, int, str]], gap: str = " ") -> Row:
+def columns(cells: Iterable[tuple[str, int, str]]) -> Row:
     """Returns a table row; a cell is (text, width, style), a negative width aligns right."""
     row: list[Span] = []
     for text, width, style in cells:
         if row:
-            row.append((gap, ""))
+            row.append((" ", ""))
         row.append((fill(text, abs(width), width < 0), style))
     return tuple(row)

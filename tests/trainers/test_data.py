@@ -10,14 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainers.runs import ROOT
 from trainers import data, settings
-from trainers.data import Loader, open_alike, open_source
+from trainers.data import Loader, open_alike
 from trainers.failures import DataError
 from trainers.limit import within
 from trainers.parallel import Single
 from trainers.schema import DataSettings, Settings
-from trainers.synthetic import KeyValue, Recall, Synthetic
+from trainers.synthetic import Recall, Synthetic
 
 CPU = torch.device("cpu")
 
@@ -70,33 +69,7 @@ def test_the_drawn_distances_fill_their_range():
     assert found == {20, 21, 22, 23}
 
 
-@given(
-    span=st.integers(4, 20), more=st.integers(0, 30), room=st.integers(0, 60),
-    seed=st.integers(0, 99),
-)  # fmt: skip
-def test_pairs_return_whole_and_far_enough_and_only_values_are_scored(span, more, room, seed):
-    distance = span + more
-    data = drawn(span + distance + room, recall_span=span, recall_distance=distance)
-    source = KeyValue(data, seed)
-    tokens, scored = source.read(2, 0, 1)
-    assert scored is not None
-    assert source.pairs >= 1
-    for row, mask in zip(tokens, scored, strict=True):
-        told = [bytes(row[i * span : (i + 1) * span].tolist()) for i in range(source.pairs)]
-        begin = len(row) - source.pairs * span
-        again = [
-            bytes(row[begin + i * span : begin + (i + 1) * span].tolist())
-            for i in range(source.pairs)
-        ]
-        assert sorted(told) == sorted(again)
-        for place, pair in enumerate(again):
-            assert begin + place * span - told.index(pair) * span >= distance
-        inside = (mask.nonzero().flatten() + 1 - begin) % span
-        assert mask.sum() == source.scored
-        assert (inside >= span // 2).all()
-
-
-@pytest.mark.parametrize("kind", [Synthetic, Recall, KeyValue])
+@pytest.mark.parametrize("kind", [Synthetic, Recall])
 def test_random_sources_give_every_rank_its_own_bytes_and_repeat_by_seed(kind):
     data = drawn(recall_span=16, recall_distance=32)
     whole = kind(data, 1).read(6, 0, 1)[0]
@@ -107,7 +80,7 @@ def test_random_sources_give_every_rank_its_own_bytes_and_repeat_by_seed(kind):
         assert not torch.equal(other.read(6, 0, 1)[0], whole)
 
 
-@pytest.mark.parametrize("kind", [Synthetic, Recall, KeyValue])
+@pytest.mark.parametrize("kind", [Synthetic, Recall])
 def test_a_random_source_goes_on_from_its_state_and_refuses_another_ones(kind):
     data = drawn(recall_span=16, recall_distance=32)
     source, again = kind(data, 1), kind(data, 1)
@@ -244,14 +217,14 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
 class Threads(Single):
     """Ranks that are threads of this process."""
 
-    def __init__(self, rank: int, vectors: list, barrier: threading.Barrier):
+    def __init__(self, rank: int, texts: list, barrier: threading.Barrier):
         super().__init__(CPU)
-        self.rank, self._vectors, self._barrier = rank, vectors, barrier
+        self.rank, self._texts, self._barrier = rank, texts, barrier
 
-    def gather(self, vector):
-        self._vectors[self.rank] = vector
+    def gather_text(self, text):
+        self._texts[self.rank] = text
         self._barrier.wait(60)
-        gathered = list(self._vectors)
+        gathered = list(self._texts)
         self._barrier.wait(60)
         return gathered
 
@@ -268,7 +241,7 @@ RANKS = {
 @pytest.mark.parametrize("case", RANKS)
 def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case):
     contents, expected = RANKS[case]
-    vectors, barrier, ends = [None] * 3, threading.Barrier(3), [""] * 3
+    texts, barrier, ends = [None] * 3, threading.Barrier(3), [""] * 3
 
     def run(rank: int) -> None:
         folder = tmp_path / str(rank)
@@ -277,7 +250,7 @@ def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case):
             (folder / "a.txt").write_bytes(content)
         chosen = small(**{"data.source": "text", "data.path": str(folder), "data.timeout_s": 60})
         try:
-            assert open_alike(chosen, tmp_path, Threads(rank, vectors, barrier)).position == 0
+            assert open_alike(chosen, tmp_path, Threads(rank, texts, barrier)).position == 0
         except DataError as error:
             ends[rank] = str(error)
 
@@ -296,11 +269,11 @@ def test_whatever_ends_one_rank_while_it_opens_the_data_ends_the_others_too(tmp_
         return Synthetic(data_settings, seed) if run.name == "0" else 1 // 0
 
     monkeypatch.setitem(data._SOURCES, "synthetic", opens)
-    vectors, barrier, ends = [None] * 2, threading.Barrier(2, timeout=30), [""] * 2
+    texts, barrier, ends = [None] * 2, threading.Barrier(2, timeout=30), [""] * 2
 
     def run(rank: int) -> None:
         try:
-            open_alike(small(), tmp_path / str(rank), Threads(rank, vectors, barrier))
+            open_alike(small(), tmp_path / str(rank), Threads(rank, texts, barrier))
         except Exception as error:
             ends[rank] = f"{type(error).__name__}: {error}"
 
@@ -313,8 +286,3 @@ def test_whatever_ends_one_rank_while_it_opens_the_data_ends_the_others_too(tmp_
         "DataError: rank 1 cannot open the data",
         "ZeroDivisionError: integer division or modulo by zero",
     ]
-
-
-def test_the_form_of_recall_is_a_setting():
-    form = {"data.source": "recall", "data.recall_form": "pairs", "data.seq_len": 128}
-    assert "pairs" in open_source(small(**form), ROOT).about

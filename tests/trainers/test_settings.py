@@ -99,10 +99,6 @@ WRONG = {
     "recall_too_far": (
         {}, {"data.source": "recall", "data.recall_distance_max": "100"}, "=100", "lengthen",
     ),
-    "pairs_too_long": (
-        {}, {"data.source": "recall", "data.recall_form": "pairs", "data.recall_distance": "90"},
-        "data.recall_distance=90", "lengthen",
-    ),
     "recall_within_window": (
         {}, {"data.source": "recall", "model.nsa.window": "64"}, "model.nsa.window", "window",
     ),

@@ -156,7 +156,9 @@ class StackDumper:
         self._copy_to_run()
         if record:
             name = f"flight_rank{self._rank}_{time.time_ns() // 1_000_000}.json"
-            self._keep_one_flight(name, record)
+            rundir.write_atomic(self._run / name, record)
+            for old in sorted(self._run.glob(f"flight_rank{self._rank}_*.json"))[:-8]:
+                old.unlink(missing_ok=True)
 
     def _threads_text(self) -> str:
         """Returns the stacks of all threads but this one, the main thread's first."""
@@ -190,9 +192,3 @@ class StackDumper:
             self._copied += os.write(out, data)
         finally:
             os.close(out)
-
-    def _keep_one_flight(self, name: str, record: str) -> None:
-        rundir.write_atomic(self._run / name, record)
-        mine = sorted(self._run.glob(f"flight_rank{self._rank}_*.json"))
-        for old in mine[:-8]:
-            old.unlink(missing_ok=True)

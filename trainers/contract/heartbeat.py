@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trainers.contract import VERSION, jsonl
@@ -46,8 +45,3 @@ def accept(record: dict[str, Any]) -> dict[str, Any] | None:
     if jsonl.number(record, "ts") is None or not isinstance(record.get("msg"), str):
         return None
     return record
-
-
-def tail(path: Path, recent_bytes: int | None = None) -> jsonl.Tail:
-    """Returns a reader that follows one heartbeat file; `recent_bytes` as in `jsonl.Tail`."""
-    return jsonl.Tail(path, accept, recent_bytes)

@@ -7,6 +7,7 @@ than a bounded amount at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -14,7 +15,7 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +118,12 @@ def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Returns the objects in the list `record[key]`, none when it is no list."""
+    value = record.get(key)
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
 def open_regular(path: Path, below: Path | None = None) -> int | None:
     """Opens a regular file for reading; None for a link, a fifo, a directory or nothing.
 
@@ -153,6 +160,21 @@ def open_inside(path: Path, below: Path | None) -> int | None:
     return at
 
 
+@contextlib.contextmanager
+def opened(path: Path, below: Path | None = None) -> Iterator[int]:
+    """Gives the descriptor of a regular file, for reading; `below` as in `open_regular`.
+
+    Raises OSError where there is none that can be read.
+    """
+    fd = open_regular(path, below)
+    if fd is None:
+        raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def read_bytes(
     path: Path, limit: int, offset: int | None = None, below: Path | None = None
 ) -> bytes:
@@ -160,50 +182,35 @@ def read_bytes(
 
     `below` as in `open_regular`.
     """
-    fd = open_regular(path, below)
-    if fd is None:
-        return b""
-    try:
+    with contextlib.suppress(OSError), opened(path, below) as fd:
         start = max(0, os.fstat(fd).st_size - limit) if offset is None else offset
         return os.pread(fd, limit, start)
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
+    return b""
 
 
-def size_bytes(path: Path, below: Path | None = None) -> int:
-    """Returns the size of a regular file, 0 without one that can be read.
-
-    `below` as in `open_regular`.
-    """
-    fd = open_regular(path, below)
-    if fd is None:
-        return 0
-    try:
+def size_bytes(path: Path) -> int:
+    """Returns the size of a regular file, 0 without one that can be read."""
+    with contextlib.suppress(OSError), opened(path) as fd:
         return os.fstat(fd).st_size
-    except OSError:
-        return 0
-    finally:
-        os.close(fd)
+    return 0
 
 
 HEAD_BYTES = 4096
 
 
-def head(path: Path, below: Path | None = None) -> str:
-    """Returns a hash of a file's first line, "" while it has none; `below` as in `open_regular`.
+def head(path: Path) -> str:
+    """Returns a hash of a file's first line, "" while it has none.
 
     It tells a file of records from another one with its name, also in a copy.
     """
     if path.suffix == GZIP:
         unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
         try:
-            data = unpacker.decompress(read_bytes(path, PACKED_BYTES, 0, below), HEAD_BYTES)
+            data = unpacker.decompress(read_bytes(path, PACKED_BYTES, 0), HEAD_BYTES)
         except zlib.error:
             return ""
     else:
-        data = read_bytes(path, HEAD_BYTES, 0, below)
+        data = read_bytes(path, HEAD_BYTES, 0)
     first, end, _ = data.partition(b"\n")
     return hashlib.sha256(first).hexdigest()[:16] if end or len(data) == HEAD_BYTES else ""
 
@@ -302,29 +309,24 @@ class Tail:
         return found
 
     def _read(self, limit_bytes: int) -> bytes:
-        fd = open_regular(self.path)
-        if fd is None:
+        try:
+            with opened(self.path) as fd:
+                status = os.fstat(fd)
+                identity = (status.st_dev, status.st_ino)
+                other = self._identity is not None and identity != self._identity
+                self.is_replaced = self._stays and other
+                if self.is_replaced:
+                    return b""
+                if identity != self._identity or status.st_size < self.offset:
+                    self._begin(identity, status.st_size)
+                self.size_bytes = status.st_size
+                if status.st_size - self.offset > MAX_LINE_BYTES:
+                    self._skip_hole(fd, status.st_size)
+                data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
+        except OSError:
             self.unread = not is_missing(self.path)
             return b""
-        try:
-            status = os.fstat(fd)
-            identity = (status.st_dev, status.st_ino)
-            other = self._identity is not None and identity != self._identity
-            self.is_replaced = self._stays and other
-            if self.is_replaced:
-                return b""
-            if identity != self._identity or status.st_size < self.offset:
-                self._begin(identity, status.st_size)
-            self.size_bytes = status.st_size
-            if status.st_size - self.offset > MAX_LINE_BYTES:
-                self._skip_hole(fd, status.st_size)
-            data = os.pread(fd, min(limit_bytes, status.st_size - self.offset), self.offset)
-            self.unread = False
-        except OSError:
-            self.unread = True
-            return b""
-        finally:
-            os.close(fd)
+        self.unread = False
         self.offset += len(data)
         self.taken_bytes += len(data)
         return data
@@ -375,8 +377,11 @@ class Packed(Tail):
     def _read(self, limit_bytes: int) -> bytes:
         if self._unpacker.eof or self._is_damaged or limit_bytes <= 0:
             return b""
-        packed = self._read_packed()
-        if packed is None:
+        try:
+            with opened(self.path) as fd:
+                self.size_bytes = os.fstat(fd).st_size
+                packed = os.pread(fd, PACKED_BYTES, self.offset)
+        except OSError:
             self.unread = not is_missing(self.path)
             return b""
         self.unread = False
@@ -392,16 +397,3 @@ class Packed(Tail):
         self.taken_bytes += len(data)
         before, self._left = self._left, max(0, self._left - len(data))
         return data[before:]
-
-    def _read_packed(self) -> bytes | None:
-        """Returns the next bytes of the file, None where it cannot be read."""
-        fd = open_regular(self.path)
-        if fd is None:
-            return None
-        try:
-            self.size_bytes = os.fstat(fd).st_size
-            return os.pread(fd, PACKED_BYTES, self.offset)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)

@@ -8,6 +8,7 @@ first and the first one last, and believes what lies between only if both are eq
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -155,13 +156,9 @@ def is_blank(fd: int) -> bool:
 
 def read(path: Path, tries: int = 3) -> Pulse | None:
     """Returns the pulse in a file, None where there is none to believe."""
-    fd = jsonl.open_regular(path)
-    if fd is None:
-        return None
-    try:
+    with contextlib.suppress(OSError), jsonl.opened(path) as fd:
         return read_open(fd, tries)
-    finally:
-        os.close(fd)
+    return None
 
 
 def read_open(fd: int, tries: int = 3) -> Pulse | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from console.diagnose.stall import spans
-from console.sources.stacks import Frame, Stack
+from console.sources.stacks import Frame, Stack, own
 from console.tui import format as fmt
 from console.tui.rows import Row, fill, rule
 
 LEAST_WIDTH = 36
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
 
 
 def grouped(stacks: Mapping[int, Stack]) -> list[list[Stack]]:
@@ -36,9 +35,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 def top_frame(stack: Stack | None) -> Frame | None:
     """Returns the innermost frame of the rank's own code, else the innermost one."""
-    frames = _frames(stack) if stack else ()
-    own = (frame for frame in frames if not any(part in frame.file for part in _LIBRARY))
-    return next(own, frames[0] if frames else None)
+    return own(_frames(stack)) if stack else None
 
 
 def stack_rows(
@@ -91,10 +88,8 @@ def _column(
     lines = [(f"rank {rank}{note}", "crit" if differs else "warn" if old else "strong")]
     if not _frames(stack):
         return [*lines, ("no frame in the dump", "dim")]
-    for frame in _frames(stack):
-        library = any(part in frame.file for part in _LIBRARY)
-        lines.append((frame.short, "dim" if library or old else ""))
-    return lines
+    dimmed = ((frame.short, frame.is_of_library or old) for frame in _frames(stack))
+    return lines + [(text, "dim" if is_dim else "") for text, is_dim in dimmed]
 
 
 def _silent(rank: int, odd: int | None) -> list[tuple[str, str]]:

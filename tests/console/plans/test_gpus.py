@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from console.plans import gpus
+from console.plans import preflight
 from tests.fakes import nvml as fake
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import json, pathlib, sys
-from console.plans import gpus
+from console.plans import preflight
 from trainers.contract import plan
 root, limit_s, document, devices = sys.argv[1:]
 given = plan.parse(json.loads(document), "test")
-print(json.dumps(gpus.check(given, devices, pathlib.Path(root), float(limit_s))))
+root = pathlib.Path(root)
+case = preflight.Case(given, root / "launch", devices, root=root, driver_s=float(limit_s))
+print(json.dumps(preflight.check_gpus(case)))
 """
 
 
@@ -110,7 +112,7 @@ def test_nvml_that_cannot_be_initialised_is_said_with_its_reason(machine):
     [("", 8), ("0,1", 2), ("0,9,1", 1), ("-1", 0), ("3,3", 1), ("GPU-fake-1, 2", 2)],
 )
 def test_cuda_stops_at_the_first_word_that_names_no_gpu(devices, leaves):
-    assert gpus.usable_of(devices, 8) == leaves
+    assert preflight.usable_of(devices, 8) == leaves
 
 
 def test_only_the_gpus_that_the_ranks_will_see_count(machine):

@@ -236,7 +236,7 @@ def read(folder: Path, left: Left, files: dict[int, bytes], rng: random.Random) 
     for rank, data in files.items():
         path = folder / f"heartbeat_rank{rank}.jsonl"
         path.write_bytes(data)
-        tails[rank] = heartbeat.tail(path)
+        tails[rank] = jsonl.Tail(path, heartbeat.accept)
     while tails:
         rank = rng.choice(list(tails))
         before = tails[rank].offset

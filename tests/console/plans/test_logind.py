@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from console.plans.logind import User, dangers
+from console.plans.preflight import dangers
 
-ANN = User(1000, "ann")
+ANN = 1000, "ann"
 SESSION = "0::/user.slice/user-1000.slice/session-3.scope\n"
 MANAGER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/x.scope\n"
 SERVICE = "0::/system.slice/slurmd.service/job_7\n"
@@ -33,10 +33,10 @@ class Host:
         self.busctl.chmod(0o700)
 
     def linger(self) -> None:
-        (self.root / "var/lib/systemd/linger" / ANN.name).touch()
+        (self.root / "var/lib/systemd/linger" / ANN[1]).touch()
 
-    def words(self, user: User = ANN) -> str:
-        return " ".join(dangers(self.root, user) or ())
+    def words(self, user: tuple[int, str] = ANN) -> str:
+        return " ".join(dangers(self.root, *user) or ())
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def host(tmp_path, monkeypatch):
 
 
 def test_without_systemd_there_is_nothing_to_say(tmp_path):
-    assert dangers(tmp_path, ANN) is None
+    assert dangers(tmp_path, *ANN) is None
 
 
 def test_a_host_that_neither_kills_nor_removes_is_no_danger(host):
-    assert dangers(host.root, ANN) == ()
+    assert dangers(host.root, *ANN) == ()
 
 
 def test_a_logind_that_does_not_answer_is_said(host):
@@ -60,7 +60,7 @@ def test_a_logind_that_does_not_answer_is_said(host):
 
 def test_kill_user_processes_is_named_with_what_to_do(host):
     host.logind(kill="true")
-    (said,) = dangers(host.root, ANN)
+    (said,) = dangers(host.root, *ANN)
     assert said.startswith("logind has KillUserProcesses=yes: the run is killed when ann logs out")
     assert "loginctl enable-linger ann" in said
     assert "systemd-run --user --scope" in said
@@ -87,10 +87,10 @@ def test_a_run_of_a_service_is_in_no_session(host):
 
 def test_remove_ipc_is_named_unless_the_user_lingers_or_is_of_the_system(host):
     host.logind(remove="true")
-    (said,) = dangers(host.root, ANN)
+    (said,) = dangers(host.root, *ANN)
     assert said.startswith("logind has RemoveIPC=yes: when ann logs out it removes the shared")
     assert "RemoveIPC=no in /etc/systemd/logind.conf" in said
-    assert host.words(User(0, "root")) == ""
-    assert host.words(User(999, "slurm")) == ""
+    assert host.words((0, "root")) == ""
+    assert host.words((999, "slurm")) == ""
     host.linger()
     assert host.words() == ""

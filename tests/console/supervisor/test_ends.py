@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from console.sources import process
-from trainers.contract import rundir
-from trainers.contract.heartbeat import tail
+from trainers.contract import heartbeat, jsonl, rundir
 
 from .conftest import PROGRAMS, phase, write_plan
 
@@ -72,6 +71,6 @@ def test_the_state_changes_are_all_in_the_events(orphan):
 
 
 def test_nothing_is_left_unread_in_the_heartbeats(orphan):
-    reader = tail(rundir.heartbeat(orphan.run(), 0))
+    reader = jsonl.Tail(rundir.heartbeat(orphan.run(), 0), heartbeat.accept)
     assert reader.poll()
     assert reader.skipped == 0

@@ -15,8 +15,7 @@ from console.sources import process
 from tests.faults.test_places import WITHOUT_MEMORY
 from tests.launches import STUB
 from tests.mounts import ext4
-from trainers.contract import pulse, rundir
-from trainers.contract.heartbeat import tail
+from trainers.contract import heartbeat, jsonl, pulse, rundir
 
 from .conftest import phase
 
@@ -51,7 +50,7 @@ def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, moun
     assert started.ask("halt")["ok"]
     started.wait_end()
     assert started.state()["state"] == "halted"
-    reader = tail(rundir.heartbeat(started.run(), 0))
+    reader = jsonl.Tail(rundir.heartbeat(started.run(), 0), heartbeat.accept)
     steps = [r["step"] for r in reader.poll() if r["msg"] == "progress"]
     assert steps == list(range(1, len(steps) + 1))
     gaps = [b["mono"] - a["mono"] for a, b in itertools.pairwise(started.samples())]

@@ -30,7 +30,7 @@ def drain(tail: jsonl.Tail) -> list[dict]:
 def test_any_bytes_are_read_without_an_error(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("hb") / "heartbeat_rank0.jsonl"
     path.write_bytes(data)
-    tail = heartbeat.tail(path)
+    tail = jsonl.Tail(path, heartbeat.accept)
     records = drain(tail)
     whole = [line for line in data.split(b"\n")[:-1] if line.strip()]
     assert len(records) + tail.skipped == len(whole)
@@ -51,7 +51,7 @@ def test_good_records_survive_among_garbage_in_any_portions(tmp_path_factory, li
     """Every good line is found once, however the writes are cut."""
     path = tmp_path_factory.mktemp("hb") / "f.jsonl"
     data = b"".join(lines)
-    tail = heartbeat.tail(path)
+    tail = jsonl.Tail(path, heartbeat.accept)
     found = 0
     at = 0
     for cut in cuts:
@@ -86,7 +86,7 @@ def test_good_records_survive_among_garbage_in_any_portions(tmp_path_factory, li
 def test_hostile_lines_are_counted_and_the_next_good_one_is_read(tmp_path, line):
     path = tmp_path / "f.jsonl"
     path.write_bytes(line + b"\n" + jsonl.encode(GOOD))
-    tail = heartbeat.tail(path)
+    tail = jsonl.Tail(path, heartbeat.accept)
     assert [record["step"] for record in drain(tail)] == [3]
     assert tail.skipped == 1
 
@@ -97,7 +97,7 @@ def test_an_endless_line_costs_bounded_memory_and_is_counted_once(tmp_path):
         for _ in range(20):
             stream.write(b"x" * (1 << 20))
         stream.write(b"\n" + jsonl.encode(GOOD))
-    tail = heartbeat.tail(path)
+    tail = jsonl.Tail(path, heartbeat.accept)
     assert [record["step"] for record in drain(tail)] == [3]
     assert tail.skipped == 1
     assert len(tail._carry) <= jsonl.MAX_LINE_BYTES
@@ -106,7 +106,7 @@ def test_an_endless_line_costs_bounded_memory_and_is_counted_once(tmp_path):
 def test_truncation_and_replacement_start_the_file_again(tmp_path):
     path = tmp_path / "f.jsonl"
     path.write_bytes(jsonl.encode(GOOD) * 3)
-    tail = heartbeat.tail(path)
+    tail = jsonl.Tail(path, heartbeat.accept)
     assert len(drain(tail)) == 3
     path.write_bytes(jsonl.encode(GOOD))
     assert len(drain(tail)) == 1
@@ -127,7 +127,7 @@ def test_what_is_not_a_regular_file_is_not_opened(tmp_path, kind):
         path.mkdir()
     elif kind == "link":
         path.symlink_to(target)
-    assert heartbeat.tail(path).poll() == []
+    assert jsonl.Tail(path, heartbeat.accept).poll() == []
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
@@ -158,14 +158,14 @@ def test_what_was_cut_from_a_long_record_is_named():
 
 
 def test_reader_of_a_bare_directory_of_paths():
-    assert heartbeat.tail(Path("/nonexistent/x")).poll() == []
+    assert jsonl.Tail(Path("/nonexistent/x"), heartbeat.accept).poll() == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("attempt", 2**60), ("step", 2**62), ("rank", 2**40)])
 def test_a_record_of_an_impossible_run_is_skipped(tmp_path, key, value):
     path = tmp_path / "f.jsonl"
     path.write_bytes(jsonl.encode(GOOD | {key: value}) + jsonl.encode(GOOD))
-    tail = heartbeat.tail(path)
+    tail = jsonl.Tail(path, heartbeat.accept)
     assert tail.poll() == [GOOD]
     assert tail.skipped == 1
 
@@ -175,7 +175,7 @@ def test_a_hole_costs_nothing_and_the_record_behind_it_is_read(tmp_path, recent)
     path = tmp_path / "f.jsonl"
     path.write_bytes(jsonl.encode(GOOD) + b'{"half')
     os.truncate(path, 1 << 40)
-    tail = heartbeat.tail(path, recent)
+    tail = jsonl.Tail(path, heartbeat.accept, recent)
     before = len(drain(tail))
     assert (before, tail.size_bytes - tail.offset) == (0 if recent else 1, 0)
     with path.open("ab") as stream:
@@ -183,4 +183,5 @@ def test_a_hole_costs_nothing_and_the_record_behind_it_is_read(tmp_path, recent)
     assert [record["step"] for record in drain(tail)] == [3]
     assert tail.taken_bytes < 1 << 21
     path.write_bytes(bytes(3 << 18) + jsonl.encode(GOOD))
-    assert [record["step"] for record in drain(heartbeat.tail(path))] == [3], "zeros, and no hole"
+    zeros = drain(jsonl.Tail(path, heartbeat.accept))
+    assert [record["step"] for record in zeros] == [3], "zeros, and no hole"
