@@ -94,7 +94,8 @@ class Attempt:
         context, link = self._context, self._context.services.link
         self.tree.adopt(held, self.path, self._number)
         if not link.holds(context.home, self._number):
-            link.hold(self.tree.agent_pid, context.token, context.home, self._number, self._grace_s)
+            _, environment = self._run.command(self._number)
+            link.hold(self.tree.agent_pid, environment, self._grace_s)
         self.stage = "run"
         self._sample()
 

@@ -115,6 +115,5 @@ def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Ch
         return 1
     except ContractError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        link.refuse(error.exit_code)
         return error.exit_code
     return 0

@@ -176,6 +176,14 @@ class Directory(Recorder):
 
         self.call(done)
 
+    def told(self, work: Callable[[], object], then: Callable[[str], object], folder: Path) -> None:
+        """Queues work as `job` does; `then` gets why it failed, "" where it did not."""
+
+        def say(_: object, error: Exception | None) -> None:
+            then(str(getattr(error, "strerror", None) or error or ""))
+
+        self.job(work, say, folder)
+
     def deliver(self) -> None:
         """Hands over the results of jobs, on the thread of who calls.
 
@@ -193,11 +201,10 @@ class Directory(Recorder):
         `deliver` tells `then` why it could not be written, "" when it was.
         """
 
-        def told(_: object, error: Exception | None) -> None:
-            reason = getattr(error, "strerror", None) or error
+        def told(reason: str) -> None:
             then(f"cannot write {name}: {reason}; the ranks go on" if reason else "")
 
-        self.job(lambda: rundir.ask(run, name, by), told, run)
+        self.told(lambda: rundir.ask(run, name, by), told, run)
 
     def event(
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from console.sources import process
+from console.supervisor.directory import Directory
 from console.supervisor.mailbox import Outcome
 from console.supervisor.requests import Request
 from trainers.contract import jsonl, pulse, rundir
@@ -56,12 +57,11 @@ def refusal(pid: int) -> str:
 class Dumps:
     """The one dump that may be under way, and who waits for it.
 
-    `keep` stores a rank's stack and says later why it could not, "" when it did. `poll` until it is
-    done; nothing here waits.
+    `poll` until it is done; nothing here waits.
     """
 
-    def __init__(self, keep: Callable[[Path, bytes, Callable[[str], object]], None]):
-        self._keep = keep
+    def __init__(self, directory: Directory):
+        self._directory = directory
         self._asked: list[Request] = []
         self._parts: list[_Part] = []
         self._run = Path()
@@ -161,7 +161,10 @@ class Dumps:
             told += " (native code holds the GIL: the main thread alone could be read)"
         elif not whole:
             told += f" (what came within {WAIT_S:g} s: its end is missing)"
-        self._keep(self._run / name, part.data, partial(_take_kept, part, told))
+        path, data = self._run / name, part.data
+        self._directory.told(
+            lambda: rundir.write_atomic(path, data), partial(_take_kept, part, told), path
+        )
 
     def _outcome(self) -> Outcome:
         """Returns whether any stack came, a sentence, and each rank's result."""
@@ -183,7 +186,8 @@ def _late(part: _Part) -> str:
 def _take_kept(part: _Part, told: str, why_not: str) -> None:
     """Takes that the copy of a stack was written, or why it was not."""
     if not part.result:
-        part.result = f"was dumped, but {part.kept_as} {why_not}" if why_not else told
+        lost = f"was dumped, but {part.kept_as} cannot be written: {why_not}"
+        part.result = lost if why_not else told
 
 
 def _size(path: Path) -> int:

@@ -143,14 +143,11 @@ def _drain(out: IO[bytes], output: bytearray) -> None:
 
 def write_log(folder: Path, text: str, output: bytes) -> None:
     """Appends one run to the log, which begins anew when it is too long. Raises OSError."""
-    fd = rundir.open_append(folder / LOG)
-    try:
-        if os.fstat(fd).st_size > MAX_LOG_BYTES:
-            os.ftruncate(fd, 0)
+    with os.fdopen(rundir.open_append(folder / LOG), "wb") as log:
+        if os.fstat(log.fileno()).st_size > MAX_LOG_BYTES:
+            log.truncate(0)
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        os.write(fd, f"{stamp} UTC {text}\n".encode("utf-8", "replace") + output)
-    finally:
-        os.close(fd)
+        log.write(f"{stamp} UTC {text}\n".encode("utf-8", "replace") + output)
 
 
 def told(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:

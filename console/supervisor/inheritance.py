@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from console.model import STALL
+from console.model import STALL, PhaseState
 from console.sources import documents, presence, process
 from console.sources.summary import Summary
-from console.supervisor.orders import LOG_DIR, FlagValue, Orders, argv
+from console.supervisor.orders import FlagValue
 from console.supervisor.restart import Ended
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
@@ -23,6 +22,7 @@ FINAL = presence.ENDED - {"lost"}
 """States after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 MAX_ENDED = 10_000
+PHASE_KEYS = ("state", "why", "result", "steps", "started_ts", "ended_ts")
 EVENTS_BYTES = 1 << 20
 
 
@@ -87,33 +87,6 @@ def check_processes(record: Mapping[str, Any], held: Mapping[str, Any]) -> int:
     return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
 
 
-def check_command(record: Mapping[str, Any], given: Orders, index: int) -> None:
-    """Raises RefusedError where plan.json and run.json name different programs.
-
-    Only what follows torchrun's own options is compared: those may be of another version.
-    """
-    phase = given.plan.phases[index]
-    here = {"argv": argv(phase, given.plan.watch.grace_s, Path())}
-    mine, theirs = (program(documents.words(each, "argv")) for each in (here, record))
-    if theirs and mine != theirs:
-        raise RefusedError(
-            f"{rundir.PLAN} starts {shlex.join(mine)} and {rundir.RUN} says {shlex.join(theirs)}; "
-            "nothing is taken over before they agree"
-        )
-
-
-def program(words: Sequence[str]) -> list[str]:
-    """Returns the program and its arguments from a command of torchrun, [] for any other.
-
-    A config is named without its folder, which depends on the working directory.
-    """
-    if LOG_DIR not in words:
-        return []
-    found = list(words[list(words).index(LOG_DIR) + 2 :])
-    before = ["", *found]
-    return [Path(word).name if before[i] == "--config" else word for i, word in enumerate(found)]
-
-
 def ended(held: Mapping[str, Any]) -> list[Ended]:
     """Returns how the attempts before ended, as supervisor.json tells it."""
     told = documents.entries(held, "ended")[-MAX_ENDED:]
@@ -147,12 +120,8 @@ def events(folder: Path, below: Path) -> list[dict[str, Any]]:
 
 def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns what plan_state.json tells of each phase; names and directories are the plan's."""
-    return [
-        {key: jsonl.text(entry, key)[:400] for key in ("state", "why", "result")}
-        | {"steps": jsonl.integer(entry, "steps")}
-        | {key: jsonl.number(entry, key) for key in ("started_ts", "ended_ts")}
-        for entry in documents.entries(held, "phases")
-    ]
+    told = (documents.read(PhaseState, each, index=0) for each in documents.entries(held, "phases"))
+    return [{key: getattr(each, key) for key in PHASE_KEYS} for each in told]
 
 
 def next_flags(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -52,7 +52,7 @@ class Launch:
         kept = services.link.kept(path / rundir.PLAN_STATE) or {}
         since_ns = jsonl.integer(kept, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
         self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
-        self._dumps = Dumps(self._keep)
+        self._dumps = Dumps(self._directory)
         self._acts = Acts(self._directory, self._dumps, self._end_by)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
         self._lookout = Lookout(
@@ -155,7 +155,7 @@ class Launch:
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
-        self._next_flags.clear()
+        self._next_flags.held = {}
         self.state, self.why = "running", ""
         entry["state"] = self.run.state
         if index + 1 < len(self._phases):
@@ -175,7 +175,7 @@ class Launch:
             held, doubts = belief.of_launch(held, self.orders, self._index, runs, witness)
         for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
             mine |= theirs
-        self._next_flags.restore(inheritance.next_flags(held))
+        self._next_flags.held = inheritance.next_flags(held)
         self._ended_by = jsonl.text(held, "ended_by")[:400]
         self._mailbox.remember(witness.answered())
         if held.get("state") == "ended":  # a former child of this owner has said so
@@ -342,13 +342,6 @@ class Launch:
             return False, "no rank is running, so there is no stack", []
         return self._dumps.ask(run.path, run.live, run.handles, request)
 
-    def _keep(self, path: Path, data: bytes, then: Callable[[str], object]) -> None:
-        def told(_: object, error: Exception | None) -> None:
-            reason = getattr(error, "strerror", None) or error
-            then(f"cannot be written: {reason}" if reason else "")
-
-        self._directory.job(lambda: rundir.write_atomic(path, data), told, path)
-
     # --- records -------------------------------------------------------------------------------
 
     def _event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
@@ -365,7 +358,7 @@ class Launch:
         self._services.publish(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
-            "between": self.orders.plan.between, "next_flags": self._next_flags.as_dict(),
+            "between": self.orders.plan.between, "next_flags": self._next_flags.held,
             "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
             "supervisor": {
                 **self._services.link.identity, "token": self._services.lock_token,

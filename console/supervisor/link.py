@@ -12,7 +12,7 @@ from typing import Any
 from console.supervisor import frames
 from console.supervisor.charge import DEATHS_OFF, MAX_EXITS, Charge, Notes
 from console.supervisor.frames import Frames, Message
-from trainers.contract import environ, jsonl, rundir
+from trainers.contract import jsonl, rundir
 
 BEAT_EVERY_S = 2.0
 
@@ -101,10 +101,6 @@ class Link:
         """Says that from now on it may wait for a disk."""
         self._send(frames.CLOSING)
 
-    def refuse(self, code: int) -> None:
-        """Says that the launch cannot begin, with the exit code."""
-        self._send(frames.REFUSED, str(code).encode())
-
     def keep(self, path: Path, record: Mapping[str, Any]) -> None:
         """Gives the owner a document for the child that may follow."""
         self._documents[path] = os.fsencode(path) + b"\0" + jsonl.encode(record)
@@ -114,22 +110,20 @@ class Link:
         """Says how long the processes still have: the owner kills what a dead child cannot."""
         self._send(frames.ENDING, repr(grace_s).encode())
 
-    def hold(self, agent: int, token: str, home: str, attempt: int, grace_s: float) -> None:
+    def hold(self, agent: int, environment: Mapping[str, str], grace_s: float) -> None:
         """Gives the owner the processes of an attempt that was taken over."""
         self.agent = agent
-        named = _named(token, home, str(attempt), grace_s) | {"agent": agent}
+        named = {"agent": agent, "environment": dict(environment), "grace_s": grace_s}
         self._send(frames.HOLDS, jsonl.encode(named))
 
     def spawn(
-        self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, token: str,
-        home: str, grace_s: float,
-    ) -> tuple[int, int]:  # fmt: skip
+        self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
+    ) -> tuple[int, int]:
         """Has the owner start a command in a session of its own; returns its pid and pidfd.
 
         Raises OSError where it cannot be started.
         """
-        named = _named(token, home, environment.get(environ.ATTEMPT, ""), grace_s)
-        command = {"argv": list(argv), "environment": dict(environment)} | named
+        command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s}
         self.exits.clear()
         self.termed = False
         self._flush(wait=True)
@@ -163,7 +157,3 @@ class Link:
                 self._waiting.append((frames.KEEP, self._documents.pop(path)))
             kind, data = self._waiting.pop(0)
             self._end.send(kind, data)
-
-
-def _named(token: str, home: str, attempt: str, grace_s: float) -> dict[str, Any]:
-    return {"token": token, "home": home, "attempt": attempt, "grace_s": grace_s}

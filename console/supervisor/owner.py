@@ -29,6 +29,7 @@ from console.sources import process
 from console.supervisor import frames
 from console.supervisor.charge import FILES, MAIN, MAX_EXITS, Charge
 from console.supervisor.frames import Frames, Message
+from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
@@ -63,7 +64,6 @@ class Owner:
         self._obey_at = self._kill_at = math.inf
         self._scan_at = self._judged = 0.0
         self._scan_s = SCAN_EVERY_S
-        self._refused: int | None = None
         self._result: int | None = None
         self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
@@ -198,8 +198,6 @@ class Owner:
             self._obey_at = math.inf
         elif kind == frames.CLOSING:
             self._limit_s = CLOSING_S
-        elif kind == frames.REFUSED:
-            self._refused = int(data)
 
     def _judge(self) -> None:
         """Ends a child that says nothing. One that cannot end (state D) is waited for.
@@ -224,8 +222,8 @@ class Owner:
             self._result = 0
             return
         never_began = not charge.kept and not charge.agent
-        if never_began and (self._refused is not None or code > 0):
-            self._result = code if self._refused is None else self._refused
+        if never_began and code > 0:
+            self._result = code
             return
         if now - self._born >= SETTLED_S:
             self._failures = 0
@@ -287,9 +285,11 @@ class Owner:
 
     def _hold(self, named: Mapping[str, Any], agent: int, is_ours: bool) -> None:
         """Takes the processes of an attempt; `is_ours`: torchrun is a child of this process."""
-        self._token, self._grace_s, self._is_ours = named["token"], named["grace_s"], is_ours
-        charge, self._kill_at = self._charge, math.inf
-        charge.agent, charge.held, charge.termed = agent, (named["home"], named["attempt"]), False
+        charge, born = self._charge, named["environment"]
+        self._token, self._grace_s, self._is_ours = born[environ.TOKEN], named["grace_s"], is_ours
+        self._kill_at = math.inf
+        charge.agent, charge.termed = agent, False
+        charge.held = born[environ.RUN_DIR], born[environ.ATTEMPT]
         charge.exits.clear()
 
     def _reap(self) -> None:

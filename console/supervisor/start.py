@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,32 +87,27 @@ class Claim:
             self._check_content()
         rundir.make_directory(self.directory)
         path = self.directory / rundir.LOCK
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            self.fd = os.open(path, flags, 0o600)
-            self._check_lock(path)
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except RefusedError:
-            self.release()
-            raise
-        except OSError as error:
-            self.release()
-            if error.errno in (errno.EAGAIN, errno.EACCES) and path.exists():
-                raise self._in_use() from None
-            raise RefusedError(f"cannot lock {path}: {error.strerror}") from error
-        try:
+            self._lock(path)
             self._check_content()
+            self._clear()
         except RefusedError:
             self.release()
             raise
-        for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
-            self._clear_half_written(folder)
-        try:
-            if not self._adopt:
-                self._clear()
         except OSError as error:
             self.release()
-            raise RefusedError(f"cannot clear {self.directory}: {error.strerror}") from error
+            where = error.filename or path
+            raise RefusedError(f"cannot lock or clear {where}: {error.strerror}") from error
+
+    def _lock(self, path: Path) -> None:
+        """Raises RefusedError where it is locked, OSError where it cannot be."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self.fd = os.open(path, flags, 0o600)
+        self._check_lock(path)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._in_use() from None
 
     def _never_began(self, names: list[str]) -> bool:
         """Says whether all that is there was left by a launch that no supervisor took over."""
@@ -123,18 +118,19 @@ class Claim:
         had_lock = self.fd >= 0 or rundir.LOCK in there
         return had_lock and ours and BEFORE_THE_START.issuperset(there)
 
-    def _clear_half_written(self, folder: Path) -> None:
-        """Removes documents that a killed supervisor or launcher was writing."""
-        with contextlib.suppress(OSError):
-            for path in folder.glob(".*.json.tmp-*"):
-                path.unlink()
-
     def _clear(self) -> None:
-        """Removes what a launch left that never began; only under the lock."""
+        """Removes half-written documents, and what a launch left that never began.
+
+        Only under the lock. Raises OSError.
+        """
+        for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
+            with contextlib.suppress(OSError):
+                for path in folder.glob(".*.json.tmp-*"):
+                    path.unlink()
         held = rundir.read_json(self.directory / rundir.PLAN)
-        if held is not None:
+        if held is not None and not self._adopt:
             self.cleared = jsonl.text(held, "launch", "?")[:200]
-        for name in BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
+        for name in () if self._adopt else BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
             (self.directory / name).unlink(missing_ok=True)
 
     def _check_lock(self, path: Path) -> None:
@@ -253,23 +249,19 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
         raise RefusedError(f"{directory} holds no launch to take over")
     state = inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
-    _check_adoptable(directory, launch, sure)
+    former = jsonl.mapping(state, "supervisor")
+    _check_adoptable(directory, launch, state, sure)
     confirm.check_former(directory, held, state)
-    claim = Claim(directory, adopt=True)
-    deadline = time.monotonic() + DYING_S
-    while not claim.is_free() and not rundir.is_alive(_owner(directory)):
-        # The lock goes a moment after the process that was killed.
-        if time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S)
-    if claim.is_free() and rundir.is_alive(_owner(directory)):
+    claim, deadline = Claim(directory, adopt=True), time.monotonic() + DYING_S
+    while not (claim.is_free() or rundir.is_alive(former)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)  # the lock goes a moment after the process that was killed
+    if claim.is_free() and rundir.is_alive(former):
         raise RefusedError(
-            f"the supervisor of {launch} (pid {_owner(directory).get('pid')}) lives, but the lock "
-            f"in {directory} is not its own; move its directory back, or stop it with kill -TERM"
+            f"the supervisor of {launch} (pid {former.get('pid')}) lives, but the lock in "
+            f"{directory} is not its own; move its directory back, or stop it with kill -TERM"
         )
     claim.take()
     try:
-        _check_adoptable(directory, launch, sure)  # again: now nobody else writes
         lock.claim(claim.fd, launch, user_name())
         log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
         process = _spawn(directory, log, claim.fd, "--adopt", json.dumps(hook.as_dict()))
@@ -282,21 +274,17 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     return launch
 
 
-def _owner(directory: Path) -> dict[str, Any]:
-    return jsonl.mapping(rundir.read_json(directory / rundir.PLAN_STATE) or {}, "supervisor")
-
-
-def _check_adoptable(directory: Path, launch: str, sure: bool) -> None:
+def _check_adoptable(directory: Path, launch: str, state: Mapping[str, Any], sure: bool) -> None:
     """Raises RefusedError for a launch that has ended, or that this host must not go on with."""
-    state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
+    former = jsonl.mapping(state, "supervisor")
     if jsonl.text(state, "state") == "ended" and not any(
         map(presence.living_in, launches.run_directories(directory))
     ):
         raise RefusedError(f"{launch} has ended; there is nothing to take over")
-    host = jsonl.text(_owner(directory), "host", rundir.host_name())[:200]
+    host = jsonl.text(former, "host", rundir.host_name())[:200]
     if host != rundir.host_name():
         raise RefusedError(f"{launch} ran on {host}; its ranks may live there, so adopt it there")
-    if _owner(directory).get("boot_id") != rundir.boot_id() and not sure:
+    if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
             f"{launch} was not supervised since this host started, and its command may be started "
             f"again: see it with nsa-console status {directory}, and add --yes to mean it"
@@ -306,11 +294,8 @@ def _check_adoptable(directory: Path, launch: str, sure: bool) -> None:
 def _say_cleared(directory: Path, launch: str) -> None:
     """Writes down that the remains of a launch were removed, before there is a supervisor."""
     text = f"the remains of the launch {launch}, which never began, were cleared"
-    fd = rundir.open_append(directory / rundir.EVENTS)
-    try:
-        os.write(fd, jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
-    finally:
-        os.close(fd)
+    with os.fdopen(rundir.open_append(directory / rundir.EVENTS), "wb") as events:
+        events.write(jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
 
 
 def _spawn(directory: Path, log: int, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:
