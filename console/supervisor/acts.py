@@ -27,14 +27,14 @@ class Acts:
 
     def begin(self, run: Run) -> None:
         """Takes what watch rules are to do; what ends a run does so when its stacks are kept."""
-        for change in run.watching.take_acts():
-            self._dumps.begin(run.path, run.live, run.handles)
+        for change in run.attempt.watching.take_acts():
+            self._dumps.begin(run.path, run.live, run.attempt.tree.handles())
             if change.action != "dump":
                 self._due.append((run, change))
         if not self._dumps.busy:
             due, self._due = self._due, []
             for of, change in due:
-                if of is run and not run.over and run.watching.is_raised(change.rule.name):
+                if of is run and not run.over and run.attempt.watching.is_raised(change.rule.name):
                     self._act(run, change)
 
     def _act(self, run: Run, change: Change) -> None:

@@ -81,7 +81,8 @@ class Attempt:
         self._caught_up, self.began, self._cut_short = held is None, True, False
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
-        self._prepare_at = self._read_at = math.inf
+        self._again_at = math.inf
+        """When what the directory did not answer is tried again."""
         self._is_ours = False
         """The run directory was found to be this run's: what fails in it from then on may pass."""
         if held is None or link.began(self.path, context.home, number):
@@ -105,11 +106,9 @@ class Attempt:
         """Does what is due; never waits."""
         if self.stage == "run":
             self._watch_it()
-        elif self.stage == "prepare" and time.monotonic() >= self._prepare_at:
-            self._begin_preparing()
-        elif self.stage == "collect" and time.monotonic() >= self._read_at:
-            self._read_at = math.inf
-            self._read_on()
+        elif self.stage != "over" and time.monotonic() >= self._again_at:
+            self._again_at = math.inf
+            (self._begin_preparing if self.stage == "prepare" else self._read_on)()
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
@@ -153,7 +152,6 @@ class Attempt:
     # --- stages --------------------------------------------------------------------------------
 
     def _begin_preparing(self) -> None:
-        self._prepare_at = math.inf
         self._directory.job(self._prepare, self._begin, self.path)
 
     def _prepare(self) -> int:
@@ -185,7 +183,7 @@ class Attempt:
         if self._number == 1 or not passes or self.known.asked:
             self._never_began(why)
             return
-        self._prepare_at = time.monotonic() + PREPARE_AGAIN_S
+        self._again_at = time.monotonic() + PREPARE_AGAIN_S
         self._alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} waits for it", "crit")
 
     def _spawn(self, log_fd: int) -> None:
@@ -299,7 +297,7 @@ class Attempt:
             self.take(news)
             unread = news.unread
         if unread and time.monotonic() - self._ended_at < READ_AGAIN_S:
-            self._read_at = time.monotonic() + PREPARE_AGAIN_S / 2
+            self._again_at = time.monotonic() + PREPARE_AGAIN_S / 2
             return
         if unread:
             self._learn(failure=self.known.failure or unread)

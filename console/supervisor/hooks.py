@@ -153,8 +153,9 @@ def write_log(folder: Path, text: str, output: bytes) -> None:
 def told(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
     """Returns what a hook reads on stdin: the newest alert, how many there were, the earlier."""
     newest = records[-1]
+    name = jsonl.text(newest, "alert") or jsonl.text(newest, "kind")
     return {
-        "v": VERSION, "name": clean(_name(newest), MAX_NAME), "count": count,
+        "v": VERSION, "name": clean(name, MAX_NAME), "count": count,
         "level": clean(jsonl.text(newest, "level"), MAX_NAME),
         "text": clean(jsonl.text(newest, "text"), MAX_TEXT),
         "run": clean(jsonl.text(newest, "run"), MAX_TEXT),
@@ -168,7 +169,3 @@ def variables(alert: Mapping[str, Any]) -> dict[str, str]:
     """Returns an alert as environment variables, one for each of `environ.ALERT_NAMES`."""
     keys = ((name, name.removeprefix(environ.ALERT_PREFIX).lower()) for name in environ.ALERT_NAMES)
     return {name: "" if alert[key] is None else str(alert[key]) for name, key in keys}
-
-
-def _name(record: Mapping[str, Any]) -> str:
-    return jsonl.text(record, "alert") or jsonl.text(record, "kind")

@@ -285,7 +285,7 @@ class Launch:
 
     def _do_ask(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
-        if run is None or not run.handles:
+        if run is None or not run.attempt.tree.handles():
             return False, "no rank is running that could do it", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project obeys at the end of its step"
@@ -340,7 +340,7 @@ class Launch:
         run = self._addressed(request)
         if run is None:
             return False, "no rank is running, so there is no stack", []
-        return self._dumps.ask(run.path, run.live, run.handles, request)
+        return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
     # --- records -------------------------------------------------------------------------------
 

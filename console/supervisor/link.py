@@ -34,8 +34,8 @@ class Link:
         """
         self.asked = charge.asked[: charge.forwarded]
         """Signals that the owner got and nobody has obeyed."""
-        self._waiting: list[tuple[bytes, bytes]] = []
-        self._documents: dict[Path, bytes] = {}
+        self._waiting: dict[object, tuple[bytes, bytes]] = {}
+        """What was not sent yet; of a document (by its path) only the newest content."""
         self._beat = 0.0
 
     @property
@@ -103,8 +103,7 @@ class Link:
 
     def keep(self, path: Path, record: Mapping[str, Any]) -> None:
         """Gives the owner a document for the child that may follow."""
-        self._documents[path] = os.fsencode(path) + b"\0" + jsonl.encode(record)
-        self._flush()
+        self._send(frames.KEEP, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
 
     def ending(self, grace_s: float) -> None:
         """Says how long the processes still have: the owner kills what a dead child cannot."""
@@ -143,17 +142,11 @@ class Link:
         self.agent = number
         return number, answer.fd
 
-    def _send(self, kind: bytes, data: bytes = b"") -> None:
-        self._waiting.append((kind, data))
+    def _send(self, kind: bytes, data: bytes = b"", key: object = None) -> None:
+        self._waiting[key or object()] = kind, data
         self._flush()
 
     def _flush(self, wait: bool = False) -> None:
-        """Sends what waits, in order, as far as the owner takes it; documents come last."""
-        while self._waiting or self._documents:
-            if not wait and not select.select([], [self.fd], [], 0)[1]:
-                return
-            if not self._waiting:
-                path = next(iter(self._documents))
-                self._waiting.append((frames.KEEP, self._documents.pop(path)))
-            kind, data = self._waiting.pop(0)
-            self._end.send(kind, data)
+        """Sends what waits, in order, as far as the owner takes it."""
+        while self._waiting and (wait or select.select([], [self.fd], [], 0)[1]):
+            self._end.send(*self._waiting.pop(next(iter(self._waiting))))

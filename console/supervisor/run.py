@@ -14,7 +14,6 @@ from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import presence, snapshot
-from console.sources.process import Handle
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -27,7 +26,6 @@ from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.services import RunContext, Services
 from console.supervisor.snapshots import Snapshots
-from console.supervisor.watching import Watching
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
@@ -166,16 +164,6 @@ class Run:
     def live(self) -> Path | None:
         """The memory-backed directory of the ranks' pulses, None without shared memory."""
         return self._context.live.path
-
-    @property
-    def watching(self) -> Watching:
-        """The watchdog over the present attempt."""
-        return self.attempt.watching
-
-    @property
-    def handles(self) -> dict[int, Handle]:
-        """The ranks that live."""
-        return self.attempt.tree.handles()
 
     @property
     def busy(self) -> bool:
@@ -383,7 +371,7 @@ class Run:
     def _armed(self) -> dict[str, str]:
         """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
         policy = self.orders.plan.restart
-        action, text = self.watching.on_stall()
+        action, text = self.attempt.watching.on_stall()
         if self._context.live.why and action in STRONG:
             action, text = "warn", "if it stalls: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action
