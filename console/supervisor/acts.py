@@ -44,7 +44,9 @@ class Acts:
             run.end(action, by)
             return
         word = f"{rule.anomaly or rule.name}\n"
-        self._directory.job(lambda: rundir.write_atomic(path / rundir.ANOMALY, word), ignored, path)
+        self._directory.told(
+            lambda: rundir.write_atomic(path / rundir.ANOMALY, word), lambda why: None, path
+        )
         if action == "halt":
             self.halt(run, by, partial(self._note_refusal, run))
         else:
@@ -54,10 +56,8 @@ class Acts:
         """Writes `.HALT` for the ranks; what could not be written was not asked of them."""
 
         def told(why_not: str) -> None:
-            if why_not:
-                then((False, f"{why_not}, stop sends them TERM", []))
-            else:
-                then((True, self._end("halt", by), []))
+            refusal = f"{why_not}, stop sends them TERM"
+            then((not why_not, refusal if why_not else self._end("halt", by), []))
 
         self._directory.ask(run.path, rundir.HALT, by, told)
 
@@ -81,7 +81,3 @@ class Acts:
         done, text, _ = outcome
         if not done:
             run.event("note", text, "crit")
-
-
-def ignored(_value: object, _error: Exception | None) -> None:
-    """Takes the result of a job that nobody waits for."""

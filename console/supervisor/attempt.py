@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
@@ -236,15 +236,18 @@ class Attempt:
                        f"({how}); rank {ranks} still runs", "crit")  # fmt: skip
 
     def _watch_ranks(self) -> None:
-        """Ends the other ranks after one has failed, by its exit alone.
+        """Ends the other ranks within the grace time after one has failed, by its exit alone.
 
         torchrun does so too, but may send KILL 30 s later, or not at all where it is stopped.
         """
         if self.known.ending or self.known.asked in ENDED_FROM_HERE or self.tree.agent_over:
             return
-        failed = self._ends.failed()
+        failed, grace_s = self._ends.failed(), self._grace_s
         if failed and self.tree.alive():
-            self._end_others(failed)
+            self.tree.expire(grace_s)
+            self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, torchrun ends the "
+                        f"others; what is left after {grace_s:g} s is killed")  # fmt: skip
+            self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -301,14 +304,14 @@ class Attempt:
             return
         if unread:
             self._learn(failure=self.known.failure or unread)
-        late = self._cut_short or time.monotonic() - self._ended_at > COLLECT_S
-        if news is not None and news.behind and late:
+        behind = news is not None and news.behind
+        if behind and not self._cut_short and time.monotonic() - self._ended_at <= COLLECT_S:
+            self._read_on()
+            return
+        if behind:
             left = "the records of this attempt are too many to read: gates may be unknown"
             self._run.event("note", left, "warn")
-        if news is not None and news.behind and not late:
-            self._read_on()
-        else:
-            self._directory.job(self.files.rest, self._conclude, self.path)
+        self._directory.job(self.files.rest, self._conclude, self.path)
 
     def _conclude(self, rest: Rest | None, _: object) -> None:
         rest = rest or Rest()
@@ -353,14 +356,6 @@ class Attempt:
         if self._on_disk is None:
             return recorded
         return min(self._on_disk, recorded) if self.story.steps else self._on_disk
-
-    def _end_others(self, failed: Sequence[int]) -> None:
-        """Gives the ranks that are left the grace time: one that failed holds them up for good."""
-        grace_s = self._grace_s
-        self.tree.expire(grace_s)
-        self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, torchrun ends the others; "
-                    f"what is left after {grace_s:g} s is killed")  # fmt: skip
-        self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _learn(self, **told: Any) -> None:
         self.known = replace(self.known, **told)

@@ -90,7 +90,7 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -
             if link.fd in ready:
                 link.hear()
             for number in link.asked:
-                launch.terminate(f"{signal.Signals(number).name} to the supervisor")
+                launch.end("stop", f"{signal.Signals(number).name} to the supervisor")
             if link.asked:
                 link.obeyed()
             launch.tick()

@@ -230,10 +230,13 @@ class Directory(Recorder):
         with self._lock:
             record = self._documents.pop(path)
         self.unwritten[path] = record
+        self._write_unwritten(path)
+
+    def _write_unwritten(self, path: Path) -> None:
         if not self.is_ours():
             raise OSError(errno.ESTALE, self.lost, str(path))
         self.check_run(path)
-        rundir.write_json(path, record)
+        rundir.write_json(path, self.unwritten[path])
         del self.unwritten[path]
 
     def _open(self, path: Path) -> int:
@@ -249,11 +252,8 @@ class Directory(Recorder):
         """Raises OSError when documents are lost for good."""
         until = time.monotonic() + RETRY_S
         while self.unwritten and self.is_ours():
-            path, record = next(iter(self.unwritten.items()))
             try:
-                self.check_run(path)
-                rundir.write_json(path, record)
-                del self.unwritten[path]
+                self._write_unwritten(next(iter(self.unwritten)))
             except OSError:
                 if time.monotonic() >= until:
                     raise

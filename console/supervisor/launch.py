@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -53,11 +53,12 @@ class Launch:
         since_ns = jsonl.integer(kept, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
         self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
         self._dumps = Dumps(self._directory)
-        self._acts = Acts(self._directory, self._dumps, self._end_by)
+        self._acts = Acts(self._directory, self._dumps, self.end)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
         self._lookout = Lookout(
-            self._directory, path, self._take_requests, self._take_halt, services.link
-        )
+            self._directory, path, self._take_requests, lambda: self._acts.take_halt(self.run),
+            services.link,
+        )  # fmt: skip
         self._ended_by = ""
         self._numbers: dict[Path, int] = {}
         """The last attempt of each run."""
@@ -103,8 +104,8 @@ class Launch:
         self._directory.deliver()
         if self._look_around() and self.quiet:
             return
-        self._observe("stack dumps", lambda: self._dumps.poll(self._mailbox.answer))
-        self._observe("alert hook", self._services.hooks.poll)
+        self._observers.run("stack dumps", lambda: self._dumps.poll(self._mailbox.answer), None)
+        self._observers.run("alert hook", self._services.hooks.poll, None)
         while self._directory.mistakes:
             self._observers.failed(FILES_NAME, self._directory.mistakes.popleft())
         if self.run is not None:
@@ -118,20 +119,12 @@ class Launch:
         if time.monotonic() - self._refreshed >= REFRESH_S:
             self._publish()
 
-    def _observe(self, name: str, look: Callable[[], object]) -> None:
-        """Runs what ranks do not depend on."""
-        self._observers.run(name, look, None)
-
     @property
     def _observers(self) -> Observers:
         """The observers of the run, between phases the observers of the launch."""
         return self._own_observers if self.run is None else self.run.observers
 
-    def terminate(self, by: str) -> None:
-        """Stops the running phase and ends the plan: what SIGTERM asks for."""
-        self._end_by("stop", by)
-
-    def _end_by(self, action: str, by: str) -> str:
+    def end(self, action: str, by: str) -> str:
         """Ends the running phase, and the plan with it; returns the answer."""
         if self.run is None:
             if self.state != "ended":
@@ -255,10 +248,6 @@ class Launch:
         self._last_look = self.state == "ended" if begun else self._last_look
         return begun
 
-    def _take_halt(self) -> None:
-        if self.state != "ended":
-            self._acts.take_halt(self.run)
-
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Nobody's question is left without an answer: after the end it looks until none is new."""
         new = self._mailbox.take(found, self._execute)
@@ -296,7 +285,7 @@ class Launch:
         return None
 
     def _do_end(self, request: Request) -> Outcome:
-        return True, self._end_by(request.action, request.by), []
+        return True, self.end(request.action, request.by), []
 
     def _do_ack(self, request: Request) -> Outcome:
         name, run = request.args["alert"], self._addressed(request)

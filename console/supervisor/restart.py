@@ -28,8 +28,6 @@ class Ended:
     checkpoint: int = 0
     signature: str = ""
     hopeless: bool = False
-    wanted: bool = False
-    """It was ended for a restart."""
     sha: str = ""
     """The commit of the code that it ran."""
 

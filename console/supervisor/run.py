@@ -142,12 +142,8 @@ class Run:
 
     def _wait_on(self, held: Mapping[str, Any]) -> bool:
         """Goes on waiting for the next attempt where the former supervisor waited."""
-        if len(self._ended) < self.number:
-            return False
         policy = self.orders.plan.restart
-        again = restart.after(self._ended, policy)
-        waited = jsonl.text(held, "state") == "restarting"  # an event confirms it, too
-        if isinstance(again, str) and not (again and waited):
+        if len(self._ended) < self.number or not (again := restart.after(self._ended, policy)):
             return False
         wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
@@ -292,8 +288,7 @@ class Run:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
-            restart.deterministic(facts),
-            self.attempt.known.asked == "restart", self._commit.sha,
+            restart.deterministic(facts), self._commit.sha,
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------

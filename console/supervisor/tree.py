@@ -198,7 +198,8 @@ class Tree:
 
     def look(self) -> bool:
         """Finds new ranks, takes what ended; True when something changed."""
-        changed = self.incomplete and self._discover()
+        new = process.children(self.agent_pid) if self.incomplete else []
+        changed = bool(sum(map(self._take_rank, new)))
         for worker in self.workers.values():
             if worker.handle.is_over():
                 changed = self._take_end(worker) or changed
@@ -329,9 +330,6 @@ class Tree:
             self._forget(worker.handle)
         if self.agent is not None:
             self._forget(self.agent)
-
-    def _discover(self) -> bool:
-        return bool(sum(self._take_rank(pid) for pid in process.children(self.agent_pid)))
 
     def _take_rank(self, pid: int) -> bool:
         """Takes a process as the rank that its environment names, unless that rank is known."""
