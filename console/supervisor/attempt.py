@@ -264,7 +264,7 @@ class Attempt:
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
-        halting = self.known.asked == "halt" or self.known.halt_file
+        halting = self.known.halt_wanted
         looked = self._observers.run(
             "watch rules",
             lambda: self.watching.look(self._sampler, seen, ending, halting, self._unread()), False,

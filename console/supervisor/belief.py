@@ -15,7 +15,7 @@ from typing import Any
 from console.sources import documents, launches, process
 from console.supervisor import inheritance
 from console.supervisor.attempt import ENDINGS
-from console.supervisor.next_flags import set_words, unset_words
+from console.supervisor.next_flags import set_words
 from console.supervisor.orders import LOG_DIR, Orders, argv
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -61,15 +61,12 @@ class Witness:
         """Says whether an operator set a flag for a phase, and did not take that back."""
         records = self._events[self._launch]
         asked = {each.get("request") for each in records if each.get("kind") == "request"}
-        undone, last = unset_words(name, phase), ""
-        for each in records:
-            text = jsonl.text(each, "text")
-            done = each.get("kind") == "answer" and each.get("ok") is True
-            if not done or each.get("action") != "set-flag" or each.get("request") not in asked:
-                continue
-            set_to = text.startswith(f"{name}=") and text.endswith(f" for {phase} only")
-            last = text if set_to or text == undone else last
-        return last == set_words(name, value, phase)
+        answer = ("answer", "set-flag", True)
+        done = [jsonl.text(each, "text") for each in records if each.get("request") in asked
+                and (each.get("kind"), each.get("action"), each.get("ok")) == answer]  # fmt: skip
+        about, ends = (f"{name}=", f"{name} "), (f" for {phase}", f" for {phase} only")
+        last = [text for text in done if text.startswith(about) and text.endswith(ends)][-1:]
+        return last == [set_words(name, value, phase)]
 
     def became(self, state: str, run: Path) -> bool:
         """Says whether the last event on the state of a run, or its gates.json, says the same."""

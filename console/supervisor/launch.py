@@ -22,12 +22,11 @@ from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
 from console.supervisor.orders import Orders
 from console.supervisor.requests import Request
-from console.supervisor.run import REFRESH_S, Run
+from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
 from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
-BUSY_PAUSE_S, IDLE_PAUSE_S = 0.05, 0.2
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """Files that are written into the run directory for the ranks."""
 
@@ -80,21 +79,20 @@ class Launch:
     @property
     def pause_s(self) -> float:
         """For how long nothing is due; what is done once a second is due when one begins."""
-        if self.busy:
-            return BUSY_PAUSE_S
-        quiet = self.quiet and not self._lookout.under_way
-        return 1 - time.monotonic() % 1 if quiet else IDLE_PAUSE_S
+        if self._quiet and not self._lookout.under_way:
+            return 1 - time.monotonic() % 1
+        return min(self._pace_s, IDLE_S)
 
     @property
-    def quiet(self) -> bool:
+    def _quiet(self) -> bool:
         """Says whether nothing is due before the next second unless it wakes the main loop."""
-        settled = self.state == "waiting" if self.run is None else self.run.quiet
-        return settled and not self.busy and not self._services.hooks.busy
+        return self._pace_s == QUIET_S and not self._services.hooks.busy
 
     @property
-    def busy(self) -> bool:
-        """Says whether something is under way that wants to be looked at often."""
-        return self._dumps.busy or (self.run is not None and self.run.busy)
+    def _pace_s(self) -> float:
+        if self._dumps.busy:
+            return BUSY_S
+        return self.run.pace_s if self.run else QUIET_S if self.state == "waiting" else IDLE_S
 
     def tick(self) -> None:
         """Does what is due; never waits.
@@ -102,7 +100,7 @@ class Launch:
         What a look finds wakes the main loop: where that is soon enough, all is done then at once.
         """
         self._directory.deliver()
-        if self._look_around() and self.quiet:
+        if self._look_around() and self._quiet:
             return
         self._observers.run("stack dumps", lambda: self._dumps.poll(self._mailbox.answer), None)
         self._observers.run("alert hook", self._services.hooks.poll, None)
@@ -241,7 +239,7 @@ class Launch:
 
     def _look_around(self) -> bool:
         """Begins the next look if it is due; says whether it did."""
-        every_s = math.inf if self.quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
+        every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
         begun = self._lookout.begin(runs, attempt, every_s)

@@ -16,11 +16,6 @@ def set_words(name: str, value: str, phase: str) -> str:
     return f"{name}={value} for {phase} only"
 
 
-def unset_words(name: str, phase: str) -> str:
-    """Returns the answer to a request that took a flag back."""
-    return f"{name} is as the plan says again for {phase}"
-
-
 class NextFlags:
     """Owns the flags that wait for the next phase; they hold for that phase only."""
 
@@ -50,5 +45,5 @@ class NextFlags:
             return False, str(error)
         self.held = changed
         if value is None:
-            return True, unset_words(name, phase)
+            return True, f"{name} is as the plan says again for {phase}"
         return True, set_words(name, value, phase)

@@ -29,6 +29,8 @@ from console.supervisor.snapshots import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
+BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
+"""Between two looks while something changes fast, usually, and while nothing changes."""
 NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
@@ -162,18 +164,14 @@ class Run:
         return self._context.live.path
 
     @property
-    def busy(self) -> bool:
-        """Says whether something changes fast and wants to be looked at often."""
-        attempt = self.attempt
-        changing = attempt.stage != "run" or self.state == "stopping" or attempt.tree.incomplete
-        return changing and self._again_at is None
-
-    @property
-    def quiet(self) -> bool:
-        """Says whether nothing is due but what is done once a second: all ranks live and run."""
-        attempt = self.attempt
-        whole = len(attempt.tree.alive()) == self.phase.nproc and not attempt.tree.agent_over
-        return whole and self.state == "running" and not attempt.behind
+    def pace_s(self) -> float:
+        """For how long nothing is due; a second while all ranks live and run."""
+        attempt, tree = self.attempt, self.attempt.tree
+        changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
+        if changing and self._again_at is None:
+            return BUSY_S
+        whole = len(tree.alive()) == self.phase.nproc and not tree.agent_over
+        return QUIET_S if whole and self.state == "running" and not attempt.behind else IDLE_S
 
     def tick(self) -> None:
         """Does what is due; never waits."""
@@ -299,8 +297,7 @@ class Run:
             return self._become(state, why)
         self._ended.append(self._ended_as(state, why))
         known = self.attempt.known
-        ending = self._final or known.halt_file or known.asked == "halt"
-        ending = ending or not self.attempt.began
+        ending = self._final or known.halt_wanted or not self.attempt.began
         again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)

@@ -91,32 +91,31 @@ class Claim:
             self._lock(path)
             self._check_content()
             self._clear()
-        except RefusedError:
+        except (OSError, RefusedError) as error:
             self.release()
-            raise
-        except OSError as error:
-            self.release()
+            if isinstance(error, RefusedError):
+                raise
             where = error.filename or path
             raise RefusedError(f"cannot lock or clear {where}: {error.strerror}") from error
 
     def _lock(self, path: Path) -> None:
-        """Raises RefusedError where it is locked, OSError where it cannot be."""
+        """Raises RefusedError where it is locked or another file too, OSError where it cannot be.
+
+        Its content is replaced.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(path, flags, 0o600)
-        self._check_lock(path)
+        status = os.fstat(self.fd)
+        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not ours or status.st_nlink > 1:
+            raise RefusedError(
+                f"{path} is no file of this launch alone (a hard link, or somebody else's); "
+                "remove it"
+            )
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._in_use() from None
-
-    def _never_began(self, names: list[str]) -> bool:
-        """Says whether all that is there was left by a launch that no supervisor took over."""
-        there = {name for name in names if not name.startswith(HALF_WRITTEN)}
-        held = rundir.read_json(self.directory / rundir.PLAN)
-        ours = rundir.PLAN not in there or bool(held and jsonl.text(held, "launch"))
-        # A lock of ours from this moment proves nothing: it has to have been there before.
-        had_lock = self.fd >= 0 or rundir.LOCK in there
-        return had_lock and ours and BEFORE_THE_START.issuperset(there)
 
     def _clear(self) -> None:
         """Removes half-written documents, and what a launch left that never began.
@@ -127,21 +126,8 @@ class Claim:
             with contextlib.suppress(OSError):
                 for path in folder.glob(".*.json.tmp-*"):
                     path.unlink()
-        held = rundir.read_json(self.directory / rundir.PLAN)
-        if held is not None and not self._adopt:
-            self.cleared = jsonl.text(held, "launch", "?")[:200]
         for name in () if self._adopt else BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
             (self.directory / name).unlink(missing_ok=True)
-
-    def _check_lock(self, path: Path) -> None:
-        """Raises RefusedError when the lock is another file too: its content is replaced."""
-        status = os.fstat(self.fd)
-        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-        if not ours or status.st_nlink > 1:
-            raise RefusedError(
-                f"{path} is no file of this launch alone (a hard link, or somebody else's); "
-                "remove it"
-            )
 
     def _check_content(self) -> None:
         """Raises RefusedError when the directory holds something that is not this launch."""
@@ -149,22 +135,25 @@ class Claim:
             names = os.listdir(self.directory)
         except OSError as error:
             raise RefusedError(f"cannot look into {self.directory}: {error.strerror}") from error
-        there = [name for name in names if name != rundir.LOCK]
+        there = {name for name in names if name != rundir.LOCK}
         if not there and not self._adopt:
             return
         if not self.is_free():
             raise self._in_use()
-        if self._adopt or self._never_began(names):
+        launch = jsonl.text(rundir.read_json(self.directory / rundir.PLAN) or {}, "launch")[:200]
+        left = {name for name in there if not name.startswith(HALF_WRITTEN)}
+        readable = bool(launch) or rundir.PLAN not in there
+        if self._adopt or (rundir.LOCK in names and readable and left <= BEFORE_THE_START):
+            self.cleared = launch
             return
         if rundir.PLAN not in there:
             raise RefusedError(
                 f"{self.directory} is not empty and holds no launch ({min(there)!r} is in it); "
                 "give another directory with --run-dir"
             )
-        held = rundir.read_json(self.directory / rundir.PLAN) or {}
         raise RefusedError(
-            f"{self.directory} holds the launch {jsonl.text(held, 'launch', '?')[:200]}, which is "
-            "over; give another directory with --run-dir"
+            f"{self.directory} holds the launch {launch or '?'}, which is over; give another "
+            "directory with --run-dir"
         )
 
     def _in_use(self) -> RefusedError:
@@ -203,10 +192,9 @@ class Claim:
             with contextlib.suppress(OSError):  # why the launch failed is the sentence to say
                 (self.directory / name).unlink()
         self.release()
-        for folder in (self.directory / rundir.REQUESTS, self.directory if self._made else None):
+        for folder in (self.directory / rundir.REQUESTS, self.directory)[: 1 + self._made]:
             with contextlib.suppress(OSError):
-                if folder is not None:
-                    folder.rmdir()
+                folder.rmdir()
 
 
 def start(directory: Path, given: Orders) -> None:
@@ -222,18 +210,13 @@ def start(directory: Path, given: Orders) -> None:
         lock.claim(claim.fd, given.launch, user_name())
         if claim.cleared:
             _say_cleared(directory, claim.cleared)
-        log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
-    except OSError as error:
+        _supervise(directory, claim.fd)
+    except (OSError, ContractError) as error:
         claim.undo()
+        if isinstance(error, ContractError):
+            raise
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
-    try:
-        process = _spawn(directory, log, claim.fd)
-        _wait_until_ready(process, directory)
-    except ContractError:
-        claim.undo()
-        raise
     claim.release()
-    _reap_later(process)
 
 
 def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
@@ -263,14 +246,11 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     claim.take()
     try:
         lock.claim(claim.fd, launch, user_name())
-        log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
-        process = _spawn(directory, log, claim.fd, "--adopt", json.dumps(hook.as_dict()))
-        _wait_until_ready(process, directory)
+        _supervise(directory, claim.fd, "--adopt", json.dumps(hook.as_dict()))
     except OSError as error:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     finally:
         claim.release()
-    _reap_later(process)
     return launch
 
 
@@ -298,14 +278,15 @@ def _say_cleared(directory: Path, launch: str) -> None:
         events.write(jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
 
 
-def _spawn(directory: Path, log: int, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:
-    """Starts the supervisor and closes its log here. Raises ContractError."""
+def _supervise(directory: Path, lock_fd: int, *more: str) -> None:
+    """Starts the supervisor and waits until it has taken over. Raises OSError, ContractError."""
+    log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
         sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
         "--lock-fd", str(lock_fd), *more,
     ]  # fmt: skip
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             argv, env=inherited(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=(lock_fd,),
         )  # fmt: skip
@@ -313,11 +294,8 @@ def _spawn(directory: Path, log: int, lock_fd: int, *more: str) -> subprocess.Po
         raise ContractError(f"the supervisor cannot be started: {error.strerror}") from error
     finally:
         os.close(log)
-
-
-def _reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Asks how the supervisor ended when it has; without a thread to spare nobody does."""
-    with contextlib.suppress(RuntimeError):
+    _wait_until_ready(process, directory)
+    with contextlib.suppress(RuntimeError):  # without a thread to spare nobody reaps it
         threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
 
 
