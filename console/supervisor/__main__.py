@@ -1,4 +1,4 @@
-"""`python -m console.supervisor LAUNCH --lock-fd N [--adopt HOOK]`: owns a launch until its end."""
+"""`python -m console.supervisor LAUNCH --lock-fd N [--adopt JSON]`: owns a launch to its end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def main() -> int:
     parser.add_argument(
         "--lock-fd", type=int, required=True, help="descriptor that holds the launch's lock"
     )
-    parser.add_argument("--adopt", metavar="HOOK", help="go on with a launch left behind")
+    parser.add_argument(
+        "--adopt", metavar="JSON", help="the settings of who takes over a launch left behind"
+    )
     options = parser.parse_args()
     rundir.keep_own_rights()
     begun = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -60,8 +60,8 @@ class Attempt:
         self.known = Facts(world=self._world)
         """Facts from requests and events; `facts` adds those from processes and records."""
         self.story = Story(live=held is None)
-        kept = link.kept(self.path / rundir.SUPERVISOR) if held is not None else None
-        late = held is not None and kept is None
+        kept = link.kept(self.path / rundir.SUPERVISOR) or {}
+        late = held is not None and not kept
         self.watching = Watching(context, run, self.story, late)
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
@@ -73,12 +73,11 @@ class Attempt:
         self._begun = time.monotonic()
         pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self.story, pulses)
-        of_this = kept if jsonl.integer(kept or {}, "attempt") == number else None
-        counts = jsonl.mapping(of_this or {}, "oom")
+        counts = jsonl.mapping(kept, "oom") if held and kept.get("attempt") == number else {}
         self.oom_before = OomCounts(**counts) if counts else kernel.snapshot()
         """Counts of the kernel from before the ranks ran."""
         self._on_disk: int | None = 0
-        self._caught_up, self.began, self._cut_short = held is None, True, False
+        self._caught_up, self._cut_short = held is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._again_at = math.inf
@@ -198,7 +197,6 @@ class Attempt:
         self._run.publish()
 
     def _never_began(self, why: str) -> None:
-        self.began = False
         self._learn(failure=why)
         self._begin_collecting()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from console.plain import counted
 from console.sources import process
 from console.supervisor.directory import Directory
 from console.supervisor.mailbox import Outcome
@@ -168,15 +169,12 @@ class Dumps:
 
     def _outcome(self) -> Outcome:
         """Returns whether any stack came, a sentence, and each rank's result."""
-        dumped = [part.rank for part in self._parts if part.result.startswith("dumped")]
         detail = [f"rank {part.rank} {part.result}" for part in self._parts]
-        if len(dumped) == len(self._parts):
-            text = f"stacks of {_count(dumped)} dumped"
-        else:
-            rest = "; ".join(d for d, p in zip(detail, self._parts, strict=True)
-                             if p.rank not in dumped)  # fmt: skip
-            text = f"stacks of {_count(dumped)} dumped; {rest}" if dumped else f"no stack: {rest}"
-        return bool(dumped), text, detail
+        rest = [line for line in detail if " dumped: " not in line]
+        dumped = len(detail) - len(rest)
+        if not dumped:
+            return False, f"no stack: {'; '.join(rest)}", detail
+        return True, "; ".join([f"stacks of {counted(dumped, 'rank')} dumped", *rest]), detail
 
 
 def _late(part: _Part) -> str:
@@ -196,7 +194,3 @@ def _size(path: Path) -> int:
         return os.stat(path, follow_symlinks=False).st_size
     except FileNotFoundError:
         return 0
-
-
-def _count(ranks: Sequence[int]) -> str:
-    return f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from console.settings import Hook
+from console.settings import Settings
 from console.sources.sanitize import clean
 from console.supervisor.orders import inherited
 from trainers.contract import VERSION, environ, jsonl, rundir
@@ -41,10 +41,11 @@ class Hooks:
     """
 
     def __init__(
-        self, hook: Hook, folder: Path, event: Callable[[str, str, str], object],
+        self, settings: Settings, folder: Path, event: Callable[[str, str, str], object],
         log: Callable[[Callable[[], None]], object], limit_s: float = LIMIT_S,
     ):  # fmt: skip
-        self._hook, self._folder, self._event, self._log = hook, folder, event, log
+        self._folder, self._event, self._log = folder, event, log
+        self._settings, self._argv = settings, settings.hook
         self._limit_s = limit_s
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_EARLIER + 1)
         self._count = self._failures = 0
@@ -54,7 +55,7 @@ class Hooks:
 
     def alert(self, record: Mapping[str, Any]) -> None:
         """Takes an event (with `run` and `state`, where there are any) to be told to the hook."""
-        if self._hook.argv and jsonl.text(record, "level") in self._hook.levels:
+        if self._argv and jsonl.text(record, "level") in self._settings.hook_levels:
             self._waiting.append(record)
             self._count += 1
 
@@ -71,11 +72,11 @@ class Hooks:
             ended, self._run = self._run, None
             self._take_end(*ended.result())
         if self._count and time.monotonic() >= self._next_at:
-            self._next_at = time.monotonic() + self._hook.every_s
+            self._next_at = time.monotonic() + self._settings.hook_every_s
             alert = told(list(self._waiting), self._count)
             self._waiting.clear()
             self._count = 0
-            self._run = self._runs.submit(run, self._hook.argv, self._folder, alert, self._limit_s)
+            self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
 
     def close(self) -> None:
         """Lets the run under way end, and tells once what waits, however short ago the last was.
@@ -89,7 +90,7 @@ class Hooks:
             time.sleep(POLL_S)
 
     def _take_end(self, how: str, output: bytes) -> None:
-        name = self._hook.argv[0]
+        name = self._argv[0]
         self._log(lambda: write_log(self._folder, f"{name}: {how}", output))
         if how == WELL:
             if self._failures >= SAID_FAILURES:

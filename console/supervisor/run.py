@@ -297,7 +297,7 @@ class Run:
             return self._become(state, why)
         self._ended.append(self._ended_as(state, why))
         known = self.attempt.known
-        ending = self._final or known.halt_wanted or not self.attempt.began
+        ending = self._final or known.halt_wanted or not self.attempt.tree.spawned
         again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)

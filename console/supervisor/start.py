@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import pwd
 import stat
@@ -14,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from console.plain import duration
 from console.plans import confirm
-from console.settings import Hook
+from console.settings import Settings
 from console.sources import launches, presence
 from console.supervisor import inheritance, lock
 from console.supervisor.directory import event_record
@@ -44,15 +45,10 @@ def owner(directory: Path) -> str:
     held = rundir.read_json(directory / rundir.LOCK)
     if not held:
         return "another launch that is just starting"
-    try:
-        ts = jsonl.number(held, "since_ts")
-        at = time.gmtime(math.nan if ts is None else ts)
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", at)
-    except (ValueError, OverflowError, OSError):
-        since = "an unknown time"
+    held_for = duration(presence.age(jsonl.number(held, "since_ts")))
     user = jsonl.text(held, "user", "?")[:80]
     launch, host = jsonl.text(held, "launch", "?")[:200], jsonl.text(held, "host", "?")[:200]
-    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since}"
+    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, for {held_for}"
 
 
 BEFORE_THE_START = frozenset(
@@ -219,8 +215,8 @@ def start(directory: Path, given: Orders) -> None:
     claim.release()
 
 
-def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
-    """Gives a launch whose supervisor is gone a new one, with this operator's hook; returns its id.
+def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
+    """Gives a launch whose supervisor is gone a new one, with these settings; returns its id.
 
     Its command may be started again, so what was supervised before this host started has to be
     meant: `sure`. Raises RefusedError when there is nothing to take over, ContractError when the
@@ -246,7 +242,7 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
     claim.take()
     try:
         lock.claim(claim.fd, launch, user_name())
-        _supervise(directory, claim.fd, "--adopt", json.dumps(hook.as_dict()))
+        _supervise(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
     except OSError as error:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     finally:
