@@ -89,9 +89,9 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -
                 os.read(wake_read, 4096)
             if link.fd in ready:
                 link.hear()
-            for number in link.asked:
+            for number in link.charge.asked:
                 launch.end("stop", f"{signal.Signals(number).name} to the supervisor")
-            if link.asked:
+            if link.charge.asked:
                 link.obeyed()
             launch.tick()
     except EOFError:

@@ -172,9 +172,10 @@ class Launch:
         if held.get("state") == "ended":  # a former child of this owner has said so
             self.state, self.why = "ended", jsonl.text(held, "why")[:400]
             return self._publish()
-        told = f"the supervisor's working process {link.mishap}: a new one goes on"
-        former = told if link.mishap else "a new supervisor takes over from one that is gone"
-        self._event("state", former, "warn")
+        mishap, told = link.charge.mishap, "a new supervisor takes over from one that is gone"
+        if mishap:
+            told = f"the supervisor's working process {mishap}: a new one goes on"
+        self._event("state", told, "warn")
         for doubt in doubts:
             self._event("note", doubt, "warn")
         last, run = self._index + 1 == len(self._phases), runs[self._index]
@@ -182,7 +183,7 @@ class Launch:
             self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
         elif link.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
             self.run = Run(self._services, self.orders, self._index, run, {}, adopt=True)
-            if not link.mishap:
+            if not mishap:
                 self.run.event("note", "a new supervisor watches this run", "warn")
         else:
             return self._start(self._index)
@@ -348,7 +349,7 @@ class Launch:
             "between": self.orders.plan.between, "next_flags": self._next_flags.held,
             "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
             "supervisor": {
-                **self._services.link.identity, "token": self._services.lock_token,
+                **self._services.link.charge.identity, "token": self._services.lock_token,
                 "child": rundir.identity(),
             },
             "live_dir": str(run.live) if run is not None and run.live else "",

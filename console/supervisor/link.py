@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.supervisor import frames
-from console.supervisor.charge import DEATHS_OFF, MAX_EXITS, Charge, Notes
+from console.supervisor.charge import DEATHS_OFF, Charge
 from console.supervisor.frames import Frames, Message
 from trainers.contract import jsonl, rundir
 
@@ -25,15 +25,9 @@ class Link:
     """
 
     def __init__(self, end: Frames, charge: Charge):
-        self._end, self._charge = end, charge
-        self.identity, self.mishap, self.agent = charge.identity, charge.mishap, charge.agent
-        self.termed = charge.termed
-        """The owner sent TERM to the processes itself."""
-        self.exits = dict(charge.exits)
-        """The exit codes of processes that the owner reaped, by pid; whoever takes one removes it.
-        """
-        self.asked = charge.asked[: charge.forwarded]
-        """Signals that the owner got and nobody has obeyed."""
+        self._end = end
+        self.charge = charge
+        """As the owner handed it over; what it told since is added."""
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
         """What was not sent yet; of a document (by its path) only the newest content."""
         self._beat = 0.0
@@ -42,24 +36,20 @@ class Link:
     def fd(self) -> int:
         return self._end.socket.fileno()
 
-    @property
-    def notes(self) -> Notes:
-        return self._charge.notes
-
     def off(self) -> list[str]:
         """Returns the observers in which former children ended again and again."""
-        return [name for name, count in self._charge.deaths.items() if count >= DEATHS_OFF]
+        return [name for name, count in self.charge.deaths.items() if count >= DEATHS_OFF]
 
     # --- told ----------------------------------------------------------------------------------
 
     def kept(self, path: Path) -> dict[str, Any] | None:
         """Returns the document that a former child of this owner wrote last, None without."""
-        data = self._charge.kept.get(str(path))
+        data = self.charge.kept.get(str(path))
         return None if data is None else jsonl.decode(data)
 
     def holds(self, home: str, attempt: int) -> bool:
         """Says whether the owner holds the processes of an attempt since before this child."""
-        return self._charge.held == (home, str(attempt))
+        return self.charge.held == (home, str(attempt))
 
     def began(self, run: Path, home: str, attempt: int) -> bool:
         """Says whether a former child began an attempt whose torchrun was never started."""
@@ -74,13 +64,11 @@ class Link:
     def _take(self, message: Message) -> None:
         if message.kind == frames.REAPED:
             pid, code = frames.PIDS.unpack(message.data)
-            self.exits[pid] = code
-            while len(self.exits) > MAX_EXITS:
-                del self.exits[next(iter(self.exits))]
+            self.charge.reaped(pid, code)
         elif message.kind == frames.ASKED:
-            self.asked.append(int(message.data))
+            self.charge.asked.append(int(message.data))
         elif message.kind == frames.TERMED:
-            self.termed = True
+            self.charge.termed = True
 
     # --- asked ---------------------------------------------------------------------------------
 
@@ -94,8 +82,8 @@ class Link:
 
     def obeyed(self) -> None:
         """Says that every signal in `asked` was obeyed, and forgets them."""
-        self._send(frames.OBEYED, str(len(self.asked)).encode())
-        self.asked = []
+        self._send(frames.OBEYED, str(len(self.charge.asked)).encode())
+        self.charge.asked.clear()
 
     def close(self) -> None:
         """Says that from now on it may wait for a disk."""
@@ -111,7 +99,7 @@ class Link:
 
     def hold(self, agent: int, environment: Mapping[str, str], grace_s: float) -> None:
         """Gives the owner the processes of an attempt that was taken over."""
-        self.agent = agent
+        self.charge.agent = agent
         named = {"agent": agent, "environment": dict(environment), "grace_s": grace_s}
         self._send(frames.HOLDS, jsonl.encode(named))
 
@@ -123,8 +111,8 @@ class Link:
         Raises OSError where it cannot be started.
         """
         command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s}
-        self.exits.clear()
-        self.termed = False
+        self.charge.exits.clear()
+        self.charge.termed = False
         self._flush(wait=True)
         self._end.send(frames.SPAWN, jsonl.encode(command), log_fd)
         answer = None
@@ -139,7 +127,7 @@ class Link:
             raise OSError(number, os.strerror(number), argv[0])
         if answer.fd < 0:
             raise RuntimeError("no descriptor to spare for torchrun")
-        self.agent = number
+        self.charge.agent = number
         return number, answer.fd
 
     def _send(self, kind: bytes, data: bytes = b"", key: object = None) -> None:

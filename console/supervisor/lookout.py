@@ -102,11 +102,11 @@ class Lookout:
         """Looks at a run's files; the owner knows where this process does not come back from it."""
         if FILES_NAME in self._link.off():
             return None
-        self._link.notes.write(FILES, FILES_NAME)
+        self._link.charge.notes.write(FILES, FILES_NAME)
         try:
             return files.look(heartbeats)
         finally:
-            self._link.notes.write(FILES, "")
+            self._link.charge.notes.write(FILES, "")
 
     def _glance(self) -> bool:
         """Says whether something has changed since the last time; on the directory's thread."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from console.sources import process
 from console.supervisor import frames
-from console.supervisor.charge import FILES, MAIN, MAX_EXITS, Charge
+from console.supervisor.charge import FILES, MAIN, Charge
 from console.supervisor.frames import Frames, Message
 from trainers.contract import environ
 
@@ -312,10 +312,7 @@ class Owner:
             if pid == self._pid:
                 self._child_ended(code)
                 continue
-            exits = self._charge.exits
-            exits[pid] = code
-            while len(exits) > MAX_EXITS:
-                del exits[next(old for old in exits if old != self._charge.agent)]
+            self._charge.reaped(pid, code)
             self._unsent.append((frames.REAPED, frames.PIDS.pack(pid, code)))
 
     def _left(self) -> list[int]:

@@ -114,10 +114,10 @@ class Run:
             if (asked := jsonl.text(held, "asked")) in ENDINGS:
                 self.attempt.end(asked, jsonl.text(held, "asked_by", "?"))
             self._decide()
-        if self._link.mishap:
+        if mishap := self._link.charge.mishap:
             self.alerts.raise_(
-                REPLACED, f"the supervisor's working process {self._link.mishap}; the ranks go "
-                f"on, a new one watches them; see {rundir.SUPERVISOR_LOG}", "crit",
+                REPLACED, f"the supervisor's working process {mishap}; the ranks go on, a new one "
+                f"watches them; see {rundir.SUPERVISOR_LOG}", "crit",
             )  # fmt: skip
 
     def _read_held(self) -> dict[str, Any]:
@@ -351,7 +351,7 @@ class Run:
         )  # fmt: skip
 
     def _document(self) -> dict[str, Any]:
-        return dict(self._link.identity) | self.attempt.document() | {
+        return dict(self._link.charge.identity) | self.attempt.document() | {
             "v": VERSION, "run": self.id, "child": rundir.identity(),
             "lock_token": self._services.lock_token, "launch": self.orders.launch,
             "ended": [asdict(each) for each in self._ended],
