@@ -64,12 +64,18 @@ class Directory(Recorder):
         self.changed = False
         self._glance: Callable[[], bool] = lambda: False
         self._glance_at = 0.0
-        super().__init__(self.is_ours)
+        super().__init__()
 
     def is_ours(self) -> bool:
         """Says whether the directory is still this launch's; on this thread."""
         self.lost = self._lost()
         return not self.lost
+
+    def _check(self, path: Path) -> None:
+        """Raises OSError (ESTALE) where the launch's directory, or the run's, is not ours."""
+        if not self.is_ours():
+            raise OSError(errno.ESTALE, self.lost, str(path))
+        self.check_run(path)
 
     def check_run(self, path: Path) -> None:
         """Raises OSError (ESTALE) where a path of the present run is in another directory.
@@ -127,9 +133,6 @@ class Directory(Recorder):
         if held is not None:
             held.close()
 
-    def _do(self, work: Callable[[], None]) -> None:
-        work()
-
     def watch(self, glance: Callable[[], bool]) -> None:
         """Calls `glance` every `LOOK_EVERY_S` on this thread; it returns whether a look is due."""
         self._glance = glance
@@ -164,10 +167,7 @@ class Directory(Recorder):
         def done() -> None:
             value, error = None, None
             try:
-                if not self.is_ours():
-                    raise OSError(errno.ESTALE, self.lost)
-                if folder is not None:
-                    self.check_run(folder)
+                self._check(folder or Path())
                 value = work()
             except Exception as failure:
                 error = failure
@@ -233,14 +233,12 @@ class Directory(Recorder):
         self._write_unwritten(path)
 
     def _write_unwritten(self, path: Path) -> None:
-        if not self.is_ours():
-            raise OSError(errno.ESTALE, self.lost, str(path))
-        self.check_run(path)
+        self._check(path)
         rundir.write_json(path, self.unwritten[path])
         del self.unwritten[path]
 
     def _open(self, path: Path) -> int:
-        self.check_run(path)
+        self._check(path)
         return super()._open(path)
 
     def close(self, timeout_s: float = 60.0) -> bool:

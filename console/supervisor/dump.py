@@ -36,9 +36,8 @@ class _Part:
     """The step and phase in which it was asked, None for not known."""
     result: str = ""
     data: bytes = b""
-    tried: bool = False
-    pressed: bool = False
-    """Whether the last resort was tried, and whether it could be."""
+    pressed: bool | None = None
+    """Whether the last resort could be tried, None before."""
     kept_as: str = ""
     """The file that the directory's thread is writing, "" before that."""
 
@@ -120,7 +119,7 @@ class Dumps:
             whole = END_MARK.encode() in part.data and part.data.endswith(b"\n")
             if whole or waited_s > WAIT_S:
                 self._finish(part, whole)
-            elif waited_s > LAST_RESORT_AFTER_S and not (part.data or part.tried):
+            elif waited_s > LAST_RESORT_AFTER_S and part.pressed is None and not part.data:
                 self._press(part)
         if self._parts and all(part.result for part in self._parts):
             self._end(self._outcome(), answer)
@@ -146,11 +145,10 @@ class Dumps:
 
         Silent it may also be because it is slow or was stopped; its frames could be in motion.
         """
-        part.tried = True
-        still = part.at is not None and part.at == self._where(part.rank)
-        if still and process.state(part.handle.pid) in "RS" and not refusal(part.handle.pid):
-            part.pressed = process.catches(part.handle.pid, LAST_RESORT)
-            part.pressed = part.pressed and part.handle.send(LAST_RESORT)
+        pid, where = part.handle.pid, self._where(part.rank)
+        still = where is not None and where == part.at
+        can = still and process.state(pid) in "RS" and not refusal(pid)
+        part.pressed = can and process.catches(pid, LAST_RESORT) and part.handle.send(LAST_RESORT)
 
     def _finish(self, part: _Part, whole: bool) -> None:
         if not part.data:

@@ -48,13 +48,11 @@ def token(record: Mapping[str, Any]) -> str:
     return found
 
 
-def flags(record: Mapping[str, Any]) -> dict[str, FlagValue]:
-    """Returns the flags in run.json. Raises UsageError for one that the registry refuses."""
-    return checked(jsonl.mapping(record, "flags"), "origin")
-
-
 def checked(named: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
-    """Returns flags from a document in which each has a value, and says under `origin` whose."""
+    """Returns flags from a document in which each has a value, and says under `origin` whose.
+
+    Raises UsageError for one that the registry refuses.
+    """
     found = {}
     for name, entry in named.items():
         if isinstance(entry, dict):
@@ -101,15 +99,11 @@ def summary(held: Mapping[str, Any], run: Path, world: int, attempt: int) -> Sum
     counted = jsonl.integer(held, "attempt") is not None
     stalls = jsonl.integer(held, "stalls")
     if stalls is not None:
-        stalls = max(stalls, _stalls_in_events(run))
+        told = [(each.get("kind"), each.get("alert")) for each in events(run, run)]
+        stalls = max(stalls, told.count(("alert", STALL)))  # the events are a second source
     found = Summary(world, attempt if counted else None, stalls)
     found.take_document(held)
     return found
-
-
-def _stalls_in_events(run: Path) -> int:
-    """Returns the stalls in the newest events: a second source for the count."""
-    return sum((r.get("kind"), r.get("alert")) == ("alert", STALL) for r in events(run, run))
 
 
 def events(folder: Path, below: Path) -> list[dict[str, Any]]:

@@ -148,7 +148,6 @@ class Launch:
             return self._end(f"{entry['name']} cannot start: {error}")
         self._next_flags.held = {}
         self.state, self.why = "running", ""
-        entry["state"] = self.run.state
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")

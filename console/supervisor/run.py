@@ -63,12 +63,10 @@ class Run:
         self._begun = time.monotonic()
         self.alerts = Alerts(self.event, self._directory)
         self.observers = Observers(self.alerts, self._link)
+        self._flags = given.flags(index, pending)
         held = self._read_held() if adopt else None
         opened = jsonl.mapping(self._link.kept(path / rundir.SUPERVISOR) or {}, "alerts")
         self.alerts.restore(opened, lambda name: name == REPLACED or name.startswith(ALERT))
-        self._flags = (
-            given.flags(index, pending) if held is None else inheritance.flags(self._record)
-        )
         self._context = self._shared(held)
         self.summary = self._context.reducer.summary
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
@@ -132,6 +130,7 @@ class Run:
             for doubt in doubts:
                 self.event("note", doubt, "warn")
         self._record = record
+        self._flags = inheritance.checked(jsonl.mapping(record, "flags"), "origin")
         running = inheritance.check_processes(record, held)
         self._ended = inheritance.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
@@ -190,15 +189,14 @@ class Run:
 
     def _watch_directory(self) -> None:
         self.alerts.watch_writes()
-        self._watch_memory()
+        if not self.over and self._again_at is None:
+            self._watch_memory()
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
         if self._commit.take():
             self.publish()
 
     def _watch_memory(self) -> None:
-        if self.over or self._again_at is not None:
-            return
         if self._context.live.is_removed():
             self.alerts.raise_(
                 NO_MEMORY, f"shared memory {self.live} was removed while the run goes on "

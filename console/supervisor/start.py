@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -205,7 +204,9 @@ def start(directory: Path, given: Orders) -> None:
         rundir.write_json(directory / rundir.PLAN, record)
         lock.claim(claim.fd, given.launch, user_name())
         if claim.cleared:
-            _say_cleared(directory, claim.cleared)
+            text = f"the remains of the launch {claim.cleared}, which never began, were cleared"
+            with os.fdopen(rundir.open_append(directory / rundir.EVENTS), "wb") as events:
+                events.write(jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
         _supervise(directory, claim.fd)
     except (OSError, ContractError) as error:
         claim.undo()
@@ -229,7 +230,18 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     state = inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
     former = jsonl.mapping(state, "supervisor")
-    _check_adoptable(directory, launch, state, sure)
+    if jsonl.text(state, "state") == "ended" and not any(
+        map(presence.living_in, launches.run_directories(directory))
+    ):
+        raise RefusedError(f"{launch} has ended; there is nothing to take over")
+    host = jsonl.text(former, "host", rundir.host_name())[:200]
+    if host != rundir.host_name():
+        raise RefusedError(f"{launch} ran on {host}; its ranks may live there, so adopt it there")
+    if former.get("boot_id") != rundir.boot_id() and not sure:
+        raise RefusedError(
+            f"{launch} was not supervised since this host started, and its command may be started "
+            f"again: see it with nsa-console status {directory}, and add --yes to mean it"
+        )
     confirm.check_former(directory, held, state)
     claim, deadline = Claim(directory, adopt=True), time.monotonic() + DYING_S
     while not (claim.is_free() or rundir.is_alive(former)) and time.monotonic() < deadline:
@@ -248,30 +260,6 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     finally:
         claim.release()
     return launch
-
-
-def _check_adoptable(directory: Path, launch: str, state: Mapping[str, Any], sure: bool) -> None:
-    """Raises RefusedError for a launch that has ended, or that this host must not go on with."""
-    former = jsonl.mapping(state, "supervisor")
-    if jsonl.text(state, "state") == "ended" and not any(
-        map(presence.living_in, launches.run_directories(directory))
-    ):
-        raise RefusedError(f"{launch} has ended; there is nothing to take over")
-    host = jsonl.text(former, "host", rundir.host_name())[:200]
-    if host != rundir.host_name():
-        raise RefusedError(f"{launch} ran on {host}; its ranks may live there, so adopt it there")
-    if former.get("boot_id") != rundir.boot_id() and not sure:
-        raise RefusedError(
-            f"{launch} was not supervised since this host started, and its command may be started "
-            f"again: see it with nsa-console status {directory}, and add --yes to mean it"
-        )
-
-
-def _say_cleared(directory: Path, launch: str) -> None:
-    """Writes down that the remains of a launch were removed, before there is a supervisor."""
-    text = f"the remains of the launch {launch}, which never began, were cleared"
-    with os.fdopen(rundir.open_append(directory / rundir.EVENTS), "wb") as events:
-        events.write(jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
 
 
 def _supervise(directory: Path, lock_fd: int, *more: str) -> None:
