@@ -147,10 +147,9 @@ class Facts:
     @property
     def killed_at_once(self) -> bool:
         """All ranks of a run got SIGKILL in the same moment, and not from here."""
-        times = [end.ts for end in self.ends if end.signal == "SIGKILL" and not end.culled]
-        known = [ts for ts in times if ts is not None]
-        all_of_them = len(known) == self.world > 1
-        return all_of_them and max(known) - min(known) <= AT_ONCE_S
+        killed = (end for end in self.ends if end.signal == "SIGKILL" and not end.culled)
+        times = [end.ts for end in killed if end.ts is not None]
+        return len(times) == self.world > 1 and max(times) - min(times) <= AT_ONCE_S
 
     def left_early(self) -> End | None:
         """Returns the rank that ended well while the others needed it, None if there is none."""

@@ -69,15 +69,11 @@ class Acts:
         if run is None:
             self._end("halt", by)
         else:
-            self.halt(run, by, partial(self._take_halted, run))
-
-    def _take_halted(self, run: Run, outcome: Outcome) -> None:
-        """Tries again later where `.HALT` could not be written for the ranks."""
-        self._note_refusal(run, outcome)
-        self._halt_at = math.inf if outcome[0] else time.monotonic() + HALT_AGAIN_S
+            self.halt(run, by, partial(self._note_refusal, run))
 
     def _note_refusal(self, run: Run, outcome: Outcome) -> None:
-        """Says that a halt which nobody waits for was not possible."""
+        """Says that a halt which nobody waits for was not possible; it is tried again later."""
         done, text, _ = outcome
         if not done:
+            self._halt_at = time.monotonic() + HALT_AGAIN_S
             run.event("note", text, "crit")

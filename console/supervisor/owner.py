@@ -146,16 +146,15 @@ class Owner:
         """Waits for a signal, a word of the child, or until something is due."""
         now = time.monotonic()
         silent_at = math.inf if self._killed_as else self._heard + self._limit_s
-        due = [silent_at if self._pid else self._again_at, self._obey_at]
-        due.append(max(self._kill_at, self._scan_at))
-        wait_s = max(0.0, min(due) - now)
-        if self._unsent:
-            wait_s = min(wait_s, PATIENT_S)
+        due = [
+            silent_at if self._pid else self._again_at, self._obey_at,
+            max(self._kill_at, self._scan_at), now + (PATIENT_S if self._unsent else LOOK_S),
+        ]  # fmt: skip
         poller = select.poll()
         poller.register(self._wakes[0], select.POLLIN)
         if self._link is not None:
             poller.register(self._link.socket, select.POLLIN)
-        for fd, _ in poller.poll(math.ceil(min(wait_s, LOOK_S) * 1000)):
+        for fd, _ in poller.poll(math.ceil(max(0.0, min(due) - now) * 1000)):
             if fd == self._wakes[0]:
                 with suppress(BlockingIOError):
                     os.read(fd, 4096)
@@ -319,10 +318,8 @@ class Owner:
         """Returns the processes of the newest attempt."""
         if not self._token:
             return []
-        found = process.with_token(self._token, self._charge.held[0])
-        return found if not self._agent_lives or self._charge.agent in found else [
-            *found, self._charge.agent
-        ]  # fmt: skip
+        agent = [self._charge.agent] if self._agent_lives else []
+        return sorted({*process.with_token(self._token, self._charge.held[0]), *agent})
 
     @property
     def _agent_lives(self) -> bool:
