@@ -70,7 +70,7 @@ def test_what_can_never_work_is_not_tried_twice():
 
 
 def test_what_was_ended_for_a_restart_is_restarted_where_there_is_a_policy():
-    wanted = [crashed(wanted=True)]
+    wanted = [crashed()]
     assert restart.after(wanted, Restart()) == ""
     assert isinstance(restart.after(wanted, Restart("stall")), Again)
 
