@@ -28,7 +28,7 @@ SPARE_S, LAST_OUTPUT_S = 5.0, 0.5
 POLL_S = 0.02
 WELL = "ok"
 SAID_FAILURES = 3
-MAX_TEXT, MAX_NAME, MAX_EARLIER = 1000, 80, 16
+MAX_TEXT, MAX_EARLIER = 1000, 16
 LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
 CHUNK_BYTES = 1 << 16
 
@@ -154,16 +154,16 @@ def write_log(folder: Path, text: str, output: bytes) -> None:
 def told(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
     """Returns what a hook reads on stdin: the newest alert, how many there were, the earlier."""
     newest = records[-1]
-    name = jsonl.text(newest, "alert") or jsonl.text(newest, "kind")
+    texts = {key: _line(newest, key) for key in ("level", "text", "run", "state")}
     return {
-        "v": VERSION, "name": clean(name, MAX_NAME), "count": count,
-        "level": clean(jsonl.text(newest, "level"), MAX_NAME),
-        "text": clean(jsonl.text(newest, "text"), MAX_TEXT),
-        "run": clean(jsonl.text(newest, "run"), MAX_TEXT),
-        "state": clean(jsonl.text(newest, "state"), MAX_NAME),
-        "ts": jsonl.number(newest, "ts"),
-        "earlier": [clean(jsonl.text(each, "text"), MAX_TEXT) for each in records[:-1]],
+        "v": VERSION, "name": _line(newest, "alert") or _line(newest, "kind"), "count": count,
+        **texts, "ts": jsonl.number(newest, "ts"),
+        "earlier": [_line(each, "text") for each in records[:-1]],
     }  # fmt: skip
+
+
+def _line(record: Mapping[str, Any], key: str) -> str:
+    return clean(jsonl.text(record, key), MAX_TEXT)
 
 
 def variables(alert: Mapping[str, Any]) -> dict[str, str]:

@@ -137,11 +137,9 @@ def check_phase(index: int, runs: Iterable[Path], waiting: bool) -> None:
                 f"{rundir.PLAN_STATE} says that phase {index + 1} was the last, but {run.name} has "
                 "begun; mend the document"
             )
-        named = jsonl.mapping(rundir.read_json(run / rundir.RUN, below=run) or {}, "environment")
-        found = jsonl.text(named, environ.TOKEN)
-        if (number != index or waiting) and found and process.with_token(found):
+        if (number != index or waiting) and (living := presence.living_in(run)):
             now = "none runs" if waiting else f"phase {index + 1} runs"
             raise RefusedError(
-                f"{rundir.PLAN_STATE} says that {now}, but processes of {run.name} live; end them, "
-                "or mend the document"
+                f"{rundir.PLAN_STATE} says that {now}, but of {run.name} {living}; end it, or mend "
+                "the document"
             )

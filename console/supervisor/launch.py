@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from console.plain import gate_value
+from console.plain import missed
 from console.plans import gates
 from console.supervisor import belief, inheritance, live, requests
 from console.supervisor.acts import Acts
@@ -218,14 +218,9 @@ class Launch:
         """Says why the plan ends here, "" when the next phase may start."""
         if run.state != "completed":
             return f"{run.state}: {run.why}"
-        if result == "pass":
-            return self._ended_by or (
-                f"{rundir.HALT} is there" if run.attempt.known.halt_file else ""
-            )
-        missed = [f"{gate.name} {gate.result} ({gate_value(gate)}, bound {gate.bound})"
-                  + (f": {gate.why}" if gate.result == "unknown" else "")
-                  for gate in run.gates if gate.result != "pass"]  # fmt: skip
-        return "gate " + "; gate ".join(missed)
+        if result != "pass":
+            return missed(run.gates)
+        return self._ended_by or (f"{rundir.HALT} is there" * run.attempt.known.halt_file)
 
     def _end(self, why: str) -> None:
         self.state, self.why = "ended", why
