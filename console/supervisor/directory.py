@@ -62,7 +62,8 @@ class Directory(Recorder):
         """Why the directory at the path of the present run is not its own, "" while it is."""
         self._lock = threading.Lock()
         self.changed = False
-        self._glance: Callable[[], bool] = lambda: False
+        self.glance: Callable[[], bool] = lambda: False
+        """Called every `LOOK_EVERY_S` on this thread; returns whether a look is due."""
         self._glance_at = 0.0
         super().__init__()
 
@@ -133,24 +134,16 @@ class Directory(Recorder):
         if held is not None:
             held.close()
 
-    def watch(self, glance: Callable[[], bool]) -> None:
-        """Calls `glance` every `LOOK_EVERY_S` on this thread; it returns whether a look is due."""
-        self._glance = glance
-
-    def looked(self) -> None:
-        """Says, on this thread, that somebody has looked just now."""
-        self._glance_at = time.monotonic() + LOOK_EVERY_S
-
     def _next(self) -> Item | Callable[[], None] | None:
         wait_s = self._glance_at - time.monotonic()
         if wait_s > 0:
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=wait_s)
-        self.looked()
+        self._glance_at = time.monotonic() + LOOK_EVERY_S
         return self._glance_around
 
     def _glance_around(self) -> None:
-        if self._glance():
+        if self.glance():
             self.changed = True
             self._on_done()
 

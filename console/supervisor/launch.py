@@ -60,7 +60,7 @@ class Launch:
         )  # fmt: skip
         self._ended_by = ""
         self._numbers: dict[Path, int] = {}
-        """The last attempt of each run."""
+        """The last attempt of each run that is over."""
         self._last_look = self.over = False
         self._refreshed = 0.0
         self._actions: Mapping[str, Execute] = {
@@ -289,9 +289,8 @@ class Launch:
 
     def _attempt_in(self, folder: Path) -> int:
         """Returns the attempt that a record in a launch or run belongs to."""
-        if self.run is not None and folder == self.run.path:
-            self._numbers[folder] = self.run.number
-        return self._numbers.get(folder, 1)
+        run = self.run
+        return run.number if run and folder == run.path else self._numbers.get(folder, 1)
 
     def _do_note(self, request: Request) -> Outcome:
         folder = request.path.parent.parent

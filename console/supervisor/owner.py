@@ -98,16 +98,11 @@ class Owner:
         self._charge.notes.clear()
         # What comes from here on is told to the child, not forked into it.
         self._charge.forwarded = len(self._charge.asked)
-        try:
+        with theirs:
             pid = os.fork()
-        except OSError:
-            ours.close()
-            theirs.close()
-            raise
-        if pid == 0:
-            ours.close()
-            self._become_child(owner, Frames(theirs))
-        theirs.close()
+            if pid == 0:
+                ours.close()
+                self._become_child(owner, Frames(theirs))
         ours.setblocking(False)
         self._attach(pid, Frames(ours))
 
