@@ -22,10 +22,6 @@ class Commit:
         self.git, self._folder, self._alerts = git, folder, alerts
         self._found: deque[tuple[Mapping[str, Any], bool]] = deque()
 
-    @property
-    def sha(self) -> str:
-        return jsonl.text(self.git, "sha")
-
     def ask(self, begins: bool) -> None:
         """Asks git; an attempt that was taken over keeps the commit that it began with."""
         folder, found = self._folder, self._found

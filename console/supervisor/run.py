@@ -284,7 +284,7 @@ class Run:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
-            restart.deterministic(facts), self._commit.sha,
+            restart.deterministic(facts), jsonl.text(self._commit.git, "sha"),
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
