@@ -43,25 +43,26 @@ class Live:
         self._open(attempt, adopt)
 
     def _open(self, attempt: int, adopt: bool) -> None:
-        path, made = rundir.SHARED_MEMORY / self._name, False
+        path = rundir.SHARED_MEMORY / self._name
+        unready = path if adopt else path.with_name(f".{self._name}")
         try:
             if adopt:
                 rundir.check_ours(path)
             else:
-                path.mkdir(mode=0o700)
-                made = True
+                unready.mkdir(mode=0o700)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._lock = os.open(path, flags)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)  # only a sweep holds it, while it looks
-            if made:
-                self._furnish(path, attempt)
-            self._open_pulses(path)
-            self.path = path
+            self._lock = os.open(unready, flags)
+            # Of one that is left behind only a sweep holds the lock, while it looks.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
+            if not adopt:
+                self._furnish(unready, attempt)
+            self._open_pulses(unready)
+            self.path = unready.rename(path)
         except (OSError, RefusedError) as error:
             self.why = getattr(error, "strerror", None) or str(error)
             self._unlock()
-            if made:
-                rundir.remove_tree(path)
+            if not adopt:
+                rundir.remove_tree(unready)
 
     def _furnish(self, folder: Path, attempt: int) -> None:
         """Takes the room for what each rank writes. Raises OSError where there is not enough."""

@@ -96,7 +96,7 @@ class Run:
             # What a former supervisor left on disk is not believed: its records are read again.
             snapshot.load(path, self._link.kept(path / rundir.SNAPSHOT), reducer)
         live = Live(token, world, self.number, path, held is not None)
-        if held is not None and self._link.began(path, home, self.number):
+        if held is not None and live.path is None and self._link.began(path, home, self.number):
             live.renew(self.number)  # no process has it yet
         actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
         return RunContext(
