@@ -79,7 +79,7 @@ class Prepared:
         return {
             "plan": self.plan.name, "ok": self.ok, "directory": str(self.directory),
             "inherited": sorted(orders.inherited()), "may_inherit": list(environ.INHERITED),
-            "hook": self.orders.hook.as_dict(),
+            "hook": asdict(self.orders.operator),
             "checks": [asdict(item) for item in self.checks],
             "phases": [
                 {key: phase[key] for key in shown}
@@ -112,9 +112,9 @@ def prepare(options: LaunchOptions) -> Prepared:
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     given = Orders(
         name, plan, who(), flag_origins, set_origins, start.host_facts(),
-        orders.git_facts(catalog.PROJECT), hook=settings.load(),
+        orders.git_facts(catalog.PROJECT), operator=settings.load(),
     )  # fmt: skip
-    case = preflight.Case(plan, directory, options.devices, given.hook)
+    case = preflight.Case(plan, directory, options.devices, given.operator)
     phases = tuple(_run_record(given, index, directory) for index in range(len(plan.phases)))
     checks = preflight.run(case, [phase["settings"] for phase in phases])
     return Prepared(plan, directory, phases, checks, given)

@@ -97,9 +97,9 @@ def same_words(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OomCounts:
-    """Out-of-memory kills since boot: of one cgroup and of the whole host, None for not known.
+    """Out-of-memory kills since boot: of one cgroup and those below it, and of the whole host.
 
-    Version 2 counts in a cgroup what was killed in it and below it, version 1 only in it.
+    None for not known.
     """
 
     cgroup: int | None = None

@@ -125,8 +125,5 @@ def error_of(record: Mapping[str, Any]) -> str:
     """Returns what a heartbeat of `error` says, "" for other records."""
     if record.get("msg") != "error":
         return ""
-    for key in ("error", "reason", "why", "text"):
-        text = jsonl.text(record, key)
-        if text:
-            return text[:400]
-    return "an error without words"
+    words = (jsonl.text(record, key) for key in ("error", "reason", "why", "text"))
+    return next(filter(None, words), "an error without words")[:400]

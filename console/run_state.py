@@ -86,9 +86,9 @@ class Facts:
     is_reader: bool = False
 
     @property
-    def halt_pending(self) -> bool:
-        """A halt was asked for, and no rank has begun with it."""
-        return (self.asked == "halt" or self.halt_file) and not self.halting_ranks
+    def halt_wanted(self) -> bool:
+        """A halt was asked for, by a request or a `.HALT`."""
+        return self.asked == "halt" or self.halt_file
 
     @property
     def said(self) -> str:
@@ -121,8 +121,7 @@ class Facts:
 
         A halt that was asked for counts as obeyed if a full disk took their records.
         """
-        wanted = self.asked == "halt" or self.halt_file
-        return self.clean and (bool(self.halt_steps) or (wanted and not self.told))
+        return self.clean and (bool(self.halt_steps) or (self.halt_wanted and not self.told))
 
     @property
     def unsure(self) -> bool:
@@ -148,10 +147,9 @@ class Facts:
     @property
     def killed_at_once(self) -> bool:
         """All ranks of a run got SIGKILL in the same moment, and not from here."""
-        times = [end.ts for end in self.ends if end.signal == "SIGKILL" and not end.culled]
-        known = [ts for ts in times if ts is not None]
-        all_of_them = len(known) == self.world > 1
-        return all_of_them and max(known) - min(known) <= AT_ONCE_S
+        killed = (end for end in self.ends if end.signal == "SIGKILL" and not end.culled)
+        times = [end.ts for end in killed if end.ts is not None]
+        return len(times) == self.world > 1 and max(times) - min(times) <= AT_ONCE_S
 
     def left_early(self) -> End | None:
         """Returns the rank that ended well while the others needed it, None if there is none."""
@@ -261,10 +259,6 @@ def _trainer_named_it(facts: Facts) -> bool:
     return end is not None and not end.signal and (bool(end.error) or end.code in NAMED_CODES)
 
 
-def _starting_words(facts: Facts) -> str:
-    return "torchrun starts the ranks" if facts.spawned else "preparing the run directory"
-
-
 def _between_words(facts: Facts) -> str:
     return f"{facts.asked} asked by {facts.by} before the next attempt; before: {facts.before}"
 
@@ -331,12 +325,13 @@ LIVE: tuple[Rule, ...] = (
      lambda f: f"{f.asked}, asked by {f.by}"),
     ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
     ("stalled", lambda f: bool(f.verdict),
-     lambda f: f.verdict + ("; a halt is pending" if f.halt_pending else "")),
-    ("halting", lambda f: f.asked == "halt" or f.halt_file or f.halting_ranks > 0,
+     lambda f: f.verdict + "; a halt is pending" * (f.halt_wanted and not f.halting_ranks)),
+    ("halting", lambda f: f.halt_wanted or f.halting_ranks > 0,
      lambda f: f"halt, asked by {f.by}" if f.by else "a .HALT file or a signal asks for it"),
     ("running", lambda f: f.step > 0,
      lambda f: "torchrun is gone, the ranks go on without it" if f.agent_gone else ""),
-    ("starting", lambda f: True, _starting_words),
+    ("starting", lambda f: True,
+     lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip
 """Definitions of the states while processes may live."""
 

@@ -8,34 +8,30 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainers.contract import environ, yamlfile
-from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.plan import UNPRINTABLE
+from trainers.contract import environ, plan, yamlfile
+from trainers.contract.errors import UsageError
 
 LEVELS = ("info", "warn", "crit")
-LEAST_EVERY_S, MOST_EVERY_S = 1.0, 86_400.0
-HOOK, EVERY, HOOK_LEVELS = KEYS = ("hook", "hook_every_s", "hook_levels")
 MAX_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
-    """A program that the supervisor runs on alerts; there is none without `argv`.
+class Settings:
+    """`hook` is a program that the supervisor runs on alerts, () for none.
 
-    `every_s` seconds lie at least between two starts; only alerts of `levels` are told.
+    `hook_every_s` seconds lie at least between two starts; only alerts of `hook_levels` are told.
     """
 
-    argv: tuple[str, ...] = ()
-    every_s: float = 30.0
-    levels: tuple[str, ...] = ("crit",)
+    hook: tuple[str, ...] = ()
+    hook_every_s: float = 30.0
+    hook_levels: tuple[str, ...] = ("crit",)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the hook as it stands in the settings file."""
-        return {HOOK: list(self.argv), EVERY: self.every_s, HOOK_LEVELS: list(self.levels)}
+
+KEYS = tuple(each.name for each in fields(Settings))
 
 
 def path() -> Path:
@@ -45,51 +41,33 @@ def path() -> Path:
     return folder / "nsa-console" / "settings.yaml"
 
 
-def load() -> Hook:
+def load() -> Settings:
     """Returns what the settings file says, the defaults without one.
 
     Raises UsageError for wrong words and for a file that somebody else can write.
     """
     file = path()
     if not file.exists():
-        return Hook()
+        return Settings()
     for each in (file, file.parent):
         _check_private(each)
     return parse(yamlfile.load(file), str(file))
 
 
-def parse(document: Mapping[str, Any], where: str) -> Hook:
-    """Returns the hook in parsed YAML or JSON; `where` stands in the error."""
-    for key in document:
-        if key not in KEYS:
-            raise UsageError(f"{where}: there is no key {key!r}{did_you_mean(str(key), KEYS)}")
-    default = Hook()
-    every = document.get(EVERY, default.every_s)
-    number = isinstance(every, int | float) and not isinstance(every, bool)
-    if not number or not LEAST_EVERY_S <= every <= MOST_EVERY_S:
-        raise UsageError(
-            f"{where}: {EVERY!r} cannot be {every!r}; it is {LEAST_EVERY_S:g} to "
-            f"{MOST_EVERY_S:g} seconds between two starts"
-        )
-    levels = document.get(HOOK_LEVELS, list(default.levels))
-    if not isinstance(levels, list) or not levels or any(x not in LEVELS for x in levels):
-        raise UsageError(f"{where}: {HOOK_LEVELS!r} is a list of {', '.join(LEVELS)}")
-    return Hook(_argv(document.get(HOOK, []), where), float(every), tuple(levels))
-
-
-def _argv(words: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise UsageError(f"{where}: {HOOK!r} is a list of words, [program, argument, …]; no shell")
-    if len(words) > MAX_WORDS or any(UNPRINTABLE.search(word) for word in words):
-        raise UsageError(
-            f"{where}: {HOOK!r} is at most {MAX_WORDS} words without control characters"
-        )
+def parse(document: Mapping[str, Any], where: str) -> Settings:
+    """Returns the settings in parsed YAML or JSON; `where` stands in the error."""
+    found = plan.section(Settings, document, where)
+    words = found.hook
+    if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
+        raise UsageError(f"{where}: 'hook_levels' is a list of {', '.join(LEVELS)}")
+    if len(words) > MAX_WORDS or any(plan.UNPRINTABLE.search(word) for word in words):
+        raise UsageError(f"{where}: 'hook' is at most {MAX_WORDS} words without control characters")
     if words and ("/" in words[0] or not words[0]) and not Path(words[0]).is_absolute():
         raise UsageError(
-            f"{where}: {HOOK!r} starts with {words[0]!r}; it is a program's name in PATH or a "
+            f"{where}: 'hook' starts with {words[0]!r}; it is a program's name in PATH or a "
             "path from / on (no shell expands ~)"
         )
-    return tuple(words)
+    return found
 
 
 def _check_private(place: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from console.model import Result
 from console.plans import catalog
-from console.settings import Hook
+from console.settings import Settings
 from console.sources import nvml, process
 from console.sources.sanitize import clean
 from trainers.contract import environ, flags, rundir
@@ -61,7 +61,7 @@ class Case:
     plan: Plan
     directory: Path
     devices: str = ""
-    hook: Hook = field(default_factory=Hook)
+    operator: Settings = field(default_factory=Settings)
     root: Path = Path("/")
     """The root of the file system, in which the facts of this machine are looked up."""
     driver_s: float = nvml.ANSWER_S
@@ -309,11 +309,11 @@ def _environment(_case: Case) -> Found:
 
 
 def _hook(case: Case) -> Found:
-    argv = case.hook.argv
+    argv = case.operator.hook
     if not argv:
         return "pass", "no program is run on alerts"
-    told = "/".join(case.hook.levels)
-    text = f"on {told} alerts, at most every {case.hook.every_s:g} s: {shlex.join(argv)}"
+    told = "/".join(case.operator.hook_levels)
+    text = f"on {told} alerts, at most every {case.operator.hook_every_s:g} s: {shlex.join(argv)}"
     if shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
         return "unknown", f"{argv[0]} is no program that can be run; {text}"
     return "pass", text

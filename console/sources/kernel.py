@@ -7,8 +7,8 @@ from pathlib import Path
 from console.causes import OomCounts, OomEvidence
 
 VMSTAT = Path("/proc/vmstat")
-FILES = {"cgroup2": "memory.events", "cgroup": "memory.oom_control"}
-"""The file with the count, by type of cgroup file system; both call it `oom_kill`."""
+MOUNTS, EVENTS = "/proc/self/mounts", "memory.events"
+"""The list of mounts, and the file of a cgroup (version 2) with the count `oom_kill`."""
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
@@ -25,11 +25,7 @@ def since(before: OomCounts) -> OomEvidence:
 
 
 def _count(path: Path) -> int | None:
-    try:
-        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    pairs = (line.partition(" ") for line in lines)
+    pairs = (line.partition(" ") for line in _lines(str(path)))
     return next((int(n) for name, _, n in pairs if name == "oom_kill" and n.isdecimal()), None)
 
 
@@ -38,40 +34,20 @@ def _counting_file(pid: int | str) -> Path | None:
 
     In a container the mount may begin at the process's own cgroup while its path does not.
     """
-    mounts = _mounts()
-    for kind, place in _places(pid):
-        if kind not in mounts:
-            continue
-        top = mounts[kind]
-        inner = top / place.strip("/")
-        for folder in (inner, *inner.parents):
-            if (folder / FILES[kind]).is_file():
-                return folder / FILES[kind]
-            if folder == top:
-                break
-    return None
+    cgroups = (line.split(":", 2) for line in _lines(f"/proc/{pid}/cgroup"))
+    place = next((path for hierarchy, _, path in cgroups if hierarchy == "0"), None)
+    mounts = (line.split(" ") for line in _lines(MOUNTS))
+    top = next((Path(at) for _, at, kind, *_ in mounts if kind == "cgroup2"), None)
+    if place is None or top is None:
+        return None
+    inner = top / place.strip("/")
+    above = (inner, *inner.parents)
+    files = (folder / EVENTS for folder in above[: above.index(top) + 1])
+    return next(filter(Path.is_file, files), None)
 
 
-def _places(pid: int | str) -> list[tuple[str, str]]:
-    """Returns the cgroups that a process is in: (type of file system, path)."""
+def _lines(path: str) -> list[str]:
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text(errors="replace").splitlines()
+        return Path(path).read_text(errors="replace").splitlines()
     except OSError:
         return []
-    fields = [line.split(":", 2) for line in lines if line.count(":") >= 2]
-    first = [("cgroup", path) for _, names, path in fields if "memory" in names.split(",")]
-    return first + [("cgroup2", path) for _, names, path in fields if not names]
-
-
-def _mounts() -> dict[str, Path]:
-    """Returns where version 2 and version 1 that counts memory are mounted, by their type."""
-    try:
-        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    found: dict[str, Path] = {}
-    for line in lines:
-        _, place, kind, options, *_ = line.split(" ")
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            found.setdefault(kind, Path(place))
-    return found

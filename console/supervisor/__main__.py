@@ -1,9 +1,8 @@
-"""`python -m console.supervisor LAUNCH [--lock-fd N] [--adopt]`: owns a launch until its end."""
+"""`python -m console.supervisor LAUNCH --lock-fd N [--adopt JSON]`: owns a launch to its end."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import os
 import signal
@@ -51,18 +50,9 @@ def take_signals(on_stop: Callable[[int], None]) -> None:
         signal.signal(number, lambda got, _frame: on_stop(got))
 
 
-def keep_descriptors(lock_fd: int | None) -> None:
-    """Leaves what a shell had open beside its terminal to this process alone."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd != lock_fd:
-            with contextlib.suppress(OSError):
-                os.set_inheritable(fd, False)
-
-
-def take_lock(path: Path, fd: int | None) -> lock.Held:
+def take_lock(path: Path, fd: int) -> lock.Held:
     """Names this process in the lock that it inherited. Raises RefusedError where it cannot."""
-    if fd is not None:
-        os.set_inheritable(fd, False)
+    os.set_inheritable(fd, False)
     try:
         return lock.Held(path, fd)
     except OSError as error:
@@ -70,11 +60,10 @@ def take_lock(path: Path, fd: int | None) -> lock.Held:
 
 
 def begin(
-    path: Path, adopt: str | None, held: lock.Held, lock_fd: int | None, end: Frames, charge: Charge
-) -> int:  # fmt: skip
+    path: Path, adopt: str | None, held: lock.Held, lock_fd: int, end: Frames, charge: Charge
+) -> int:
     """Supervises, in the child: nothing of this is loaded in the owner."""
-    if lock_fd is not None:
-        os.close(lock_fd)
+    os.close(lock_fd)
     from console.supervisor import child
 
     return child.main(path, adopt, held, end, charge)
@@ -84,11 +73,14 @@ def main() -> int:
     """Returns 0 when the launch has ended, whatever became of it."""
     parser = argparse.ArgumentParser(prog="python -m console.supervisor", description=__doc__)
     parser.add_argument("launch", type=Path)
-    parser.add_argument("--lock-fd", type=int, help="descriptor that holds the launch's lock")
-    parser.add_argument("--adopt", metavar="HOOK", help="go on with a launch left behind")
+    parser.add_argument(
+        "--lock-fd", type=int, required=True, help="descriptor that holds the launch's lock"
+    )
+    parser.add_argument(
+        "--adopt", metavar="JSON", help="the settings of who takes over a launch left behind"
+    )
     options = parser.parse_args()
     rundir.keep_own_rights()
-    keep_descriptors(options.lock_fd)
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
     try:

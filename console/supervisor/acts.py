@@ -27,14 +27,14 @@ class Acts:
 
     def begin(self, run: Run) -> None:
         """Takes what watch rules are to do; what ends a run does so when its stacks are kept."""
-        for change in run.watching.take_acts():
-            self._dumps.begin(run.path, run.live, run.handles)
+        for change in run.attempt.watching.take_acts():
+            self._dumps.begin(run.path, run.live, run.attempt.tree.handles())
             if change.action != "dump":
                 self._due.append((run, change))
         if not self._dumps.busy:
             due, self._due = self._due, []
             for of, change in due:
-                if of is run and not run.over and run.watching.is_raised(change.rule.name):
+                if of is run and not run.over and run.attempt.watching.is_raised(change.rule.name):
                     self._act(run, change)
 
     def _act(self, run: Run, change: Change) -> None:
@@ -44,7 +44,9 @@ class Acts:
             run.end(action, by)
             return
         word = f"{rule.anomaly or rule.name}\n"
-        self._directory.job(lambda: rundir.write_atomic(path / rundir.ANOMALY, word), ignored, path)
+        self._directory.told(
+            lambda: rundir.write_atomic(path / rundir.ANOMALY, word), lambda why: None, path
+        )
         if action == "halt":
             self.halt(run, by, partial(self._note_refusal, run))
         else:
@@ -54,10 +56,8 @@ class Acts:
         """Writes `.HALT` for the ranks; what could not be written was not asked of them."""
 
         def told(why_not: str) -> None:
-            if why_not:
-                then((False, f"{why_not}, stop sends them TERM", []))
-            else:
-                then((True, self._end("halt", by), []))
+            refusal = f"{why_not}, stop sends them TERM"
+            then((not why_not, refusal if why_not else self._end("halt", by), []))
 
         self._directory.ask(run.path, rundir.HALT, by, told)
 
@@ -69,19 +69,11 @@ class Acts:
         if run is None:
             self._end("halt", by)
         else:
-            self.halt(run, by, partial(self._take_halted, run))
-
-    def _take_halted(self, run: Run, outcome: Outcome) -> None:
-        """Tries again later where `.HALT` could not be written for the ranks."""
-        self._note_refusal(run, outcome)
-        self._halt_at = math.inf if outcome[0] else time.monotonic() + HALT_AGAIN_S
+            self.halt(run, by, partial(self._note_refusal, run))
 
     def _note_refusal(self, run: Run, outcome: Outcome) -> None:
-        """Says that a halt which nobody waits for was not possible."""
+        """Says that a halt which nobody waits for was not possible; it is tried again later."""
         done, text, _ = outcome
         if not done:
+            self._halt_at = time.monotonic() + HALT_AGAIN_S
             run.event("note", text, "crit")
-
-
-def ignored(_value: object, _error: Exception | None) -> None:
-    """Takes the result of a job that nobody waits for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
@@ -62,8 +62,8 @@ class Attempt:
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if held is None:
             self._reducer.settle()
-        kept = link.kept(self.path / rundir.SUPERVISOR) if held is not None else None
-        late = held is not None and kept is None
+        kept = link.kept(self.path / rundir.SUPERVISOR) or {}
+        late = held is not None and not kept
         self.watching = Watching(context, run, self._heads, late)
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
@@ -74,15 +74,15 @@ class Attempt:
         self._begun = time.monotonic()
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
-        of_this = kept if jsonl.integer(kept or {}, "attempt") == number else None
-        counts = jsonl.mapping(of_this or {}, "oom")
+        counts = jsonl.mapping(kept, "oom") if held and kept.get("attempt") == number else {}
         self.oom_before = OomCounts(**counts) if counts else kernel.snapshot()
         """Counts of the kernel from before the ranks ran."""
         self._on_disk: int | None = 0
-        self._caught_up, self.began, self._cut_short = held is None, True, False
+        self._caught_up, self._cut_short = held is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
-        self._prepare_at = self._read_at = math.inf
+        self._again_at = math.inf
+        """When what the directory did not answer is tried again."""
         self._is_ours = False
         """The run directory was found to be this run's: what fails in it from then on may pass."""
         if held is None or link.began(self.path, context.home, number):
@@ -95,7 +95,8 @@ class Attempt:
         context, link = self._context, self._context.services.link
         self.tree.adopt(held, self.path, self._number)
         if not link.holds(context.home, self._number):
-            link.hold(self.tree.agent_pid, context.token, context.home, self._number, self._grace_s)
+            _, environment = self._run.command(self._number)
+            link.hold(self.tree.agent_pid, environment, self._grace_s)
         self.stage = "run"
         self._sample()
 
@@ -105,11 +106,9 @@ class Attempt:
         """Does what is due; never waits."""
         if self.stage == "run":
             self._watch_it()
-        elif self.stage == "prepare" and time.monotonic() >= self._prepare_at:
-            self._begin_preparing()
-        elif self.stage == "collect" and time.monotonic() >= self._read_at:
-            self._read_at = math.inf
-            self._read_on()
+        elif self.stage != "over" and time.monotonic() >= self._again_at:
+            self._again_at = math.inf
+            (self._begin_preparing if self.stage == "prepare" else self._read_on)()
 
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
@@ -153,7 +152,6 @@ class Attempt:
     # --- stages --------------------------------------------------------------------------------
 
     def _begin_preparing(self) -> None:
-        self._prepare_at = math.inf
         self._directory.job(self._prepare, self._begin, self.path)
 
     def _prepare(self) -> int:
@@ -185,7 +183,7 @@ class Attempt:
         if self._number == 1 or not passes or self.known.asked:
             self._never_began(why)
             return
-        self._prepare_at = time.monotonic() + PREPARE_AGAIN_S
+        self._again_at = time.monotonic() + PREPARE_AGAIN_S
         self._alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} waits for it", "crit")
 
     def _spawn(self, log_fd: int) -> None:
@@ -200,7 +198,6 @@ class Attempt:
         self._run.publish()
 
     def _never_began(self, why: str) -> None:
-        self.began = False
         self._learn(failure=why)
         self._begin_collecting()
 
@@ -238,15 +235,18 @@ class Attempt:
                        f"({how}); rank {ranks} still runs", "crit")  # fmt: skip
 
     def _watch_ranks(self) -> None:
-        """Ends the other ranks after one has failed, by its exit alone.
+        """Ends the other ranks within the grace time after one has failed, by its exit alone.
 
         torchrun does so too, but may send KILL 30 s later, or not at all where it is stopped.
         """
         if self.known.ending or self.known.asked in ENDED_FROM_HERE or self.tree.agent_over:
             return
-        failed = self._ends.failed()
+        failed, grace_s = self._ends.failed(), self._grace_s
         if failed and self.tree.alive():
-            self._end_others(failed)
+            self.tree.expire(grace_s)
+            self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, torchrun ends the "
+                        f"others; what is left after {grace_s:g} s is killed")  # fmt: skip
+            self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -263,7 +263,7 @@ class Attempt:
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # What is usual is not known before the records of a run that was taken over are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
-        halting = self.known.asked == "halt" or self.known.halt_file
+        halting = self.known.halt_wanted
         looked = self._observers.run(
             "watch rules",
             lambda: self.watching.look(self._sampler, seen, ending, halting, self._unread()), False,
@@ -299,18 +299,18 @@ class Attempt:
             self.take(news)
             unread = news.unread
         if unread and time.monotonic() - self._ended_at < READ_AGAIN_S:
-            self._read_at = time.monotonic() + PREPARE_AGAIN_S / 2
+            self._again_at = time.monotonic() + PREPARE_AGAIN_S / 2
             return
         if unread:
             self._learn(failure=self.known.failure or unread)
-        late = self._cut_short or time.monotonic() - self._ended_at > COLLECT_S
-        if news is not None and news.behind and late:
+        behind = news is not None and news.behind
+        if behind and not self._cut_short and time.monotonic() - self._ended_at <= COLLECT_S:
+            self._read_on()
+            return
+        if behind:
             left = "the records of this attempt are too many to read: gates may be unknown"
             self._run.event("note", left, "warn")
-        if news is not None and news.behind and not late:
-            self._read_on()
-        else:
-            self._directory.job(self.files.rest, self._conclude, self.path)
+        self._directory.job(self.files.rest, self._conclude, self.path)
 
     def _conclude(self, rest: Rest | None, _: object) -> None:
         rest = rest or Rest()
@@ -357,14 +357,6 @@ class Attempt:
     def saved(self) -> int:
         """The step of the newest checkpoint that a record names, 0 without one."""
         return max((head.saved for head in self._heads().values()), default=0)
-
-    def _end_others(self, failed: Sequence[int]) -> None:
-        """Gives the ranks that are left the grace time: one that failed holds them up for good."""
-        grace_s = self._grace_s
-        self.tree.expire(grace_s)
-        self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, torchrun ends the others; "
-                    f"what is left after {grace_s:g} s is killed")  # fmt: skip
-        self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _learn(self, **told: Any) -> None:
         self.known = replace(self.known, **told)

@@ -15,8 +15,8 @@ from typing import Any
 from console.sources import documents, launches, process
 from console.supervisor import inheritance
 from console.supervisor.attempt import ENDINGS
-from console.supervisor.next_flags import set_words, unset_words
-from console.supervisor.orders import Orders
+from console.supervisor.next_flags import set_words
+from console.supervisor.orders import LOG_DIR, Orders, argv
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -61,15 +61,12 @@ class Witness:
         """Says whether an operator set a flag for a phase, and did not take that back."""
         records = self._events[self._launch]
         asked = {each.get("request") for each in records if each.get("kind") == "request"}
-        undone, last = unset_words(name, phase), ""
-        for each in records:
-            text = jsonl.text(each, "text")
-            done = each.get("kind") == "answer" and each.get("ok") is True
-            if not done or each.get("action") != "set-flag" or each.get("request") not in asked:
-                continue
-            set_to = text.startswith(f"{name}=") and text.endswith(f" for {phase} only")
-            last = text if set_to or text == undone else last
-        return last == set_words(name, value, phase)
+        answer = ("answer", "set-flag", True)
+        done = [jsonl.text(each, "text") for each in records if each.get("request") in asked
+                and (each.get("kind"), each.get("action"), each.get("ok")) == answer]  # fmt: skip
+        about, ends = (f"{name}=", f"{name} "), (f" for {phase}", f" for {phase} only")
+        last = [text for text in done if text.startswith(about) and text.endswith(ends)][-1:]
+        return last == [set_words(name, value, phase)]
 
     def became(self, state: str, run: Path) -> bool:
         """Says whether the last event on the state of a run, or its gates.json, says the same."""
@@ -119,7 +116,6 @@ def of_run(
     held, record = (inheritance.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN))
     launches.check_in_place(run)
     witness = Witness(run.parent, [run])
-    inheritance.check_command(record, given, index)
     check_copies(record, given, index)
     check_flags(record, given, index, witness)
     doubts, asked, state = [], jsonl.text(held, "asked"), jsonl.text(held, "state")
@@ -150,15 +146,32 @@ def check_plan(held: Mapping[str, Any], given: Orders) -> None:
 
 def check_copies(record: Mapping[str, Any], given: Orders, index: int) -> None:
     """Raises RefusedError where run.json repeats plan.json otherwise; what it lacks is no copy."""
-    copies = jsonl.decode(jsonl.encode(given.copies(index))) or {}
+    phase = given.plan.phases[index]
+    command = {"argv": argv(phase, given.plan.watch.grace_s, Path())}
+    copies = jsonl.decode(jsonl.encode({**given.copies(index), **command})) or {}
     _refuse([name for name, mine in copies.items()
              if name in record and not _same(name, mine, record[name])], rundir.RUN)  # fmt: skip
 
 
 def _same(name: str, mine: Any, theirs: Any) -> bool:
+    if name == "argv":
+        return not (words := program(theirs)) or words == program(mine)
     if name in GROWING and isinstance(theirs, dict):
         return {**mine, **theirs} == mine
     return mine == theirs
+
+
+def program(words: Any) -> list[str]:
+    """Returns the program and its arguments from a command of torchrun, [] for any other.
+
+    Options of torchrun may be of another version; a config is named without its folder, which
+    depends on the working directory.
+    """
+    if not isinstance(words, list) or LOG_DIR not in words:
+        return []
+    found = [str(word) for word in words[words.index(LOG_DIR) + 2 :]]
+    before = ["", *found]
+    return [Path(word).name if before[i] == "--config" else word for i, word in enumerate(found)]
 
 
 def _refuse(differ: Sequence[str], name: str) -> None:

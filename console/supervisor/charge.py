@@ -61,3 +61,9 @@ class Charge:
     deaths: dict[str, int] = field(default_factory=dict)
     """The number of children in a row that died in the observer of the last death."""
     notes: Notes = field(default_factory=Notes)
+
+    def reaped(self, pid: int, code: int) -> None:
+        """Takes the exit code of a child; of too many the oldest goes, but never torchrun's."""
+        self.exits[pid] = code
+        while len(self.exits) > MAX_EXITS:
+            del self.exits[next(old for old in self.exits if old != self.agent)]

@@ -58,13 +58,13 @@ def _wake(fd: int) -> None:
 def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -> None:
     """Runs the phases of a launch, or goes on with one that a former process supervised.
 
-    `adopt` is the hook of who asked for it, as JSON. Raises ContractError when plan.json cannot be
-    used.
+    `adopt` holds the settings of who asked for it, as JSON. Raises ContractError when plan.json
+    cannot be used.
     """
     record = link.kept(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     given, held = orders.load(path, record), link.kept(path / rundir.PLAN_STATE)
     if adopt is not None:
-        given = replace(given, hook=settings.parse(json.loads(adopt), "--adopt"))
+        given = replace(given, operator=settings.parse(json.loads(adopt), "--adopt"))
         held = held or rundir.read_json(path / rundir.PLAN_STATE) or {}
     open_more_files(max(phase.nproc for phase in given.plan.phases))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -74,7 +74,7 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -
     directory, nvml = Directory(lambda: _wake(wake_write), held_lock.lost), Nvml()
     nvml.start()
     hooks = Hooks(
-        given.hook, path, lambda *told: directory.event(path, 1, *told),
+        given.operator, path, lambda *told: directory.event(path, 1, *told),
         lambda work: directory.job(work, lambda *_: None),
     )  # fmt: skip
     services = Services(directory, nvml, poller, hooks, held_lock.token, link)
@@ -89,9 +89,9 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -
                 os.read(wake_read, 4096)
             if link.fd in ready:
                 link.hear()
-            for number in link.asked:
-                launch.terminate(f"{signal.Signals(number).name} to the supervisor")
-            if link.asked:
+            for number in link.charge.asked:
+                launch.end("stop", f"{signal.Signals(number).name} to the supervisor")
+            if link.charge.asked:
                 link.obeyed()
             launch.tick()
     except EOFError:
@@ -115,6 +115,5 @@ def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Ch
         return 1
     except ContractError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        link.refuse(error.exit_code)
         return error.exit_code
     return 0

@@ -22,10 +22,6 @@ class Commit:
         self.git, self._folder, self._alerts = git, folder, alerts
         self._found: deque[tuple[Mapping[str, Any], bool]] = deque()
 
-    @property
-    def sha(self) -> str:
-        return jsonl.text(self.git, "sha")
-
     def ask(self, begins: bool) -> None:
         """Asks git; an attempt that was taken over keeps the commit that it began with."""
         folder, found = self._folder, self._found
@@ -35,17 +31,16 @@ class Commit:
         ).start()  # fmt: skip
 
     def take(self) -> bool:
-        """Takes the answers of git and says whether there was one; another commit is an alert."""
-        answered = bool(self._found)
-        while self._found:
-            git, begins = self._found.popleft()
-            former = self.git
-            if former and git and former != git:
-                names = " → ".join(map(_words, (former, git)))
-                text = f"the code changed since the last attempt or supervisor: {names}"
-                self._alerts.raise_(CODE_CHANGED, text, "warn")
-            self.git = dict(git) if git and (begins or not former) else former
-        return answered
+        """Takes an answer of git and says whether there was one; another commit is an alert."""
+        if not self._found:
+            return False
+        (git, begins), former = self._found.popleft(), self.git
+        if former and git and former != git:
+            names = " → ".join(map(_words, (former, git)))
+            text = f"the code changed since the last attempt or supervisor: {names}"
+            self._alerts.raise_(CODE_CHANGED, text, "warn")
+        self.git = dict(git) if git and (begins or not former) else former
+        return True
 
 
 def _words(git: Mapping[str, Any]) -> str:

@@ -62,14 +62,21 @@ class Directory(Recorder):
         """Why the directory at the path of the present run is not its own, "" while it is."""
         self._lock = threading.Lock()
         self.changed = False
-        self._glance: Callable[[], bool] = lambda: False
+        self.glance: Callable[[], bool] = lambda: False
+        """Called every `LOOK_EVERY_S` on this thread; returns whether a look is due."""
         self._glance_at = 0.0
-        super().__init__(self.is_ours)
+        super().__init__()
 
     def is_ours(self) -> bool:
         """Says whether the directory is still this launch's; on this thread."""
         self.lost = self._lost()
         return not self.lost
+
+    def _check(self, path: Path) -> None:
+        """Raises OSError (ESTALE) where the launch's directory, or the run's, is not ours."""
+        if not self.is_ours():
+            raise OSError(errno.ESTALE, self.lost, str(path))
+        self.check_run(path)
 
     def check_run(self, path: Path) -> None:
         """Raises OSError (ESTALE) where a path of the present run is in another directory.
@@ -127,27 +134,16 @@ class Directory(Recorder):
         if held is not None:
             held.close()
 
-    def _do(self, work: Callable[[], None]) -> None:
-        work()
-
-    def watch(self, glance: Callable[[], bool]) -> None:
-        """Calls `glance` every `LOOK_EVERY_S` on this thread; it returns whether a look is due."""
-        self._glance = glance
-
-    def looked(self) -> None:
-        """Says, on this thread, that somebody has looked just now."""
-        self._glance_at = time.monotonic() + LOOK_EVERY_S
-
     def _next(self) -> Item | Callable[[], None] | None:
         wait_s = self._glance_at - time.monotonic()
         if wait_s > 0:
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=wait_s)
-        self.looked()
+        self._glance_at = time.monotonic() + LOOK_EVERY_S
         return self._glance_around
 
     def _glance_around(self) -> None:
-        if self._glance():
+        if self.glance():
             self.changed = True
             self._on_done()
 
@@ -164,10 +160,7 @@ class Directory(Recorder):
         def done() -> None:
             value, error = None, None
             try:
-                if not self.is_ours():
-                    raise OSError(errno.ESTALE, self.lost)
-                if folder is not None:
-                    self.check_run(folder)
+                self._check(folder or Path())
                 value = work()
             except Exception as failure:
                 error = failure
@@ -175,6 +168,14 @@ class Directory(Recorder):
             self._on_done()
 
         self.call(done)
+
+    def told(self, work: Callable[[], object], then: Callable[[str], object], folder: Path) -> None:
+        """Queues work as `job` does; `then` gets why it failed, "" where it did not."""
+
+        def say(_: object, error: Exception | None) -> None:
+            then(str(getattr(error, "strerror", None) or error or ""))
+
+        self.job(work, say, folder)
 
     def deliver(self) -> None:
         """Hands over the results of jobs, on the thread of who calls.
@@ -193,11 +194,10 @@ class Directory(Recorder):
         `deliver` tells `then` why it could not be written, "" when it was.
         """
 
-        def told(_: object, error: Exception | None) -> None:
-            reason = getattr(error, "strerror", None) or error
+        def told(reason: str) -> None:
             then(f"cannot write {name}: {reason}; the ranks go on" if reason else "")
 
-        self.job(lambda: rundir.ask(run, name, by), told, run)
+        self.told(lambda: rundir.ask(run, name, by), told, run)
 
     def event(
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
@@ -223,14 +223,15 @@ class Directory(Recorder):
         with self._lock:
             record = self._documents.pop(path)
         self.unwritten[path] = record
-        if not self.is_ours():
-            raise OSError(errno.ESTALE, self.lost, str(path))
-        self.check_run(path)
-        rundir.write_json(path, record)
+        self._write_unwritten(path)
+
+    def _write_unwritten(self, path: Path) -> None:
+        self._check(path)
+        rundir.write_json(path, self.unwritten[path])
         del self.unwritten[path]
 
     def _open(self, path: Path) -> int:
-        self.check_run(path)
+        self._check(path)
         return super()._open(path)
 
     def close(self, timeout_s: float = 60.0) -> bool:
@@ -242,11 +243,8 @@ class Directory(Recorder):
         """Raises OSError when documents are lost for good."""
         until = time.monotonic() + RETRY_S
         while self.unwritten and self.is_ours():
-            path, record = next(iter(self.unwritten.items()))
             try:
-                self.check_run(path)
-                rundir.write_json(path, record)
-                del self.unwritten[path]
+                self._write_unwritten(next(iter(self.unwritten)))
             except OSError:
                 if time.monotonic() >= until:
                     raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from console.plain import counted
 from console.sources import process
+from console.supervisor.directory import Directory
 from console.supervisor.mailbox import Outcome
 from console.supervisor.requests import Request
 from trainers.contract import jsonl, pulse, rundir
@@ -34,9 +36,8 @@ class _Part:
     """The step and phase in which it was asked, None for not known."""
     result: str = ""
     data: bytes = b""
-    tried: bool = False
-    pressed: bool = False
-    """Whether the last resort was tried, and whether it could be."""
+    pressed: bool | None = None
+    """Whether the last resort could be tried, None before."""
     kept_as: str = ""
     """The file that the directory's thread is writing, "" before that."""
 
@@ -56,12 +57,11 @@ def refusal(pid: int) -> str:
 class Dumps:
     """The one dump that may be under way, and who waits for it.
 
-    `keep` stores a rank's stack and says later why it could not, "" when it did. `poll` until it is
-    done; nothing here waits.
+    `poll` until it is done; nothing here waits.
     """
 
-    def __init__(self, keep: Callable[[Path, bytes, Callable[[str], object]], None]):
-        self._keep = keep
+    def __init__(self, directory: Directory):
+        self._directory = directory
         self._asked: list[Request] = []
         self._parts: list[_Part] = []
         self._run = Path()
@@ -119,7 +119,7 @@ class Dumps:
             whole = END_MARK.encode() in part.data and part.data.endswith(b"\n")
             if whole or waited_s > WAIT_S:
                 self._finish(part, whole)
-            elif waited_s > LAST_RESORT_AFTER_S and not (part.data or part.tried):
+            elif waited_s > LAST_RESORT_AFTER_S and part.pressed is None and not part.data:
                 self._press(part)
         if self._parts and all(part.result for part in self._parts):
             self._end(self._outcome(), answer)
@@ -145,11 +145,10 @@ class Dumps:
 
         Silent it may also be because it is slow or was stopped; its frames could be in motion.
         """
-        part.tried = True
-        still = part.at is not None and part.at == self._where(part.rank)
-        if still and process.state(part.handle.pid) in "RS" and not refusal(part.handle.pid):
-            part.pressed = process.catches(part.handle.pid, LAST_RESORT)
-            part.pressed = part.pressed and part.handle.send(LAST_RESORT)
+        pid, where = part.handle.pid, self._where(part.rank)
+        still = where is not None and where == part.at
+        can = still and process.state(pid) in "RS" and not refusal(pid)
+        part.pressed = can and process.catches(pid, LAST_RESORT) and part.handle.send(LAST_RESORT)
 
     def _finish(self, part: _Part, whole: bool) -> None:
         if not part.data:
@@ -161,19 +160,19 @@ class Dumps:
             told += " (native code holds the GIL: the main thread alone could be read)"
         elif not whole:
             told += f" (what came within {WAIT_S:g} s: its end is missing)"
-        self._keep(self._run / name, part.data, partial(_take_kept, part, told))
+        path, data = self._run / name, part.data
+        self._directory.told(
+            lambda: rundir.write_atomic(path, data), partial(_take_kept, part, told), path
+        )
 
     def _outcome(self) -> Outcome:
         """Returns whether any stack came, a sentence, and each rank's result."""
-        dumped = [part.rank for part in self._parts if part.result.startswith("dumped")]
         detail = [f"rank {part.rank} {part.result}" for part in self._parts]
-        if len(dumped) == len(self._parts):
-            text = f"stacks of {_count(dumped)} dumped"
-        else:
-            rest = "; ".join(d for d, p in zip(detail, self._parts, strict=True)
-                             if p.rank not in dumped)  # fmt: skip
-            text = f"stacks of {_count(dumped)} dumped; {rest}" if dumped else f"no stack: {rest}"
-        return bool(dumped), text, detail
+        rest = [line for line in detail if " dumped: " not in line]
+        dumped = len(detail) - len(rest)
+        if not dumped:
+            return False, f"no stack: {'; '.join(rest)}", detail
+        return True, "; ".join([f"stacks of {counted(dumped, 'rank')} dumped", *rest]), detail
 
 
 def _late(part: _Part) -> str:
@@ -183,7 +182,8 @@ def _late(part: _Part) -> str:
 def _take_kept(part: _Part, told: str, why_not: str) -> None:
     """Takes that the copy of a stack was written, or why it was not."""
     if not part.result:
-        part.result = f"was dumped, but {part.kept_as} {why_not}" if why_not else told
+        lost = f"was dumped, but {part.kept_as} cannot be written: {why_not}"
+        part.result = lost if why_not else told
 
 
 def _size(path: Path) -> int:
@@ -192,7 +192,3 @@ def _size(path: Path) -> int:
         return os.stat(path, follow_symlinks=False).st_size
     except FileNotFoundError:
         return 0
-
-
-def _count(ranks: Sequence[int]) -> str:
-    return f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"

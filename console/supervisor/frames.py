@@ -25,8 +25,6 @@ ENDING = b"E"
 """The processes have so many seconds left."""
 OBEYED = b"O"
 """The number of signals that were obeyed."""
-REFUSED = b"R"
-"""The launch cannot begin: an exit code."""
 # From the owner.
 SPAWNED = b"P"
 """A pid, and its pidfd."""

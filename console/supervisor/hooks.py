@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from console.settings import Hook
+from console.settings import Settings
 from console.sources.sanitize import clean
 from console.supervisor.orders import inherited
 from trainers.contract import VERSION, environ, jsonl, rundir
@@ -28,7 +28,7 @@ SPARE_S, LAST_OUTPUT_S = 5.0, 0.5
 POLL_S = 0.02
 WELL = "ok"
 SAID_FAILURES = 3
-MAX_TEXT, MAX_NAME, MAX_EARLIER = 1000, 80, 16
+MAX_TEXT, MAX_EARLIER = 1000, 16
 LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
 CHUNK_BYTES = 1 << 16
 
@@ -41,10 +41,11 @@ class Hooks:
     """
 
     def __init__(
-        self, hook: Hook, folder: Path, event: Callable[[str, str, str], object],
+        self, settings: Settings, folder: Path, event: Callable[[str, str, str], object],
         log: Callable[[Callable[[], None]], object], limit_s: float = LIMIT_S,
     ):  # fmt: skip
-        self._hook, self._folder, self._event, self._log = hook, folder, event, log
+        self._folder, self._event, self._log = folder, event, log
+        self._settings, self._argv = settings, settings.hook
         self._limit_s = limit_s
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_EARLIER + 1)
         self._count = self._failures = 0
@@ -54,7 +55,7 @@ class Hooks:
 
     def alert(self, record: Mapping[str, Any]) -> None:
         """Takes an event (with `run` and `state`, where there are any) to be told to the hook."""
-        if self._hook.argv and jsonl.text(record, "level") in self._hook.levels:
+        if self._argv and jsonl.text(record, "level") in self._settings.hook_levels:
             self._waiting.append(record)
             self._count += 1
 
@@ -71,11 +72,11 @@ class Hooks:
             ended, self._run = self._run, None
             self._take_end(*ended.result())
         if self._count and time.monotonic() >= self._next_at:
-            self._next_at = time.monotonic() + self._hook.every_s
+            self._next_at = time.monotonic() + self._settings.hook_every_s
             alert = told(list(self._waiting), self._count)
             self._waiting.clear()
             self._count = 0
-            self._run = self._runs.submit(run, self._hook.argv, self._folder, alert, self._limit_s)
+            self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
 
     def close(self) -> None:
         """Lets the run under way end, and tells once what waits, however short ago the last was.
@@ -89,7 +90,7 @@ class Hooks:
             time.sleep(POLL_S)
 
     def _take_end(self, how: str, output: bytes) -> None:
-        name = self._hook.argv[0]
+        name = self._argv[0]
         self._log(lambda: write_log(self._folder, f"{name}: {how}", output))
         if how == WELL:
             if self._failures >= SAID_FAILURES:
@@ -143,35 +144,29 @@ def _drain(out: IO[bytes], output: bytearray) -> None:
 
 def write_log(folder: Path, text: str, output: bytes) -> None:
     """Appends one run to the log, which begins anew when it is too long. Raises OSError."""
-    fd = rundir.open_append(folder / LOG)
-    try:
-        if os.fstat(fd).st_size > MAX_LOG_BYTES:
-            os.ftruncate(fd, 0)
+    with os.fdopen(rundir.open_append(folder / LOG), "wb") as log:
+        if os.fstat(log.fileno()).st_size > MAX_LOG_BYTES:
+            log.truncate(0)
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        os.write(fd, f"{stamp} UTC {text}\n".encode("utf-8", "replace") + output)
-    finally:
-        os.close(fd)
+        log.write(f"{stamp} UTC {text}\n".encode("utf-8", "replace") + output)
 
 
 def told(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
     """Returns what a hook reads on stdin: the newest alert, how many there were, the earlier."""
     newest = records[-1]
+    texts = {key: _line(newest, key) for key in ("level", "text", "run", "state")}
     return {
-        "v": VERSION, "name": clean(_name(newest), MAX_NAME), "count": count,
-        "level": clean(jsonl.text(newest, "level"), MAX_NAME),
-        "text": clean(jsonl.text(newest, "text"), MAX_TEXT),
-        "run": clean(jsonl.text(newest, "run"), MAX_TEXT),
-        "state": clean(jsonl.text(newest, "state"), MAX_NAME),
-        "ts": jsonl.number(newest, "ts"),
-        "earlier": [clean(jsonl.text(each, "text"), MAX_TEXT) for each in records[:-1]],
+        "v": VERSION, "name": _line(newest, "alert") or _line(newest, "kind"), "count": count,
+        **texts, "ts": jsonl.number(newest, "ts"),
+        "earlier": [_line(each, "text") for each in records[:-1]],
     }  # fmt: skip
+
+
+def _line(record: Mapping[str, Any], key: str) -> str:
+    return clean(jsonl.text(record, key), MAX_TEXT)
 
 
 def variables(alert: Mapping[str, Any]) -> dict[str, str]:
     """Returns an alert as environment variables, one for each of `environ.ALERT_NAMES`."""
     keys = ((name, name.removeprefix(environ.ALERT_PREFIX).lower()) for name in environ.ALERT_NAMES)
     return {name: "" if alert[key] is None else str(alert[key]) for name, key in keys}
-
-
-def _name(record: Mapping[str, Any]) -> str:
-    return jsonl.text(record, "alert") or jsonl.text(record, "kind")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from console.model import STALL
+from console.model import STALL, PhaseState
 from console.sources import documents, presence, process
 from console.sources.summary import Summary
-from console.supervisor.orders import LOG_DIR, FlagValue, Orders, argv
+from console.supervisor.orders import FlagValue
 from console.supervisor.restart import Ended
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
@@ -23,6 +22,7 @@ FINAL = presence.ENDED - {"lost"}
 """States after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 MAX_ENDED = 10_000
+PHASE_KEYS = ("state", "why", "result", "steps", "started_ts", "ended_ts")
 EVENTS_BYTES = 1 << 20
 
 
@@ -48,13 +48,11 @@ def token(record: Mapping[str, Any]) -> str:
     return found
 
 
-def flags(record: Mapping[str, Any]) -> dict[str, FlagValue]:
-    """Returns the flags in run.json. Raises UsageError for one that the registry refuses."""
-    return checked(jsonl.mapping(record, "flags"), "origin")
-
-
 def checked(named: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
-    """Returns flags from a document in which each has a value, and says under `origin` whose."""
+    """Returns flags from a document in which each has a value, and says under `origin` whose.
+
+    Raises UsageError for one that the registry refuses.
+    """
     found = {}
     for name, entry in named.items():
         if isinstance(entry, dict):
@@ -87,33 +85,6 @@ def check_processes(record: Mapping[str, Any], held: Mapping[str, Any]) -> int:
     return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
 
 
-def check_command(record: Mapping[str, Any], given: Orders, index: int) -> None:
-    """Raises RefusedError where plan.json and run.json name different programs.
-
-    Only what follows torchrun's own options is compared: those may be of another version.
-    """
-    phase = given.plan.phases[index]
-    here = {"argv": argv(phase, given.plan.watch.grace_s, Path())}
-    mine, theirs = (program(documents.words(each, "argv")) for each in (here, record))
-    if theirs and mine != theirs:
-        raise RefusedError(
-            f"{rundir.PLAN} starts {shlex.join(mine)} and {rundir.RUN} says {shlex.join(theirs)}; "
-            "nothing is taken over before they agree"
-        )
-
-
-def program(words: Sequence[str]) -> list[str]:
-    """Returns the program and its arguments from a command of torchrun, [] for any other.
-
-    A config is named without its folder, which depends on the working directory.
-    """
-    if LOG_DIR not in words:
-        return []
-    found = list(words[list(words).index(LOG_DIR) + 2 :])
-    before = ["", *found]
-    return [Path(word).name if before[i] == "--config" else word for i, word in enumerate(found)]
-
-
 def ended(held: Mapping[str, Any]) -> list[Ended]:
     """Returns how the attempts before ended, as supervisor.json tells it."""
     told = documents.entries(held, "ended")[-MAX_ENDED:]
@@ -128,15 +99,11 @@ def summary(held: Mapping[str, Any], run: Path, world: int, attempt: int) -> Sum
     counted = jsonl.integer(held, "attempt") is not None
     stalls = jsonl.integer(held, "stalls")
     if stalls is not None:
-        stalls = max(stalls, _stalls_in_events(run))
+        told = [(each.get("kind"), each.get("alert")) for each in events(run, run)]
+        stalls = max(stalls, told.count(("alert", STALL)))  # the events are a second source
     found = Summary(world, attempt if counted else None, stalls)
     found.take_document(held)
     return found
-
-
-def _stalls_in_events(run: Path) -> int:
-    """Returns the stalls in the newest events: a second source for the count."""
-    return sum((r.get("kind"), r.get("alert")) == ("alert", STALL) for r in events(run, run))
 
 
 def events(folder: Path, below: Path) -> list[dict[str, Any]]:
@@ -147,12 +114,8 @@ def events(folder: Path, below: Path) -> list[dict[str, Any]]:
 
 def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns what plan_state.json tells of each phase; names and directories are the plan's."""
-    return [
-        {key: jsonl.text(entry, key)[:400] for key in ("state", "why", "result")}
-        | {"steps": jsonl.integer(entry, "steps")}
-        | {key: jsonl.number(entry, key) for key in ("started_ts", "ended_ts")}
-        for entry in documents.entries(held, "phases")
-    ]
+    told = (documents.read(PhaseState, each, index=0) for each in documents.entries(held, "phases"))
+    return [{key: getattr(each, key) for key in PHASE_KEYS} for each in told]
 
 
 def next_flags(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -174,11 +137,9 @@ def check_phase(index: int, runs: Iterable[Path], waiting: bool) -> None:
                 f"{rundir.PLAN_STATE} says that phase {index + 1} was the last, but {run.name} has "
                 "begun; mend the document"
             )
-        named = jsonl.mapping(rundir.read_json(run / rundir.RUN, below=run) or {}, "environment")
-        found = jsonl.text(named, environ.TOKEN)
-        if (number != index or waiting) and found and process.with_token(found):
+        if (number != index or waiting) and (living := presence.living_in(run)):
             now = "none runs" if waiting else f"phase {index + 1} runs"
             raise RefusedError(
-                f"{rundir.PLAN_STATE} says that {now}, but processes of {run.name} live; end them, "
-                "or mend the document"
+                f"{rundir.PLAN_STATE} says that {now}, but of {run.name} {living}; end it, or mend "
+                "the document"
             )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from console.plain import gate_value
+from console.plain import missed
 from console.plans import gates
 from console.supervisor import belief, inheritance, live, requests
 from console.supervisor.acts import Acts
@@ -22,12 +22,11 @@ from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
 from console.supervisor.orders import Orders
 from console.supervisor.requests import Request
-from console.supervisor.run import REFRESH_S, Run
+from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
 from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
-BUSY_PAUSE_S, IDLE_PAUSE_S = 0.05, 0.2
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """Files that are written into the run directory for the ranks."""
 
@@ -52,15 +51,16 @@ class Launch:
         kept = services.link.kept(path / rundir.PLAN_STATE) or {}
         since_ns = jsonl.integer(kept, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
         self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
-        self._dumps = Dumps(self._keep)
-        self._acts = Acts(self._directory, self._dumps, self._end_by)
+        self._dumps = Dumps(self._directory)
+        self._acts = Acts(self._directory, self._dumps, self.end)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
         self._lookout = Lookout(
-            self._directory, path, self._take_requests, self._take_halt, services.link
-        )
+            self._directory, path, self._take_requests, lambda: self._acts.take_halt(self.run),
+            services.link,
+        )  # fmt: skip
         self._ended_by = ""
         self._numbers: dict[Path, int] = {}
-        """The last attempt of each run."""
+        """The last attempt of each run that is over."""
         self._last_look = self.over = False
         self._refreshed = 0.0
         self._actions: Mapping[str, Execute] = {
@@ -79,21 +79,20 @@ class Launch:
     @property
     def pause_s(self) -> float:
         """For how long nothing is due; what is done once a second is due when one begins."""
-        if self.busy:
-            return BUSY_PAUSE_S
-        quiet = self.quiet and not self._lookout.under_way
-        return 1 - time.monotonic() % 1 if quiet else IDLE_PAUSE_S
+        if self._quiet and not self._lookout.under_way:
+            return 1 - time.monotonic() % 1
+        return min(self._pace_s, IDLE_S)
 
     @property
-    def quiet(self) -> bool:
+    def _quiet(self) -> bool:
         """Says whether nothing is due before the next second unless it wakes the main loop."""
-        settled = self.state == "waiting" if self.run is None else self.run.quiet
-        return settled and not self.busy and not self._services.hooks.busy
+        return self._pace_s == QUIET_S and not self._services.hooks.busy
 
     @property
-    def busy(self) -> bool:
-        """Says whether something is under way that wants to be looked at often."""
-        return self._dumps.busy or (self.run is not None and self.run.busy)
+    def _pace_s(self) -> float:
+        if self._dumps.busy:
+            return BUSY_S
+        return self.run.pace_s if self.run else QUIET_S if self.state == "waiting" else IDLE_S
 
     def tick(self) -> None:
         """Does what is due; never waits.
@@ -101,10 +100,10 @@ class Launch:
         What a look finds wakes the main loop: where that is soon enough, all is done then at once.
         """
         self._directory.deliver()
-        if self._look_around() and self.quiet:
+        if self._look_around() and self._quiet:
             return
-        self._observe("stack dumps", lambda: self._dumps.poll(self._mailbox.answer))
-        self._observe("alert hook", self._services.hooks.poll)
+        self._observers.run("stack dumps", lambda: self._dumps.poll(self._mailbox.answer), None)
+        self._observers.run("alert hook", self._services.hooks.poll, None)
         while self._directory.mistakes:
             self._observers.failed(FILES_NAME, self._directory.mistakes.popleft())
         if self.run is not None:
@@ -118,20 +117,12 @@ class Launch:
         if time.monotonic() - self._refreshed >= REFRESH_S:
             self._publish()
 
-    def _observe(self, name: str, look: Callable[[], object]) -> None:
-        """Runs what ranks do not depend on."""
-        self._observers.run(name, look, None)
-
     @property
     def _observers(self) -> Observers:
         """The observers of the run, between phases the observers of the launch."""
         return self._own_observers if self.run is None else self.run.observers
 
-    def terminate(self, by: str) -> None:
-        """Stops the running phase and ends the plan: what SIGTERM asks for."""
-        self._end_by("stop", by)
-
-    def _end_by(self, action: str, by: str) -> str:
+    def end(self, action: str, by: str) -> str:
         """Ends the running phase, and the plan with it; returns the answer."""
         if self.run is None:
             if self.state != "ended":
@@ -155,9 +146,8 @@ class Launch:
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
-        self._next_flags.clear()
+        self._next_flags.held = {}
         self.state, self.why = "running", ""
-        entry["state"] = self.run.state
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")
@@ -175,15 +165,16 @@ class Launch:
             held, doubts = belief.of_launch(held, self.orders, self._index, runs, witness)
         for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
             mine |= theirs
-        self._next_flags.restore(inheritance.next_flags(held))
+        self._next_flags.held = inheritance.next_flags(held)
         self._ended_by = jsonl.text(held, "ended_by")[:400]
         self._mailbox.remember(witness.answered())
         if held.get("state") == "ended":  # a former child of this owner has said so
             self.state, self.why = "ended", jsonl.text(held, "why")[:400]
             return self._publish()
-        told = f"the supervisor's working process {link.mishap}: a new one goes on"
-        former = told if link.mishap else "a new supervisor takes over from one that is gone"
-        self._event("state", former, "warn")
+        mishap, told = link.charge.mishap, "a new supervisor takes over from one that is gone"
+        if mishap:
+            told = f"the supervisor's working process {mishap}: a new one goes on"
+        self._event("state", told, "warn")
         for doubt in doubts:
             self._event("note", doubt, "warn")
         last, run = self._index + 1 == len(self._phases), runs[self._index]
@@ -191,7 +182,7 @@ class Launch:
             self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
         elif link.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
             self.run = Run(self._services, self.orders, self._index, run, {}, adopt=True)
-            if not link.mishap:
+            if not mishap:
                 self.run.event("note", "a new supervisor watches this run", "warn")
         else:
             return self._start(self._index)
@@ -227,14 +218,9 @@ class Launch:
         """Says why the plan ends here, "" when the next phase may start."""
         if run.state != "completed":
             return f"{run.state}: {run.why}"
-        if result == "pass":
-            return self._ended_by or (
-                f"{rundir.HALT} is there" if run.attempt.known.halt_file else ""
-            )
-        missed = [f"{gate.name} {gate.result} ({gate_value(gate)}, bound {gate.bound})"
-                  + (f": {gate.why}" if gate.result == "unknown" else "")
-                  for gate in run.gates if gate.result != "pass"]  # fmt: skip
-        return "gate " + "; gate ".join(missed)
+        if result != "pass":
+            return missed(run.gates)
+        return self._ended_by or (f"{rundir.HALT} is there" * run.attempt.known.halt_file)
 
     def _end(self, why: str) -> None:
         self.state, self.why = "ended", why
@@ -248,16 +234,12 @@ class Launch:
 
     def _look_around(self) -> bool:
         """Begins the next look if it is due; says whether it did."""
-        every_s = math.inf if self.quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
+        every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
         begun = self._lookout.begin(runs, attempt, every_s)
         self._last_look = self.state == "ended" if begun else self._last_look
         return begun
-
-    def _take_halt(self) -> None:
-        if self.state != "ended":
-            self._acts.take_halt(self.run)
 
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Nobody's question is left without an answer: after the end it looks until none is new."""
@@ -285,7 +267,7 @@ class Launch:
 
     def _do_ask(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
-        if run is None or not run.handles:
+        if run is None or not run.attempt.tree.handles():
             return False, "no rank is running that could do it", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project obeys at the end of its step"
@@ -296,7 +278,7 @@ class Launch:
         return None
 
     def _do_end(self, request: Request) -> Outcome:
-        return True, self._end_by(request.action, request.by), []
+        return True, self.end(request.action, request.by), []
 
     def _do_ack(self, request: Request) -> Outcome:
         name, run = request.args["alert"], self._addressed(request)
@@ -307,9 +289,8 @@ class Launch:
 
     def _attempt_in(self, folder: Path) -> int:
         """Returns the attempt that a record in a launch or run belongs to."""
-        if self.run is not None and folder == self.run.path:
-            self._numbers[folder] = self.run.number
-        return self._numbers.get(folder, 1)
+        run = self.run
+        return run.number if run and folder == run.path else self._numbers.get(folder, 1)
 
     def _do_note(self, request: Request) -> Outcome:
         folder = request.path.parent.parent
@@ -340,14 +321,7 @@ class Launch:
         run = self._addressed(request)
         if run is None:
             return False, "no rank is running, so there is no stack", []
-        return self._dumps.ask(run.path, run.live, run.handles, request)
-
-    def _keep(self, path: Path, data: bytes, then: Callable[[str], object]) -> None:
-        def told(_: object, error: Exception | None) -> None:
-            reason = getattr(error, "strerror", None) or error
-            then(f"cannot be written: {reason}" if reason else "")
-
-        self._directory.job(lambda: rundir.write_atomic(path, data), told, path)
+        return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -365,10 +339,10 @@ class Launch:
         self._services.publish(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
-            "between": self.orders.plan.between, "next_flags": self._next_flags.as_dict(),
+            "between": self.orders.plan.between, "next_flags": self._next_flags.held,
             "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
             "supervisor": {
-                **self._services.link.identity, "token": self._services.lock_token,
+                **self._services.link.charge.identity, "token": self._services.lock_token,
                 "child": rundir.identity(),
             },
             "live_dir": str(run.live) if run is not None and run.live else "",

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from console.supervisor import frames
-from console.supervisor.charge import DEATHS_OFF, MAX_EXITS, Charge, Notes
+from console.supervisor.charge import DEATHS_OFF, Charge
 from console.supervisor.frames import Frames, Message
-from trainers.contract import environ, jsonl, rundir
+from trainers.contract import jsonl, rundir
 
 BEAT_EVERY_S = 2.0
 
@@ -25,41 +25,31 @@ class Link:
     """
 
     def __init__(self, end: Frames, charge: Charge):
-        self._end, self._charge = end, charge
-        self.identity, self.mishap, self.agent = charge.identity, charge.mishap, charge.agent
-        self.termed = charge.termed
-        """The owner sent TERM to the processes itself."""
-        self.exits = dict(charge.exits)
-        """The exit codes of processes that the owner reaped, by pid; whoever takes one removes it.
-        """
-        self.asked = charge.asked[: charge.forwarded]
-        """Signals that the owner got and nobody has obeyed."""
-        self._waiting: list[tuple[bytes, bytes]] = []
-        self._documents: dict[Path, bytes] = {}
+        self._end = end
+        self.charge = charge
+        """As the owner handed it over; what it told since is added."""
+        self._waiting: dict[object, tuple[bytes, bytes]] = {}
+        """What was not sent yet; of a document (by its path) only the newest content."""
         self._beat = 0.0
 
     @property
     def fd(self) -> int:
         return self._end.socket.fileno()
 
-    @property
-    def notes(self) -> Notes:
-        return self._charge.notes
-
     def off(self) -> list[str]:
         """Returns the observers in which former children ended again and again."""
-        return [name for name, count in self._charge.deaths.items() if count >= DEATHS_OFF]
+        return [name for name, count in self.charge.deaths.items() if count >= DEATHS_OFF]
 
     # --- told ----------------------------------------------------------------------------------
 
     def kept(self, path: Path) -> dict[str, Any] | None:
         """Returns the document that a former child of this owner wrote last, None without."""
-        data = self._charge.kept.get(str(path))
+        data = self.charge.kept.get(str(path))
         return None if data is None else jsonl.decode(data)
 
     def holds(self, home: str, attempt: int) -> bool:
         """Says whether the owner holds the processes of an attempt since before this child."""
-        return self._charge.held == (home, str(attempt))
+        return self.charge.held == (home, str(attempt))
 
     def began(self, run: Path, home: str, attempt: int) -> bool:
         """Says whether a former child began an attempt whose torchrun was never started."""
@@ -74,13 +64,11 @@ class Link:
     def _take(self, message: Message) -> None:
         if message.kind == frames.REAPED:
             pid, code = frames.PIDS.unpack(message.data)
-            self.exits[pid] = code
-            while len(self.exits) > MAX_EXITS:
-                del self.exits[next(iter(self.exits))]
+            self.charge.reaped(pid, code)
         elif message.kind == frames.ASKED:
-            self.asked.append(int(message.data))
+            self.charge.asked.append(int(message.data))
         elif message.kind == frames.TERMED:
-            self.termed = True
+            self.charge.termed = True
 
     # --- asked ---------------------------------------------------------------------------------
 
@@ -94,44 +82,37 @@ class Link:
 
     def obeyed(self) -> None:
         """Says that every signal in `asked` was obeyed, and forgets them."""
-        self._send(frames.OBEYED, str(len(self.asked)).encode())
-        self.asked = []
+        self._send(frames.OBEYED, str(len(self.charge.asked)).encode())
+        self.charge.asked.clear()
 
     def close(self) -> None:
         """Says that from now on it may wait for a disk."""
         self._send(frames.CLOSING)
 
-    def refuse(self, code: int) -> None:
-        """Says that the launch cannot begin, with the exit code."""
-        self._send(frames.REFUSED, str(code).encode())
-
     def keep(self, path: Path, record: Mapping[str, Any]) -> None:
         """Gives the owner a document for the child that may follow."""
-        self._documents[path] = os.fsencode(path) + b"\0" + jsonl.encode(record)
-        self._flush()
+        self._send(frames.KEEP, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
 
     def ending(self, grace_s: float) -> None:
         """Says how long the processes still have: the owner kills what a dead child cannot."""
         self._send(frames.ENDING, repr(grace_s).encode())
 
-    def hold(self, agent: int, token: str, home: str, attempt: int, grace_s: float) -> None:
+    def hold(self, agent: int, environment: Mapping[str, str], grace_s: float) -> None:
         """Gives the owner the processes of an attempt that was taken over."""
-        self.agent = agent
-        named = _named(token, home, str(attempt), grace_s) | {"agent": agent}
+        self.charge.agent = agent
+        named = {"agent": agent, "environment": dict(environment), "grace_s": grace_s}
         self._send(frames.HOLDS, jsonl.encode(named))
 
     def spawn(
-        self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, token: str,
-        home: str, grace_s: float,
-    ) -> tuple[int, int]:  # fmt: skip
+        self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
+    ) -> tuple[int, int]:
         """Has the owner start a command in a session of its own; returns its pid and pidfd.
 
         Raises OSError where it cannot be started.
         """
-        named = _named(token, home, environment.get(environ.ATTEMPT, ""), grace_s)
-        command = {"argv": list(argv), "environment": dict(environment)} | named
-        self.exits.clear()
-        self.termed = False
+        command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s}
+        self.charge.exits.clear()
+        self.charge.termed = False
         self._flush(wait=True)
         self._end.send(frames.SPAWN, jsonl.encode(command), log_fd)
         answer = None
@@ -146,24 +127,14 @@ class Link:
             raise OSError(number, os.strerror(number), argv[0])
         if answer.fd < 0:
             raise RuntimeError("no descriptor to spare for torchrun")
-        self.agent = number
+        self.charge.agent = number
         return number, answer.fd
 
-    def _send(self, kind: bytes, data: bytes = b"") -> None:
-        self._waiting.append((kind, data))
+    def _send(self, kind: bytes, data: bytes = b"", key: object = None) -> None:
+        self._waiting[key or object()] = kind, data
         self._flush()
 
     def _flush(self, wait: bool = False) -> None:
-        """Sends what waits, in order, as far as the owner takes it; documents come last."""
-        while self._waiting or self._documents:
-            if not wait and not select.select([], [self.fd], [], 0)[1]:
-                return
-            if not self._waiting:
-                path = next(iter(self._documents))
-                self._waiting.append((frames.KEEP, self._documents.pop(path)))
-            kind, data = self._waiting.pop(0)
-            self._end.send(kind, data)
-
-
-def _named(token: str, home: str, attempt: str, grace_s: float) -> dict[str, Any]:
-    return {"token": token, "home": home, "attempt": attempt, "grace_s": grace_s}
+        """Sends what waits, in order, as far as the owner takes it."""
+        while self._waiting and (wait or select.select([], [self.fd], [], 0)[1]):
+            self._end.send(*self._waiting.pop(next(iter(self._waiting))))

@@ -67,20 +67,15 @@ class Held:
     """The lock of a launch as its owner took it: which file it is, and the token in it.
 
     A directory that was moved away, or put in the place of ours, may belong to another launch.
-    Without a descriptor (a supervisor that was started by hand) nothing can be compared. Raises
-    OSError where the owner cannot be named in the lock.
+    Raises OSError where the owner cannot be named in the lock.
     """
 
-    def __init__(self, launch: Path, fd: int | None):
+    def __init__(self, launch: Path, fd: int):
         self._path, self._pid = launch / rundir.LOCK, os.getpid()
-        self._file = None if fd is None else os.fstat(fd)
-        self.token = "" if fd is None else take_over(fd)
-        self._lost = ""
+        self._file, self.token, self._lost = os.fstat(fd), take_over(fd), ""
 
     def lost(self) -> str:
         """Says why the directory at the path is not ours any more, "" while it is."""
-        if self._file is None:
-            return ""
         try:
             same = os.path.samestat(os.stat(self._path), self._file)
         except (FileNotFoundError, NotADirectoryError):

@@ -42,7 +42,7 @@ class Lookout:
         self._stamps: list[object] = []
         self.under_way = False
         self._looked = self._beat = self._changed_at = 0.0
-        directory.watch(self._glance)
+        directory.glance = self._glance
 
     def begin(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
         """Begins a look if one is due, or the last is so long ago; says whether it did.
@@ -64,7 +64,6 @@ class Lookout:
         at = attempt if attempt is not None and attempt.stage in ("run", "over") else None
 
         def look() -> tuple[list[Request], News | None, bool]:
-            self._directory.looked()
             self._glance()
             found: list[Request] = []
             settled = time.monotonic() - self._changed_at > SETTLED_S
@@ -102,11 +101,11 @@ class Lookout:
         """Looks at a run's files; the owner knows where this process does not come back from it."""
         if FILES_NAME in self._link.off():
             return None
-        self._link.notes.write(FILES, FILES_NAME)
+        self._link.charge.notes.write(FILES, FILES_NAME)
         try:
             return files.look(heartbeats)
         finally:
-            self._link.notes.write(FILES, "")
+            self._link.charge.notes.write(FILES, "")
 
     def _glance(self) -> bool:
         """Says whether something has changed since the last time; on the directory's thread."""

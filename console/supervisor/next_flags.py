@@ -16,35 +16,17 @@ def set_words(name: str, value: str, phase: str) -> str:
     return f"{name}={value} for {phase} only"
 
 
-def unset_words(name: str, phase: str) -> str:
-    """Returns the answer to a request that took a flag back."""
-    return f"{name} is as the plan says again for {phase}"
-
-
 class NextFlags:
     """Owns the flags that wait for the next phase; they hold for that phase only."""
 
     def __init__(self, given: Orders):
         self._orders = given
-        self._held: dict[str, dict[str, Any]] = {}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns `next_flags` of plan_state.json."""
-        return dict(self._held)
-
-    def restore(self, held: Mapping[str, dict[str, Any]]) -> None:
-        """Takes the flags over that a former supervisor left in plan_state.json."""
-        self._held = dict(held)
+        self.held: Mapping[str, dict[str, Any]] = {}
+        """`next_flags` of plan_state.json."""
 
     def values(self) -> dict[str, FlagValue]:
         """Returns the flags with their origin, for the phase that starts."""
-        return {
-            name: FlagValue(f["value"], f"operator {f['by']}") for name, f in self._held.items()
-        }
-
-    def clear(self) -> None:
-        """Forgets all flags: the phase has started with them."""
-        self._held = {}
+        return {name: FlagValue(f["value"], f"operator {f['by']}") for name, f in self.held.items()}
 
     def set(self, index: int, name: str, value: str | None, by: str) -> tuple[bool, str]:
         """Sets a flag for the phase `index`, or unsets it for None. Returns success and a sentence.
@@ -52,7 +34,7 @@ class NextFlags:
         It is refused where it does not fit the settings of that phase.
         """
         phase = self._orders.plan.phases[index].name
-        changed = {held: flag for held, flag in self._held.items() if held != name}
+        changed = {held: flag for held, flag in self.held.items() if held != name}
         try:
             if value is not None:
                 value = flags.format_value(flags.parse(name, value))
@@ -61,7 +43,7 @@ class NextFlags:
             self._orders.settings(index, self._orders.flags(index, given))
         except UsageError as error:
             return False, str(error)
-        self._held = changed
+        self.held = changed
         if value is None:
-            return True, unset_words(name, phase)
+            return True, f"{name} is as the plan says again for {phase}"
         return True, set_words(name, value, phase)

@@ -24,8 +24,8 @@ from trainers.contract import rundir
 T = TypeVar("T")
 ALERT = "observer-"
 """The alert on an observer is named so, and then as the observer."""
-WAITS_S = (2.0, 10.0)
-"""For so long an observer rests after its first and after its second failure in a row."""
+WAITS_S = (2.0, 10.0, math.inf)
+"""For so long an observer rests after its first, second and third failure in a row."""
 SETTLED_S = 60.0
 """One that has worked for so long after a failure has had none."""
 
@@ -35,8 +35,7 @@ class _Health:
     failures: int = 0
     failed_at: float = 0.0
     again_at: float = 0.0
-    told_at: float = -math.inf
-    off: bool = False
+    """It rests until then; infinity: it is switched off."""
 
 
 class Observers:
@@ -54,17 +53,16 @@ class Observers:
         """Returns what `look` returns; `otherwise` where it raises, rests or is switched off."""
         health = self._held.setdefault(name, _Health())
         now = time.monotonic()
-        if health.off or now < health.again_at:
+        if now < health.again_at:
             return otherwise
         try:
             result = self._look(name, look)
         except Exception as mistake:
+            rest_s = self._waits_s[min(health.failures, len(self._waits_s) - 1)]
             health.failures += 1
-            health.off = health.failures > len(self._waits_s)
-            rest_s = 0.0 if health.off else self._waits_s[health.failures - 1]
             health.failed_at, health.again_at = now, now + rest_s
-            then = "it is switched off" if health.off else f"tried again in {rest_s:g} s"
-            self.failed(name, mistake, then)
+            off = "it is switched off, " if rest_s == math.inf else ""
+            self.failed(name, mistake, off or f"tried again in {rest_s:g} s, ")
             return otherwise
         if health.failures and now - health.failed_at >= self._settled_s:
             health.failures = 0
@@ -76,8 +74,9 @@ class Observers:
 
         What former processes ended in is left out once.
         """
-        if (health := self._held.get(name)) is not None and health.off:
-            health.off = False
+        health = self._held.get(name)
+        if health is not None and health.again_at == math.inf:
+            health.again_at = 0.0
             return otherwise
         try:
             return self._look(name, look)
@@ -87,33 +86,27 @@ class Observers:
 
     def _look(self, name: str, look: Callable[[], T]) -> T:
         """Looks; the owner knows in what this process was where it does not come back."""
-        before = self._link.notes.read(MAIN)
-        self._link.notes.write(MAIN, name)
+        before = self._link.charge.notes.read(MAIN)
+        self._link.charge.notes.write(MAIN, name)
         try:
             return look()
         finally:
-            self._link.notes.write(MAIN, before)
+            self._link.charge.notes.write(MAIN, before)
 
     def leave_out(self, name: str) -> None:
         """Switches off an observer that former processes ended in."""
-        self._held[name] = _Health(off=True)
+        self._held[name] = _Health(again_at=math.inf)
         text = f"{name}: the supervisor's working process ended in it again and again; it is"
         self.alerts.raise_(_alert(name), f"{text} switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
-        """Says that an observer failed; its traceback goes into the supervisor's log.
-
-        One that fails again and again writes there at most once in `settled_s`.
-        """
-        health, now = self._held.setdefault(name, _Health()), time.monotonic()
-        if then or now - health.told_at >= self._settled_s:
-            health.told_at = now
+        """Says that an observer failed; its traceback goes into the supervisor's log once."""
+        words = clean(f"{type(mistake).__name__}: {mistake}", 200)
+        text = f"{name}: the observer failed ({words}); {then}see {rundir.SUPERVISOR_LOG}"
+        if self.alerts.raise_(_alert(name), text, "crit"):
             with contextlib.suppress(OSError):  # the log may lie on a disk that is full
                 traceback.print_exception(mistake)
-        words = clean(f"{type(mistake).__name__}: {mistake}", 200)
-        text = f"{name}: the observer failed ({words}); "
-        text += f"{then}, see {rundir.SUPERVISOR_LOG}" if then else f"see {rundir.SUPERVISOR_LOG}"
-        if not self.alerts.raise_(_alert(name), text, "crit"):
+        else:
             self.alerts.retell(_alert(name), text)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from console import settings as own_settings
 from console.plans.catalog import PROJECT, project_file
-from console.settings import Hook
+from console.settings import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
@@ -45,7 +45,7 @@ class Orders:
     git: Mapping[str, Any] = field(default_factory=dict)
     created_ts: float = 0.0
     """When plan.json was written, 0 before."""
-    hook: Hook = field(default_factory=Hook)
+    operator: Settings = field(default_factory=Settings)
     """Of the operator who launched, or who took the launch over; a plan cannot name one."""
 
     def as_dict(self, created_ts: float) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Orders:
             "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
             "host": dict(self.host), "git": dict(self.git), "cwd": str(Path.cwd()),
             "boot_id": rundir.boot_id(), "up_s": time.clock_gettime(time.CLOCK_BOOTTIME),
-        } | self.hook.as_dict()  # fmt: skip
+        } | asdict(self.operator)  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
         """Returns the flags of a phase, the strongest source last to speak."""
@@ -133,12 +133,12 @@ def load(launch: Path, kept: Mapping[str, Any] | None = None) -> Orders:
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
 
     told = ("flag_origins", "set_origins", "host", "git")
-    hook = {key: record[key] for key in own_settings.KEYS if key in record}
+    operator = {key: record[key] for key in own_settings.KEYS if key in record}
     return Orders(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
         *(jsonl.mapping(record, key) for key in told),
         created_ts=jsonl.number(record, "created_ts") or 0.0,
-        hook=own_settings.parse(hook, rundir.PLAN),
+        operator=own_settings.parse(operator, rundir.PLAN),
     )  # fmt: skip
 
 

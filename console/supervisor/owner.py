@@ -27,8 +27,9 @@ from typing import Any
 
 from console.sources import process
 from console.supervisor import frames
-from console.supervisor.charge import FILES, MAIN, MAX_EXITS, Charge
+from console.supervisor.charge import FILES, MAIN, Charge
 from console.supervisor.frames import Frames, Message
+from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
@@ -63,7 +64,6 @@ class Owner:
         self._obey_at = self._kill_at = math.inf
         self._scan_at = self._judged = 0.0
         self._scan_s = SCAN_EVERY_S
-        self._refused: int | None = None
         self._result: int | None = None
         self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
@@ -98,16 +98,11 @@ class Owner:
         self._charge.notes.clear()
         # What comes from here on is told to the child, not forked into it.
         self._charge.forwarded = len(self._charge.asked)
-        try:
+        with theirs:
             pid = os.fork()
-        except OSError:
-            ours.close()
-            theirs.close()
-            raise
-        if pid == 0:
-            ours.close()
-            self._become_child(owner, Frames(theirs))
-        theirs.close()
+            if pid == 0:
+                ours.close()
+                self._become_child(owner, Frames(theirs))
         ours.setblocking(False)
         self._attach(pid, Frames(ours))
 
@@ -146,16 +141,15 @@ class Owner:
         """Waits for a signal, a word of the child, or until something is due."""
         now = time.monotonic()
         silent_at = math.inf if self._killed_as else self._heard + self._limit_s
-        due = [silent_at if self._pid else self._again_at, self._obey_at]
-        due.append(max(self._kill_at, self._scan_at))
-        wait_s = max(0.0, min(due) - now)
-        if self._unsent:
-            wait_s = min(wait_s, PATIENT_S)
+        due = [
+            silent_at if self._pid else self._again_at, self._obey_at,
+            max(self._kill_at, self._scan_at), now + (PATIENT_S if self._unsent else LOOK_S),
+        ]  # fmt: skip
         poller = select.poll()
         poller.register(self._wakes[0], select.POLLIN)
         if self._link is not None:
             poller.register(self._link.socket, select.POLLIN)
-        for fd, _ in poller.poll(math.ceil(min(wait_s, LOOK_S) * 1000)):
+        for fd, _ in poller.poll(math.ceil(max(0.0, min(due) - now) * 1000)):
             if fd == self._wakes[0]:
                 with suppress(BlockingIOError):
                     os.read(fd, 4096)
@@ -198,8 +192,6 @@ class Owner:
             self._obey_at = math.inf
         elif kind == frames.CLOSING:
             self._limit_s = CLOSING_S
-        elif kind == frames.REFUSED:
-            self._refused = int(data)
 
     def _judge(self) -> None:
         """Ends a child that says nothing. One that cannot end (state D) is waited for.
@@ -224,8 +216,8 @@ class Owner:
             self._result = 0
             return
         never_began = not charge.kept and not charge.agent
-        if never_began and (self._refused is not None or code > 0):
-            self._result = code if self._refused is None else self._refused
+        if never_began and code > 0:
+            self._result = code
             return
         if now - self._born >= SETTLED_S:
             self._failures = 0
@@ -287,9 +279,11 @@ class Owner:
 
     def _hold(self, named: Mapping[str, Any], agent: int, is_ours: bool) -> None:
         """Takes the processes of an attempt; `is_ours`: torchrun is a child of this process."""
-        self._token, self._grace_s, self._is_ours = named["token"], named["grace_s"], is_ours
-        charge, self._kill_at = self._charge, math.inf
-        charge.agent, charge.held, charge.termed = agent, (named["home"], named["attempt"]), False
+        charge, born = self._charge, named["environment"]
+        self._token, self._grace_s, self._is_ours = born[environ.TOKEN], named["grace_s"], is_ours
+        self._kill_at = math.inf
+        charge.agent, charge.termed = agent, False
+        charge.held = born[environ.RUN_DIR], born[environ.ATTEMPT]
         charge.exits.clear()
 
     def _reap(self) -> None:
@@ -312,20 +306,15 @@ class Owner:
             if pid == self._pid:
                 self._child_ended(code)
                 continue
-            exits = self._charge.exits
-            exits[pid] = code
-            while len(exits) > MAX_EXITS:
-                del exits[next(old for old in exits if old != self._charge.agent)]
+            self._charge.reaped(pid, code)
             self._unsent.append((frames.REAPED, frames.PIDS.pack(pid, code)))
 
     def _left(self) -> list[int]:
         """Returns the processes of the newest attempt."""
         if not self._token:
             return []
-        found = process.with_token(self._token, self._charge.held[0])
-        return found if not self._agent_lives or self._charge.agent in found else [
-            *found, self._charge.agent
-        ]  # fmt: skip
+        agent = [self._charge.agent] if self._agent_lives else []
+        return sorted({*process.with_token(self._token, self._charge.held[0]), *agent})
 
     @property
     def _agent_lives(self) -> bool:

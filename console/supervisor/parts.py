@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import math
 import os
+import shutil
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from trainers.contract import jsonl, rundir
 
 PART_BYTES = 16 << 20
 CHUNK_BYTES, LEVEL = 1 << 18, 6
-GZIP = 16 + zlib.MAX_WBITS
 LOOK_EVERY_S = 5.0
 
 
@@ -57,10 +57,8 @@ class Parts:
         half = part.with_name(f".{whole.name}.tmp")
         try:
             with part.open("rb") as plain, half.open("wb") as out:
-                packer = zlib.compressobj(LEVEL, wbits=GZIP)
-                while data := plain.read(CHUNK_BYTES):
-                    out.write(packer.compress(data))
-                out.write(packer.flush())
+                with gzip.GzipFile("", "wb", LEVEL, out) as packed:
+                    shutil.copyfileobj(plain, packed, CHUNK_BYTES)
                 os.fsync(out.fileno())
             half.replace(whole)
             part.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from console import causes
 from console.model import State
@@ -82,13 +83,9 @@ def _same_again(ended: Sequence[Ended]) -> bool:
 
 def _fruitless(ended: Sequence[Ended]) -> int:
     """Returns how many of the last attempts in a row brought no new checkpoint."""
-    count = 0
-    for place in range(len(ended) - 1, -1, -1):
-        before = ended[place - 1].checkpoint if place else 0
-        if ended[place].checkpoint > before:
-            break
-        count += 1
-    return count
+    steps = (0, *(each.checkpoint for each in ended))
+    brought = [step > before for before, step in pairwise(steps)]
+    return [*reversed(brought), True].index(True)
 
 
 def signature(facts: Facts) -> str:
@@ -115,9 +112,7 @@ def deterministic(facts: Facts) -> bool:
     Such an error refuses the first restart. It therefore needs an exit that the kernel reported and
     an error record of the rank; an error that only a log shows is tried once more.
     """
-    if not signature(facts):
-        return False
-    end = facts.culprit()
+    end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:
         return False
     return end.code in causes.HOPELESS_CODES or causes.hopeless(end.error)

@@ -61,13 +61,13 @@ class Rotation:
                 return ""
             text = self._rotate(at, name)
         except OSError as error:
-            if name in self._refused:
-                return ""
-            self._refused.add(name)
-            return (
+            text = (
                 f"{name} has grown too long and cannot be rotated ({error.strerror}); it grows on"
             )
-        self._refused.discard(name)
+            text = "" if name in self._refused else text
+            self._refused.add(name)
+        else:
+            self._refused.discard(name)
         return text
 
     def _rotate(self, at: int, name: str) -> str:
@@ -102,12 +102,10 @@ class Rotation:
             os.rename(temporary, f"{name}.1", src_dir_fd=at, dst_dir_fd=at)
             _copy(fd, out, end, start + 2 * self._longest)
             os.ftruncate(fd, 0)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=at)
-            raise
         finally:
             os.close(out)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=at)
 
 
 def _copy(fd: int, out: int, start: int, end: int) -> int:

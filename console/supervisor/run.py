@@ -14,7 +14,6 @@ from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import presence, snapshot
-from console.sources.process import Handle
 from console.sources.reading import Reading
 from console.sources.reducer import Reducer
 from console.sources.series import Series
@@ -28,11 +27,12 @@ from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.services import RunContext, Services
 from console.supervisor.snapshots import Snapshots
-from console.supervisor.watching import Watching
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
 WARM_UP_BYTES = 256 << 10
+BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
+"""Between two looks while something changes fast, usually, and while nothing changes."""
 NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
@@ -65,12 +65,10 @@ class Run:
         self._begun = time.monotonic()
         self.alerts = Alerts(self.event, self._directory)
         self.observers = Observers(self.alerts, self._link)
+        self._flags = given.flags(index, pending)
         held = self._read_held() if adopt else None
         opened = jsonl.mapping(self._link.kept(path / rundir.SUPERVISOR) or {}, "alerts")
         self.alerts.restore(opened, lambda name: name == REPLACED or name.startswith(ALERT))
-        self._flags = (
-            given.flags(index, pending) if held is None else inheritance.flags(self._record)
-        )
         self._context = self._shared(held)
         self.summary = self._context.reducer.summary
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
@@ -118,10 +116,10 @@ class Run:
             if (asked := jsonl.text(held, "asked")) in ENDINGS:
                 self.attempt.end(asked, jsonl.text(held, "asked_by", "?"))
             self._decide()
-        if self._link.mishap:
+        if mishap := self._link.charge.mishap:
             self.alerts.raise_(
-                REPLACED, f"the supervisor's working process {self._link.mishap}; the ranks go "
-                f"on, a new one watches them; see {rundir.SUPERVISOR_LOG}", "crit",
+                REPLACED, f"the supervisor's working process {mishap}; the ranks go on, a new one "
+                f"watches them; see {rundir.SUPERVISOR_LOG}", "crit",
             )  # fmt: skip
 
     def _read_held(self) -> dict[str, Any]:
@@ -136,6 +134,7 @@ class Run:
             for doubt in doubts:
                 self.event("note", doubt, "warn")
         self._record = record
+        self._flags = inheritance.checked(jsonl.mapping(record, "flags"), "origin")
         running = inheritance.check_processes(record, held)
         self._ended = inheritance.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
@@ -148,12 +147,8 @@ class Run:
 
     def _wait_on(self, held: Mapping[str, Any]) -> bool:
         """Goes on waiting for the next attempt where the former supervisor waited."""
-        if len(self._ended) < self.number:
-            return False
         policy = self.orders.plan.restart
-        again = restart.after(self._ended, policy)
-        waited = jsonl.text(held, "state") == "restarting"  # an event confirms it, too
-        if isinstance(again, str) and not (again and waited):
+        if len(self._ended) < self.number or not (again := restart.after(self._ended, policy)):
             return False
         wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
@@ -172,28 +167,14 @@ class Run:
         return self._context.live.path
 
     @property
-    def watching(self) -> Watching:
-        """The watchdog over the present attempt."""
-        return self.attempt.watching
-
-    @property
-    def handles(self) -> dict[int, Handle]:
-        """The ranks that live."""
-        return self.attempt.tree.handles()
-
-    @property
-    def busy(self) -> bool:
-        """Says whether something changes fast and wants to be looked at often."""
-        attempt = self.attempt
-        changing = attempt.stage != "run" or self.state == "stopping" or attempt.tree.incomplete
-        return changing and self._again_at is None
-
-    @property
-    def quiet(self) -> bool:
-        """Says whether nothing is due but what is done once a second: all ranks live and run."""
-        attempt = self.attempt
-        whole = len(attempt.tree.alive()) == self.phase.nproc and not attempt.tree.agent_over
-        return whole and self.state == "running" and not attempt.behind
+    def pace_s(self) -> float:
+        """For how long nothing is due; a second while all ranks live and run."""
+        attempt, tree = self.attempt, self.attempt.tree
+        changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
+        if changing and self._again_at is None:
+            return BUSY_S
+        whole = len(tree.alive()) == self.phase.nproc and not tree.agent_over
+        return QUIET_S if whole and self.state == "running" and not attempt.behind else IDLE_S
 
     def tick(self) -> None:
         """Does what is due; never waits."""
@@ -212,15 +193,14 @@ class Run:
 
     def _watch_directory(self) -> None:
         self.alerts.watch_writes()
-        self._watch_memory()
+        if not self.over and self._again_at is None:
+            self._watch_memory()
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
         if self._commit.take():
             self.publish()
 
     def _watch_memory(self) -> None:
-        if self.over or self._again_at is not None:
-            return
         if self._context.live.is_removed():
             self.alerts.raise_(
                 NO_MEMORY, f"shared memory {self.live} was removed while the run goes on "
@@ -306,7 +286,7 @@ class Run:
             state = "crashed"  # only torchrun's log says that somebody stopped it
         return restart.Ended(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
-            restart.deterministic(facts), self._commit.sha,
+            restart.deterministic(facts), jsonl.text(self._commit.git, "sha"),
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -317,8 +297,7 @@ class Run:
             return self._become(state, why)
         self._ended.append(self._ended_as(state, why))
         known = self.attempt.known
-        ending = self._final or known.halt_file or known.asked == "halt"
-        ending = ending or not self.attempt.began
+        ending = self._final or known.halt_wanted or not self.attempt.tree.spawned
         again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
@@ -372,7 +351,7 @@ class Run:
         )  # fmt: skip
 
     def _document(self) -> dict[str, Any]:
-        return dict(self._link.identity) | self.attempt.document() | {
+        return dict(self._link.charge.identity) | self.attempt.document() | {
             "v": VERSION, "run": self.id, "child": rundir.identity(),
             "lock_token": self._services.lock_token, "launch": self.orders.launch,
             "ended": [asdict(each) for each in self._ended],
@@ -384,7 +363,7 @@ class Run:
     def _armed(self) -> dict[str, str]:
         """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
         policy = self.orders.plan.restart
-        action, text = self.watching.on_stall()
+        action, text = self.attempt.watching.on_stall()
         if self._context.live.why and action in STRONG:
             action, text = "warn", "if it stalls: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
-import math
 import os
 import pwd
 import stat
@@ -14,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from console.plain import duration
 from console.plans import confirm
-from console.settings import Hook
+from console.settings import Settings
 from console.sources import launches, presence
 from console.supervisor import inheritance, lock
 from console.supervisor.directory import event_record
@@ -44,15 +44,10 @@ def owner(directory: Path) -> str:
     held = rundir.read_json(directory / rundir.LOCK)
     if not held:
         return "another launch that is just starting"
-    try:
-        ts = jsonl.number(held, "since_ts")
-        at = time.gmtime(math.nan if ts is None else ts)
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", at)
-    except (ValueError, OverflowError, OSError):
-        since = "an unknown time"
+    held_for = duration(presence.age(jsonl.number(held, "since_ts")))
     user = jsonl.text(held, "user", "?")[:80]
     launch, host = jsonl.text(held, "launch", "?")[:200], jsonl.text(held, "host", "?")[:200]
-    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, since {since}"
+    return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, for {held_for}"
 
 
 BEFORE_THE_START = frozenset(
@@ -87,58 +82,24 @@ class Claim:
             self._check_content()
         rundir.make_directory(self.directory)
         path = self.directory / rundir.LOCK
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            self.fd = os.open(path, flags, 0o600)
-            self._check_lock(path)
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except RefusedError:
-            self.release()
-            raise
-        except OSError as error:
-            self.release()
-            if error.errno in (errno.EAGAIN, errno.EACCES) and path.exists():
-                raise self._in_use() from None
-            raise RefusedError(f"cannot lock {path}: {error.strerror}") from error
-        try:
+            self._lock(path)
             self._check_content()
-        except RefusedError:
+            self._clear()
+        except (OSError, RefusedError) as error:
             self.release()
-            raise
-        for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
-            self._clear_half_written(folder)
-        try:
-            if not self._adopt:
-                self._clear()
-        except OSError as error:
-            self.release()
-            raise RefusedError(f"cannot clear {self.directory}: {error.strerror}") from error
+            if isinstance(error, RefusedError):
+                raise
+            where = error.filename or path
+            raise RefusedError(f"cannot lock or clear {where}: {error.strerror}") from error
 
-    def _never_began(self, names: list[str]) -> bool:
-        """Says whether all that is there was left by a launch that no supervisor took over."""
-        there = {name for name in names if not name.startswith(HALF_WRITTEN)}
-        held = rundir.read_json(self.directory / rundir.PLAN)
-        ours = rundir.PLAN not in there or bool(held and jsonl.text(held, "launch"))
-        # A lock of ours from this moment proves nothing: it has to have been there before.
-        had_lock = self.fd >= 0 or rundir.LOCK in there
-        return had_lock and ours and BEFORE_THE_START.issuperset(there)
+    def _lock(self, path: Path) -> None:
+        """Raises RefusedError where it is locked or another file too, OSError where it cannot be.
 
-    def _clear_half_written(self, folder: Path) -> None:
-        """Removes documents that a killed supervisor or launcher was writing."""
-        with contextlib.suppress(OSError):
-            for path in folder.glob(".*.json.tmp-*"):
-                path.unlink()
-
-    def _clear(self) -> None:
-        """Removes what a launch left that never began; only under the lock."""
-        held = rundir.read_json(self.directory / rundir.PLAN)
-        if held is not None:
-            self.cleared = jsonl.text(held, "launch", "?")[:200]
-        for name in BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
-            (self.directory / name).unlink(missing_ok=True)
-
-    def _check_lock(self, path: Path) -> None:
-        """Raises RefusedError when the lock is another file too: its content is replaced."""
+        Its content is replaced.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self.fd = os.open(path, flags, 0o600)
         status = os.fstat(self.fd)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not ours or status.st_nlink > 1:
@@ -146,6 +107,22 @@ class Claim:
                 f"{path} is no file of this launch alone (a hard link, or somebody else's); "
                 "remove it"
             )
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._in_use() from None
+
+    def _clear(self) -> None:
+        """Removes half-written documents, and what a launch left that never began.
+
+        Only under the lock. Raises OSError.
+        """
+        for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
+            with contextlib.suppress(OSError):
+                for path in folder.glob(".*.json.tmp-*"):
+                    path.unlink()
+        for name in () if self._adopt else BEFORE_THE_START - {rundir.LOCK, rundir.REQUESTS}:
+            (self.directory / name).unlink(missing_ok=True)
 
     def _check_content(self) -> None:
         """Raises RefusedError when the directory holds something that is not this launch."""
@@ -153,22 +130,25 @@ class Claim:
             names = os.listdir(self.directory)
         except OSError as error:
             raise RefusedError(f"cannot look into {self.directory}: {error.strerror}") from error
-        there = [name for name in names if name != rundir.LOCK]
+        there = {name for name in names if name != rundir.LOCK}
         if not there and not self._adopt:
             return
         if not self.is_free():
             raise self._in_use()
-        if self._adopt or self._never_began(names):
+        launch = jsonl.text(rundir.read_json(self.directory / rundir.PLAN) or {}, "launch")[:200]
+        left = {name for name in there if not name.startswith(HALF_WRITTEN)}
+        readable = bool(launch) or rundir.PLAN not in there
+        if self._adopt or (rundir.LOCK in names and readable and left <= BEFORE_THE_START):
+            self.cleared = launch
             return
         if rundir.PLAN not in there:
             raise RefusedError(
                 f"{self.directory} is not empty and holds no launch ({min(there)!r} is in it); "
                 "give another directory with --run-dir"
             )
-        held = rundir.read_json(self.directory / rundir.PLAN) or {}
         raise RefusedError(
-            f"{self.directory} holds the launch {jsonl.text(held, 'launch', '?')[:200]}, which is "
-            "over; give another directory with --run-dir"
+            f"{self.directory} holds the launch {launch or '?'}, which is over; give another "
+            "directory with --run-dir"
         )
 
     def _in_use(self) -> RefusedError:
@@ -207,10 +187,9 @@ class Claim:
             with contextlib.suppress(OSError):  # why the launch failed is the sentence to say
                 (self.directory / name).unlink()
         self.release()
-        for folder in (self.directory / rundir.REQUESTS, self.directory if self._made else None):
+        for folder in (self.directory / rundir.REQUESTS, self.directory)[: 1 + self._made]:
             with contextlib.suppress(OSError):
-                if folder is not None:
-                    folder.rmdir()
+                folder.rmdir()
 
 
 def start(directory: Path, given: Orders) -> None:
@@ -225,23 +204,20 @@ def start(directory: Path, given: Orders) -> None:
         rundir.write_json(directory / rundir.PLAN, record)
         lock.claim(claim.fd, given.launch, user_name())
         if claim.cleared:
-            _say_cleared(directory, claim.cleared)
-        log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
-    except OSError as error:
+            text = f"the remains of the launch {claim.cleared}, which never began, were cleared"
+            with os.fdopen(rundir.open_append(directory / rundir.EVENTS), "wb") as events:
+                events.write(jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
+        _supervise(directory, claim.fd)
+    except (OSError, ContractError) as error:
         claim.undo()
+        if isinstance(error, ContractError):
+            raise
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
-    try:
-        process = _spawn(directory, log, claim.fd)
-        _wait_until_ready(process, directory)
-    except ContractError:
-        claim.undo()
-        raise
     claim.release()
-    _reap_later(process)
 
 
-def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
-    """Gives a launch whose supervisor is gone a new one, with this operator's hook; returns its id.
+def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
+    """Gives a launch whose supervisor is gone a new one, with these settings; returns its id.
 
     Its command may be started again, so what was supervised before this host started has to be
     meant: `sure`. Raises RefusedError when there is nothing to take over, ContractError when the
@@ -253,74 +229,48 @@ def adopt(directory: Path, hook: Hook, sure: bool = False) -> str:
         raise RefusedError(f"{directory} holds no launch to take over")
     state = inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
-    _check_adoptable(directory, launch, sure)
-    confirm.check_former(directory, held, state)
-    claim = Claim(directory, adopt=True)
-    deadline = time.monotonic() + DYING_S
-    while not claim.is_free() and not rundir.is_alive(_owner(directory)):
-        # The lock goes a moment after the process that was killed.
-        if time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S)
-    if claim.is_free() and rundir.is_alive(_owner(directory)):
-        raise RefusedError(
-            f"the supervisor of {launch} (pid {_owner(directory).get('pid')}) lives, but the lock "
-            f"in {directory} is not its own; move its directory back, or stop it with kill -TERM"
-        )
-    claim.take()
-    try:
-        _check_adoptable(directory, launch, sure)  # again: now nobody else writes
-        lock.claim(claim.fd, launch, user_name())
-        log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
-        process = _spawn(directory, log, claim.fd, "--adopt", json.dumps(hook.as_dict()))
-        _wait_until_ready(process, directory)
-    except OSError as error:
-        raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
-    finally:
-        claim.release()
-    _reap_later(process)
-    return launch
-
-
-def _owner(directory: Path) -> dict[str, Any]:
-    return jsonl.mapping(rundir.read_json(directory / rundir.PLAN_STATE) or {}, "supervisor")
-
-
-def _check_adoptable(directory: Path, launch: str, sure: bool) -> None:
-    """Raises RefusedError for a launch that has ended, or that this host must not go on with."""
-    state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
+    former = jsonl.mapping(state, "supervisor")
     if jsonl.text(state, "state") == "ended" and not any(
         map(presence.living_in, launches.run_directories(directory))
     ):
         raise RefusedError(f"{launch} has ended; there is nothing to take over")
-    host = jsonl.text(_owner(directory), "host", rundir.host_name())[:200]
+    host = jsonl.text(former, "host", rundir.host_name())[:200]
     if host != rundir.host_name():
         raise RefusedError(f"{launch} ran on {host}; its ranks may live there, so adopt it there")
-    if _owner(directory).get("boot_id") != rundir.boot_id() and not sure:
+    if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
             f"{launch} was not supervised since this host started, and its command may be started "
             f"again: see it with nsa-console status {directory}, and add --yes to mean it"
         )
-
-
-def _say_cleared(directory: Path, launch: str) -> None:
-    """Writes down that the remains of a launch were removed, before there is a supervisor."""
-    text = f"the remains of the launch {launch}, which never began, were cleared"
-    fd = rundir.open_append(directory / rundir.EVENTS)
+    confirm.check_former(directory, held, state)
+    claim, deadline = Claim(directory, adopt=True), time.monotonic() + DYING_S
+    while not (claim.is_free() or rundir.is_alive(former)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)  # the lock goes a moment after the process that was killed
+    if claim.is_free() and rundir.is_alive(former):
+        raise RefusedError(
+            f"the supervisor of {launch} (pid {former.get('pid')}) lives, but the lock in "
+            f"{directory} is not its own; move its directory back, or stop it with kill -TERM"
+        )
+    claim.take()
     try:
-        os.write(fd, jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
+        lock.claim(claim.fd, launch, user_name())
+        _supervise(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
+    except OSError as error:
+        raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
     finally:
-        os.close(fd)
+        claim.release()
+    return launch
 
 
-def _spawn(directory: Path, log: int, lock_fd: int, *more: str) -> subprocess.Popen[bytes]:
-    """Starts the supervisor and closes its log here. Raises ContractError."""
+def _supervise(directory: Path, lock_fd: int, *more: str) -> None:
+    """Starts the supervisor and waits until it has taken over. Raises OSError, ContractError."""
+    log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
         sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
         "--lock-fd", str(lock_fd), *more,
     ]  # fmt: skip
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             argv, env=inherited(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=(lock_fd,),
         )  # fmt: skip
@@ -328,11 +278,8 @@ def _spawn(directory: Path, log: int, lock_fd: int, *more: str) -> subprocess.Po
         raise ContractError(f"the supervisor cannot be started: {error.strerror}") from error
     finally:
         os.close(log)
-
-
-def _reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Asks how the supervisor ended when it has; without a thread to spare nobody does."""
-    with contextlib.suppress(RuntimeError):
+    _wait_until_ready(process, directory)
+    with contextlib.suppress(RuntimeError):  # without a thread to spare nobody reaps it
         threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
 
 

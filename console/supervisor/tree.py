@@ -25,7 +25,6 @@ from trainers.contract import jsonl, rundir
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
 """A scan reads the environment of every process of the host."""
-REAP_EVERY_S = 1.0
 FAILED = re.compile(
     rb"rank\s*:\s*(\d{1,6}) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d{1,4}) \(pid: (\d+)\)"
 )
@@ -96,9 +95,7 @@ class Tree:
         self, token: str, nproc: int, poller: select.poll, link: Link, home: str = ""
     ):  # fmt: skip
         self.token, self.nproc, self._home, self._link = token, nproc, home, link
-        self._parent = link.identity.get("pid", 0)
-        self._pollers = (poller, select.poll())
-        """The main loop's, which ends its wait, and one of this tree alone."""
+        self._parent, self._poller = link.charge.identity.get("pid", 0), poller
         self.agent: process.Handle | None = None
         """torchrun, None before it was started."""
         self.agent_status: int | None = None
@@ -107,10 +104,9 @@ class Tree:
         self.workers: dict[int, Worker] = {}
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
-        self._agent_over_at: float | None = None
-        self._kill_at: float | None = None
-        self._ranks_kill_at: float | None = None
-        self._scanned = self._killed = self._first_killed = self._reaped = 0.0
+        self._kill_at = self._ranks_kill_at = math.inf
+        """The end of the grace time; 0: KILL was sent."""
+        self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
         """When a process was first seen to be over whose exit code is not known yet."""
@@ -132,9 +128,8 @@ class Tree:
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
     ) -> None:
         """Has the owner start torchrun in its own session. Raises OSError where it cannot."""
-        pid, fd = self._link.spawn(argv, environment, log_fd, self.token, self._home, grace_s)
-        self.agent = process.Handle(pid, fd, rundir.start_ticks(pid) or 0)
-        self._register(fd)
+        pid, fd = self._link.spawn(argv, environment, log_fd, grace_s)
+        self.agent = self._taken(process.Handle(pid, fd, rundir.start_ticks(pid) or 0))
 
     def adopt(self, held: Mapping[str, Any], run: Path, number: int) -> None:
         """Takes over the processes that are there; a former supervisor's document may lag behind.
@@ -175,9 +170,9 @@ class Tree:
         for worker in self.workers.values():
             worker.late = worker.late or (worker.over_ts is None and worker.handle.is_over())
         if self.agent is None:
-            pid = self._link.agent or jsonl.integer(agent, "pid") or 0
+            pid = self._link.charge.agent or jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
-            self._reap()
+            self._look_at_agent()
 
     def _adopt_named(
         self, rank: int, entry: Mapping[str, Any], handle: process.Handle | None
@@ -198,32 +193,17 @@ class Tree:
     def _taken(self, handle: process.Handle | None) -> process.Handle | None:
         """Watches for the end of a process that is held."""
         if handle is not None:
-            self._register(handle.fd)
+            self._poller.register(handle.fd, select.POLLIN)
         return handle
 
     def look(self) -> bool:
-        """Finds new ranks, reaps what ended; True when something changed."""
-        changed = self.incomplete and self._discover()
+        """Finds new ranks, takes what ended; True when something changed."""
+        new = process.children(self.agent_pid) if self.incomplete else []
+        changed = bool(sum(map(self._take_rank, new)))
         for worker in self.workers.values():
-            if worker.unreaped:
-                worker.unreaped = worker.handle.is_unreaped()
-                changed = changed or not worker.unreaped
-        now = time.monotonic()
-        if not self._pollers[1].poll(0) and now - self._reaped < REAP_EVERY_S:
-            return changed
-        self._reaped = now
-        changed = self._reap() or changed
-        for worker in self.workers.values():
-            if worker.over_ts is None and worker.handle.is_over():
-                code = worker.handle.exit_code()
-                orphan = self.agent is not None and self.agent.is_over()
-                if code is None and orphan and self._waits_for_exit(worker.handle):
-                    continue
-                if code is not None:
-                    worker.ended(code)
-                self._take_end(worker)
-                changed = True
-        return changed
+            if worker.handle.is_over():
+                changed = self._take_end(worker) or changed
+        return self._look_at_agent() or changed
 
     def alive(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.over_ts is None]
@@ -240,7 +220,7 @@ class Tree:
         if now - self._scanned < SCAN_EVERY_S and self._left:
             return False
         self._scanned, self._left = now, self._found() + self._strays()
-        if self._left and now - (self._agent_over_at or now) > LEFTOVER_GRACE_S:
+        if self._left and now - self._agent_over_at > LEFTOVER_GRACE_S:
             self.kill()
         if not self._left:
             self.look()
@@ -250,10 +230,10 @@ class Tree:
         """Sends TERM to torchrun, or to the ranks if it is gone; KILL follows after the grace."""
         if not self.spawned:
             return
-        if self._kill_at is None:
+        if self._kill_at == math.inf:
             self._kill_at = time.monotonic() + grace_s
             self._link.ending(grace_s)
-        if self._link.termed:
+        if self._link.charge.termed:
             return  # the owner did, where no child was there in time
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
@@ -263,8 +243,7 @@ class Tree:
 
     def expire(self, grace_s: float) -> None:
         """Gives the ranks this long: torchrun waits 30 s for those left by a failed one."""
-        if self._ranks_kill_at is None:
-            self._ranks_kill_at = time.monotonic() + grace_s
+        self._ranks_kill_at = min(self._ranks_kill_at, time.monotonic() + grace_s)
 
     def kill(self) -> None:
         """Sends KILL to every process of this attempt, and again at each `enforce`."""
@@ -314,11 +293,11 @@ class Tree:
     def enforce(self) -> bool:
         """Kills what has outlived its grace; True when it just did so for the first time."""
         now = time.monotonic()
-        if self._ranks_kill_at is not None and now >= self._ranks_kill_at and self.alive():
+        if now >= self._ranks_kill_at and self.alive():
             for worker in self.alive():
                 worker.culled = True
             self._kill_ranks()
-        if self._kill_at is None or now < max(self._kill_at, self._killed + SCAN_EVERY_S):
+        if now < max(self._kill_at, self._killed + SCAN_EVERY_S):
             return False
         first = self._kill_at > 0
         self.kill()
@@ -352,9 +331,6 @@ class Tree:
         if self.agent is not None:
             self._forget(self.agent)
 
-    def _discover(self) -> bool:
-        return bool(sum(self._take_rank(pid) for pid in process.children(self.agent_pid)))
-
     def _take_rank(self, pid: int) -> bool:
         """Takes a process as the rank that its environment names, unless that rank is known."""
         variables = process.environment(pid)
@@ -367,24 +343,37 @@ class Tree:
         self.workers[int(rank)] = Worker(int(rank), int(local), handle)
         return True
 
-    def _reap(self) -> bool:
-        """Takes how those ended that the owner reaped: torchrun, and ranks that it left behind."""
-        exits = self._link.exits
-        changed = False
-        for worker in self.workers.values():
-            code = exits.get(worker.handle.pid) if worker.handle.is_over() else None
-            if code is not None and not worker.seen:
-                worker.ended(code)
-                self._take_end(worker)
-                changed = True
+    def _take_end(self, worker: Worker) -> bool:
+        """Takes the end of a rank, and how it ended as soon as somebody tells; says if it is new.
+
+        The kernel tells of those that torchrun reaps, the owner of those that it left behind.
+        """
+        before, handle = (worker.over_ts, worker.seen, worker.unreaped), worker.handle
+        code = None if worker.seen else self._link.charge.exits.get(handle.pid)
+        if worker.over_ts is None:
+            code = handle.exit_code() if code is None else code
+            orphan = self.agent is not None and self.agent.is_over()
+            if code is None and orphan and self._waits_for_exit(handle):
+                return False
+            worker.over_ts, worker.unreaped = time.time(), True
+            self.order.append(worker.rank)
+        if code is not None:
+            worker.ended(code)
+        worker.unreaped = worker.unreaped and handle.is_unreaped()
+        self._forget(handle)
+        return before != (worker.over_ts, worker.seen, worker.unreaped)
+
+    def _look_at_agent(self) -> bool:
+        """Takes the end of torchrun; says whether it is new."""
         agent = self.agent
         if agent is None or self.agent_over or not agent.is_over():
-            return changed
-        code = exits.pop(agent.pid, agent.exit_code())
-        ours = self._link.agent == agent.pid
-        if code is None and ours and self._waits_for_exit(agent):
-            return changed
-        self._agent_ended(code)
+            return False
+        code = self._link.charge.exits.pop(agent.pid, agent.exit_code())
+        if code is None and self._link.charge.agent == agent.pid and self._waits_for_exit(agent):
+            return False
+        self.agent_status, self.agent_over = code, True
+        self._agent_over_at = time.monotonic()
+        self._forget(agent)
         return True
 
     def _waits_for_exit(self, handle: process.Handle) -> bool:
@@ -392,25 +381,7 @@ class Tree:
         now = time.monotonic()
         return now - self._over_at.setdefault(handle.pid, now) < REAPED_S
 
-    def _agent_ended(self, code: int | None) -> None:
-        self.agent_status, self.agent_over = code, True
-        self._agent_over_at = time.monotonic()
-        if self.agent is not None:
-            self._forget(self.agent)
-
-    def _take_end(self, worker: Worker) -> None:
-        worker.over_ts = worker.over_ts or time.time()
-        worker.unreaped = worker.handle.is_unreaped()
-        self._forget(worker.handle)
-        if worker.rank not in self.order:
-            self.order.append(worker.rank)
-
-    def _register(self, fd: int) -> None:
-        for poller in self._pollers:
-            poller.register(fd, select.POLLIN)
-
     def _forget(self, handle: process.Handle) -> None:
         if handle.fd >= 0:
-            for poller in self._pollers:
-                poller.unregister(handle.fd)
+            self._poller.unregister(handle.fd)
             handle.close()

@@ -362,7 +362,6 @@ def test_a_lock_whose_time_is_none_is_said_without_a_traceback(tmp_path, capsys)
             (path / rundir.LOCK).write_text(json.dumps(held | {"since_ts": since}))
             code, err = said(capsys, "launch", "cpu_smoke", "--run-dir", path)
         assert (code, "is in use by the launch r1" in err) == (4, True), err
-        assert "since an unknown time" in err
 
 
 @pytest.mark.parametrize("umask", ["777", "0", "077"])

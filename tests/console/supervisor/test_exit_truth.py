@@ -6,7 +6,6 @@ import os
 import secrets
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -234,37 +233,22 @@ def test_a_rank_whose_parent_is_gone_still_tells_how_it_ended(begin):
     assert why.startswith("rank 1 was killed by SIGKILL at step ")
 
 
-ALLOCATE = "held = []\nwhile True: held.append(bytearray(b'x') * (4 << 20))"
-
-
-@pytest.fixture
-def small_cgroup():
-    """A cgroup below our own that may use 64 MiB."""
-    mine = kernel.snapshot()
-    if os.geteuid() != 0 or not mine.path.endswith(kernel.FILES["cgroup"]):
-        pytest.skip("needs root and the memory controller of cgroup version 1")
-    folder = Path(mine.path).parent / f"nsa-console-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    (folder / "memory.limit_in_bytes").write_text(str(64 << 20))
-    yield folder
-    folder.rmdir()
-
-
-def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_was_killed(small_cgroup):
-    begun = "import sys; print(flush=True); sys.stdin.readline()\n"
-    child = subprocess.Popen(
-        [sys.executable, "-c", begun + ALLOCATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    child.stdout.readline()
-    (small_cgroup / "cgroup.procs").write_text(str(child.pid))
-    before, outside = kernel.snapshot(child.pid), kernel.snapshot()
-    assert before.path == str(small_cgroup / "memory.oom_control")
-    child.communicate(b"\n", timeout=60)
-    assert child.returncode == -signal.SIGKILL
+def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkeypatch):
+    own = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].split()[0]
+    inner, mounts, host = tmp_path / own.strip("/"), tmp_path / "mounts", tmp_path / "vmstat"
+    mounts.write_text(f"proc /proc proc rw 0 0\ncgroup2 {tmp_path} cgroup2 rw 0 0\n")
+    host.write_text("oom_kill 5\n")
+    monkeypatch.setattr(kernel, "MOUNTS", str(mounts))
+    monkeypatch.setattr(kernel, "VMSTAT", host)
+    inner.mkdir(parents=True, exist_ok=True)
+    alone = kernel.snapshot()
+    assert (alone.cgroup, alone.host, alone.path) == (None, 5, "")
+    counts = tmp_path / "memory.events"
+    counts.write_text("low 0\noom 0\noom_kill 0\n")
+    before = kernel.snapshot()
+    assert before.path == str(counts)
+    host.write_text("oom_kill 6\n")
+    assert (kernel.since(before).elsewhere, kernel.since(alone).perhaps) == (True, True)
+    counts.write_text("low 0\noom 1\noom_kill 1\n")
     found = kernel.since(before)
     assert (found.here, found.words()) == (True, "cgroup oom_kill 0 → 1")
-    elsewhere = kernel.since(outside)
-    assert (elsewhere.here, elsewhere.elsewhere, elsewhere.perhaps) == (False, True, False)

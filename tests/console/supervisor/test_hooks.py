@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from console.settings import Hook
+from console.settings import Settings
 from console.sources import process
 from console.supervisor.hooks import (
     LOG,
@@ -40,9 +40,11 @@ class Told:
             each.mkdir(exist_ok=True)
         argv = (program,) if program else (sys.executable, str(PROGRAM), str(self.kept), *words)
         limit_s = more.pop("limit_s", 10.0)
-        hook = Hook(argv, **{"every_s": 0.05, **more})
+        settings = Settings(argv, **{"hook_every_s": 0.05, **more})
         self.events: list[tuple[str, str, str]] = []
-        self.hooks = Hooks(hook, self.launch, lambda *e: self.events.append(e), self._log, limit_s)
+        self.hooks = Hooks(
+            settings, self.launch, lambda *e: self.events.append(e), self._log, limit_s
+        )
 
     def _log(self, work) -> None:
         with contextlib.suppress(OSError):
@@ -106,7 +108,7 @@ def test_what_a_run_says_cannot_break_out_of_its_variable():
 def test_levels_that_were_not_asked_for_and_no_hook_start_nothing(tmp_path):
     t = Told(tmp_path)
     t.hooks.alert(alert(level="warn"))
-    nothing = Hooks(Hook(), tmp_path, lambda *e: t.events.append(e), t.hooks._log)
+    nothing = Hooks(Settings(), tmp_path, lambda *e: t.events.append(e), t.hooks._log)
     nothing.alert(alert())
     for hooks in (t.hooks, nothing):
         hooks.poll()
@@ -115,7 +117,7 @@ def test_levels_that_were_not_asked_for_and_no_hook_start_nothing(tmp_path):
 
 
 def test_what_comes_meanwhile_is_told_at_once_with_its_count(tmp_path):
-    t = Told(tmp_path, every_s=3600.0)
+    t = Told(tmp_path, hook_every_s=3600.0)
     t.hooks.alert(alert("first"))
     t.until(t.records)
     for n in range(40):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -88,7 +89,10 @@ def test_an_observer_rests_after_a_failure_and_is_switched_off_after_three():
     directory = Directory()
     raised: list[str] = []
     alerts = Alerts(lambda kind, text, *_, **more: raised.append(kind) or {"text": text}, directory)
-    observers, calls = Observers(alerts, owners.absent(), waits_s=(0.1, 0.2), settled_s=0.3), []
+    observers, calls = (
+        Observers(alerts, owners.absent(), waits_s=(0.1, 0.2, math.inf), settled_s=0.3),
+        [],
+    )
 
     def look(fails: bool) -> str:
         calls.append(fails)

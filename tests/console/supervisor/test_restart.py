@@ -69,6 +69,12 @@ def test_what_can_never_work_is_not_tried_twice():
     assert "same way" in str(restart.after([crashed(hopeless=True)], CRASH))
 
 
+def test_what_was_ended_for_a_restart_is_restarted_where_there_is_a_policy():
+    wanted = [crashed()]
+    assert restart.after(wanted, Restart()) == ""
+    assert isinstance(restart.after(wanted, Restart("stall")), Again)
+
+
 def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin):
     started = begin(
         phase("one", "member.py", 150), restart={"when": "crash", "backoff_s": 0.5},
