@@ -120,14 +120,14 @@ def ended(held: Mapping[str, Any]) -> list[Ended]:
     return [each for entry in told if (each := documents.read(Ended, entry)).state]
 
 
-def summary(held: Mapping[str, Any], run: Path, world: int, attempt: int) -> Summary:
+def summary(held: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
     """Returns what the records and counts of former attempts add up to; records are read again.
 
-    A count that supervisor.json lacks stays unknown.
+    A count that supervisor.json lacks stays unknown. Without `run` its count of stalls is believed.
     """
     counted = jsonl.integer(held, "attempt") is not None
     stalls = jsonl.integer(held, "stalls")
-    if stalls is not None:
+    if stalls is not None and run is not None:
         stalls = max(stalls, _stalls_in_events(run))
     found = Summary(world, attempt if counted else None, stalls)
     found.take_document(held)
