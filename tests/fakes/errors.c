@@ -28,11 +28,13 @@
 struct control {
     int armed;
     int seen, failed;     /* calls that fitted, and those of them that failed */
-    int number, at;       /* the errno, 0 for none, and which call fails first: 1 is the first */
+    int number, at;       /* the errno, 0 for none, and which call fails first: 1 is the first;
+                             HANGS: all calls wait while it stands there, but for live files */
     int lasting;          /* all further ones fail too */
     char call[32], file[256]; /* which calls fit: their name, and a pattern of files */
 };
-static struct control *control;
+static volatile struct control *control;
+#define HANGS (-1)
 static char below[PATH_MAX], live[PATH_MAX];
 static int record = -1;
 
@@ -100,9 +102,11 @@ static int fails(const char *which, const char *path)
         int size = snprintf(line, sizeof line, "%s\t%s\n", which, name);
         syscall(SYS_write, record, line, size);
     }
+    while (control->number == HANGS && control->armed && strncmp(name, "live", 4))
+        usleep(10000);
     errno = before;
-    if (!control->number || strcmp(which, control->call) ||
-        fnmatch(control->file, name, FNM_PATHNAME))
+    if (control->number <= 0 || strcmp(which, (char *)control->call) ||
+        fnmatch((char *)control->file, name, FNM_PATHNAME))
         return 0;
     int seen = __atomic_add_fetch(&control->seen, 1, __ATOMIC_SEQ_CST);
     if (seen != control->at && !(control->lasting && seen > control->at))

@@ -19,6 +19,8 @@ CONTROL = struct.Struct("=6i32s256s")
 """As errors.c has it."""
 CHANGING = re.compile(r"(?<![A-Za-z])[0-9a-f]{8,}(?![A-Za-z])|\d+")
 """Numbers and random words that differ from run to run."""
+HANGS = "HANGS"
+"""In the place of an error: every call on a file of the run directory waits."""
 FULL = ("create", "write", "sync", "mkdir", "rename", "allocate", "send")
 OPENING = ("open", "create", "list")
 NUMBERS: Mapping[str, tuple[str, ...]] = {
@@ -70,7 +72,7 @@ def environment(library: Path, control: Path, below: Path, record: Path) -> dict
 def write(control: Path, failure: Failure | None, armed: bool = False) -> None:
     """Writes what is to fail, in place; nothing fails or is recorded before it is armed."""
     given = failure or Failure("", "", "")
-    number = getattr(errno, given.number) if failure else 0
+    number = {"": 0, HANGS: -1}.get(given.number) or getattr(errno, given.number, 0)
     data = CONTROL.pack(
         armed, 0, 0, number, given.at, given.lasting, given.call.encode(), given.file.encode()
     )

@@ -110,12 +110,11 @@ class Case:
 
     def run(self) -> Outcome:
         begun = time.monotonic()
-        self._folder.mkdir()
-        supervisor = self._start(self._given)
+        supervisor = self.start()
         try:
             self._wait(supervisor)
         finally:
-            self._found.wrong += self._left_behind(supervisor)
+            self._found.wrong += self.left_behind(supervisor)
         self._found.seen, self._found.failed = errors.counts(self._control)
         self._found.wrong += self._untrue()
         self._found.seconds = time.monotonic() - begun
@@ -123,15 +122,16 @@ class Case:
             shutil.rmtree(rundir.SHARED_MEMORY / f"{LIVE}{token}", ignore_errors=True)
         return self._found
 
-    def _start(self, given: Orders) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes]:
         """Starts the supervisor with the library, as `console.supervisor.start` does without."""
+        self._folder.mkdir()
         rundir.make_directory(self._launch)
-        rundir.write_json(self._launch / rundir.PLAN, given.as_dict(time.time()))
+        rundir.write_json(self._launch / rundir.PLAN, self._given.as_dict(time.time()))
         held = os.open(self._launch / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         log = rundir.open_append(self._launch / rundir.SUPERVISOR_LOG)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.claim(held, given.launch, "tester")
+            lock.claim(held, self._given.launch, "tester")
             variables = inherited()
             variables["PYTHONPATH"] = f"{STUB['PYTHONPATH']}:{variables['PYTHONPATH']}"
             errors.write(self._control, self._found.failure)
@@ -165,7 +165,7 @@ class Case:
                 self._found.stopped = True
                 until = time.monotonic() + END_S
 
-    def _left_behind(self, supervisor: subprocess.Popen[bytes]) -> Iterator[str]:
+    def left_behind(self, supervisor: subprocess.Popen[bytes]) -> Iterator[str]:
         """Ends what is left; yields a sentence on each that should not have been."""
         code = supervisor.poll()
         if code is None:
