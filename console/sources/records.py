@@ -42,6 +42,9 @@ class Records:
         )
         most = MAX_TAIL_BYTES if reads == "recent" else None
         self.has_snapshot = snapshot.load(run, held, self.reducer, most)
+        self.snapshot_ts = jsonl.number(held or {}, "ts") if self.has_snapshot else None
+        self.counted = 0
+        """The number of heartbeats that were read, and counted."""
         if self.has_snapshot and reads == "charts":
             snapshot.draw(run, self.reducer)
         is_recent = reads == "end" or (reads == "recent" and not self.has_snapshot)
@@ -108,6 +111,7 @@ class Records:
         ranks = min(world or MAX_RANKS, MAX_RANKS)
         for batch in self._reading.poll(limit_bytes, ranks):
             for record in self.reducer.take(batch, ranks):
+                self.counted += 1
                 self._taken(self.run, record)
         self.attempt = self.reducer.attempt(attempt)
         heads = self.reducer.heads(self.attempt)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -526,10 +527,22 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     directory.document(run / rundir.RUN, born | {"world": 2, "gates": {"restarts_at_most": 0}})
     gate = {"name": "restarts_at_most", "value": 0.0, "bound": "≤ 0", "result": "pass"}
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
-    with_snapshot = main(["check", str(run)]), capsys.readouterr().out
+    assert main(["check", str(run)]) == 1
+    by_snapshot = r"by gates.json and by snapshot.json of \d+ s ago and {} after it; nsa-console "
+    basis = capsys.readouterr().out.splitlines()[1]
+    assert re.match(by_snapshot.format("0 records"), basis), basis
+    directory.beat(run, 0, 61, "progress", n=50, mono=1e6, loss=1.0)
+    main(["check", str(run), "--json"])
+    basis = json.loads(capsys.readouterr().out)["basis"]
+    assert re.match(by_snapshot.format("1 record"), basis), basis
+    main(["check", str(run)])
+    with_snapshot = capsys.readouterr().out.splitlines()
     (run / rundir.SNAPSHOT).unlink()
     assert main(["check", str(run)]) == 1
     assert "there is no usable snapshot.json of its records, of which only the end was read; " in (
         capsys.readouterr().out
     )
-    assert (main(["check", str(run), "--full"]), capsys.readouterr().out) == with_snapshot
+    assert main(["check", str(run), "--full"]) == 1
+    lines = sum(len(rundir.heartbeat(run, rank).read_bytes().splitlines()) for rank in (0, 1))
+    with_snapshot[1] = f"by gates.json and by all {lines} records"
+    assert capsys.readouterr().out.splitlines() == with_snapshot
