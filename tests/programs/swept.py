@@ -5,12 +5,14 @@ Beside the launch directory lie `control`, where rank 0 lets calls of the superv
 asks for a halt, `poor` has a loss that is no number, `again` makes rank 1 exit 7 in its first
 attempt, and calls fail from then on only. `grow` fills the logs, `stand` lets rank 1 stand still
 for a while, `adopt` waits half way for the file `go`: calls fail when the next supervisor comes.
+With `family` each rank has a process of its own.
 """
 
 import json
 import mmap
 import os
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,6 +47,7 @@ with path.open("r+b") as stream:
     stream.truncate(8 * run.world)
     board = mmap.mmap(stream.fileno(), 8 * run.world)
 halted = False
+family = [subprocess.Popen(["sleep", "100"])] if mode == "family" else []
 for step in range(1, steps + 1):
     bad = mode == "poor" and step == ASK_AT
     halted = run.step(step, loss=float("nan") if bad else 1.0 / step, grad_norm=1.0)

@@ -98,7 +98,7 @@ def test_term_in_a_frozen_directory_ends_what_can_end_and_the_rest_after_the_tha
 
 def test_a_process_that_replaces_another_works_while_the_directory_does_not_answer(tmp_path):
     """Here reads wait too, as on a file server that is gone."""
-    course = Course("halted", "", LONG, frozenset({"stopped"}))
+    course = Course("halted", "family", LONG, frozenset({"stopped"}))
     library, control = errors.build(tmp_path), tmp_path / "case" / "control"
     case = Case(course, orders(course, tmp_path), None, tmp_path / "case", library)
     started = Started(tmp_path / "case" / "launch")
@@ -116,7 +116,7 @@ def test_a_process_that_replaces_another_works_while_the_directory_does_not_answ
         started.wait(lambda: status().get("mono", 0) > killed + 4, 20)
         assert status()["blocked_s"] > 2
         os.kill(supervisor.pid, signal.SIGTERM)
-        started.wait(lambda: not process.with_token(started.token()), 6)
+        started.wait(lambda: not process.with_token(started.token()), 8)
     finally:
         errors.write(control, None)
         with contextlib.suppress(subprocess.TimeoutExpired):
