@@ -14,7 +14,7 @@ from console import plain
 from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, show_progress, tell
 from console.model import LIVE_STATES, LaunchState, RunState, State
 from console.plans.confirm import confirmed
-from console.sources import launches
+from console.sources import launches, presence
 from console.sources.run import RunSource, size_words
 from console.sources.sanitize import clean
 from trainers.contract import rundir
@@ -22,6 +22,7 @@ from trainers.contract.errors import NotFoundError, UsageError
 
 LOGS_POLL_S = 0.5
 FULL_BYTES = 8 << 20
+FULL = "nsa-console check --full replays all records"
 ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
 """In these a run has not taken all its steps."""
 
@@ -145,10 +146,27 @@ def _check_run(options: argparse.Namespace) -> int:
     end = plain.no_go(state) or (_go(state, run.whole) if code == 0 else _no_go(state, run.whole))
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
-    gates = plain.as_json(state)["gates"]
-    record = {"id": state.id, "state": state.state, "gates": gates, "exit_code": code}
-    show(options.json, record, [*map(plain.gate_line, state.gates), end])
+    gates, basis = plain.as_json(state)["gates"], _basis(run, state, code)
+    record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
+              "exit_code": code}  # fmt: skip
+    show(options.json, record, [*map(plain.gate_line, state.gates), *filter(None, [basis]), end])
     return code
+
+
+def _basis(run: RunSource, state: RunState, code: int) -> str:
+    """Says what the verdict on the gates rests on, "" for a run without any."""
+    if not state.gates:
+        return ""
+    if code and not plain.no_go(state):
+        return f"by {rundir.GATES}"
+    has_snapshot, ts, count = run.counted
+    records = f"by the {plain.counted(count, 'record')} that were read"
+    if has_snapshot:
+        of = f"{rundir.SNAPSHOT} of {plain.duration(presence.age(ts))} ago"
+        records = f"by {of} and {plain.counted(count, 'record')} after it; {FULL}"
+    elif run.is_whole and not state.behind_bytes:
+        records = f"by all {plain.counted(count, 'record')}"
+    return f"by {rundir.GATES} and {records}"
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:

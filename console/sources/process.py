@@ -195,16 +195,21 @@ def _hold(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
     return Handle(pid, fd, ticks)
 
 
-def hold_named(owner: Mapping[str, Any], run: Path, logs: Path) -> Handle | None:
+def hold_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle | None:
     """Opens the process that a document names and then checks that it is this one, and of the run.
 
     For a process that has overwritten its environment, as setproctitle does. A document may name
-    anybody's: it has to be this user's, and its output has to go into one of the run's `logs`.
+    anybody's: it has to be this user's, and its output has to go into one of the run's `logs`, None
+    for a document of our own.
     """
     if not rundir.is_alive(owner):
         return None
     pid = owner["pid"]
-    return _hold(pid, lambda: rundir.is_alive(owner) and writes_into(pid, run, logs))
+
+    def is_meant() -> bool:
+        return rundir.is_alive(owner) and (logs is None or writes_into(pid, run, logs))
+
+    return _hold(pid, is_meant)
 
 
 def writes_into(pid: int, run: Path, logs: Path) -> bool:

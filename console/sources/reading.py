@@ -62,6 +62,13 @@ def line_before(path: Path, at: int, count_bytes: int) -> int:
     return begin + end if 0 < end <= count_bytes else at
 
 
+def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
+    """Returns the last bytes of a file, where it is short from before its rotation too."""
+    data = jsonl.read_bytes(path, limit_bytes, below=below)
+    left = limit_bytes - len(data)
+    return (jsonl.read_bytes(rundir.kept_log(path), left, below=below) if left else b"") + data
+
+
 class Line(NamedTuple):
     """One record, with its place and the length of its line in bytes."""
 
@@ -241,7 +248,8 @@ class Reading:
         cursors: Mapping[str, Cursor] | None = None, only: Collection[str] | None = None,
         warm_up_bytes: int = 0,
     ):  # fmt: skip
-        self.run, self._recent_bytes, self._cursors = run, recent_bytes, dict(cursors or {})
+        self.run, self._recent_bytes = run, recent_bytes
+        self._cursors: Mapping[str, Cursor] = {} if cursors is None else cursors
         self._only, self._warm_up_bytes = only, warm_up_bytes
         self._followed: dict[str, Follower] = {}
         self._turns: deque[str] = deque()

@@ -39,6 +39,7 @@ class Records:
         )
         most = MAX_TAIL_BYTES if reads == "recent" else None
         self.has_snapshot = snapshot.load(run, held, self.reducer, most)
+        self.snapshot_ts = jsonl.number(held or {}, "ts") if self.has_snapshot else None
         if self.has_snapshot and reads == "charts":
             snapshot.draw(run, self.reducer)
         is_recent = reads == "end" or (reads == "recent" and not self.has_snapshot)

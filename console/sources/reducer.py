@@ -160,6 +160,8 @@ class Reducer:
         self.events = Events()
         self.cursors: dict[str, Cursor] = {}
         self._replaced: dict[str, int] = {}
+        self.counted = 0
+        """The number of heartbeats that were taken and count."""
         self.charted: dict[str, deque[Place]] = {}
         """The places of the newest records of which points are kept."""
 
@@ -212,6 +214,7 @@ class Reducer:
             head.take(line)
         if not counts:
             return
+        self.counted += 1
         self._chart(name, line, self.series.add)
         if record["msg"] == "progress" and rank == 0:
             at = jsonl.number(record, "ts") or 0.0

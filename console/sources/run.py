@@ -74,6 +74,15 @@ class RunSource:
         """Says whether all records count, as a sum over them needs it."""
         return self._reader is None or self._reader.reading.is_whole
 
+    @property
+    def counted(self) -> tuple[bool, float | None, int]:
+        """Returns what the sums are of: a snapshot, its time, and how many heartbeats were read."""
+        reader = self._reader
+        return (
+            (False, None, 0) if reader is None
+            else (reader.has_snapshot, reader.snapshot_ts, reader.reducer.counted)
+        )  # fmt: skip
+
     def read_all(self, told: Callable[[int], object] = lambda _: None) -> RunState:
         """Polls until nothing is left that can be read; `told` gets how many bytes are."""
         state = self.poll()

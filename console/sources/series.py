@@ -1,7 +1,7 @@
 """The series of one run: what the charts draw and what rates, percentiles and ETA come from.
 
 The newest records of a file are kept as points. What is older is thinned to the least and the
-largest value of each span of 10 s, 1 min and 10 min: the same spans, whoever thins.
+largest value of each span of 10 s, 1 min, 10 min and 2 h: the same spans, whoever thins.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from trainers.contract import jsonl
 
 RAW_RECORDS = 600
-SPANS_S, KEPT_SPANS = (10, 60, 600), (1080, 1440, 4032)
-"""The resolutions, and how many spans of each are kept: 3 hours, a day, four weeks."""
+SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
+"""The resolutions, and how many spans of each are kept: 3 hours, a day, 4 weeks, 11 months."""
 MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW = 200, 64
 AHEAD_S = 60.0

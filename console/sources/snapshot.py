@@ -23,7 +23,7 @@ from trainers.contract import VERSION, heartbeat, jsonl, rundir
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
 """It is no longer than that, and than so much for each of more than 16 ranks."""
 HISTORY_BYTES = 4 << 20
-"""So much of each history file is read."""
+"""So much of each resolution's history is read; a file of this length becomes `.1`."""
 POINTS_BYTES = 64 << 20
 """No more is read of the newest records for their points; without them the spans have to do."""
 
@@ -127,7 +127,8 @@ class _Loader:
         series = Series(reducer.series.keeps)
         series.load(jsonl.mapping(self._held, "series"))
         # Nothing raises from here on: a reducer is filled as a whole, or not at all.
-        reducer.cursors, reducer.all_heads, reducer.events = cursors, heads, events
+        reducer.cursors.update(cursors)  # whose `Reading` may have them already
+        reducer.all_heads, reducer.events = heads, events
         reducer.summary.folds, reducer.series, reducer.charted = folds, series, charted
         reducer.newest_samples = {name: line for name, line in samples.items() if line}
 
@@ -169,11 +170,13 @@ class _Loader:
             record = heartbeat.accept(line.record) if line is not None else of
             if record is None or (record["rank"], record["attempt"]) != (rank, attempt):
                 raise ValueError(f"{name} has another record")
-        last = lines["last"]
+        last, progress = lines["last"], lines["progress"]
         part = folds[rank].parts.get(attempt)
-        number = jsonl.integer(last.record, "n") if last is not None else None
-        if last is None or (number and part is not None and number != part.last):
+        whole = part if part is not None and not part.trouble else None
+        if last is None or (whole and jsonl.integer(last.record, "n") != whole.last):
             raise ValueError(f"{name} has another newest record")
+        if whole and whole.step != (progress.record["step"] if progress is not None else 0):
+            raise ValueError(f"{name} has another newest step")
         return documents.read(Head, held, pace=UNTIMED, **lines)
 
     def _events(self, held: Mapping[str, Any]) -> Events:
@@ -214,7 +217,7 @@ def draw(run: Path, reducer: Reducer) -> None:
     Call it before anything else is taken.
     """
     for level in range(len(SPANS_S)):
-        data = jsonl.read_bytes(history(run, level), HISTORY_BYTES, below=run)
+        data = reading.read_end(history(run, level), HISTORY_BYTES, run)
         reducer.series.add_history(level, data.split(b"\n"))
     begin = {
         name: Cursor(reducer.cursors[name].head, places[0])

@@ -93,6 +93,12 @@ class Directory(Recorder):
             )
             raise OSError(errno.ESTALE, self.replaced_run, str(path))
 
+    def append(self, path: Path, line: bytes) -> None:
+        """Appends a line at once; on this thread. Raises OSError where it is not written whole."""
+        self._write(path, line)
+        if path in self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
     def set_aside(self, path: Path, to: Path) -> None:
         """Renames a file that records go to; the next record begins a new one. On this thread.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from console.sources import ancestor, documents, lastwords, process
 from console.sources.lastwords import LastWords
 from console.sources.pace import Progress, progress_of
-from console.sources.reading import Batch, Reading
+from console.sources.reading import Batch, Reading, read_end
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
@@ -151,19 +151,12 @@ class Files:
 
     def rest(self) -> Rest:
         """Returns what is read once, when all processes have ended."""
-        log = self._end_of(self._log)
+        log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}
         for rank in range(self._world):
             path = rundir.rank_log(self._run, self._attempt, rank)
-            own = lastwords.read(self._end_of(path))
+            own = lastwords.read(read_end(path, LOG_TAIL_BYTES, self._run))
             last[rank] = own if own != LastWords() else lastwords.read(log, rank)
         death = DEATH.search(log)
         signal = process.signal_name(int(death[1])) if death else ""
         return Rest(log, last, newest_checkpoint(self._run), signal)
-
-    def _end_of(self, log: Path) -> bytes:
-        """Returns the last bytes of a log, from before its rotation too where it is short."""
-        data = jsonl.read_bytes(log, LOG_TAIL_BYTES, below=self._run)
-        left = LOG_TAIL_BYTES - len(data)
-        before = jsonl.read_bytes(rundir.kept_log(log), left, below=self._run) if left else b""
-        return before + data

@@ -91,14 +91,14 @@ def ended(held: Mapping[str, Any]) -> list[Ended]:
     return [each for entry in told if (each := documents.read(Ended, entry)).state]
 
 
-def summary(held: Mapping[str, Any], run: Path, world: int, attempt: int) -> Summary:
+def summary(held: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
     """Returns what the records and counts of former attempts add up to; records are read again.
 
-    A count that supervisor.json lacks stays unknown.
+    A count that supervisor.json lacks stays unknown. Without `run` its count of stalls is believed.
     """
     counted = jsonl.integer(held, "attempt") is not None
     stalls = jsonl.integer(held, "stalls")
-    if stalls is not None:
+    if stalls is not None and run is not None:
         told = [(each.get("kind"), each.get("alert")) for each in events(run, run)]
         stalls = max(stalls, told.count(("alert", STALL)))  # the events are a second source
     found = Summary(world, attempt if counted else None, stalls)

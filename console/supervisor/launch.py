@@ -160,14 +160,19 @@ class Launch:
         """
         self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
         runs, link = [self.path / entry["dir"] for entry in self._phases], self._services.link
-        witness, doubts = belief.Witness(self.path, runs), []
+        doubts = []
         if link.kept(self.path / rundir.PLAN_STATE) is None:
+            witness = belief.Witness(self.path, runs)
             held, doubts = belief.of_launch(held, self.orders, self._index, runs, witness)
         for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
             mine |= theirs
         self._next_flags.held = inheritance.next_flags(held)
         self._ended_by = jsonl.text(held, "ended_by")[:400]
-        self._mailbox.remember(witness.answered())
+        # Queued before the first look at the mailboxes.
+        self._directory.job(
+            lambda: belief.Witness(self.path, runs).answered(),
+            lambda answered, _: self._mailbox.remember(answered or {}),
+        )
         if held.get("state") == "ended":  # a former child of this owner has said so
             self.state, self.why = "ended", jsonl.text(held, "why")[:400]
             return self._publish()

@@ -13,7 +13,7 @@ from console.diagnose.watch import STRONG
 from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
-from console.sources import presence, snapshot
+from console.sources import presence
 from console.sources.reading import Reading
 from console.sources.reducer import Reducer
 from console.sources.series import Series
@@ -72,6 +72,9 @@ class Run:
         self._context = self._shared(held)
         self.summary = self._context.reducer.summary
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
+        if held is not None:
+            # What a former supervisor left on disk is not believed: its records are read again.
+            self._snapshots.load(self._link.kept(path / rundir.SNAPSHOT))
         if held is None:
             self._record = given.run_record(index, path, self._flags, self._contract())
             self._link.keep(path / rundir.RUN, self._record)
@@ -92,12 +95,10 @@ class Run:
             summary = Summary(world, 1, 0)
         else:
             home, token = inheritance.home(self._record), inheritance.token(self._record)
-            summary = inheritance.summary(held, path, world, self.number)
+            is_kept = self._link.kept(path / rundir.RUN) is not None
+            summary = inheritance.summary(held, None if is_kept else path, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
-        if held is not None:
-            # What a former supervisor left on disk is not believed: its records are read again.
-            snapshot.load(path, self._link.kept(path / rundir.SNAPSHOT), reducer)
-        # A new reader begins before that: it has to learn what is usual.
+        # A new reader begins before the snapshot's end: it has to learn what is usual.
         reading = Reading(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
         live = Live(token, world, self.number, path, held is not None)
         if held is not None and live.path is None and self._link.began(path, home, self.number):

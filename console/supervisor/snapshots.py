@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from console.sources import snapshot
 from console.sources.reducer import Reducer
@@ -13,11 +16,15 @@ from console.supervisor.services import Services
 from trainers.contract import jsonl, rundir
 
 EVERY_S = 30.0
-TOO_LONG = "snapshot"
+TOO_LONG, NO_HISTORY = "snapshot", "history"
 
 
 class Snapshots:
-    """Owns when they are written. The state is that of `reducer`, which the records go into."""
+    """Owns when they are written. The state is that of `reducer`, which the records go into.
+
+    The owner keeps a snapshot when the history before it is on disk: who goes on from there reads
+    the records of what is missing again, and writes it.
+    """
 
     def __init__(
         self, services: Services, run: Path, name: str, reducer: Reducer, alerts: Alerts
@@ -25,12 +32,20 @@ class Snapshots:
         self._services, self._run, self._name, self._reducer = services, run, name, reducer
         self._alerts = alerts
         self._written = time.monotonic()
+        self._is_waiting = False
+
+    def load(self, held: Mapping[str, Any] | None) -> None:
+        """Begins with the snapshot that a former child left to the owner."""
+        self._run_job(lambda: snapshot.load(self._run, held, self._reducer), None)
 
     def look(self) -> None:
-        """Writes what is due; call it once a second."""
-        self._add_history()
+        """Writes what is due, nothing while the disk does not answer; call it once a second."""
+        if self._is_waiting:
+            return
         if time.monotonic() - self._written >= EVERY_S:
             self.write()
+        elif self._reducer.series.ended:
+            self._run_job(self._add_history, None)
 
     def write(self) -> None:
         """Replaces the snapshot; one that would be too long is not written: the former one counts.
@@ -38,20 +53,41 @@ class Snapshots:
         The lines of the history come before it: it says up to which of them they are whole.
         """
         self._written = time.monotonic()
-        self._add_history()
         found = snapshot.document(self._reducer, self._name, time.time())
         size, most = len(json.dumps(found)), snapshot.max_bytes(len(self._reducer.summary.folds))
+        self._run_job(self._add_history, found if size <= most else None)
         if size <= most:
-            self._services.publish(self._run / rundir.SNAPSHOT, found)
+            self._services.directory.document(self._run / rundir.SNAPSHOT, found)
         else:
             text = (
                 f"{rundir.SNAPSHOT} would have {size:,} bytes, more than {most:,}: none is written"
             )
             self._alerts.raise_(TOO_LONG, f"{text}, and who looks reads what came since", "warn")
 
+    def _run_job(self, work: Callable[[], object], found: Mapping[str, Any] | None) -> None:
+        self._is_waiting = True
+        self._services.directory.job(work, partial(self._take_done, found), self._run)
+
+    def _take_done(
+        self, found: Mapping[str, Any] | None, _: object, error: Exception | None
+    ) -> None:
+        self._is_waiting = False
+        if error is not None:
+            self._alerts.raise_(NO_HISTORY, f"the history of the charts is not written: {error}")
+            return
+        self._alerts.clear(NO_HISTORY, "the history of the charts is written again")
+        if found is not None:
+            self._services.link.keep(self._run / rundir.SNAPSHOT, found)
+
     def _add_history(self) -> None:
-        ended = self._reducer.series.ended
+        """Writes the spans that ended; on the directory's thread.
+
+        Raises OSError for one that is not on disk: it is written again the next time.
+        """
+        directory, ended = self._services.directory, self._reducer.series.ended
         while ended:
-            span = ended.popleft()
-            path = snapshot.history(self._run, span.level)
-            self._services.directory.put(path, jsonl.encode(span.as_dict()))
+            path = snapshot.history(self._run, ended[0].level)
+            directory.append(path, jsonl.encode(ended[0].as_dict()))
+            ended.popleft()
+            if jsonl.size_bytes(path) >= snapshot.HISTORY_BYTES:
+                directory.set_aside(path, rundir.kept_log(path))

@@ -137,18 +137,22 @@ class Tree:
         It only tells of ranks that have lost their token, and how those ended that are gone. Exit
         codes of processes that are no children of ours, and of what ended while nobody looked, may
         stay unknown. Anybody can copy a token: who is named by the document, or writes into a log
-        of the attempt, goes first, and nobody else is a rank that has ended by the document.
+        of the attempt, goes first, and nobody else is a rank that has ended by the document. One
+        that the owner kept is believed without its logs, which may lie on a disk that hangs.
         """
+        is_kept = self._link.kept(run / rundir.SUPERVISOR) is not None
+        is_kept = is_kept and held.get("attempt") == number
         entries, agent = documents.entries(held, "workers"), jsonl.mapping(held, "torchrun")
         told = {(jsonl.integer(entry, "start_ticks"), jsonl.integer(entry, "pid"))
                 for entry in (*entries, agent)}  # fmt: skip
         over = {str(entry.get("rank")) for entry in entries if entry.get("exit") is not None}
         here, logs = {key: held.get(key) for key in ("boot_id", "host")}, rundir.logs(run, number)
         found = [
-            ((ticks, pid) not in told and not process.writes_into(pid, run, logs), ticks, pid)
+            ((ticks, pid) not in told and (is_kept or not process.writes_into(pid, run, logs)),
+             ticks, pid)
             for pid in process.with_token(self.token, self._home)
             if (ticks := rundir.start_ticks(pid)) is not None
-        ]
+        ]  # fmt: skip
         for uncertain, _, pid in sorted(found):
             if uncertain and process.environment(pid).get("RANK") in over:
                 continue
@@ -159,7 +163,9 @@ class Tree:
                 self.agent = self._taken(process.hold(pid, self.token))
 
         def named(entry: Mapping[str, Any]) -> process.Handle | None:
-            return self._taken(process.hold_named(here | dict(entry), run, logs))
+            return self._taken(process.hold_named(
+                here | dict(entry), run, None if is_kept else logs
+            ))  # fmt: skip
 
         entries.sort(key=lambda e: jsonl.number(jsonl.mapping(e, "exit"), "ts") or math.inf)
         for entry in entries:

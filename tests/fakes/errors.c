@@ -28,11 +28,14 @@
 struct control {
     int armed;
     int seen, failed;     /* calls that fitted, and those of them that failed */
-    int number, at;       /* the errno, 0 for none, and which call fails first: 1 is the first */
+    int number, at;       /* the errno, 0 for none, and which call fails first: 1 is the first;
+                             HANGS: all calls wait while it stands there, but for live files;
+                             SHORT: half of a write is done, and the next one finds a full disk */
     int lasting;          /* all further ones fail too */
     char call[32], file[256]; /* which calls fit: their name, and a pattern of files */
 };
-static struct control *control;
+static volatile struct control *control;
+enum { HANGS = -1, SHORT = -2 };
 static char below[PATH_MAX], live[PATH_MAX];
 static int record = -1;
 
@@ -83,7 +86,7 @@ static const char *named(const char *path, char *name, size_t size)
     return name;
 }
 
-/* Says whether this call on this path has to fail; errno is set then. */
+/* Says whether this call on this path has to fail (errno is set then), or (SHORT) to do half. */
 static int fails(const char *which, const char *path)
 {
     char name[PATH_MAX];
@@ -100,15 +103,20 @@ static int fails(const char *which, const char *path)
         int size = snprintf(line, sizeof line, "%s\t%s\n", which, name);
         syscall(SYS_write, record, line, size);
     }
+    while (control->number == HANGS && control->armed && strncmp(name, "live", 4))
+        usleep(10000);
     errno = before;
-    if (!control->number || strcmp(which, control->call) ||
-        fnmatch(control->file, name, FNM_PATHNAME))
+    if (!control->number || control->number == HANGS || strcmp(which, (char *)control->call) ||
+        fnmatch((char *)control->file, name, FNM_PATHNAME))
         return 0;
     int seen = __atomic_add_fetch(&control->seen, 1, __ATOMIC_SEQ_CST);
-    if (seen != control->at && !(control->lasting && seen > control->at))
+    int is_after = control->number == SHORT && seen == control->at + 1;
+    if (seen != control->at && !is_after && !(control->lasting && seen > control->at))
         return 0;
     __atomic_add_fetch(&control->failed, 1, __ATOMIC_SEQ_CST);
-    errno = control->number;
+    if (control->number == SHORT && seen == control->at)
+        return SHORT;
+    errno = control->number == SHORT ? ENOSPC : control->number;
     return 1;
 }
 
@@ -182,12 +190,20 @@ WRAP(ssize_t, pread64, (int fd, void *data, size_t size, off64_t from), (fd, dat
      fails_fd("read", fd), -1)
 WRAP(ssize_t, readv, (int fd, const struct iovec *parts, int count), (fd, parts, count),
      fails_fd("read", fd), -1)
-WRAP(ssize_t, write, (int fd, const void *data, size_t size), (fd, data, size),
-     fails_fd("write", fd), -1)
-WRAP(ssize_t, pwrite, (int fd, const void *data, size_t size, off_t from), (fd, data, size, from),
-     fails_fd("write", fd), -1)
-WRAP(ssize_t, pwrite64, (int fd, const void *data, size_t size, off64_t from),
-     (fd, data, size, from), fails_fd("write", fd), -1)
+#define WRITER(name, parameters, arguments) \
+    ssize_t name parameters \
+    { \
+        REAL(name); \
+        int failing = fails_fd("write", fd); \
+        if (failing == 1) \
+            return -1; \
+        size = failing == SHORT ? (size + 1) / 2 : size; \
+        return real arguments; \
+    }
+
+WRITER(write, (int fd, const void *data, size_t size), (fd, data, size))
+WRITER(pwrite, (int fd, const void *data, size_t size, off_t from), (fd, data, size, from))
+WRITER(pwrite64, (int fd, const void *data, size_t size, off64_t from), (fd, data, size, from))
 WRAP(ssize_t, writev, (int fd, const struct iovec *parts, int count), (fd, parts, count),
      fails_fd("write", fd), -1)
 WRAP(ssize_t, sendfile64, (int out, int in, off64_t *from, size_t size), (out, in, from, size),

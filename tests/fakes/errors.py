@@ -19,10 +19,17 @@ CONTROL = struct.Struct("=6i32s256s")
 """As errors.c has it."""
 CHANGING = re.compile(r"(?<![A-Za-z])[0-9a-f]{8,}(?![A-Za-z])|\d+")
 """Numbers and random words that differ from run to run."""
+HANGS = "HANGS"
+"""In the place of an error: every call on a file of the run directory waits."""
+SHORT = "SHORT"
+"""In the place of an error: half of a write is done, and the next one meets ENOSPC."""
 FULL = ("create", "write", "sync", "mkdir", "rename", "allocate", "send")
 OPENING = ("open", "create", "list")
 NUMBERS: Mapping[str, tuple[str, ...]] = {
-    name: ("EIO", *["ENOSPC"] * (name in FULL), *["EMFILE"] * (name in OPENING))
+    name: (
+        "EIO", *["ENOSPC"] * (name in FULL), *["EMFILE"] * (name in OPENING),
+        *[SHORT] * (name == "write"),
+    )
     for name in (
         "open", "create", "read", "write", "send", "sync", "truncate", "allocate", "map", "stat",
         "fstat", "statvfs", "access", "rename", "unlink", "mkdir", "utime", "chmod", "list",
@@ -70,7 +77,7 @@ def environment(library: Path, control: Path, below: Path, record: Path) -> dict
 def write(control: Path, failure: Failure | None, armed: bool = False) -> None:
     """Writes what is to fail, in place; nothing fails or is recorded before it is armed."""
     given = failure or Failure("", "", "")
-    number = getattr(errno, given.number) if failure else 0
+    number = {HANGS: -1, SHORT: -2}.get(given.number) or getattr(errno, given.number, 0)
     data = CONTROL.pack(
         armed, 0, 0, number, given.at, given.lasting, given.call.encode(), given.file.encode()
     )
@@ -99,17 +106,21 @@ def sites(record: Path) -> dict[tuple[str, str], int]:
 
 
 def failures(
-    of: Mapping[tuple[str, str], int], known: Collection[tuple[str, str]] = ()
+    of: Mapping[tuple[str, str], int], known: Collection[tuple[str, str]] = (), few: bool = False
 ) -> list[Failure]:
     """Returns each site with each of its errors: the first call, the second, the last, and all.
 
-    Of a site that is `known` from elsewhere EIO alone: the first, the last, and all.
+    Of a site that is `known` from elsewhere EIO alone: the first, the last, and all. With `few`
+    none of those, and of the others the first and all.
     """
     found: list[Failure] = []
     for (call, name), count in of.items():
         is_known = (call, name) in known
+        if few and is_known:
+            continue
         for number in NUMBERS[call][: 1 if is_known else None]:
             places = sorted({1, count} if is_known else {1, min(2, count), count})
+            places = [1] if few else places
             found += [Failure(call, name, number, at) for at in places]
             found.append(Failure(call, name, number, lasting=True))
     return found

@@ -25,6 +25,7 @@ from console import actions, plain
 from console.model import Gate, RunState
 from console.plans.confirm import confirmed
 from console.sources import process
+from console.sources.reading import Reading
 from console.sources.run import RunSource
 from console.supervisor import lock
 from console.supervisor.orders import Orders, inherited
@@ -36,6 +37,8 @@ from trainers.contract import jsonl, rundir
 LIVE = f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
 STEPS, LONG = 40, 100_000
 LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 40.0, 9.0, 0.6, 20.0, 0.02
+COMES_S = 5.0
+"""The ranks go on after this time whether the next supervisor has come or not."""
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3
 FALSE_WORDS = re.compile(r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|is gone)\b")
@@ -59,6 +62,14 @@ class Course:
     attempts: int = 1
     stopped: bool = False
     """TERM is sent to the supervisor when the failures have begun."""
+    program: str = "sick_supervisor.py"
+    gates: Mapping[str, Any] = field(default_factory=lambda: GATES)
+    told: str = LOST_RANK
+    """An alert that begins so is true in it."""
+    is_adopted: bool = False
+    """The supervisor is killed half way: the failures meet the one that takes over."""
+    has_few: bool = False
+    """Only its own call sites fail, the first call and all."""
 
 
 COURSES = (
@@ -69,6 +80,15 @@ COURSES = (
     Course(
         "TERM", "stop", LONG, frozenset({"stopped", "halted"}), frozenset({"steps_done"}), 1, True
     ),
+    Course("files grow", "grow", 150, program="growing_supervisor.py", has_few=True),
+    Course(
+        "a stall",
+        "stand",
+        gates={"steps_done": STEPS, "loss_finite": True},
+        has_few=True,
+        told="alert: rank 1",
+    ),
+    Course("taken over", "adopt", is_adopted=True, has_few=True),
 )
 
 
@@ -89,11 +109,13 @@ class Outcome:
 
 def orders(course: Course, folder: Path) -> Orders:
     """Returns what a launcher orders in a course; all its cases share it."""
-    phases = [phase("one", "swept.py", course.steps, course.mode, gates=GATES)]
+    phases = [phase("one", "swept.py", course.steps, course.mode, gates=course.gates)]
     if course.failed:
         phases.append(phase("two", "swept.py", 1))
     again = {"when": "crash", "attempts": 2, "backoff_s": 0.1} if course.attempts > 1 else "never"
-    plan = write_plan(folder, phases=phases, restart=again)
+    watch = {"stall_floor_s": 1, "startup_s": 60, "grace_s": 3}
+    more = {"watch": watch} if course.mode == "stand" else {}
+    plan = write_plan(folder, phases=phases, restart=again, **more)
     return actions.prepare(actions.LaunchOptions(plan=str(plan), run_dir=folder / "launch")).orders
 
 
@@ -110,12 +132,13 @@ class Case:
 
     def run(self) -> Outcome:
         begun = time.monotonic()
-        self._folder.mkdir()
-        supervisor = self._start(self._given)
+        supervisor = self.start()
         try:
+            if self._course.is_adopted:
+                supervisor = self._take_over(supervisor)
             self._wait(supervisor)
         finally:
-            self._found.wrong += self._left_behind(supervisor)
+            self._found.wrong += self.left_behind(supervisor)
         self._found.seen, self._found.failed = errors.counts(self._control)
         self._found.wrong += self._untrue()
         self._found.seconds = time.monotonic() - begun
@@ -123,24 +146,26 @@ class Case:
             shutil.rmtree(rundir.SHARED_MEMORY / f"{LIVE}{token}", ignore_errors=True)
         return self._found
 
-    def _start(self, given: Orders) -> subprocess.Popen[bytes]:
+    def start(self, *adopt: str) -> subprocess.Popen[bytes]:
         """Starts the supervisor with the library, as `console.supervisor.start` does without."""
+        self._folder.mkdir(exist_ok=True)
         rundir.make_directory(self._launch)
-        rundir.write_json(self._launch / rundir.PLAN, given.as_dict(time.time()))
+        if not adopt:
+            rundir.write_json(self._launch / rundir.PLAN, self._given.as_dict(time.time()))
         held = os.open(self._launch / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         log = rundir.open_append(self._launch / rundir.SUPERVISOR_LOG)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.claim(held, given.launch, "tester")
+            lock.claim(held, self._given.launch, "tester")
             variables = inherited()
             variables["PYTHONPATH"] = f"{STUB['PYTHONPATH']}:{variables['PYTHONPATH']}"
-            errors.write(self._control, self._found.failure)
+            errors.write(self._control, self._found.failure, armed=bool(adopt))
             variables |= errors.environment(
                 self._library, self._control, self._launch, self.record
             ) | {"ERRORS_LIVE": str(rundir.SHARED_MEMORY / LIVE)}
             return subprocess.Popen(
-                [sys.executable, str(PROGRAMS / "sick_supervisor.py"), str(self._launch),
-                 "--lock-fd", str(held)],
+                [sys.executable, str(PROGRAMS / self._course.program), str(self._launch),
+                 "--lock-fd", str(held), *adopt],
                 env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, pass_fds=(held,),
             )  # fmt: skip
@@ -149,6 +174,24 @@ class Case:
             os.close(log)
 
     # --- while it runs -------------------------------------------------------------------------
+
+    def _take_over(self, former: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        """Kills the supervisor and starts the next; the ranks go on when that one has come."""
+        until = time.monotonic() + END_S
+        while len(list(self._folder.glob("ready*"))) < 2 and time.monotonic() < until:
+            time.sleep(POLL_S)
+        former.kill()
+        former.wait()
+        following = self.start("--adopt", "{}")
+        until = time.monotonic() + COMES_S
+        while following.poll() is None and time.monotonic() < until and not self._has_come():
+            time.sleep(POLL_S)
+        (self._folder / "go").touch()
+        return following
+
+    def _has_come(self) -> bool:
+        events = _lines(self._launch / "0-one" / rundir.EVENTS)
+        return any("a new supervisor watches" in event["text"] for event in events)
 
     def _wait(self, supervisor: subprocess.Popen[bytes]) -> None:
         """Waits for the end; TERM is sent where the course says so, or a lasting failure waits."""
@@ -165,13 +208,17 @@ class Case:
                 self._found.stopped = True
                 until = time.monotonic() + END_S
 
-    def _left_behind(self, supervisor: subprocess.Popen[bytes]) -> Iterator[str]:
+    def left_behind(self, supervisor: subprocess.Popen[bytes]) -> Iterator[str]:
         """Ends what is left; yields a sentence on each that should not have been."""
         code = supervisor.poll()
         if code is None:
             yield "the supervisor did not end"
             supervisor.kill()
             supervisor.wait()
+        elif self._course.is_adopted:  # it may refuse: the ranks go on alone
+            until = time.monotonic() + END_S
+            while any(map(process.with_token, self._tokens())) and time.monotonic() < until:
+                time.sleep(POLL_S)
         elif code and not (self._found.stopped and code == -signal.SIGTERM):  # it met its end
             yield f"the supervisor ended with {code}"
         for token in self._tokens():
@@ -197,6 +244,7 @@ class Case:
         yield from self._wrong_ends()
         yield from self._wrong_state(state)
         yield from self._wrong_events()
+        yield from self._wrong_parts()
         log = (self._launch / rundir.SUPERVISOR_LOG).read_text(errors="replace")
         if "Traceback" in log:
             yield f"the supervisor failed: {log.splitlines()[-1]}"
@@ -240,19 +288,33 @@ class Case:
     def _wrong_events(self) -> Iterator[str]:
         may = {"starting", "running", "halting", "stopping", "lost", *self._course.states}
         may |= {"restarting"} if self._course.attempts > 1 else set()
+        may |= {"stalled"} if self._course.mode == "stand" else set()
         may |= {"stopped", "halted"} if self._found.stopped else set()
         for folder in (self._launch, self._launch / "0-one"):
             for event in _lines(folder / rundir.EVENTS):
                 text = f"{event['kind']}: {event['text']}"
                 if event["kind"] == "state" and event.get("state", "running") not in may:
                     yield text
-                known = self._course.attempts > 1 and text.startswith(LOST_RANK)
+                known = self._course.attempts > 1 or self._course.mode == "stand"
+                known = known and text.startswith(self._course.told)
                 if event["kind"] == "alert" and FALSE_WORDS.search(text) and not known:
                     yield text
                 if "mistake" in text or "working process" in text:
                     yield text
                 if event["kind"] == "answer":
                     yield from self._wrong_answer(event)
+
+    def _wrong_parts(self) -> Iterator[str]:
+        """Yields what is wrong with samples that became parts: none is lost, doubled or damaged."""
+        run = self._launch / "0-one"
+        path = rundir.samples(run, rundir.host_name())
+        reading = Reading(run, only=[path.name])
+        numbers = [number for number, _ in rundir.parts(path)]
+        found = [line.record["ts"] for batch in reading.poll(1 << 30) for line in batch.lines]
+        if numbers != [*range(1, len(numbers) + 1)] or found != sorted(set(found)):
+            yield f"samples are lost or doubled: parts {numbers}, {found}"
+        if reading.skipped and numbers:
+            yield f"{reading.skipped} samples are damaged"
 
     def _wrong_answer(self, event: Mapping[str, Any]) -> Iterator[str]:
         """Yields an answer that the files contradict."""

@@ -1,8 +1,9 @@
 """Calls on files of a run fail, one site after the other, as in the tests of SQLite.
 
 A run without a failure tells which calls there are: a name, and a file below the run and its live
-directory. Each of them then fails with EIO, where it can with ENOSPC and EMFILE: the first call,
-the second, the last, and all. A sample of this runs in `make test`, all of it in `make faults`.
+directory. Each of them then fails with EIO, where it can with ENOSPC and EMFILE, or does half of a
+write: the first call, the second, the last, and all. A sample of this runs in `make test`, all of
+it in `make faults`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ RUN, LIMIT_S = "*-one", 1800
 SAMPLE = {
     "to the end": (
         Failure("write", f"{RUN}/events.jsonl", "ENOSPC", lasting=True),
+        Failure("write", f"{RUN}/events.jsonl", errors.SHORT),
         Failure("rename", f"{RUN}/supervisor.json", "EIO", 2),
         Failure("create", f"{RUN}/.stackdump_rank*_*.txt.tmp-*-*", "EMFILE"),
         Failure("fstat", RUN, "EIO", lasting=True),
@@ -40,8 +42,19 @@ SAMPLE = {
         Failure("fstat", "live", "EIO", 2),
     ),
     "TERM": (Failure("open", "lock", "EMFILE", lasting=True),),
+    "files grow": (
+        Failure("write", f"{RUN}/.samples_*.jsonl.*.gz.tmp", errors.SHORT),
+        Failure("write", f"{RUN}/history_*s.jsonl", "ENOSPC"),
+        Failure("truncate", f"{RUN}/logs/attempt*/rank*.log", "EIO"),
+    ),
+    "a stall": (Failure("rename", f"{RUN}/verdicts/*.json", "EIO", lasting=True),),
+    "taken over": (
+        Failure("open", "plan_state.json", "EIO"),
+        Failure("rename", "live", "EIO"),
+    ),
 }
 SAMPLE_OF_SAVES = (
+    ("new", Failure("write", "run/checkpoints/.latest.tmp-*-*", errors.SHORT)),
     ("new", Failure("write", "run/checkpoints/.step_*.tmp/__*_*.distcp", "ENOSPC", 2)),
     ("new", Failure("sync", "run/checkpoints/.latest.tmp-*-*", "EIO")),
     ("again", Failure("rename", "run/checkpoints/step_*", "EIO")),
@@ -104,7 +117,7 @@ def test_whatever_call_fails_no_rank_is_harmed_and_nothing_is_untrue(
     course = next(each for each in COURSES if each.name == name)
     sweep = Sweep(course, tmp_path / "cases", library)
     sites = sweep.record()
-    chosen = errors.failures(sites, () if course is COURSES[0] else known)
+    chosen = errors.failures(sites, () if course is COURSES[0] else known, course.has_few)
     found = run_all((sweep, failure) for failure in chosen)
     assert not wrong(found)
     missed = sum(not each.failed for each in found)

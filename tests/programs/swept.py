@@ -3,13 +3,16 @@
 Beside the launch directory lie `control`, where rank 0 lets calls of the supervisor fail from step
 3 on, and `ends.jsonl`, to which each rank appends how it ended. MODE `ask` sends requests, `halt`
 asks for a halt, `poor` has a loss that is no number, `again` makes rank 1 exit 7 in its first
-attempt, and calls fail from then on only.
+attempt, and calls fail from then on only. `grow` fills the logs, `stand` lets rank 1 stand still
+for a while, `adopt` waits half way for the file `go`: calls fail when the next supervisor comes.
+With `family` each rank has a process of its own.
 """
 
 import json
 import mmap
 import os
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from pathlib import Path
 from trainers.contract import environ, rundir
 from trainers.contract.member import join
 
-FAIL_AT, ASK_AT, EXIT_AT = 3, 6, 12
+FAIL_AT, ASK_AT, EXIT_AT, STAND_S = 3, 6, 12, 4.0
 ASKED = {"ask": ("note", "dump", "checkpoint"), "halt": ("halt",)}
 ARGS = {"note": {"text": "asked by rank 0"}}
 
@@ -44,13 +47,21 @@ with path.open("r+b") as stream:
     stream.truncate(8 * run.world)
     board = mmap.mmap(stream.fileno(), 8 * run.world)
 halted = False
+family = [subprocess.Popen(["sleep", "100"])] if mode == "family" else []
 for step in range(1, steps + 1):
     bad = mode == "poor" and step == ASK_AT
     halted = run.step(step, loss=float("nan") if bad else 1.0 / step, grad_norm=1.0)
     if halted:
         break
-    if run.rank == 0 and step == FAIL_AT and mode != "again":
+    if run.rank == 0 and step == FAIL_AT and mode not in ("again", "adopt"):
         fail_from_now_on()
+    if mode == "grow":
+        print("x" * 1000, flush=True)
+    if mode == "stand" and run.rank == 1 and step == EXIT_AT:
+        time.sleep(STAND_S)
+    while mode == "adopt" and step == EXIT_AT and not (case / "go").exists():
+        (case / f"ready{run.rank}").touch()
+        time.sleep(0.01)
     if run.rank == 0 and step == ASK_AT:
         for action in ASKED.get(mode, ()):
             ask(action)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,18 +58,49 @@ def same_state(run: Path) -> None:
 
 
 class Disk:
-    """Writes at once what a supervisor's thread writes in order."""
+    """Writes at once what a supervisor's thread writes in order, and keeps what the owner keeps.
 
-    @property
-    def directory(self) -> Disk:
-        return self
+    While it `hangs` jobs wait, while it `is_full` no line is written.
+    """
 
-    def put(self, path: Path, line: bytes) -> None:
+    def __init__(self) -> None:
+        self.directory = self.link = self
+        self.kept: list[dict[str, Any]] = []
+        self.alerts: set[str] = set()
+        self.hangs = self.is_full = False
+        self.waiting: list[Callable[[], object]] = []
+
+    def job(self, work: Callable[[], object], then: Callable[..., object], folder: Path) -> None:
+        def done() -> None:
+            try:
+                then(work(), None)
+            except OSError as error:
+                then(None, error)
+
+        self.waiting.append(done)
+        while self.waiting and not self.hangs:
+            self.waiting.pop(0)()
+
+    def append(self, path: Path, line: bytes) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "full")
         with path.open("ab") as stream:
             stream.write(line)
 
-    def publish(self, path: Path, record: dict[str, Any]) -> None:
+    def set_aside(self, path: Path, to: Path) -> None:
+        path.rename(to)
+
+    def document(self, path: Path, record: dict[str, Any]) -> None:
         rundir.write_json(path, record)
+
+    def keep(self, path: Path, record: dict[str, Any]) -> None:
+        self.kept.append(record)
+
+    def raise_(self, name: str, *_: str) -> None:
+        self.alerts.add(name)
+
+    def clear(self, name: str, *_: str) -> None:
+        self.alerts.discard(name)
 
 
 class Observer:
@@ -76,15 +109,17 @@ class Observer:
     One that begins anew starts at the snapshot that is there, as one that takes over does.
     """
 
-    def __init__(self, run: Path, warm_up_bytes: int = 0):
+    def __init__(
+        self, run: Path, warm_up_bytes: int = 0, held: dict[str, Any] | None = None
+    ):  # fmt: skip
         self.run, self.reducer = run, Reducer(Series(keeps=False), timed=True)
-        held = rundir.read_json(run / rundir.SNAPSHOT)
+        held = held or rundir.read_json(run / rundir.SNAPSHOT)
         self.has_snapshot = snapshot.load(run, held, self.reducer)
         self._reading = Reading(
             run, cursors=self.reducer.cursors, warm_up_bytes=warm_up_bytes
         )  # fmt: skip
-        disk: Any = Disk()
-        self._snapshots = Snapshots(disk, run, "toy/0-first", self.reducer, disk)
+        self.disk: Any = Disk()
+        self._snapshots = Snapshots(self.disk, run, "toy/0-first", self.reducer, self.disk)
 
     def read(self, limit_bytes: int = 1 << 30) -> None:
         for batch in self._reading.poll(limit_bytes):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -128,7 +130,7 @@ def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monke
     monkeypatch.setattr("console.sources.series.RAW_RECORDS", 20)
     monkeypatch.setattr("console.sources.reducer.RAW_RECORDS", 20)
     monkeypatch.setattr("console.sources.snapshot.RAW_RECORDS", 20)
-    monkeypatch.setattr("console.sources.series.KEPT_SPANS", (15, 12, 9))
+    monkeypatch.setattr("console.sources.series.KEPT_SPANS", (15, 12, 9, 9))
     rng = random.Random(7)
     writer, observer = Writer(run, rng), Observer(run)
     for count in range(1500):
@@ -151,6 +153,57 @@ def test_the_series_of_a_long_run_are_the_thinned_ones_of_all_records(run, monke
     assert ats[-1] == writer.ts
 
 
+def test_the_history_of_a_long_run_stays_small_and_covers_all_of_it(run, monkeypatch):
+    most = 64 << 10
+    monkeypatch.setattr("console.sources.snapshot.HISTORY_BYTES", most)
+    writer, observer = Writer(run, random.Random(7)), Observer(run)
+    begin = writer.ts
+    for count in range(3000):
+        writer.ts += 120.0
+        writer.sample()
+        if count % 40 == 0:
+            observer.read()
+    observer.read()
+    observer.write()
+    for path in run.glob("history_*"):
+        assert path.stat().st_size < 1.1 * most, path
+    source = RunSource(run, reads="charts")
+    source.poll()
+    source.poll()
+    ats = [at for at, _ in source.series.points("rss_mib:0")]
+    assert (ats[0] - begin, ats[-1]) < (SPANS_S[-1], writer.ts + 1)
+    assert max(b - a for a, b in itertools.pairwise(ats)) <= SPANS_S[-1]
+
+
+def test_the_owner_keeps_a_snapshot_when_the_history_before_it_is_on_disk(run):
+    """One that is replaced while the disk does not answer reads the missing spans again."""
+    writer, observer = Writer(run, random.Random(7)), Observer(run)
+
+    def look() -> list[int]:
+        for _ in range(30):
+            writer.ts += 10.0
+            writer.beat()
+            writer.sample()
+        observer.read()
+        observer.write()
+        lines = snapshot.history(run, 0).read_bytes().splitlines()
+        return [each["n"] for line in lines
+                if (each := json.loads(line))["of"] == "samples_here.jsonl"]  # fmt: skip
+
+    assert (look(), len(observer.disk.kept)) == ([*range(1, 30)], 1)
+    observer.disk.is_full = True
+    assert (look(), len(observer.disk.kept)) == ([*range(1, 30)], 1)
+    assert observer.disk.alerts
+    observer.disk.is_full = False
+    assert (look(), len(observer.disk.kept)) == ([*range(1, 90)], 2)
+    assert not observer.disk.alerts
+    observer.disk.hangs = True
+    assert (look(), len(observer.disk.kept)) == ([*range(1, 90)], 2)
+    kept = observer.disk.kept[-1]
+    observer = Observer(run, held=kept)
+    assert (look(), len(observer.disk.kept)) == ([*range(1, 150)], 1)
+
+
 def test_a_point_of_the_newest_records_is_drawn_as_it_was_measured_and_older_ones_as_bands():
     series = Series()
     for second in range(4000):
@@ -162,7 +215,7 @@ def test_a_point_of_the_newest_records_is_drawn_as_it_was_measured_and_older_one
     assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
 
 
-def test_no_more_than_four_weeks_of_a_series_are_kept():
+def test_no_more_than_eleven_months_of_a_series_are_kept():
     series = Series()
     for number in range(3 * sum(KEPT_SPANS)):
         series.add("x", number * SPANS_S[-1], {"a": 1.0})
@@ -238,6 +291,27 @@ def test_a_snapshot_of_long_ago_is_none_for_a_look_and_starts_the_charts(run, mo
         directory.beat(run, 0, number, n=number, mono=1e6 + number)
     assert not Records(run, "recent").has_snapshot
     assert Records(run, "charts").has_snapshot
+
+
+@pytest.mark.parametrize(("key", "value"), [("last", 59), ("last", 9999), ("step", 9999)])
+def test_a_snapshot_that_its_newest_records_contradict_counts_for_nothing(run, key, value):
+    prepared(run)
+    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
+    held["folds"]["0"]["parts"]["1"][key] = value
+    directory.document(run / rundir.SNAPSHOT, held)
+    assert not Records(run, "recent").has_snapshot
+    same_state(run)
+
+
+def test_a_record_that_comes_twice_leaves_a_snapshot_that_fits(run):
+    prepared(run)
+    observer = Observer(run)
+    directory.beat(run, 0, 61, n=5, mono=1e9)
+    observer.read()
+    observer.write()
+    assert Records(run, "recent").has_snapshot
+    assert "record 5 comes twice" in observer.reducer.summary.folds[0].parts[1].trouble
+    same_state(run)
 
 
 def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):
@@ -482,10 +556,22 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     directory.document(run / rundir.RUN, born | {"world": 2, "gates": {"restarts_at_most": 0}})
     gate = {"name": "restarts_at_most", "value": 0.0, "bound": "≤ 0", "result": "pass"}
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
-    with_snapshot = main(["check", str(run)]), capsys.readouterr().out
+    assert main(["check", str(run)]) == 1
+    by_snapshot = r"by gates.json and by snapshot.json of \d+ s ago and {} after it; nsa-console "
+    basis = capsys.readouterr().out.splitlines()[1]
+    assert re.match(by_snapshot.format("0 records"), basis), basis
+    directory.beat(run, 0, 61, "progress", n=50, mono=1e6, loss=1.0)
+    main(["check", str(run), "--json"])
+    basis = json.loads(capsys.readouterr().out)["basis"]
+    assert re.match(by_snapshot.format("1 record"), basis), basis
+    main(["check", str(run)])
+    with_snapshot = capsys.readouterr().out.splitlines()
     (run / rundir.SNAPSHOT).unlink()
     assert main(["check", str(run)]) == 1
     assert "there is no usable snapshot.json of its records, of which only the end was read; " in (
         capsys.readouterr().out
     )
-    assert (main(["check", str(run), "--full"]), capsys.readouterr().out) == with_snapshot
+    assert main(["check", str(run), "--full"]) == 1
+    lines = sum(len(rundir.heartbeat(run, rank).read_bytes().splitlines()) for rank in (0, 1))
+    with_snapshot[1] = f"by gates.json and by all {lines} records"
+    assert capsys.readouterr().out.splitlines() == with_snapshot

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from console.sources import process
+from tests.fakes import errors
+from tests.faults.sweep import LONG, Case, Course, orders
 from tests.faults.test_places import WITHOUT_MEMORY
-from tests.launches import STUB
+from tests.launches import STUB, Started
 from tests.mounts import ext4
 from trainers.contract import heartbeat, jsonl, pulse, rundir
 
@@ -88,6 +93,36 @@ def test_term_in_a_frozen_directory_ends_what_can_end_and_the_rest_after_the_tha
     started.wait(lambda: not process.with_token(token), 10)
     assert started.wait_end()["phases"][0]["state"] == "stopped"
     started.wait(lambda: not rundir.is_alive(owner), 10)
+
+
+def test_a_process_that_replaces_another_works_while_the_directory_does_not_answer(tmp_path):
+    """Here reads wait too, as on a file server that is gone."""
+    course = Course("halted", "family", LONG, frozenset({"stopped"}))
+    library, control = errors.build(tmp_path), tmp_path / "case" / "control"
+    case = Case(course, orders(course, tmp_path), None, tmp_path / "case", library)
+    started = Started(tmp_path / "case" / "launch")
+    supervisor = case.start()
+    started.wait_steps(5)
+    live, child = Path(live_of(started.token())), started.child()
+    try:
+        errors.write(control, errors.Failure("", "", errors.HANGS), armed=True)
+        os.kill(child, signal.SIGKILL)
+        killed = time.monotonic()
+
+        def status() -> dict[str, Any]:
+            return rundir.read_json(live / rundir.LIVE_STATUS) or {}
+
+        started.wait(lambda: status().get("mono", 0) > killed + 4, 20)
+        assert status()["blocked_s"] > 2
+        os.kill(supervisor.pid, signal.SIGTERM)
+        started.wait(lambda: not process.with_token(started.token()), 8)
+    finally:
+        errors.write(control, None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            supervisor.wait(30)
+        left = list(case.left_behind(supervisor))
+        shutil.rmtree(live, ignore_errors=True)
+    assert (left, started.plan_state["phases"][0]["state"]) == ([], "stopped")
 
 
 def live_of(token: str) -> str:

@@ -70,10 +70,9 @@ def alerts_of(started: Started, name: str) -> list[str]:
 
 def wait_replaced(started: Started, former: int) -> int:
     """Returns the pid of the next working process when it has taken over."""
-    told = len(alerts_of(started, REPLACED))
     return started.wait(
-        lambda: (pid := started.child()) != former and len(alerts_of(started, REPLACED)) > told
-        and pid
+        lambda: (pid := started.child()) != former and started.state()["child"]["pid"] == pid
+        and alerts_of(started, REPLACED) and pid
     )  # fmt: skip
 
 
