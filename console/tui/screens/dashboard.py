@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partialmethod
+from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
-from textual.containers import Horizontal
+from textual.containers import Grid, Horizontal
 
 from console.model import RunState
 from console.tui import chartmath
-from console.tui.chartmath import Mode
 from console.tui.screens.view import View, shown_text
 from console.tui.widgets.chart import Chart, ChartPanel
 from console.tui.widgets.figures import FiguresPanel
-from console.tui.widgets.logtail import LogBook, LogTail
+from console.tui.widgets.logtail import LogTail
 from console.tui.widgets.ranks import Ranks
+
+if TYPE_CHECKING:
+    from console.tui.main import ConsoleApp
 
 CHARTS = (
     Chart("tok/s", ("toks_per_s",), "", from_zero=True),
@@ -25,6 +28,7 @@ CHARTS = (
     Chart("gate entropy", ("gate_entropy_mean",), "", from_zero=True),
     Chart("grad norm", ("grad_norm",), "", from_zero=True),
 )
+MOST_CHARTS = 6
 BANDED = 16
 """At most so many ranks or GPUs are drawn into the band of the memory chart."""
 
@@ -90,15 +94,13 @@ class Dashboard(View):
     Dashboard Horizontal { height: auto; width: 1fr; }
     Dashboard Ranks { width: 1fr; height: 1fr; }
     Dashboard FiguresPanel { margin-left: 2; height: 1fr; }
-    Dashboard .charts { height: 1fr; }
+    Dashboard Grid { height: 1fr; grid-gutter: 0 2; }
     Dashboard ChartPanel { width: 1fr; height: 1fr; }
-    Dashboard ChartPanel.later { margin-left: 2; }
     """
 
-    def __init__(self, book: LogBook, mode: Mode):
+    def __init__(self, app: ConsoleApp):
         super().__init__(id="dashboard")
-        self._book = book
-        self._mode: Mode = mode
+        self._book, self._mode = app.book, app.terminal.chart_mode
         self.span_s = 0
         self._shape: Shape | None = None
 
@@ -106,12 +108,9 @@ class Dashboard(View):
         with Horizontal(id="top"):
             yield Ranks(id="ranks")
             yield FiguresPanel(id="figures")
-        for row in range(2):
-            with Horizontal(id=f"charts{row}", classes="charts"):
-                for column in range(3):
-                    chart = ChartPanel(f"chart{row}{column}", self._mode)
-                    chart.set_class(column > 0, "later")
-                    yield chart
+        with Grid(id="charts"):
+            for index in range(MOST_CHARTS):
+                yield ChartPanel(f"chart{index}", self._mode)
         yield LogTail(self._book, id="log")
 
     def fit_panels(self) -> None:
@@ -126,8 +125,7 @@ class Dashboard(View):
             self._apply(now)
         available = {name for name, points in charts_of.items() if points}
         charts = chosen(state, available, now.charts)
-        slots = [p for p in self.query(ChartPanel) if p.display]
-        for panel, chart in zip(slots, charts, strict=False):
+        for panel, chart in zip(self.query(ChartPanel), charts, strict=False):
             panel.chart, panel.span_s = chart, self.span_s
 
     def _apply(self, now: Shape) -> None:
@@ -135,11 +133,11 @@ class Dashboard(View):
         figures = self.query_one("#figures")
         figures.display = now.figures_width > 0
         figures.styles.width = now.figures_width or 1
+        charts = self.query_one("#charts")
+        charts.display = now.charts > 0
+        charts.styles.grid_size_columns = now.per_row or 1
         for index, panel in enumerate(self.query(ChartPanel)):
-            row, column = divmod(index, 3)
-            panel.display = column < now.per_row and row * now.per_row < now.charts
-        for row in range(2):
-            self.query_one(f"#charts{row}").display = row * max(1, now.per_row) < now.charts
+            panel.display = index < now.charts
         log = self.query_one("#log")
         log.display = now.log > 1
         log.styles.height = max(1, now.log)

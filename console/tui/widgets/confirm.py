@@ -10,7 +10,7 @@ from textual.containers import Horizontal
 from textual.widgets import Button, Input
 
 from console.tui.questions import Choice, Question
-from console.tui.rows import Row, fill, rule, wrap
+from console.tui.rows import Row, fill, labelled, rule, wrap
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import FlatButton, Overlay
 
@@ -23,9 +23,8 @@ def question_rows(question: Question, width: int) -> list[Row]:
     head = rule(f"── {question.title}", width, line="─")
     rows: list[Row] = [tuple((text, "warn") for text, _ in head)]
     for label, text in question.facts:
-        for index, line in enumerate(wrap(text, min(MOST_WIDTH, width) - LABEL - 3, 4) or [""]):
-            name = fill(label if index == 0 else "", LABEL)
-            rows.append((("  ", ""), (name, "dim"), (" ", ""), (line, "")))
+        lines = wrap(text, min(MOST_WIDTH, width) - LABEL - 3, 4) or [""]
+        rows += labelled((f"  {fill(label, LABEL)} ", "dim"), lines)
     return rows
 
 

@@ -22,15 +22,11 @@ def header_row(snapshot: Snapshot, width: int, late_s: float = 0.0, paused: bool
     """Returns the header for a width; the least important parts go first."""
     state = snapshot.state
     if state is None:
-        parts: list[Part] = [
-            (9, [(("NSA console", "strong"),)]),
-            (8, [(("no run", "dim"),)]),
-        ]
-        return fit(parts, width)
+        return fit([(9, [(("NSA console", "strong"),)]), (8, [(("no run", "dim"),)])], width)
     host: Row = ((f"{state.host} ×{state.world}", "dim"),)
     held: list[Row] = [(("picture paused", "caution"),), (("paused", "caution"),)]
     attempt: list[Row] = [((f"{word} {state.attempt}", "warn"),) for word in ("attempt", "att")]
-    parts = [
+    parts: list[Part] = [
         (9, _name(state, width)),
         (10, [_state(state, snapshot.now)]),
         (10, held if paused else [BLANK]),
