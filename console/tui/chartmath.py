@@ -26,9 +26,14 @@ _LEFT, _RIGHT = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def auto_span(elapsed_s: float) -> int:
-    """Returns the shortest span that shows all so far, at most ten minutes."""
-    return next((s for s in SPANS_S if s >= elapsed_s and s <= AUTO_MAX_S), AUTO_MAX_S)
+def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
+    """Returns start and length of the time that is shown.
+
+    A length of 0 is the shortest that shows all so far, at most ten minutes.
+    """
+    elapsed = now - first
+    auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
+    return window_start(first, now, span_s or auto), span_s or auto
 
 
 def window_start(first: float, now: float, span: float) -> float:

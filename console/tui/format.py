@@ -94,11 +94,9 @@ def gib(mib: float | None) -> str:
 
 def short_gib(mib: float | None) -> str:
     """Returns MiB as `812M` or `1.2G`, `61G`."""
-    if mib is None or not math.isfinite(mib):
-        return DASH
-    if mib < 1000:
-        return f"{mib:.0f}M"
-    return f"{mib / 1024:.1f}G" if mib < 10 * 1024 else f"{mib / 1024:.0f}G"
+    if mib is not None and 10 * 1024 <= mib < math.inf:
+        return f"{mib / 1024:.0f}G"
+    return gib(mib).replace(" MiB", "M").replace(" GiB", "G")
 
 
 def percent(value: float | None) -> str:

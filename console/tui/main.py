@@ -92,7 +92,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
         self.bar = ActionBar()
         self.body = Body()
-        self.views: dict[str, View] = {"dashboard": Dashboard(self)}
+        self.views: dict[str, View] = {"dashboard": Dashboard(self, "dashboard")}
 
     def get_default_screen(self) -> Main:
         return Main(id="_default")
@@ -179,7 +179,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             self.hold(False)
         if name not in self.views:
             module = import_module(f"console.tui.screens.{name}")
-            self.views[name] = getattr(module, CLASSES[name])(self)
+            self.views[name] = getattr(module, CLASSES[name])(self, name)
             await self.body.mount(self.views[name])
         for held, view in self.views.items():
             view.display = held == name

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partialmethod
-from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.containers import Grid, Horizontal
 
 from console.model import RunState
 from console.tui import chartmath
-from console.tui.screens.view import View, shown_text
+from console.tui.chartmath import Mode
+from console.tui.screens.view import Console, View, shown_text
 from console.tui.widgets.chart import Chart, ChartPanel
-from console.tui.widgets.figures import FiguresPanel
+from console.tui.widgets.figures import figure_rows
+from console.tui.widgets.lines import Panel
 from console.tui.widgets.logtail import LogTail
-from console.tui.widgets.ranks import Ranks
-
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
+from console.tui.widgets.ranks import rank_rows
 
 CHARTS = (
     Chart("tok/s", ("toks_per_s",), "", from_zero=True),
@@ -68,18 +66,15 @@ def chosen(state: RunState, available: set[str], count: int) -> list[Chart]:
     if "bytes_right" in available:
         charts.insert(1, charts.pop(2))
     charts.insert(3, memory_chart(state))
-    with_data = [chart for chart in charts if any(name in available for name in chart.names)]
-    rest = [chart for chart in charts if chart not in with_data]
-    return (with_data + rest)[:count]
+    charts.sort(key=lambda chart: available.isdisjoint(chart.names))
+    return charts[:count]
 
 
 def memory_chart(state: RunState) -> Chart:
-    if state.gpus:
-        names = tuple(f"gpu_mem_mib:{gpu.index}" for gpu in state.gpus[:BANDED])
-        return Chart(f"memory of {len(names)} GPUs", names, "GiB", True, 1024.0)
-    names = tuple(f"rss_mib:{rank.rank}" for rank in state.ranks[:BANDED])
-    title = f"memory of {len(names)} ranks" if names else "memory"
-    return Chart(title, names, "GiB", True, 1024.0)
+    gpus = [f"gpu_mem_mib:{gpu.index}" for gpu in state.gpus[:BANDED]]
+    names = tuple(gpus or (f"rss_mib:{rank.rank}" for rank in state.ranks[:BANDED]))
+    of = f" of {len(names)} {'GPUs' if gpus else 'ranks'}" if names else ""
+    return Chart(f"memory{of}", names, "GiB", True, 1024.0)
 
 
 def wanted_series(state: RunState) -> tuple[str, ...]:
@@ -92,22 +87,23 @@ class Dashboard(View):
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }
     Dashboard Horizontal { height: auto; width: 1fr; }
-    Dashboard Ranks { width: 1fr; height: 1fr; }
-    Dashboard FiguresPanel { margin-left: 2; height: 1fr; }
+    Dashboard #ranks { width: 1fr; height: 1fr; }
+    Dashboard #figures { margin-left: 2; height: 1fr; }
     Dashboard Grid { height: 1fr; grid-gutter: 0 2; }
     Dashboard ChartPanel { width: 1fr; height: 1fr; }
     """
 
-    def __init__(self, app: ConsoleApp):
-        super().__init__(id="dashboard")
-        self._book, self._mode = app.book, app.terminal.chart_mode
+    def __init__(self, console: Console, id: str):
+        super().__init__(console, id)
+        self._book = console.book
+        self._mode: Mode = console.terminal.chart_mode
         self.span_s = 0
         self._shape: Shape | None = None
 
     def compose(self) -> ComposeResult:
         with Horizontal(id="top"):
-            yield Ranks(id="ranks")
-            yield FiguresPanel(id="figures")
+            yield Panel("ranks", rank_rows)
+            yield Panel("figures", figure_rows)
         with Grid(id="charts"):
             for index in range(MOST_CHARTS):
                 yield ChartPanel(f"chart{index}", self._mode)
@@ -152,4 +148,4 @@ class Dashboard(View):
     do_span_less, do_span_more = partialmethod(_change_span, -1), partialmethod(_change_span, 1)
 
     def copied(self) -> str:
-        return shown_text([*self.query(Ranks), *self.query(FiguresPanel)])
+        return shown_text(self.query("#ranks, #figures").results(Panel))

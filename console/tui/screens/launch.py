@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from textual.app import ComposeResult
 from textual.containers import Container
 
@@ -12,15 +10,12 @@ from console.plain import counted, shell_line
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
 from console.tui.rows import Row, rule, text_of, wrap
-from console.tui.screens.view import View
+from console.tui.screens.view import Console, View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from trainers.contract import flags as registry
-
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
 
 WIDE = 110
 WHOLE = 200
@@ -135,9 +130,9 @@ class Launch(Scrolls, View):
     Launch #plan Picker { height: 1fr; width: 1fr; }
     """
 
-    def __init__(self, app: ConsoleApp):
-        super().__init__(id="launch")
-        self.draft = app.draft
+    def __init__(self, console: Console, id: str):
+        super().__init__(console, id)
+        self.draft = console.draft
         self._items: list[flag_list.Item] = []
 
     def compose(self) -> ComposeResult:
@@ -176,8 +171,9 @@ class Launch(Scrolls, View):
         self.picker.fill(rows, self._help())
 
     def _help(self) -> str:
-        item = self._chosen()
-        return flag_list.help_of(item) if item else ""
+        if (item := self._chosen()) is None:
+            return ""
+        return item.flag.help if item.flag else "ask: waits for L after each phase"
 
     def fit_panels(self) -> None:
         snapshot, (width, height) = self.snapshot, self.size

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import partialmethod
-from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 
 from console.model import LogLine
 from console.tui.feed import Snapshot
 from console.tui.rows import Row, rule
-from console.tui.screens.view import View
+from console.tui.screens.view import Console, View
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.logtail import log_rows
 from console.tui.widgets.picker import Scrolls
-
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
 
 ALL = "all"
 
@@ -53,9 +49,9 @@ class LogView(Scrolls, View):
 
     DEFAULT_CSS = "LogView { layout: vertical; }"
 
-    def __init__(self, app: ConsoleApp):
-        super().__init__(id="logs")
-        self.book = app.book
+    def __init__(self, console: Console, id: str):
+        super().__init__(console, id)
+        self.book = console.book
         self.source = ALL
         self.needle = ""
         self.bottom: int | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partialmethod
-from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 
@@ -19,15 +18,12 @@ from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
 from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
 
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
-
 VERDICT = "VERDICT  "
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
     letter: word for letter, word in PROCESS_WORDS.items() if word}}  # fmt: skip
 
 
-def verdict_rows(state: RunState, width: int, now: float) -> list[Row]:
+def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[Row]:
     """Returns the sentence in at most two lines, and how sure it is."""
     verdict = state.verdict
     if verdict is not None:
@@ -119,7 +115,7 @@ def _frame_and_age(stack: Stack | None, width: int, now: float) -> str:
 CALM = {"running": "none: nothing stalls", "unsupervised": "none: nobody watches"}
 
 
-def evidence_rows(state: RunState, width: int, height: int) -> list[Row]:
+def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
     """Returns the signs for the verdict, one a line, wrapped as far as there is room."""
     verdict = state.verdict
     sure = f"how sure: {verdict.sure}" if verdict else ""
@@ -129,11 +125,6 @@ def evidence_rows(state: RunState, width: int, height: int) -> list[Row]:
     for sign in verdict.evidence:
         rows += labelled(("+ ", "info"), wrap(sign, width - 3, 2))
     return rows[:height]
-
-
-class VerdictPanel(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        return verdict_rows(snapshot.state, width, snapshot.now) if snapshot.state else []
 
 
 class StacksPanel(Panel):
@@ -149,26 +140,18 @@ class StacksPanel(Panel):
         return stack_rows(snapshot.stacks, ranks, odd, width, height, snapshot.now, self.first)
 
 
-class EvidencePanel(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        return evidence_rows(snapshot.state, width, height) if snapshot.state else []
-
-
 class Stall(Scrolls, View):
     DEFAULT_CSS = """
     Stall { layout: vertical; }
-    Stall VerdictPanel { height: 2; }
+    Stall #verdict { height: 2; }
     Stall StacksPanel { height: 1fr; }
     """
 
-    def __init__(self, _app: ConsoleApp):
-        super().__init__(id="stall")
-
     def compose(self) -> ComposeResult:
-        yield VerdictPanel("verdict")
+        yield Panel("verdict", verdict_rows)
         yield Picker("stall-ranks", "ranks")
         yield StacksPanel("stacks")
-        yield EvidencePanel("evidence")
+        yield Panel("evidence", evidence_rows)
 
     def arrive(self) -> None:
         self.picker.focus()
@@ -189,7 +172,7 @@ class Stall(Scrolls, View):
             return
         evidence = len(state.verdict.evidence) + 1 if state.verdict else 2
         self.picker.styles.height = min(len(state.ranks) + 1, max(3, height // 2 - 1))
-        self.query_one(EvidencePanel).styles.height = min(evidence, max(3, height // 4))
+        self.query_one("#evidence").styles.height = min(evidence, max(3, height // 4))
 
     def _shift(self, by: int) -> None:
         panel = self.query_one(StacksPanel)
@@ -213,5 +196,5 @@ class Stall(Scrolls, View):
         if stack is None:
             app.say(f"there is no dump of rank {rank} yet; D dumps all ranks", "error")
             return
-        rows = whole_rows(stack, app.size.width - 1)
+        rows = whole_rows(stack, self.size.width - 1)
         app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))

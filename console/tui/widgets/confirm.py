@@ -38,8 +38,6 @@ class Confirm(Overlay):
     BINDINGS = [  # noqa: RUF012 - the framework's own type
         Binding("n,N", "no", show=False),
         Binding("y,Y", "yes", show=False),
-        Binding("left,shift+tab", "previous", show=False),
-        Binding("right,tab", "next", show=False),
     ]
 
     def __init__(self, question: Question, then: Callable[[Choice], object]):
@@ -95,8 +93,7 @@ class Confirm(Overlay):
         if choice is not None:
             self._then(choice)
 
-    def action_no(self) -> None:
-        self.close()
+    action_no = Overlay.close
 
     def action_yes(self) -> None:
         if not self.question.typed and len(self.question.choices) == 1:

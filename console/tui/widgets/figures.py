@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from console.model import Figure, RunState
 from console.tui import format as fmt
-from console.tui.feed import Snapshot
 from console.tui.rows import Row, fill, rule
-from console.tui.widgets.lines import Panel
 
 OLD_S = 30.0
 
@@ -80,9 +78,3 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
     if len(rows) == 1:
         rows.append((("no figures yet", "dim"),))
     return rows[:height]
-
-
-class FiguresPanel(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        state = snapshot.state
-        return figure_rows(state, width, height, snapshot.now) if state else []

@@ -74,13 +74,6 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
     return rows
 
 
-def help_of(item: Item) -> str:
-    """Returns the sentence that explains the line under the cursor."""
-    if item.flag is None:
-        return "ask: waits for L after each phase"
-    return item.flag.help
-
-
 def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:
     """Returns (whether a press of space decides it, the value after it; None takes it back).
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from console.model import LIVE_STATES, Gpu, Rank, RunState
 from console.tui import format as fmt
-from console.tui.feed import Snapshot
 from console.tui.rows import Row, columns, rule
 from console.tui.widgets.header import RED_S
-from console.tui.widgets.lines import Panel
 
 WIDE = 70
 PID, MARK = 7, " ◂"
@@ -23,7 +21,7 @@ BAR = ""
 """The column without a heading."""
 
 
-def rank_rows(state: RunState, width: int, height: int) -> list[Row]:
+def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
     """Returns a heading and a row a rank; with more ranks than room, the worst and a count."""
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
@@ -157,8 +155,3 @@ def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
     phase = wrong or (pulse.phase if pulse else fmt.DASH)
     since = fmt.span(pulse.since_s) if pulse else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}
-
-
-class Ranks(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        return rank_rows(snapshot.state, width, height) if snapshot.state else []
