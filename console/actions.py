@@ -63,11 +63,6 @@ class Prepared:
     def ok(self) -> bool:
         return not any(check.result == "fail" for check in self.checks)
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The checks that neither passed nor refuse the launch, as sentences."""
-        return tuple(f"{c.name}: {c.text}" for c in self.checks if c.result == "unknown")
-
     def shell(self, index: int) -> str:
         """Returns the flags and the command of a phase as one line for a shell."""
         phase = self.phases[index]
@@ -192,12 +187,9 @@ def _checked(name: str, value: str) -> str:
 
 def _script(phase: Phase, plan_file: Path) -> str:
     """Returns a script's path: below the working directory, the project or the plan's folder."""
-    if not phase.script or catalog.is_file(Path(phase.script)):
-        return phase.script
-    for folder in (catalog.PROJECT, plan_file.parent):
-        if catalog.is_file(folder / phase.script):
-            return str(folder / phase.script)
-    return phase.script
+    places = [Path(phase.script), catalog.PROJECT / phase.script, plan_file.parent / phase.script]
+    found = next(filter(catalog.is_file, places), None) if phase.script else None
+    return str(found or phase.script)
 
 
 def _directory(options: LaunchOptions, plan: str) -> Path:

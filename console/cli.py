@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -97,9 +97,8 @@ def screen(options: argparse.Namespace) -> int:
     app.feed.stop()
     for each in app.pending:
         if each.label != "check":
-            output.tell(
-                f"left before the answer to {each}; nsa-console runs shows what became of it"
-            )
+            then = "nsa-console runs shows what became of it"
+            output.tell(f"left before the answer to {each}; {then}")
     return FAILED if app.return_code else 0
 
 
@@ -210,34 +209,38 @@ def _run(metavar: str = "RUN", also: str = "") -> Option:
     return option("run", type=run_or_plan, metavar=metavar, help=also + where)
 
 
+def _listed(heading: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Returns a table as help: the name of a row, and its text wrapped beside it."""
+    wrapped = (
+        textwrap.fill(f"{name}{text}", 79, subsequent_indent=" " * len(name)) for name, text in rows
+    )
+    return "\n".join((heading, *wrapped)) + "\n"
+
+
 def _actions() -> str:
     """Returns the table of actions as help; arguments in brackets may be left out."""
     from console.supervisor.requests import TABLE
 
-    lines = ["actions:"]
+    rows = []
     for action in TABLE:
         given = (f"{a.name}=…" if a.required else f"[{a.name}=…]" for a in action.args)
-        call = f"  {' '.join((action.name, *given)):<25} "
-        lines.append(textwrap.fill(f"{call}{action.help}", 79, subsequent_indent=" " * len(call)))
-    return "\n".join(lines) + "\n"
+        rows.append((f"  {' '.join((action.name, *given)):<25} ", action.help))
+    return _listed("actions:", rows)
 
 
 def _rules() -> str:
     """Returns the table of watch rules as help."""
     from console.diagnose.rules import HALTING, TABLE
 
-    lines = ["rules (* halts with --halt, when it has stood three times as long):"]
+    rows = []
     for rule in TABLE:
-        mark = "*" if rule.name in HALTING else " "
         sign = "≥" if rule.threshold > rule.clear else "≤"
-        bound = f"{sign} {rule.threshold:g} {rule.unit}" + (
-            f", {rule.for_s:g} s" * bool(rule.for_s)
-        )
-        call = f" {mark}{rule.name:<19} "
-        text = textwrap.fill(f"{call}{rule.says}: {bound}", 79, subsequent_indent=" " * len(call))
-        lines.append(text)
-    lines.append("A directory of the ancestor system does as well: what it lacks is not judged.")
-    return "\n".join(lines) + "\n"
+        held = f", {rule.for_s:g} s" if rule.for_s else ""
+        text = f"{rule.says}: {sign} {rule.threshold:g} {rule.unit}{held}"
+        rows.append((f" {'*' if rule.name in HALTING else ' '}{rule.name:<19} ", text))
+    heading = "rules (* halts with --halt, when it has stood three times as long):"
+    legacy = "A directory of the ancestor system does as well: what it lacks is not judged."
+    return f"{_listed(heading, rows)}{legacy}\n"
 
 
 @dataclass(frozen=True, slots=True)

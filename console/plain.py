@@ -23,22 +23,26 @@ from console.model import (
 
 NOT_GOOD = 1
 FIGURES_EVERY_S = 10.0
+DASH = "–"
 COUNTED = ("records", "restarts", "stalls", "steps")
 """Units of which there can be one."""
 
 
-def duration(seconds: float | None) -> str:
-    """Returns 3 s, 4m07s, 2h05m or 3d04h; "-" when it was not measured."""
+def age(seconds: float | None) -> str:
+    """Returns an age in at most four or five characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
+
+    Up to a minute it is rounded up to whole seconds: a fresh figure reads a steady `1s`.
+    """
     if seconds is None or not math.isfinite(seconds):
-        return "-"
-    whole = int(seconds)
-    if whole < 100:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+        return DASH
+    seconds = max(0.0, seconds)
+    if seconds <= 90:
+        return f"{max(1, math.ceil(seconds))}s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f}m"
+    if seconds < 48 * 3600:
+        return f"{int(seconds // 3600)}h{int(seconds % 3600 // 60):02d}"
+    return f"{seconds / 86400:.0f}d"
 
 
 def counted(count: int, thing: str) -> str:
@@ -132,7 +136,7 @@ def progress(state: RunState) -> str:
         return "no step yet"
     if state.steps_planned:
         share = 100 * state.step // state.steps_planned
-        eta = f", ETA {duration(state.eta_s)}" if state.eta_s else ""
+        eta = f", ETA {age(state.eta_s)}" if state.eta_s else ""
         return f"step {state.step:,} of {state.steps_planned:,} ({share} %){eta}"
     return f"step {state.step:,}"
 
@@ -141,16 +145,14 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     """Yields the lines of `status`: the state, ranks, figures, alerts, gates."""
     yield from _state_lines(state, whole)
     if state.data_age_s is not None:
-        yield f"  newest pulse or record read: {duration(state.data_age_s)} old"
+        yield f"  newest pulse or record read: {age(state.data_age_s)} old"
     if state.armed and state.state in LIVE_STATES:
         yield f"  armed: {state.armed}"
     if state.backend:
         yield f"  attention: {state.backend}"
     if state.directory_blocked_s >= 1:
-        yield (
-            f"  the run directory has not taken a write for {duration(state.directory_blocked_s)}; "
-            "training goes on"
-        )
+        blocked = age(state.directory_blocked_s)
+        yield f"  the run directory has not taken a write for {blocked}; training goes on"
     if state.skipped_records:
         yield f"  {skipped(state)}, skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
@@ -188,7 +190,7 @@ def rank_line(rank: Rank) -> str:
     where = "no pulse"
     if rank.pulse is not None:
         pulse = rank.pulse
-        since = "" if pulse.since_s is None else f" since {duration(pulse.since_s)}"
+        since = "" if pulse.since_s is None else f" since {age(pulse.since_s)}"
         where = f"step {pulse.step:,} {pulse.phase}{since}"
     name = f"rank {rank.rank} pid {rank.pid}" if rank.pid else f"rank {rank.rank}"
     parts = [f"{name} {rank.exit}" if rank.exit else f"{name} {rank.state or '?'}  {where}"]
@@ -243,67 +245,61 @@ class Changes:
     """Turns successive states into one sentence a change, for `watch --plain` and `--wait`."""
 
     def __init__(self) -> None:
-        self._said: dict[str, str] = {}
+        self._said: dict[str, object] = {}
         self._figures_at = 0.0
 
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
         """Yields what is new since the last call, in the order in which it happened."""
-        phases = state.launch.phases if state.launch else ()
-        current = state.launch.phase if state.launch else 0
-        yield from self._phases_ended(phases[:current])
-        if self._new("state", f"{state.id}|{state.state}|{state.attempt}"):
-            why = f": {state.why}" if state.why else ""
-            yield f"{state.id} is {state.state}{why}."
-        yield from self._findings(state)
-        blocked = state.directory_blocked_s >= 3
-        if self._new("blocked", str(blocked)) and blocked:
-            yield "The run directory does not take writes; training goes on."
-        for gate in state.gates:
-            if self._new(f"gate {state.id} {gate.name}", gate.result):
-                yield f"Gate {gate_line(gate)}."
-        yield from self._phases_ended(phases[current:])
-        if state.launch and self._new("launch", f"{state.launch.state}|{state.launch.why}"):
-            why = outcome(state)[1] if state.launch.state == "ended" else state.launch.why
-            why = f": {why}" if why else ""
-            yield f"Launch {state.launch.id} is {state.launch.state}{why}."
+        for key, what, sentence in _sayings(state):
+            if self._said.get(key) != what:
+                self._said[key] = what
+                if sentence:
+                    yield f"{sentence}."
         if state.state == "running" and now - self._figures_at >= FIGURES_EVERY_S:
             self._figures_at = now
-            if self._new("figures", f"{state.id} {state.step}"):
+            if self._said.get("figures") != (state.id, state.step):
+                self._said["figures"] = (state.id, state.step)
                 yield f"{progress(state)}{_figures(state)}."
 
-    def _phases_ended(self, phases: Sequence[PhaseState]) -> Iterator[str]:
-        for phase in phases:
-            if phase.result and self._new(f"phase {phase.name}", f"{phase.state} {phase.result}"):
-                gates = f", gates: {phase.result}" if phase.state == "completed" else ""
-                yield f"Phase {phase.name} is {phase.state}{gates}."
 
-    def _findings(self, state: RunState) -> Iterator[str]:
-        for alert in state.alerts:
-            if self._new(f"alert {alert.id}", alert.text):
-                yield f"{alert.level.upper()}: {alert.text}."
-        if self._new("verdict", state.verdict.sentence if state.verdict else "") and state.verdict:
-            yield f"Verdict ({state.verdict.sure}): {state.verdict.sentence}."
+def _sayings(state: RunState) -> Iterator[tuple[str, object, str]]:
+    """Yields things that change: a key, what it is now, and the sentence that says so."""
+    launch, verdict = state.launch, state.verdict
+    phases, current = (launch.phases, launch.phase) if launch else ((), 0)
+    yield from _phases_ended(phases[:current])
+    why = f": {state.why}" if state.why else ""
+    yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
+    for alert in state.alerts:
+        yield f"alert {alert.id}", alert.text, f"{alert.level.upper()}: {alert.text}"
+    said = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
+    yield "verdict", verdict and verdict.sentence, said
+    blocked = state.directory_blocked_s >= 3
+    said = "The run directory does not take writes; training goes on" if blocked else ""
+    yield "blocked", blocked, said
+    for gate in state.gates:
+        yield f"gate {state.id} {gate.name}", gate.result, f"Gate {gate_line(gate)}"
+    yield from _phases_ended(phases[current:])
+    if launch:
+        why = outcome(state)[1] if launch.state == "ended" else launch.why
+        said = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
+        yield "launch", (launch.state, launch.why), said
 
-    def _new(self, key: str, value: str) -> bool:
-        if self._said.get(key) == value:
-            return False
-        first_and_idle = key not in self._said and value in ("", "False")
-        self._said[key] = value
-        return not first_and_idle
+
+def _phases_ended(phases: Sequence[PhaseState]) -> Iterator[tuple[str, object, str]]:
+    for phase in phases:
+        if phase.result:
+            gates = f", gates: {phase.result}" if phase.state == "completed" else ""
+            said = f"Phase {phase.name} is {phase.state}{gates}"
+            yield f"phase {phase.name}", (phase.state, phase.result), said
 
 
 def _figures(state: RunState) -> str:
     shown = ("loss", "toks_per_s", "grad_norm", "bytes_right")
-    parts = [
-        f", {name} {number(state.figures[name].value)}{_unit(state.figures[name].unit)}"
-        for name in shown
-        if name in state.figures
-    ]
-    return "".join(parts)
-
-
-def _unit(unit: str) -> str:
-    return f" {unit}" if unit not in ("", "share") else ""
+    found = [(name, state.figures[name]) for name in shown if name in state.figures]
+    units = {"": "", "share": ""}
+    return "".join(
+        f", {name} {number(f.value)}{units.get(f.unit, f' {f.unit}')}" for name, f in found
+    )
 
 
 def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -314,11 +310,7 @@ def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
 
 def is_over(state: RunState) -> bool:
     """Says whether nothing more will come of a run and its launch."""
-    over = state.state not in LIVE_STATES
-    if state.launch is None:
+    launch, over = state.launch, state.state not in LIVE_STATES
+    if launch is None or launch.state == "unknown":
         return over
-    if state.launch.under_way:
-        return False
-    if state.launch.state == "unknown":
-        return over
-    return over or state.launch.state == "ended" or state.state == "queued"
+    return not launch.under_way and (over or launch.state == "ended" or state.state == "queued")

@@ -118,10 +118,11 @@ def is_unserved(run: Path, folder: Path, box: Mailbox) -> bool:
 def supervisor(folder: Path, box: Mailbox) -> Supervisor:
     """Returns the supervisor that looks into a mailbox. Raises RefusedError without one."""
     owner, ended = _named(folder, box)
+    name = launches.launch_id(folder) if box == "launch" else folder.name
     if ended:
-        raise RefusedError(f"{_name(folder, box)} has ended ({ended}); {NOT_SENT}")
+        raise RefusedError(f"{name} has ended ({ended}); {NOT_SENT}")
     if not owner.host and not rundir.is_alive(owner.identity):
-        raise RefusedError(_without_supervisor(folder, box, owner))
+        raise RefusedError(_without_supervisor(name, folder, box, owner))
     top = launches.launch_of(folder)
     held = top is not None and (bool(owner.host) or lock.is_held(top))
     if top is None or not held or not owner.token or owner.token != rundir.lock_token(top):
@@ -134,18 +135,15 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
     return owner
 
 
-def host_of(path: Path, action: Action) -> str:
-    """Returns the other host whose supervisor takes the action, "" for this one."""
-    return _named(*mailbox(path, action))[0].host
-
-
-def stopped_pids(path: Path, action: Action) -> list[int]:
-    """Returns the processes of the supervisor that takes the action which are stopped."""
+def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
+    """Returns the other host whose supervisor takes the action, "" for this one, and its processes
+    here that are stopped."""
     owner, _ = _named(*mailbox(path, action))
     named = (owner.identity, jsonl.mapping(owner.identity, "child"))
-    here = [jsonl.integer(each, "pid") or 0 for each in named
+    pids = [jsonl.integer(each, "pid") or 0 for each in named
             if not owner.host and rundir.is_alive(each)]  # fmt: skip
-    return [pid for pid in here if process.state(pid) in presence.STOPPED.split()]
+    stopped = presence.STOPPED.split()
+    return owner.host, [pid for pid in pids if process.state(pid) in stopped]
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
@@ -170,18 +168,11 @@ def _document(folder: Path, name: str) -> dict[str, Any]:
     return inheritance.document(folder, name, NOT_SENT)
 
 
-def _name(folder: Path, box: Mailbox) -> str:
-    return launches.launch_id(folder) if box == "launch" else folder.name
-
-
-def _without_supervisor(folder: Path, box: Mailbox, owner: Supervisor) -> str:
+def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:
     """Says why nothing takes a request there, and what to do."""
-    name, top = _name(folder, box), launches.launch_of(folder)
-    state = RunSource(folder).poll()
+    state, top = RunSource(folder).poll(), launches.launch_of(folder)
     if box == "run" and state.state in presence.ENDED - UNSERVED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
-    why = f"{name} has no supervisor; {NOT_SENT}"
-    if owner.pid:
-        why = f"the supervisor of {name} is gone; {NOT_SENT}"
+    why = f"the supervisor of {name} is gone" if owner.pid else f"{name} has no supervisor"
     advice = f"; nsa-console adopt {shlex.quote(str(top))} gives it a new one" if top else ""
-    return why + advice
+    return f"{why}; {NOT_SENT}{advice}"

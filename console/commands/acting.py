@@ -42,8 +42,9 @@ def launch(options: argparse.Namespace) -> int:
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1
-    for warning in prepared.warnings if prepared.ok else ():
-        tell(clean(f"warning: {warning}", MAX_SENTENCE_CHARS))
+    for check in prepared.checks:
+        if prepared.ok and check.result == "unknown":
+            tell(clean(f"warning: {check.name}: {check.text}", MAX_SENTENCE_CHARS))
     path = actions.begin(prepared, actions.who())
     name = launches.launch_id(path)
     if options.wait:
@@ -73,11 +74,10 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
             f"{action} arrives is open; ask again when it does"
         ) from None
     if event is None:
-        host = targets.host_of(path, ACTIONS[action])
+        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
         of = f" from the supervisor on {host}, and nothing else was done" if host else ""
-        pids = " ".join(map(str, targets.stopped_pids(path, ACTIONS[action])))
         then = f"see nsa-console status {options.run}"
-        if pids:
+        if pids := " ".join(map(str, stopped)):
             then = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} lets it go on"
         raise ContractError(
             f"no answer to {action} {limit}{of}; the request stays and may be executed yet; {then}"

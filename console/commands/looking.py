@@ -8,11 +8,10 @@ import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from console import plain
 from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, show_progress, tell
-from console.model import LIVE_STATES, LaunchState, RunState, State
+from console.model import LIVE_STATES, RunState, State
 from console.plans.confirm import confirmed
 from console.sources import launches, presence
 from console.sources.run import RunSource, size_words
@@ -42,25 +41,18 @@ def runs(options: argparse.Namespace) -> int:
         if launch is None:
             continue
         word, why = plain.outcome(state)
-        rows.append(
-            {
-                "id": launch.id, "path": str(path), "plan": launch.plan, "launch": launch.state,
-                "phase": launch.current or "-", "state": word, "step": state.step, "why": why,
-                "attempt": state.attempt, "exit_code": plain.exit_code(state, whole=True),
-            }
-        )  # fmt: skip
-        lines.append(_run_line(rows[-1], launch))
+        rows.append({
+            "id": launch.id, "path": str(path), "plan": launch.plan, "launch": launch.state,
+            "phase": launch.current or "-", "state": word, "step": state.step, "why": why,
+            "attempt": state.attempt, "exit_code": plain.exit_code(state, whole=True),
+        })  # fmt: skip
+        phase = launch.phases[launch.phase].numbered if launch.phases else "-"
+        step = "-" if state.step is None else f"{state.step:,}"
+        again = f"attempt {state.attempt}; " if state.attempt > 1 else ""
+        lines.append(f"{launch.id:<32} {phase:<14} {word:<12} step {step:<8} {again}{why}")
     none = f"no runs under {options.root}; start one with nsa-console launch PLAN"
     show(options.json, rows, lines or [none])
     return 0
-
-
-def _run_line(row: dict[str, Any], launch: LaunchState) -> str:
-    phase = launch.phases[launch.phase].numbered if launch.phases else "-"
-    step = "-" if row["step"] is None else f"{row['step']:,}"
-    again = f"attempt {row['attempt']}; " * (row["attempt"] > 1)
-    place = f"{phase:<14} {row['state']:<12} step {step:<8}"
-    return f"{row['id']:<32} {place} {again}{row['why']}"
 
 
 def status(options: argparse.Namespace) -> int:
@@ -162,7 +154,7 @@ def _basis(run: RunSource, state: RunState, code: int) -> str:
     has_snapshot, ts, count = run.counted
     records = f"by the {plain.counted(count, 'record')} that were read"
     if has_snapshot:
-        of = f"{rundir.SNAPSHOT} of {plain.duration(presence.age(ts))} ago"
+        of = f"{rundir.SNAPSHOT} of {plain.age(presence.age(ts))} ago"
         records = f"by {of} and {plain.counted(count, 'record')} after it; {FULL}"
     elif run.is_whole and not state.behind_bytes:
         records = f"by all {plain.counted(count, 'record')}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from console import actions
 from console.commands.output import emit, say
@@ -27,7 +28,7 @@ def watchdog(options: argparse.Namespace) -> int:
     if options.halt:
         rundir.check_ours(path)
         launches.check_in_place(path)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     source = outside.Contract(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
@@ -43,10 +44,6 @@ def watchdog(options: argparse.Namespace) -> int:
             _tell(options.json, {"kind": "end", "text": clean(source.over)})
             return source.exit_code
         time.sleep(options.interval)
-
-
-def _leave(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
 
 
 def _watchdog(watch: Watch, halt: bool, interval_s: float) -> Watchdog:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from console.plain import duration
+from console import plain
 from console.plans import confirm
 from console.settings import Settings
 from console.sources import launches, presence
@@ -44,7 +44,7 @@ def owner(directory: Path) -> str:
     held = rundir.read_json(directory / rundir.LOCK)
     if not held:
         return "another launch that is just starting"
-    held_for = duration(presence.age(jsonl.number(held, "since_ts")))
+    held_for = plain.age(presence.age(jsonl.number(held, "since_ts")))
     user = jsonl.text(held, "user", "?")[:80]
     launch, host = jsonl.text(held, "launch", "?")[:200], jsonl.text(held, "host", "?")[:200]
     return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, for {held_for}"

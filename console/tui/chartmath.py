@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise, zip_longest
 from typing import Literal
 
-Mode = Literal["braille", "block", "ascii"]
+Mode = Literal["braille", "block"]
 Point = tuple[float, float]
 Bin = tuple[float, float] | None
 """Smallest and largest value of one column, None without a point."""
@@ -22,12 +23,17 @@ LEAST_SPAN = 0.02
 TINY, HUGE = 1e-200, 1e200
 """Smaller differences are none, larger values are cut: a hostile record may hold any float."""
 _LEFT, _RIGHT = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)
-_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " _.-:=+*#"
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def auto_span(elapsed_s: float) -> int:
-    """Returns the shortest span that shows all so far, at most ten minutes."""
-    return next((s for s in SPANS_S if s >= elapsed_s and s <= AUTO_MAX_S), AUTO_MAX_S)
+def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
+    """Returns start and length of the time that is shown.
+
+    A length of 0 is the shortest that shows all so far, at most ten minutes.
+    """
+    elapsed = now - first
+    auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
+    return window_start(first, now, span_s or auto), span_s or auto
 
 
 def window_start(first: float, now: float, span: float) -> float:
@@ -42,10 +48,8 @@ def bins(points: Sequence[Point], start: float, span: float, count: int) -> list
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
     for at, value in points[first:end]:
         column = min(count - 1, int((at - start) * count / span))
-        held = found[column]
-        found[column] = (
-            (value, value) if held is None else (min(held[0], value), max(held[1], value))
-        )
+        low, high = found[column] or (value, value)
+        found[column] = min(low, value), max(high, value)
     return found
 
 
@@ -96,10 +100,7 @@ def levels(
         bottom, top = (_dot(value, low, high, count) for value in column)
         dots = bottom, top
         if before is not None:
-            if before[1] < bottom - 1:
-                bottom = before[1] + 1
-            elif before[0] > top + 1:
-                top = before[0] - 1
+            bottom, top = min(bottom, before[1] + 1), max(top, before[0] - 1)
         found.append((bottom, top))
         before = dots
     return bridge(found)
@@ -114,17 +115,12 @@ def _dot(value: float, low: float, high: float, count: int) -> int:
 def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
     """Fills short gaps between points by a straight line: rare samples still read as a curve."""
     filled = list(held)
-    last = None
-    for index, column in enumerate(held):
-        if column is None:
-            continue
-        before = held[last] if last is not None else None
-        if last is not None and before is not None and 1 < index - last <= 16:
-            a, b = sum(before) / 2, sum(column) / 2
-            for i in range(last + 1, index):
-                at = round(a + (b - a) * (i - last) / (index - last))
+    known = [(index, sum(dots) / 2) for index, dots in enumerate(held) if dots is not None]
+    for (first, a), (last, b) in pairwise(known):
+        if last - first <= 16:
+            for i in range(first + 1, last):
+                at = round(a + (b - a) * (i - first) / (last - first))
                 filled[i] = (at, at)
-        last = index
     return filled
 
 
@@ -137,41 +133,22 @@ def draw(held: Sequence[Bin], low: float, high: float, height: int, mode: Mode) 
     """Returns `height` lines of cells for the columns, top line first."""
     if mode == "braille":
         return _braille(levels(held, low, high, 4 * height), height)
-    return _filled(
-        levels(held, low, high, 8 * height), height, _BLOCKS if mode == "block" else _ASCII
-    )
+    tops = [-1 if dots is None else dots[1] for dots in levels(held, low, high, 8 * height)]
+    bases = range(8 * (height - 1), -1, -8)
+    return ["".join(_BLOCKS[min(8, max(0, top + 1 - base))] for top in tops) for base in bases]
 
 
 def _braille(dots: list[tuple[int, int] | None], height: int) -> list[str]:
     lines = []
-    for y in range(height):
-        cells = []
-        base = 4 * (height - 1 - y)
-        for x in range(0, len(dots), 2):
-            bits = _bits(dots[x], base, _LEFT)
-            if x + 1 < len(dots):
-                bits |= _bits(dots[x + 1], base, _RIGHT)
-            cells.append(chr(0x2800 + bits) if bits else " ")
-        lines.append("".join(cells))
+    for base in range(4 * (height - 1), -1, -4):
+        left = [_bits(dot, base, _LEFT) for dot in dots[::2]]
+        right = [_bits(dot, base, _RIGHT) for dot in dots[1::2]]
+        cells = [a | b for a, b in zip_longest(left, right, fillvalue=0)]
+        lines.append("".join(chr(0x2800 + bits) if bits else " " for bits in cells))
     return lines
 
 
 def _bits(dot: tuple[int, int] | None, base: int, column: tuple[int, ...]) -> int:
-    if dot is None:
-        return 0
-    bits = 0
-    for level in range(max(dot[0], base), min(dot[1], base + 3) + 1):
-        bits |= column[3 - (level - base)]
-    return bits
-
-
-def _filled(dots: list[tuple[int, int] | None], height: int, marks: str) -> list[str]:
-    lines = []
-    for y in range(height):
-        base = 8 * (height - 1 - y)
-        lines.append(
-            "".join(
-                " " if dot is None else marks[min(8, max(0, dot[1] + 1 - base))] for dot in dots
-            )
-        )
-    return lines
+    """Returns the dots of one column in the cell whose lowest dot is at `base`."""
+    low, high = dot or (0, -1)
+    return sum(column[3 - level + base] for level in range(max(low, base), min(high, base + 3) + 1))

@@ -9,10 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from textual.app import App
+
 from console.model import LaunchState, RunState
 from console.plain import counted
 from console.tui import questions
-from console.tui.deeds import beside
+from console.tui.deeds import Pending, beside
 from console.tui.format import age
 from console.tui.questions import CannotAsk, Choice, Question, Target
 from trainers.contract import rundir
@@ -50,11 +52,7 @@ class Doing:
     @property
     def actions(self) -> Any:
         """`console.actions`, imported when something is first done."""
-        if self.me._actions is None:
-            from console import actions
-
-            self.me._actions = actions
-        return self.me._actions
+        return self.me._actions or import_module("console.actions")
 
     @property
     def state(self) -> RunState | None:
@@ -102,24 +100,18 @@ class Doing:
     # --- launching -----------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Checks the draft beside the screen; nothing is written.
+        """Checks the draft beside the screen, one check at a time; nothing is written.
 
-        One check at a time: what changes meanwhile is checked when it ends, and only the result of
-        the newest draft is used.
+        What changes meanwhile is checked when it ends, and an older result is not used.
         """
-        self.me.draft.number += 1
-        if not self.me.draft.is_checking:
-            self._check()
-
-    def _check(self) -> None:
         app, draft = self.me, self.me.draft
-        number, options = draft.number, draft.options(self.actions)
-        draft.is_checking = True
+        if self._pending("check"):
+            return
+        options = draft.options(self.actions)
 
         def ended(prepared: Any, trouble: str = "") -> None:
-            draft.is_checking = False
-            if number != draft.number:
-                self._check()
+            if options != draft.options(self.actions):
+                self.prepare()
                 return
             draft.take(options, prepared, trouble)
             app.repaint_view()
@@ -127,16 +119,14 @@ class Doing:
         work = partial(self.actions.prepare, options)
         beside(app, "check", work, ended, partial(ended, None), options.plan)
 
+    def _pending(self, label: str) -> Pending | None:
+        return next((each for each in self.me.pending if each.label == label), None)
+
     def _is_starting(self) -> bool:
         """Says whether a launch has no result yet; then says so on the screen too."""
-        held = next((each for each in self.me.pending if each.label == "launch"), None)
-        if held is not None:
-            waited = age(held.waited_s)
-            self.me.say(
-                f"a launch is still starting: {held.about}, for {waited} now; its result will be "
-                "shown here",
-                "error",
-            )
+        if held := self._pending("launch"):
+            text = f"a launch is still starting: {held.about}, for {age(held.waited_s)} now; its "
+            self.me.say(f"{text}result will be shown here", "error")
         return held is not None
 
     async def do_launch(self) -> None:
@@ -203,11 +193,7 @@ class Doing:
         except OSError as error:
             self.me.say(f"{copied}; not to a file: {error.strerror}", "error")
 
-    def do_panel(self) -> None:
-        self.me.action_focus_next()
-
-    def do_panel_back(self) -> None:
-        self.me.action_focus_previous()
+    do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
 
     def do_back(self) -> None:
         self.me.answer.clear()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from console.model import LaunchState
-from console.tui import questions
-from console.tui.questions import CannotAsk
+from console.plain import counted
+from console.tui.questions import CannotAsk, Choice, Question, Target
 
 
 def coming(launch: LaunchState) -> Mapping[str, str]:
@@ -32,7 +32,7 @@ class Draft:
     """A launch in preparation: a plan with the operator's flags, and the result of its preflight.
 
     Launched from the screen it asks between phases, unless the operator says `go`. `prepared` and
-    `trouble` are the result of the newest check that ended, `checked` the options that it was of.
+    `trouble` are the result of the newest check, `checked` the options that it was of.
     """
 
     def __init__(self, plan_name: str, root: Path):
@@ -42,9 +42,6 @@ class Draft:
         self.prepared: Any = None
         self.trouble = ""
         self.checked: Any = None
-        self.is_checking = False
-        self.number = 0
-        """Counts the checks that were asked for; a result of an older one is not used."""
 
     def options(self, actions: Any) -> Any:
         return actions.LaunchOptions(
@@ -70,10 +67,6 @@ class Draft:
     def checks(self) -> tuple[Any, ...]:
         return self.prepared.checks if self.prepared is not None else ()
 
-    def shell(self) -> str:
-        """Returns the exact command of the first phase, with its flags."""
-        return self.prepared.shell(0) if self.prepared is not None else ""
-
     def planned_flags(self) -> Mapping[str, str]:
         """Returns what the first phase gets as flags of the plan, else as settings."""
         if self.prepared is None:
@@ -83,17 +76,24 @@ class Draft:
         plan, first = self.prepared.plan, self.prepared.phases[0]
         return {**decided(first["settings"]), **plan.env, **plan.phases[0].flags}
 
-    def question(self, host: str) -> questions.Question:
+    def question(self, host: str) -> Question:
         """Returns what is asked before the launch. Raises CannotAsk when it would be refused."""
         if not self.is_checked:
             raise CannotAsk("the plan is still being checked; press L again in a moment")
-        if self.trouble:
-            raise CannotAsk(self.trouble)
-        failed = [check for check in self.checks if check.result == "fail"]
-        if failed:
-            raise CannotAsk(f"not launched: {failed[0].text}")
+        failed = [f"not launched: {check.text}" for check in self.checks if check.result == "fail"]
+        if self.trouble or failed:
+            raise CannotAsk(self.trouble or failed[0])
         plan = self.plan
-        ranks = max(phase.nproc for phase in plan.phases)
-        names = [phase.name for phase in plan.phases]
+        ranks = counted(max(phase.nproc for phase in plan.phases), "rank")
+        asks, goes = "asks before each next phase", "goes on while the gates pass"
         where = f"{self.prepared.directory.parent}/<UTC time>"
-        return questions.launch(plan.name, ranks, names, where, host, self.flags, self.between)
+        facts = (
+            ("plan", f"{plan.name}: {', '.join(phase.name for phase in plan.phases)}"),
+            ("host", host),
+            ("starts", f"{ranks} by torchrun, {asks if self.between == 'ask' else goes}"),
+            ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "as in the plan"),
+            ("writes", where),
+            ("loses", "nothing"),
+        )
+        target, choice = Target(where, plan.name, host, ()), Choice("Launch", "launch")
+        return Question(f"Launch {plan.name}?", facts, target, (choice,))

@@ -16,7 +16,7 @@ import threading
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
@@ -24,9 +24,6 @@ from textual.events import Key
 from textual.message import Message
 
 from console.tui.bursts import Bursts
-
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
 
 GRACE_S, RESTORE_S = 2.0, 0.5
 READ_BYTES = 4096
@@ -53,13 +50,10 @@ class TerminalDriver(LinuxDriver):
             out.fileno(), "w", encoding=out.encoding, errors="replace", closefd=False
         )
 
+        self._console: Any = self._app
         self._late: threading.Thread | None = None
         self._ends = threading.Lock()
         self._bursts, self._told, self._ignored = Bursts(), 0.0, False
-
-    @property
-    def _console(self) -> ConsoleApp:
-        return self._app  # type: ignore[return-value]
 
     def close(self) -> None:
         """Waits for the writer; where the terminal is being restored without it, for that too."""

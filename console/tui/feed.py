@@ -154,9 +154,11 @@ class Feed:
         """Reads once; a mistake of ours is said on the screen: without a feed it would freeze."""
         try:
             return self.take()
+        except OSError as error:
+            text = f"{self._path} cannot be read: {error.strerror}"
         except Exception as mistake:
             text = f"reading failed: {type(mistake).__name__}: {mistake}; please report it"
-            return Snapshot(time.monotonic(), time.time(), self._state, trouble=text)
+        return Snapshot(time.monotonic(), time.time(), self._state, trouble=text)
 
     def take(self) -> Snapshot:
         """Reads once."""
@@ -167,15 +169,11 @@ class Feed:
         path = self._path = self._path or newest
         if path is None:
             return Snapshot(at, now)
-        try:
-            if self._source is None or self._opened != path:
-                self._source, self._opened = self._open(path), path
-                self._logs = self._state = None
-            source = self._source
-            state = self._state = confirmed(source, former=False)
-        except OSError as error:
-            text = f"{path} cannot be read: {error.strerror}"
-            return Snapshot(at, now, self._state, trouble=text)
+        if self._source is None or self._opened != path:
+            self._source, self._opened = self._open(path), path
+            self._logs = self._state = None
+        source = self._source
+        state = self._state = confirmed(source, former=False)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
         charts = {name: source.series.points(name) for name in self._wanted(state)}

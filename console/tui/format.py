@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import math
 
-DASH = "–"
+from console.plain import DASH, age
+
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-
-
-def age(seconds: float | None) -> str:
-    """Returns an age in at most four or five characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
-
-    Up to a minute it is rounded up to whole seconds: a fresh figure reads a steady `1s`.
-    """
-    if seconds is None or not math.isfinite(seconds):
-        return DASH
-    seconds = max(0.0, seconds)
-    if seconds <= 90:
-        return f"{max(1, math.ceil(seconds))}s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f}m"
-    if seconds < 48 * 3600:
-        return f"{int(seconds // 3600)}h{int(seconds % 3600 // 60):02d}"
-    return f"{seconds / 86400:.0f}d"
 
 
 def span(seconds: float | None) -> str:
@@ -110,11 +94,9 @@ def gib(mib: float | None) -> str:
 
 def short_gib(mib: float | None) -> str:
     """Returns MiB as `812M` or `1.2G`, `61G`."""
-    if mib is None or not math.isfinite(mib):
-        return DASH
-    if mib < 1000:
-        return f"{mib:.0f}M"
-    return f"{mib / 1024:.1f}G" if mib < 10 * 1024 else f"{mib / 1024:.0f}G"
+    if mib is not None and 10 * 1024 <= mib < math.inf:
+        return f"{mib / 1024:.0f}G"
+    return gib(mib).replace(" MiB", "M").replace(" GiB", "G")
 
 
 def percent(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """The one table of keys: bindings, footer, help, palette and documents are drawn from it.
 
 Lower case looks, upper case acts; what acts on a run asks first. A key's work is its question, the
-method `do_<id>` of the view that is shown, or else that of the app.
+method `do_<id>` of the view that is shown, or else that of the app. The views come first, as in
+`VIEWS`.
 """
 
 from __future__ import annotations
@@ -99,8 +100,6 @@ TABLE: tuple[Key, ...] = (
 
 KEYS: dict[str, Key] = {key.id: key for key in TABLE}
 BOUND = frozenset(name for key in TABLE for name in key.keys)
-VIEW_KEYS = {"dashboard": "dashboard", "launch": "launch_view", "stall": "stall_view",
-             "logs": "logs_view"}  # fmt: skip
 BUTTONS: tuple[tuple[str, str], ...] = (
     ("dump", "Dump"), ("halt", "Halt"), ("flags", "Flags"), ("launch", "Launch"),
     ("stall_view", "Diagnose"),

@@ -18,6 +18,7 @@ from textual.events import Key, Paste
 
 from console.plain import counted
 from console.tui import copying, keys
+from console.tui.bursts import LEAVE
 from console.tui.deeds import Pending, request
 from console.tui.doing import Doing, preload
 from console.tui.draft import Draft
@@ -38,21 +39,17 @@ if TYPE_CHECKING:
     from console.sources.run import RunSource
 
 TICK_S = 1.0
+CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
+"""The views beside the Dashboard, each in the module of its name, made when first looked at."""
 
 
 def bindings() -> list[Binding]:
     """Returns the table of keys as bindings; ctrl+c leaves even from a field or a question."""
-    return [
-        Binding(
-            name,
-            "quit_now" if name == "ctrl+c" else f"key('{key.id}')",
-            key.help,
-            show=False,
-            priority=name == "ctrl+c",
-        )
-        for key in keys.TABLE
-        for name in key.keys
-    ]
+    leave = Binding(LEAVE, "quit_now", keys.KEYS["leave"].help, show=False, priority=True)
+    return [leave] + [
+        Binding(name, f"key('{key.id}')", key.help, show=False)
+        for key in keys.TABLE for name in key.keys if name != LEAVE
+    ]  # fmt: skip
 
 
 class ConsoleApp(Doing, App[int], inherit_bindings=False):
@@ -95,8 +92,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
         self.bar = ActionBar()
         self.body = Body()
-        dashboard = Dashboard(self.book, terminal.chart_mode)
-        self.views: dict[str, View] = {"dashboard": dashboard}
+        self.views: dict[str, View] = {"dashboard": Dashboard(self, "dashboard")}
 
     def get_default_screen(self) -> Main:
         return Main(id="_default")
@@ -149,8 +145,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Shows what the feed has read; what comes while the screen is taken apart is dropped."""
         if not self.is_running:
             return
-        if self.snapshot is None:
-            self._first(snapshot)
+        if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
+            self.run_worker(self.show_view("launch"))  # what can be launched, where there is no run
         self.snapshot = snapshot
         self.book.take(snapshot)
         for panel in (self.header, self.alert, self.bar):
@@ -169,11 +165,6 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             self.repaint_view()
             self.feed.nudge()
 
-    def _first(self, snapshot: Snapshot) -> None:
-        """With no run there is nothing to look at yet: what can be launched is shown instead."""
-        if snapshot.state is None and not self.chosen_by_hand:
-            self.run_worker(self.show_view("launch"))
-
     def _tick(self) -> None:
         """Ages what is shown when no snapshot comes."""
         self.answer.tick()
@@ -188,7 +179,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             self.hold(False)
         if name not in self.views:
             module = import_module(f"console.tui.screens.{name}")
-            self.views[name] = module.make(self)
+            self.views[name] = getattr(module, CLASSES[name])(self, name)
             await self.body.mount(self.views[name])
         for held, view in self.views.items():
             view.display = held == name
@@ -226,11 +217,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
 
     def on_key(self, event: Key) -> None:
         """Says that a key means nothing."""
-        if (
-            self.overlay is None
-            and event.is_printable
-            and not ({event.key, event.character} & keys.BOUND)
-        ):
+        bound = {event.key, event.character} & keys.BOUND
+        if self.overlay is None and event.is_printable and not bound:
             self.say(f"{event.character} does nothing; ? shows the keys", "error")
 
     @property
@@ -243,8 +231,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Says that pasted text did nothing: no field has the focus for it."""
         self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
-    def action_quit_now(self) -> None:
-        self.do_leave()
+    action_quit_now = Doing.do_leave
 
     def open_overlay(self, overlay: Overlay) -> None:
         if self.overlay is None:

@@ -5,12 +5,14 @@ The target is frozen when the question opens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from console.model import LIVE_STATES, LaunchState, RunState
-from console.tui import format as fmt
+from console.plain import counted
+
+Fact = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Question:
     """A question. The first button is always No; `typed` must be typed before another counts."""
 
     title: str
-    facts: tuple[tuple[str, str], ...]
+    facts: tuple[Fact, ...]
     target: Target
     choices: tuple[Choice, ...]
     typed: str = ""
@@ -67,53 +69,53 @@ def _target(state: RunState, launch: LaunchState | None = None) -> Target:
     return Target(of.path, of.id, state.host, pids)
 
 
-def _facts(target: Target, loses: str) -> tuple[tuple[str, str], ...]:
+def _about(
+    target: Target, title: str, loses: str, *choices: Choice, more: tuple[Fact, ...] = (),
+    typed: str = "",
+) -> Question:  # fmt: skip
+    """Returns a question that names the run, its host, its processes and what is lost."""
     pids = ", ".join(map(str, target.pids[:8])) + (", …" if len(target.pids) > 8 else "")
-    return (
-        ("run", target.name),
-        ("host", target.host or "unknown"),
-        ("pids", pids or "none known"),
-        ("loses", loses),
-    )
+    facts = (("run", target.name), ("host", target.host or "unknown"),
+             ("pids", pids or "none known"), ("loses", loses))  # fmt: skip
+    return Question(title, (*facts, *more), target, choices, typed)
 
 
 def dump(state: RunState | None) -> Question:
     target = _target(_living(state))
-    facts = _facts(target, "nothing; ranks that do not catch the signal are left out")
-    title = f"Dump the stacks of {_ranks(len(target.pids))}?"
-    return Question(title, facts, target, (Choice("Dump", "dump"),))
+    title = f"Dump the stacks of {counted(len(target.pids), 'rank')}?"
+    loses = "nothing; ranks that do not catch the signal are left out"
+    return _about(target, title, loses, Choice("Dump", "dump"))
 
 
 def halt(state: RunState | None) -> Question:
-    launch = _shown(state).launch
+    state = _shown(state)
+    launch = state.launch
     rest = ", ".join(phase.name for phase in launch.rest) if launch else ""
-    if state is not None and launch is not None and launch.state == "waiting":
+    if launch is not None and launch.state == "waiting":
         target = _target(state, launch)
         facts = (
             ("launch", target.name), ("loses", "nothing that has run"), ("not run", rest or "none"),
         )  # fmt: skip
         return Question("End this launch here?", facts, target, (Choice("End it", "halt"),))
-    state = _living(state)
-    target = _target(state)
+    target = _target(_living(state))
     step = f" (now at {state.step:,})" if state.step is not None else ""
-    facts = _facts(target, "nothing: all ranks stop at the same step and save")
+    loses, more = "nothing: all ranks stop at the same step and save", ()
     if state.state == "stalled":
         verdict, stands = state.verdict, "they stand"
         if verdict and verdict.rank is not None:
             stands = f"rank {verdict.rank} stands in {verdict.phase}"
         loses = f"ranks obey at the end of a step, and {stands}: nothing happens before all step"
-        facts = (*_facts(target, loses), ("else", "K ends a run that stands"))
+        more = (("else", "K ends a run that stands"),)
     if rest:
-        facts = (*facts, ("after", f"the plan ends; not run: {rest}"))
-    return Question(f"Halt this run{step}?", facts, target, (Choice("Halt", "halt"),))
+        more = (*more, ("after", f"the plan ends; not run: {rest}"))
+    return _about(target, f"Halt this run{step}?", loses, Choice("Halt", "halt"), more=more)
 
 
 def checkpoint(state: RunState | None) -> Question:
     state = _living(state)
-    target = _target(state)
     saved = f"; the last is {state.checkpoint}" if state.checkpoint else ""
-    facts = _facts(target, f"nothing: all ranks save after their step and go on{saved}")
-    return Question("Save a checkpoint now?", facts, target, (Choice("Save", "checkpoint"),))
+    loses = f"nothing: all ranks save after their step and go on{saved}"
+    return _about(_target(state), "Save a checkpoint now?", loses, Choice("Save", "checkpoint"))
 
 
 def adopt(state: RunState | None) -> Question:
@@ -121,15 +123,12 @@ def adopt(state: RunState | None) -> Question:
     launch = state.launch
     if launch is None or "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; only a lost supervisor is replaced")
-    target = _target(state, launch)
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
-    facts = (
-        *_facts(target, "nothing: ranks that live go on and are watched again"),
-        ("then", f"as planned, phases after this one: {rest}"),
-        ("armed", state.armed or "nothing"),
-    )
-    choices = (Choice("Take over", "adopt"),)
-    return Question("Give this launch a new supervisor?", facts, target, choices)
+    more = (("then", f"as planned, phases after this one: {rest}"),
+            ("armed", state.armed or "nothing"))  # fmt: skip
+    loses = "nothing: ranks that live go on and are watched again"
+    title = "Give this launch a new supervisor?"
+    return _about(_target(state, launch), title, loses, Choice("Take over", "adopt"), more=more)
 
 
 def kill(state: RunState | None) -> Question:
@@ -140,13 +139,13 @@ def kill(state: RunState | None) -> Question:
     if (launch := _shown(state).launch) is not None and launch.state == "waiting":
         return halt(state)
     state = _living(state)
-    target = _target(state)
     saved = f"the last is {state.checkpoint}" if state.checkpoint else "none is saved"
-    facts = _facts(target, f"the steps since the last checkpoint; {saved}")
+    loses = f"the steps since the last checkpoint; {saved}"
     choices = (Choice("Stop", "stop"), Choice("Kill", "kill", {"yes": True}))
-    note = ("means", "Stop: TERM, a grace, then KILL.  Kill: KILL at once")
+    more = (("means", "Stop: TERM, a grace, then KILL.  Kill: KILL at once"),)
     name = state.id.rpartition("/")[2]
-    return Question("Stop or kill this run?", (*facts, note), target, choices, typed=name)
+    title = "Stop or kill this run?"
+    return _about(_target(state), title, loses, *choices, more=more, typed=name)
 
 
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
@@ -161,8 +160,11 @@ def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
 
 def proceed(state: RunState) -> Question:
     launch = state.launch
+    if launch is not None and launch.state == "running":
+        name = launch.current or "a phase"
+        raise CannotAsk(f"{name} still runs; H halts it, then L launches again")
     if launch is None or launch.state != "waiting":
-        raise CannotAsk(_why_not(state))
+        raise CannotAsk(f"{state.id} is {state.state}; nothing waits for L")
     target = _target(state, launch)
     following = launch.rest[0] if launch.rest else None
     name = following.name if following else "the next"
@@ -171,30 +173,3 @@ def proceed(state: RunState) -> Question:
              ("proves", following.proves if following else ""), ("loses", "nothing"))  # fmt: skip
     start = Choice("Start", "proceed", {"phase": name} if following else {})
     return Question(f"Start phase {name}?", facts, target, (start,))
-
-
-def _why_not(state: RunState) -> str:
-    if state.launch is not None and state.launch.state == "running":
-        name = state.launch.current or "a phase"
-        return f"{name} still runs; H halts it, then L launches again"
-    return f"{state.id} is {state.state}; nothing waits for L"
-
-
-def launch(plan: str, ranks: int, phases: Sequence[str], where: str, host: str,
-           flags: Mapping[str, str], between: str) -> Question:  # fmt: skip
-    """Returns the question before a launch."""
-    words = {"ask": "asks before each next phase", "go": "goes on while the gates pass"}
-    facts = (
-        ("plan", f"{plan}: {', '.join(phases)}"),
-        ("host", host),
-        ("starts", f"{_ranks(ranks)} by torchrun, {words.get(between, between)}"),
-        ("flags", ", ".join(f"{k}={v}" for k, v in flags.items()) or "as in the plan"),
-        ("writes", where),
-        ("loses", "nothing"),
-    )
-    target = Target(where, plan, host, ())
-    return Question(f"Launch {plan}?", facts, target, (Choice("Launch", "launch"),))
-
-
-def _ranks(count: int) -> str:
-    return f"{fmt.count(count)} rank" + ("" if count == 1 else "s")

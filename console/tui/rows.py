@@ -62,6 +62,12 @@ def clip(row: Row, width: int) -> Row:
     return tuple(kept)
 
 
+def labelled(label: Span, lines: Iterable[str], style: str = "") -> list[Row]:
+    """Returns a row a line: the label before the first, its room before the others."""
+    blank = (" " * cell_len(label[0]), "")
+    return [(blank if index else label, (line, style)) for index, line in enumerate(lines)]
+
+
 def spread(left: Row, right: Row, width: int) -> Row:
     """Returns two parts at the ends of a row; where both do not fit, `right` is left out."""
     gap = width - width_of(left) - width_of(right)
@@ -130,16 +136,11 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
     order = sorted(range(len(parts)), key=lambda i: parts[i][0])
 
     def build() -> Row:
-        shown = [
-            forms[level]
-            for (_, forms), level in zip(parts, chosen, strict=True)
-            if level < len(forms) and forms[level]
-        ]
         joined: list[Span] = []
-        for row in shown:
-            if joined:
-                joined.append((" " * gap, ""))
-            joined.extend(row)
+        for (_, forms), level in zip(parts, chosen, strict=True):
+            if level < len(forms) and forms[level]:
+                joined += [(" " * gap, "")] if joined else []
+                joined += forms[level]
         return tuple(joined)
 
     row = build()
@@ -158,11 +159,8 @@ def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
     a, b = _cells(old, width), _cells(new, width)
     if len(a) != width or len(b) != width:
         return 0, width
-    first = next((i for i in range(width) if a[i] != b[i]), None)
-    if first is None:
-        return None
-    last = next(i for i in range(width - 1, -1, -1) if a[i] != b[i])
-    return first, last + 1
+    differ = [i for i in range(width) if a[i] != b[i]]
+    return (differ[0], differ[-1] + 1) if differ else None
 
 
 def _cells(row: Row, width: int) -> list[Span]:
@@ -175,11 +173,11 @@ def _cells(row: Row, width: int) -> list[Span]:
     return cells + [(" ", "")] * (width - len(cells))
 
 
-def columns(cells: Iterable[tuple[str, int, str]]) -> Row:
+def columns(cells: Iterable[tuple[str, int, str]], gap: str = " ") -> Row:
     """Returns a table row; a cell is (text, width, style), a negative width aligns right."""
     row: list[Span] = []
     for text, width, style in cells:
         if row:
-            row.append((" ", ""))
+            row.append((gap, ""))
         row.append((fill(text, abs(width), width < 0), style))
     return tuple(row)

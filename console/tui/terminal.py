@@ -30,7 +30,7 @@ def detect(environment: Mapping[str, str], mouse: bool | None) -> Terminal:
     utf8 = "utf" in locale.lower() or not locale
     local = not environment.get("SSH_CONNECTION")
     return Terminal(
-        chart_mode="ascii" if not utf8 else "block" if term == "linux" else "braille",
+        chart_mode="block" if term == "linux" or not utf8 else "braille",
         ascii_only=not utf8,
         mouse=local if mouse is None else mouse,
         dumb=term in ("dumb", ""),

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from functools import partialmethod
 
 from textual.app import ComposeResult
-from textual.containers import Horizontal
+from textual.containers import Grid, Horizontal
 
 from console.model import RunState
 from console.tui import chartmath
 from console.tui.chartmath import Mode
-from console.tui.screens.view import View, shown_text
+from console.tui.screens.view import Console, View, shown_text
 from console.tui.widgets.chart import Chart, ChartPanel
-from console.tui.widgets.figures import FiguresPanel
-from console.tui.widgets.logtail import LogBook, LogTail
-from console.tui.widgets.ranks import Ranks
+from console.tui.widgets.figures import figure_rows
+from console.tui.widgets.lines import Panel
+from console.tui.widgets.logtail import LogTail
+from console.tui.widgets.ranks import rank_rows
 
 CHARTS = (
     Chart("tok/s", ("toks_per_s",), "", from_zero=True),
@@ -25,6 +26,7 @@ CHARTS = (
     Chart("gate entropy", ("gate_entropy_mean",), "", from_zero=True),
     Chart("grad norm", ("grad_norm",), "", from_zero=True),
 )
+MOST_CHARTS = 6
 BANDED = 16
 """At most so many ranks or GPUs are drawn into the band of the memory chart."""
 
@@ -64,18 +66,15 @@ def chosen(state: RunState, available: set[str], count: int) -> list[Chart]:
     if "bytes_right" in available:
         charts.insert(1, charts.pop(2))
     charts.insert(3, memory_chart(state))
-    with_data = [chart for chart in charts if any(name in available for name in chart.names)]
-    rest = [chart for chart in charts if chart not in with_data]
-    return (with_data + rest)[:count]
+    charts.sort(key=lambda chart: available.isdisjoint(chart.names))
+    return charts[:count]
 
 
 def memory_chart(state: RunState) -> Chart:
-    if state.gpus:
-        names = tuple(f"gpu_mem_mib:{gpu.index}" for gpu in state.gpus[:BANDED])
-        return Chart(f"memory of {len(names)} GPUs", names, "GiB", True, 1024.0)
-    names = tuple(f"rss_mib:{rank.rank}" for rank in state.ranks[:BANDED])
-    title = f"memory of {len(names)} ranks" if names else "memory"
-    return Chart(title, names, "GiB", True, 1024.0)
+    gpus = [f"gpu_mem_mib:{gpu.index}" for gpu in state.gpus[:BANDED]]
+    names = tuple(gpus or (f"rss_mib:{rank.rank}" for rank in state.ranks[:BANDED]))
+    of = f" of {len(names)} {'GPUs' if gpus else 'ranks'}" if names else ""
+    return Chart(f"memory{of}", names, "GiB", True, 1024.0)
 
 
 def wanted_series(state: RunState) -> tuple[str, ...]:
@@ -88,30 +87,26 @@ class Dashboard(View):
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }
     Dashboard Horizontal { height: auto; width: 1fr; }
-    Dashboard Ranks { width: 1fr; height: 1fr; }
-    Dashboard FiguresPanel { margin-left: 2; height: 1fr; }
-    Dashboard .charts { height: 1fr; }
+    Dashboard #ranks { width: 1fr; height: 1fr; }
+    Dashboard #figures { margin-left: 2; height: 1fr; }
+    Dashboard Grid { height: 1fr; grid-gutter: 0 2; }
     Dashboard ChartPanel { width: 1fr; height: 1fr; }
-    Dashboard ChartPanel.later { margin-left: 2; }
     """
 
-    def __init__(self, book: LogBook, mode: Mode):
-        super().__init__(id="dashboard")
-        self._book = book
-        self._mode: Mode = mode
+    def __init__(self, console: Console, id: str):
+        super().__init__(console, id)
+        self._book = console.book
+        self._mode: Mode = console.terminal.chart_mode
         self.span_s = 0
         self._shape: Shape | None = None
 
     def compose(self) -> ComposeResult:
         with Horizontal(id="top"):
-            yield Ranks(id="ranks")
-            yield FiguresPanel(id="figures")
-        for row in range(2):
-            with Horizontal(id=f"charts{row}", classes="charts"):
-                for column in range(3):
-                    chart = ChartPanel(f"chart{row}{column}", self._mode)
-                    chart.set_class(column > 0, "later")
-                    yield chart
+            yield Panel("ranks", rank_rows)
+            yield Panel("figures", figure_rows)
+        with Grid(id="charts"):
+            for index in range(MOST_CHARTS):
+                yield ChartPanel(f"chart{index}", self._mode)
         yield LogTail(self._book, id="log")
 
     def fit_panels(self) -> None:
@@ -126,8 +121,7 @@ class Dashboard(View):
             self._apply(now)
         available = {name for name, points in charts_of.items() if points}
         charts = chosen(state, available, now.charts)
-        slots = [p for p in self.query(ChartPanel) if p.display]
-        for panel, chart in zip(slots, charts, strict=False):
+        for panel, chart in zip(self.query(ChartPanel), charts, strict=False):
             panel.chart, panel.span_s = chart, self.span_s
 
     def _apply(self, now: Shape) -> None:
@@ -135,11 +129,11 @@ class Dashboard(View):
         figures = self.query_one("#figures")
         figures.display = now.figures_width > 0
         figures.styles.width = now.figures_width or 1
+        charts = self.query_one("#charts")
+        charts.display = now.charts > 0
+        charts.styles.grid_size_columns = now.per_row or 1
         for index, panel in enumerate(self.query(ChartPanel)):
-            row, column = divmod(index, 3)
-            panel.display = column < now.per_row and row * now.per_row < now.charts
-        for row in range(2):
-            self.query_one(f"#charts{row}").display = row * max(1, now.per_row) < now.charts
+            panel.display = index < now.charts
         log = self.query_one("#log")
         log.display = now.log > 1
         log.styles.height = max(1, now.log)
@@ -154,4 +148,4 @@ class Dashboard(View):
     do_span_less, do_span_more = partialmethod(_change_span, -1), partialmethod(_change_span, 1)
 
     def copied(self) -> str:
-        return shown_text([*self.query(Ranks), *self.query(FiguresPanel)])
+        return shown_text(self.query("#ranks, #figures").results(Panel))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.app import ComposeResult
 
 from console.tui.keys import NAMES, for_view
-from console.tui.rows import Row, fill, wrap
+from console.tui.rows import Row, fill, labelled, wrap
 from console.tui.widgets.overlay import Overlay
 from console.tui.widgets.picker import Picker, Scrolls
 
@@ -22,30 +22,30 @@ def help_rows(view: str, width: int) -> list[Row]:
     for key in for_view(view):
         names = " ".join(NAMES.get(name, name) for name in key.keys)
         text = f"{key.help} (asks; {key.asks})" if key.asks else key.help
-        for index, line in enumerate(wrap(text, width - KEYS_WIDTH - 1)):
-            shown = fill(names if index == 0 else "", KEYS_WIDTH)
-            rows.append(((shown, "key"), (" ", ""), (line, "")))
+        rows += labelled((f"{fill(names, KEYS_WIDTH)} ", "key"), wrap(text, width - KEYS_WIDTH - 1))
     return rows
 
 
 class Reader(Scrolls, Overlay):
     """A text to scroll through: the help, or the whole stack of a rank."""
 
-    def __init__(self, title: str, rows: list[Row], note: str = "esc closes"):
+    below = 5
+    """Rows of the screen that stay free."""
+
+    def __init__(
+        self, title: str, rows: list[Row], note: str = "esc closes", cursor: bool = False
+    ):  # fmt: skip
         super().__init__(id="reader")
-        self._title, self._rows, self._note = title, rows, note
+        self._list = Picker("reading", title, cursor)
+        self._list.items, self._list.note, self._list.always = tuple(rows), note, cursor
 
     def compose(self) -> ComposeResult:
-        picker = Picker("reading", self._title, cursor=False)
-        picker.items, picker.note = tuple(self._rows), self._note
         size = self.app.size
-        picker.prepare(size.width, min(len(self._rows) + 1, max(4, size.height - 5)))
-        yield picker
+        height = min(len(self._list.items) + 1, max(4, size.height - self.below))
+        self._list.prepare(size.width, height)
+        yield self._list
 
     def on_mount(self) -> None:
-        self.picker.focus()
+        self.children[-1].focus()
 
-    def do_help(self) -> None:
-        self.close()
-
-    do_open = do_zoom = do_help
+    do_open = do_zoom = do_help = Overlay.close

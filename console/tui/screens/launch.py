@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from textual.app import ComposeResult
 from textual.containers import Container
 
@@ -12,13 +10,12 @@ from console.plain import counted, shell_line
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
 from console.tui.rows import Row, rule, text_of, wrap
-from console.tui.screens.view import View
+from console.tui.screens.view import Console, View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from trainers.contract import flags as registry
-from trainers.contract.errors import UsageError
 
 WIDE = 110
 WHOLE = 200
@@ -71,10 +68,8 @@ class Phases(DraftPanel):
         if plan is None:
             return [rule("phases", width), ((self.draft.trouble or "reads the plan …", "dim"),)]
         rows = phase_rows(planned_phases(plan), 0, self.draft.between, width, height, snapshot.now)
-        heading = rule(
-            f"plan {plan.name}", width, f"{counted(len(plan.phases), 'phase')}, L launches"
-        )
-        return [heading, *rows[1:]]
+        note = f"{counted(len(plan.phases), 'phase')}, L launches"
+        return [rule(f"plan {plan.name}", width, note), *rows[1:]]
 
 
 class Command(DraftPanel):
@@ -85,7 +80,8 @@ class Command(DraftPanel):
             ended = ", which ended" if launch.state == "waiting" else ""
             title = f"command of phase {launch.phase + 1} {launch.current}{ended}"
             return title, shell_line(state.argv, state.environment)
-        return "command of the first phase", self.draft.shell()
+        prepared = self.draft.prepared
+        return "command of the first phase", prepared.shell(0) if prepared else ""
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
         title, line = self.line(snapshot)
@@ -134,9 +130,9 @@ class Launch(Scrolls, View):
     Launch #plan Picker { height: 1fr; width: 1fr; }
     """
 
-    def __init__(self, draft: Draft):
-        super().__init__(id="launch")
-        self.draft = draft
+    def __init__(self, console: Console, id: str):
+        super().__init__(console, id)
+        self.draft = console.draft
         self._items: list[flag_list.Item] = []
 
     def compose(self) -> ComposeResult:
@@ -164,47 +160,37 @@ class Launch(Scrolls, View):
             when = launch.rest[0].numbered if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
-            self._items = flag_list.items(now, snapshot.coming or None, changed, when, None)
+            self._items = flag_list.items(now, snapshot.coming or None, changed)
             why_not = snapshot.coming_trouble and f": not known, {snapshot.coming_trouble}"
-            self.picker.heading = (
-                f"flags now → {when}{why_not}" if when else "flags now, no phase left"
-            )
+            heading = f"flags now → {when}{why_not}" if when else "flags now, no phase left"
         else:
-            draft = self.draft
-            planned = draft.planned_flags()
-            self._items = flag_list.items({}, planned, draft.flags, "launch", draft.between)
-            self.picker.heading = "flags now → next"
-        self.picker.fill(
-            flag_list.item_rows(self._items, self.picker.size.width - GUTTER), self._help()
-        )
+            draft, when, heading = self.draft, "launch", "flags now → next"
+            self._items = flag_list.items({}, draft.planned_flags(), draft.flags, draft.between)
+        self.picker.heading = heading
+        rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
+        self.picker.fill(rows, self._help())
 
     def _help(self) -> str:
-        cursor = self.picker.cursor
-        return flag_list.help_of(self._items[cursor]) if cursor < len(self._items) else ""
+        if (item := self._chosen()) is None:
+            return ""
+        return item.flag.help if item.flag else "ask: waits for L after each phase"
 
     def fit_panels(self) -> None:
-        width, height = self.size
-        if not height:
+        snapshot, (width, height) = self.snapshot, self.size
+        if snapshot is None or not height:
             return
-        plan = self.query_one("#plan")
-        wide = width >= WIDE
-        plan.set_class(wide, "wide")
+        wide, tall = width >= WIDE, height >= 30
+        self.query_one("#plan").set_class(wide, "wide")
         phases, checks = self.query_one(Phases), self.query_one(Checks)
         command = self.query_one(Command)
-        if self.snapshot is None:
-            return
-        tall = height >= 30
-        lines = len(command.rows(self.snapshot, width, 8 if tall else 3)) - 1
-        state = self.snapshot.state
-        both = 2 if state and state.gates and not live_launch(self.snapshot) else 1
-        check = max(2, len(checks.rows(self.snapshot, width, (9 if tall else 3) * both)))
-        command.styles.height = 1 + lines
-        checks.styles.height = check
-        if wide:
-            phases.styles.height = "1fr"
-        else:
-            room = max(2, height - LEAST_FLAGS - 1 - lines - check)
-            phases.styles.height = len(phases.rows(self.snapshot, width, room))
+        state = snapshot.state
+        both = 2 if state and state.gates and not live_launch(snapshot) else 1
+        line = len(command.rows(snapshot, width, 8 if tall else 3))
+        check = max(2, len(checks.rows(snapshot, width, (9 if tall else 3) * both)))
+        room = max(2, height - LEAST_FLAGS - line - check)
+        phase = "1fr" if wide else len(phases.rows(snapshot, width, room))
+        for panel, rows in ((command, line), (checks, check), (phases, phase)):
+            panel.styles.height = rows
 
     def scroll_by(self, by: int) -> None:
         self.picker.focus()
@@ -253,7 +239,7 @@ class Launch(Scrolls, View):
         hint = f"{registry.expected(item.flag)}; empty takes the change back.  {item.flag.help}"
         value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
-            Editor(name, value, hint, lambda text: _trouble(name, text),
+            Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),
                    lambda text: self._set(name, text or None))
         )  # fmt: skip
 
@@ -273,18 +259,3 @@ class Launch(Scrolls, View):
 
     def copied(self) -> str:
         return self.query_one(Command).line(self.snapshot)[1] if self.snapshot else ""
-
-
-def _trouble(name: str, text: str) -> str:
-    """Returns what is wrong with a value for a flag, "" for nothing."""
-    if not text.strip():
-        return ""
-    try:
-        registry.parse(name, text)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def make(app: Any) -> Launch:
-    return Launch(app.draft)

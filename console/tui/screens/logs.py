@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import partialmethod
-from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 
 from console.model import LogLine
 from console.tui.feed import Snapshot
 from console.tui.rows import Row, rule
-from console.tui.screens.view import View
+from console.tui.screens.view import Console, View
 from console.tui.widgets.lines import Lines
-from console.tui.widgets.logtail import LogBook, log_rows
+from console.tui.widgets.logtail import log_rows
 from console.tui.widgets.picker import Scrolls
-
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
 
 ALL = "all"
 
@@ -34,11 +30,6 @@ def highlighted(row: Row, needle: str) -> Row:
         spans += [(text[start:at], style), (text[at : at + len(want)], "found")]
         start = at + len(want)
     return (*head, *((t, s) for t, s in [*spans, (text[start:], style)] if t))
-
-
-def marked(row: Row) -> Row:
-    """Returns the line that a search stands on: its source is reversed."""
-    return ((row[0][0], "cursor"), *row[1:])
 
 
 class LogPane(Lines, can_focus=True):
@@ -58,9 +49,9 @@ class LogView(Scrolls, View):
 
     DEFAULT_CSS = "LogView { layout: vertical; }"
 
-    def __init__(self, book: LogBook):
-        super().__init__(id="logs")
-        self.book = book
+    def __init__(self, console: Console, id: str):
+        super().__init__(console, id)
+        self.book = console.book
         self.source = ALL
         self.needle = ""
         self.bottom: int | None = None
@@ -123,7 +114,11 @@ class LogView(Scrolls, View):
         end = self.end
         start, body = self._body(end, width, height - 1)
         self.seen = max(1, end - start)
-        rows = [rule(self._title(), width, self._note(start, end), focused=pane.has_focus)]
+        names = "  ".join(f"[{n}]" if n == self.source else n for n in self._sources)
+        place = f"{start + 1}–{end} of {len(self._lines)}  G follows"
+        note = "follows" if self.bottom is None else place
+        found = f"find {self.needle!r}  " if self.needle else ""
+        rows = [rule(f"log  {names}", width, found + note, focused=pane.has_focus)]
         pane.show([*rows, *(body or [(("no line yet", "dim"),)])])
 
     def _body(self, end: int, width: int, height: int) -> tuple[int, list[Row]]:
@@ -136,19 +131,9 @@ class LogView(Scrolls, View):
             if self.needle:
                 rows = [highlighted(row, self.needle) for row in rows]
                 if self._lines[start][0] == self.at:
-                    rows[0] = marked(rows[0])
+                    rows[0] = ((rows[0][0][0], "cursor"), *rows[0][1:])  # a reversed source
             body[:0] = rows
         return start, body[max(0, len(body) - height) :]
-
-    def _title(self) -> str:
-        shown = "  ".join(f"[{n}]" if n == self.source else n for n in self._sources)
-        return f"log  {shown}"
-
-    def _note(self, start: int, end: int) -> str:
-        found = f"find {self.needle!r}  " if self.needle else ""
-        if self.bottom is None:
-            return f"{found}follows"
-        return f"{found}{start + 1}–{end} of {len(self._lines)}  G follows"
 
     def scroll_by(self, by: int) -> None:
         self.hold(self.end + by)
@@ -172,14 +157,11 @@ class LogView(Scrolls, View):
         from console.tui.widgets.editor import Editor
 
         hint = "a text; n and N go to the next and the one before; empty clears"
-        self.console.open_overlay(
-            Editor("find in the log", self.needle, hint, lambda _: "", self.find)
-        )
+        self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:
         """Goes to the newest line with a text."""
-        self.needle = needle
-        self.at = None
+        self.needle, self.at = needle, None
         if needle:
             self._step(-1)
         self.redraw()
@@ -205,7 +187,3 @@ class LogView(Scrolls, View):
         height = self.query_one(LogPane).size.height
         shown = self._lines[max(0, self.end - height + 1) : self.end]
         return "\n".join(f"{line.source} {line.text}" for _, line in shown)
-
-
-def make(app: ConsoleApp) -> LogView:
-    return LogView(app.book)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partialmethod
-from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 
@@ -12,63 +11,44 @@ from console.model import Rank, RunState, Verdict
 from console.sources.stacks import Stack
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, columns, cut, rule, text_of, wrap
+from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
-from console.tui.widgets.ranks import PROCESS_WORDS, lives, place_cells
+from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
 from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
 
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
-
+VERDICT = "VERDICT  "
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
     letter: word for letter, word in PROCESS_WORDS.items() if word}}  # fmt: skip
 
 
-def verdict_rows(state: RunState, width: int, now: float) -> list[Row]:
+def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[Row]:
     """Returns the sentence in at most two lines, and how sure it is."""
     verdict = state.verdict
-    if verdict is None and state.state == "unsupervised":
+    if verdict is not None:
+        since = "nobody has looked since" if state.state == "unsupervised" else "it is over"
+        ago = f"  (of {fmt.age(now - verdict.ts)} ago; {since})"
+        style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
+        first, *rest = wrap(verdict.sentence + over, width - len(VERDICT), 2) or [fmt.DASH]
+        second = (rest[0], style) if rest else (_place(verdict), "dim")
+        return [((VERDICT, style), (first, style)), ((" " * len(VERDICT), ""), second)]
+    calm = {
+        "running": ("no stall: every rank moves on", "ok"),
+        "stalled": ("stalled; the diagnosis is under way", "dim"),
+    }
+    said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
+    if state.state == "unsupervised":
         adopt = "R gives it a new supervisor, " if state.launch else ""
         said = f"nobody watches this run: {adopt}nsa-console watchdog {state.id} looks now"
-        heads = ("VERDICT  ", " " * 9)
-        lines = wrap(said, width - 9, 2)
-        return [((head, "title"), (line, "warn")) for head, line in zip(heads, lines, strict=False)]
-    if verdict is None:
-        calm = {
-            "running": "no stall: every rank moves on",
-            "stalled": "stalled; the diagnosis is under way",
-        }.get(state.state, f"no verdict: the run is {state.state}")
-        return [(("VERDICT  ", "title"), (calm, "ok" if state.state == "running" else "dim")), ()]
-    since = "nobody has looked since" if state.state == "unsupervised" else "it is over"
-    over = "" if state.state == "stalled" else f"  (of {fmt.age(now - verdict.ts)} ago; {since})"
-    lines = wrap(verdict.sentence + over, width - 9, 2)
-    style = "crit" if not over else "dim"
-    rows: list[Row] = [(("VERDICT  ", style), (lines[0] if lines else "–", style))]
-    second = lines[1] if len(lines) > 1 else _place(verdict)
-    return [*rows, (("         ", ""), (second, style if len(lines) > 1 else "dim"))]
+        style = "warn"
+    return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), 2), style)
 
 
 def _place(verdict: Verdict) -> str:
     step = f", step {verdict.step:,}" if verdict.step is not None else ""
     where = f"rank {verdict.rank}, {verdict.phase}{step}" if verdict.rank is not None else ""
     return f"{where}{'; ' if where else ''}{verdict.cause}  how sure: {verdict.sure}"
-
-
-def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: float) -> list[Row]:
-    """Returns a row a rank for the list; who is behind is marked."""
-    rows, layout = [], _layout(state)
-    newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
-    guilty = state.verdict.rank if state.verdict else None
-    for rank in state.ranks:
-        is_live = lives(state, rank)
-        behind = rank.pulse is not None and rank.pulse.step < newest
-        style = "crit" if rank.rank == guilty else "warn" if behind else ""
-        mark = "◂" if rank.rank == guilty or behind else " "
-        cells = _rank_cells(rank, is_live, layout, stacks.get(rank.rank), width, style, now)
-        rows.append(columns([*cells, (mark, 1, style)]))
-    return rows
 
 
 COLUMNS = (
@@ -93,35 +73,49 @@ def heading(state: RunState) -> str:
     return text_of(columns([*cells, (PLACE, len(PLACE), "")]))
 
 
-def _rank_cells(
-    rank: Rank, is_live: bool, layout: Sequence[tuple[str, int]], stack: Stack | None, width: int,
-    style: str, now: float,
-) -> list[tuple[str, int, str]]:  # fmt: skip
+def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: float) -> list[Row]:
+    """Returns a row a rank for the list; who is behind is marked."""
+    rows, layout = [], _layout(state)
+    left = max(0, width - sum(abs(cell) + 1 for _, cell in layout) - MARK_WIDTH)
+    newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
+    guilty = state.verdict.rank if state.verdict else None
+    for rank in state.ranks:
+        behind = rank.pulse is not None and rank.pulse.step < newest
+        style = "crit" if rank.rank == guilty else "warn" if behind else ""
+        cells = _rank_cells(rank if lives(state, rank) else unmeasured(rank, state), style)
+        place = _frame_and_age(stacks.get(rank.rank), left, now)
+        mark = "◂" if rank.rank == guilty or behind else " "
+        held = [(cells[name][0], cell, cells[name][1]) for name, cell in layout]
+        rows.append(columns([*held, (place, left, ""), (mark, 1, style)]))
+    return rows
+
+
+def _rank_cells(rank: Rank, style: str) -> Cells:
     pulse, gpu = rank.pulse, rank.gpu
-    use = fmt.percent((gpu.util_pct if gpu else rank.cpu_pct) if is_live else None)
-    power = fmt.watts(gpu.power_w if is_live else None) if gpu else ""
+    use = fmt.percent(gpu.util_pct if gpu else rank.cpu_pct)
+    power = fmt.watts(gpu.power_w) if gpu else ""
     if gpu is not None and gpu.state != "ok":
         use, power = gpu.state, "GPU"
     process = rank.exit or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
-    texts = place_cells(rank, is_live, style, style) | {
-        "rank": (str(rank.rank), style or "strong"),
-        "process": (process, style),
-        "use": (use, ""),
-        "power": (power, ""),
+    return place_cells(rank, style, style) | {
+        "rank": (str(rank.rank), style or "strong"), "process": (process, style),
+        "use": (use, ""), "power": (power, ""),
         "coll.": (fmt.short(pulse.collectives or None if pulse else None), ""),
-    }
-    cells = [(texts[name][0], cell, texts[name][1]) for name, cell in layout]
+    }  # fmt: skip
+
+
+def _frame_and_age(stack: Stack | None, width: int, now: float) -> str:
     frame = top_frame(stack)
-    left = width - sum(abs(cell) for _, cell in layout) - len(layout) - MARK_WIDTH
-    when = f" {fmt.age(now - stack.ts)}" if stack and frame else ""
-    place = cut(frame.short, left - len(when)) + when if frame else ""
-    return [*cells, (place, max(0, left), "")]
+    if stack is None or frame is None:
+        return ""
+    age = f" {fmt.age(now - stack.ts)}"
+    return cut(frame.short, width - len(age)) + age
 
 
 CALM = {"running": "none: nothing stalls", "unsupervised": "none: nobody watches"}
 
 
-def evidence_rows(state: RunState, width: int, height: int) -> list[Row]:
+def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
     """Returns the signs for the verdict, one a line, wrapped as far as there is room."""
     verdict = state.verdict
     sure = f"how sure: {verdict.sure}" if verdict else ""
@@ -129,14 +123,8 @@ def evidence_rows(state: RunState, width: int, height: int) -> list[Row]:
     if verdict is None:
         return [*rows, ((CALM.get(state.state, "none"), "dim"),)]
     for sign in verdict.evidence:
-        for index, line in enumerate(wrap(sign, width - 3, 2)):
-            rows.append((("+ " if index == 0 else "  ", "info"), (line, "")))
+        rows += labelled(("+ ", "info"), wrap(sign, width - 3, 2))
     return rows[:height]
-
-
-class VerdictPanel(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        return verdict_rows(snapshot.state, width, snapshot.now) if snapshot.state else []
 
 
 class StacksPanel(Panel):
@@ -152,26 +140,18 @@ class StacksPanel(Panel):
         return stack_rows(snapshot.stacks, ranks, odd, width, height, snapshot.now, self.first)
 
 
-class EvidencePanel(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        return evidence_rows(snapshot.state, width, height) if snapshot.state else []
-
-
 class Stall(Scrolls, View):
     DEFAULT_CSS = """
     Stall { layout: vertical; }
-    Stall VerdictPanel { height: 2; }
+    Stall #verdict { height: 2; }
     Stall StacksPanel { height: 1fr; }
     """
 
-    def __init__(self) -> None:
-        super().__init__(id="stall")
-
     def compose(self) -> ComposeResult:
-        yield VerdictPanel("verdict")
+        yield Panel("verdict", verdict_rows)
         yield Picker("stall-ranks", "ranks")
         yield StacksPanel("stacks")
-        yield EvidencePanel("evidence")
+        yield Panel("evidence", evidence_rows)
 
     def arrive(self) -> None:
         self.picker.focus()
@@ -192,7 +172,7 @@ class Stall(Scrolls, View):
             return
         evidence = len(state.verdict.evidence) + 1 if state.verdict else 2
         self.picker.styles.height = min(len(state.ranks) + 1, max(3, height // 2 - 1))
-        self.query_one(EvidencePanel).styles.height = min(evidence, max(3, height // 4))
+        self.query_one("#evidence").styles.height = min(evidence, max(3, height // 4))
 
     def _shift(self, by: int) -> None:
         panel = self.query_one(StacksPanel)
@@ -216,9 +196,5 @@ class Stall(Scrolls, View):
         if stack is None:
             app.say(f"there is no dump of rank {rank} yet; D dumps all ranks", "error")
             return
-        rows = whole_rows(stack, app.size.width - 1)
+        rows = whole_rows(stack, self.size.width - 1)
         app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))
-
-
-def make(app: ConsoleApp) -> Stall:
-    return Stall()

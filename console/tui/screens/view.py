@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
+from console.model import LaunchState
+from console.tui.draft import Draft
 from console.tui.feed import Snapshot
 from console.tui.rows import text_of
+from console.tui.terminal import Terminal
 from console.tui.widgets.lines import Lines, Panel
-
-if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
+from console.tui.widgets.logtail import LogBook
+from console.tui.widgets.overlay import Overlay
 
 
 def shown_text(panels: Iterable[Lines]) -> str:
@@ -22,8 +24,11 @@ def shown_text(panels: Iterable[Lines]) -> str:
     return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 
-class Main(Screen[None]):
-    """The one screen. A change of focus repaints who has it and who had it, not all of it."""
+class Main(Screen[None], inherit_bindings=False):
+    """The one screen. A change of focus repaints who has it and who had it, not all of it.
+
+    Its keys are those of the table: tab stays in an overlay.
+    """
 
     focused = Reactive[Widget | None](None, repaint=False)
 
@@ -32,6 +37,20 @@ class Body(Widget):
     """Holds the views: when they change, nothing outside is painted again."""
 
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
+
+
+class Console(Protocol):
+    """What a view knows of the app."""
+
+    snapshot: Snapshot | None
+    book: LogBook
+    draft: Draft
+    terminal: Terminal
+
+    def say(self, text: str, level: str = "ok") -> None: ...
+    def open_overlay(self, overlay: Overlay) -> None: ...
+    def prepare(self) -> None: ...
+    def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None: ...
 
 
 class View(Widget):
@@ -43,9 +62,9 @@ class View(Widget):
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
     snapshot: Snapshot | None = None
 
-    @property
-    def console(self) -> ConsoleApp:
-        return self.app  # type: ignore[return-value]
+    def __init__(self, console: Console, id: str):
+        super().__init__(id=id)
+        self.console = console
 
     def take(self, snapshot: Snapshot) -> None:
         """Shows a snapshot in all panels."""

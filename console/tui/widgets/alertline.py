@@ -128,10 +128,8 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
         why = first.why or f"{gate_value(first)}, must be {first.bound}"
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return [Notice("warn", f"gate {first.name} failed: {why}{more}", "2 gates")]
-    passed = sum(gate.result == "pass" for gate in gates)
-    if gates and passed == len(gates):
-        return [Notice("info", f"all {passed} gates of this phase pass")]
-    return []
+    all_pass = bool(gates) and all(gate.result == "pass" for gate in gates)
+    return [Notice("info", f"all {len(gates)} gates of this phase pass")] if all_pass else []
 
 
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from console.tui.rows import Row, safe, wrap
+from console.tui.rows import Row, labelled, safe, wrap
 from console.tui.widgets.lines import Lines
 
 KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
@@ -17,10 +17,7 @@ def answer_rows(text: str, level: str, width: int) -> list[Row]:
     """Returns at most three lines; the sign says without colour how it went."""
     sign, style = {"ok": ("✓", "ok"), "error": ("✗", "crit")}.get(level, ("…", "info"))
     lines = wrap(text, max(10, width - 3), MOST_LINES)
-    return [
-        ((f"{sign if i == 0 else ' '} ", style), (line, style if level != "ok" else ""))
-        for i, line in enumerate(lines)
-    ]
+    return labelled((f"{sign} ", style), lines, style if level != "ok" else "")
 
 
 class Answer(Lines):

@@ -30,28 +30,15 @@ class Chart:
     """The values are divided by this to be in `unit`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Time:
-    """The window of time: where the run began and how much is shown (0: automatic)."""
-
-    first: float
-    now: float
-    span_s: int = 0
-
-    def window(self) -> tuple[float, int]:
-        """Returns the start and the length of the window."""
-        span = self.span_s or chartmath.auto_span(self.now - self.first)
-        return chartmath.window_start(self.first, self.now, span), span
-
-
 def chart_rows(
-    chart: Chart, series: Mapping[str, Points], when: Time, width: int, height: int, mode: Mode
-) -> list[Row]:
+    chart: Chart, series: Mapping[str, Points], window: tuple[float, int], width: int, height: int,
+    mode: Mode,
+) -> list[Row]:  # fmt: skip
     """Returns title, body with an axis from its lowest to its highest value, and the time axis."""
     held = [points for name in chart.names if (points := series.get(name))]
     if not held or width < LABEL + 2:
         return [rule(chart.title, width, "no data yet")]
-    start, span = when.window()
+    start, span = window
     body_height, room = height - 2, width - LABEL - 1
     count = chartmath.columns_of(mode, room)
     columns = chartmath.merge([chartmath.bins(points, start, span, count) for points in held])
@@ -128,10 +115,11 @@ class ChartPanel(Panel):
             return []
         points = [held for name in chart.names if (held := snapshot.charts.get(name))]
         first = min((p[0][0] for p in points), default=snapshot.now)
-        when = Time(first, max((p[-1][0] for p in points), default=snapshot.now), self.span_s)
-        mark = (chart, when.window(), width, height, [(len(p), p[-1]) for p in points])
+        last = max((p[-1][0] for p in points), default=snapshot.now)
+        window = chartmath.window(first, last, self.span_s)
+        mark = (chart, window, width, height, [(len(p), p[-1]) for p in points])
         if mark == self._mark:
             return self._drawn
         self._mark = mark
-        self._drawn = chart_rows(chart, snapshot.charts, when, width, height, self.mode)
+        self._drawn = chart_rows(chart, snapshot.charts, window, width, height, self.mode)
         return self._drawn

@@ -10,7 +10,7 @@ from textual.containers import Horizontal
 from textual.widgets import Button, Input
 
 from console.tui.questions import Choice, Question
-from console.tui.rows import Row, fill, rule, wrap
+from console.tui.rows import Row, fill, labelled, rule, wrap
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import FlatButton, Overlay
 
@@ -23,9 +23,8 @@ def question_rows(question: Question, width: int) -> list[Row]:
     head = rule(f"── {question.title}", width, line="─")
     rows: list[Row] = [tuple((text, "warn") for text, _ in head)]
     for label, text in question.facts:
-        for index, line in enumerate(wrap(text, min(MOST_WIDTH, width) - LABEL - 3, 4) or [""]):
-            name = fill(label if index == 0 else "", LABEL)
-            rows.append((("  ", ""), (name, "dim"), (" ", ""), (line, "")))
+        lines = wrap(text, min(MOST_WIDTH, width) - LABEL - 3, 4) or [""]
+        rows += labelled((f"  {fill(label, LABEL)} ", "dim"), lines)
     return rows
 
 
@@ -39,8 +38,6 @@ class Confirm(Overlay):
     BINDINGS = [  # noqa: RUF012 - the framework's own type
         Binding("n,N", "no", show=False),
         Binding("y,Y", "yes", show=False),
-        Binding("left,shift+tab", "previous", show=False),
-        Binding("right,tab", "next", show=False),
     ]
 
     def __init__(self, question: Question, then: Callable[[Choice], object]):
@@ -96,8 +93,7 @@ class Confirm(Overlay):
         if choice is not None:
             self._then(choice)
 
-    def action_no(self) -> None:
-        self.close()
+    action_no = Overlay.close
 
     def action_yes(self) -> None:
         if not self.question.typed and len(self.question.choices) == 1:

@@ -10,13 +10,14 @@ from textual.widgets import Input
 from console.tui.rows import rule, wrap
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import Overlay
+from trainers.contract.errors import UsageError
 
 
 class Editor(Overlay):
-    """Calls `then` with the text; `check` returns what is wrong with it, "" for nothing."""
+    """Calls `then` with the text; `check` raises UsageError where something is wrong with it."""
 
     def __init__(
-        self, title: str, value: str, hint: str, check: Callable[[str], str],
+        self, title: str, value: str, hint: str, check: Callable[[str], object],
         then: Callable[[str], object],
     ):  # fmt: skip
         super().__init__(id="editor")
@@ -38,14 +39,19 @@ class Editor(Overlay):
         lines = wrap(text, self.app.size.width - 2, 1) or [""]
         self.query_one("#trouble", Lines).show([((lines[0], style),)])
 
+    def _is_good(self, text: str, style: str) -> bool:
+        try:
+            self._check(text)
+        except UsageError as error:
+            self._say(str(error), style)
+            return False
+        return True
+
     def on_input_changed(self, event: Input.Changed) -> None:
-        trouble = self._check(event.value)
-        self._say(trouble or self._hint, "warn" if trouble else "dim")
+        if self._is_good(event.value, "warn"):
+            self._say(self._hint, "dim")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        trouble = self._check(event.value)
-        if trouble:
-            self._say(trouble, "crit")
-            return
-        self.close()
-        self._then(event.value.strip())
+        if self._is_good(event.value, "crit"):
+            self.close()
+            self._then(event.value.strip())

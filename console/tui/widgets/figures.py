@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from console.model import Figure, RunState
 from console.tui import format as fmt
-from console.tui.feed import Snapshot
 from console.tui.rows import Row, fill, rule
-from console.tui.widgets.lines import Panel
 
 OLD_S = 30.0
-Figures = Mapping[str, Figure]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the panel: the first figure of `names` that there is, and a note to it."""
+    """One line of the panel: the first figure of `names` that there is; `beside` is shown as a
+    note, with its label."""
 
     label: str
     names: tuple[str, ...]
-    note: Callable[[Figures], str] = lambda figures: ""
+    beside: tuple[str, str] = ("", "")
     only_above: float | None = None
-
-
-def _p99(figures: Figures) -> str:
-    slow = figures.get("step_p99_s")
-    return f"p99 {fmt.duration(slow.value)}" if slow else ""
-
-
-def _gate_min(figures: Figures) -> str:
-    low = figures.get("gate_entropy_min")
-    return f"min {low.value:.2f}" if low else ""
-
-
-def _branches(figures: Figures) -> str:
-    parts = [(b, figures.get(f"gate_share_{b}")) for b in ("cmp", "sel", "win")]
-    return " ".join(f"{f.value * 100:.0f}" for _, f in parts if f)
 
 
 LINES: tuple[Line, ...] = (
     Line("tok/s", ("toks_per_s",)),
-    Line("step time", ("step_p50_s",), _p99),
+    Line("step time", ("step_p50_s",), ("p99", "step_p99_s")),
     Line("loss", ("loss",)),
     Line("bytes right", ("bytes_right",)),
-    Line("entropy", ("gate_entropy_mean",), _gate_min),
+    Line("entropy", ("gate_entropy_mean",), ("min", "gate_entropy_min")),
     Line("grad norm", ("grad_norm",)),
     Line("saved step", ("checkpoint_step",)),
     Line("lr", ("lr",)),
     Line("MFU", ("mfu",)),
-    Line("memory", ("gpu_mem_reserved", "rss_mib"), lambda figures: "largest"),
+    Line("memory", ("gpu_mem_reserved", "rss_mib"), ("largest", "")),
     Line("skipped", ("skipped_steps",), only_above=0),
     Line("dropped", ("dropped_records",), only_above=0),
     Line("fetch", ("dt_fetch_s",)),
@@ -58,6 +40,7 @@ LINES: tuple[Line, ...] = (
     Line("disk free", ("disk_free_gib",)),
     Line("load", ("load1",)),
 )
+BRANCHES = ("cmp", "sel", "win")
 
 
 def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Row]:
@@ -73,28 +56,25 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
         figure = next((figures[name] for name in line.names if name in figures), None)
         if figure is None or (line.only_above is not None and figure.value <= line.only_above):
             continue
-        note = line.note(figures)
+        label, name = line.beside
+        other = figures.get(name)
+        note = "" if name else label
+        if other is not None:
+            value = fmt.duration(other.value) if other.unit == "s" else fmt.short(other.value)
+            note = f"{label} {value}"
         old = now - figure.at
         if old > OLD_S and state.data_age_s is not None:
             note = f"{fmt.age(old)} old"
         elif not note and note_width >= 14:
             note = figure.window
-        rows.append(
-            (
-                (fill(line.label, label_width), "dim"),
-                (fill(fmt.figure(figure.value, figure.unit), value_width, right=True), "strong"),
-                (" " + note if len(note) <= note_width else "", "dim"),
-            )
-        )
-        if line.label == "entropy" and (shares := _branches(figures)):
-            label = fill("cmp sel win", label_width)
-            rows.append(((label, "dim"), (f" {shares} %", "strong")))
+        value = fill(fmt.figure(figure.value, figure.unit), value_width, right=True)
+        note = f" {note}" if len(note) <= note_width else ""
+        rows.append(((fill(line.label, label_width), "dim"), (value, "strong"), (note, "dim")))
+        shares = [f for b in BRANCHES if (f := figures.get(f"gate_share_{b}"))]
+        if line.label == "entropy" and shares:
+            text = " ".join(f"{share.value * 100:.0f}" for share in shares)
+            label = fill(" ".join(BRANCHES), label_width)
+            rows.append(((label, "dim"), (f" {text} %", "strong")))
     if len(rows) == 1:
         rows.append((("no figures yet", "dim"),))
     return rows[:height]
-
-
-class FiguresPanel(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        state = snapshot.state
-        return figure_rows(state, width, height, snapshot.now) if state else []

@@ -21,45 +21,41 @@ class Item:
     now: str
     following: str | None
     """None where nothing comes, or is known of it."""
-    when: str
     changed: bool
 
 
 def items(
     now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],
-    when: str, between: str | None,
+    between: str | None = None,
 ) -> list[Item]:  # fmt: skip
     """Returns all flags of the registry, by group, with the value now and the one to come.
 
     `coming` is what the next phase gets, None where nothing comes or nothing is known of it;
     `changed` is what the operator set for it. `between` is shown first where it can be chosen.
     """
-    found = []
-    if between is not None:
-        found.append(Item(None, between, between, "launch", False))
+    found = [] if between is None else [Item(None, between, between, False)]
     for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
         here = now.get(flag.name, flag.default)
         planned = None if coming is None else coming.get(flag.name, flag.default)
-        value = changed.get(flag.name, planned)
-        is_changed = flag.name in changed
-        found.append(Item(flag, here, value, when if is_changed else "", is_changed))
+        found.append(Item(flag, here, changed.get(flag.name, planned), flag.name in changed))
     return found
 
 
 _GROUPS = list(dict.fromkeys(flag.group for flag in TABLE))
 
 
-def item_rows(found: list[Item], width: int) -> list[Row]:
-    """Returns the rows of the list, each group named once: the value now → the one to come."""
+def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
+    """Returns the rows of the list, each group named once: the value now → the one to come, and
+    `when` it comes where it was changed."""
     room = width - GROUP - NAME - len("→*") - 6
-    when = min(14, room - 18) if room >= 24 else 0
-    value = max(4, (room - when) // 2)
+    when_width = min(14, room - 18) if room >= 24 else 0
+    value = max(4, (room - when_width) // 2)
     rows, group = [], ""
     for item in found:
         if item.flag is None:
             words = "ask before each" if item.following == "ask" else "go on while gates pass"
-            rows.append(columns([("", GROUP, ""), ("between phases", NAME, "strong"),
-                                 (words, 24, "")]))  # fmt: skip
+            name = ("between phases", NAME, "strong")
+            rows.append(columns([("", GROUP, ""), name, (words, 24, "")]))
             continue
         name = "" if item.flag.group == group else item.flag.group
         group = item.flag.group
@@ -72,15 +68,10 @@ def item_rows(found: list[Item], width: int) -> list[Row]:
             ("" if item.following is None else item.following or UNSET, value, style),
             ("*" if item.changed else " ", 1, "warn"),
         ]
-        rows.append(columns([*cells, (item.when, when, "dim")] if when else cells))
+        if when_width:
+            cells.append((when * item.changed, when_width, "dim"))
+        rows.append(columns(cells))
     return rows
-
-
-def help_of(item: Item) -> str:
-    """Returns the sentence that explains the line under the cursor."""
-    if item.flag is None:
-        return "ask: waits for L after each phase"
-    return item.flag.help
 
 
 def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from console.tui.keys import KEYS, VIEW_KEYS, for_view
+from console.tui.keys import TABLE, VIEWS, for_view
 from console.tui.rows import Part, Row, fit
 from console.tui.widgets.lines import Lines
 
@@ -12,15 +12,10 @@ WIDTH, HEIGHT = 80, 24
 def footer_row(view: str, width: int, small: bool = False) -> Row:
     """Returns the keys that fit, the views first, the most needed longest."""
     parts: list[Part] = [(10, [((f"needs {WIDTH}×{HEIGHT}", "warn"),)])] if small else []
-    for name, key_id in VIEW_KEYS.items():
-        key = KEYS[key_id]
-        style = "now" if name == view else ""
-        parts.append((key.weight, [((key.shown, "key"), (f" {key.label}", style))]))
-    parts += [
-        (key.weight, [((key.shown, "key"), (f" {key.label}", ""))])
-        for key in for_view(view)
-        if key.label and key.id not in VIEW_KEYS.values()
-    ]
+    for key in for_view(view):
+        style = "now" if key is TABLE[VIEWS.index(view)] else ""
+        if key.label:
+            parts.append((key.weight, [((key.shown, "key"), (f" {key.label}", style))]))
     return fit(parts, width, gap=2)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from rich.cells import cell_len
+
 from console.model import LIVE_STATES, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
@@ -22,54 +24,54 @@ def header_row(snapshot: Snapshot, width: int, late_s: float = 0.0, paused: bool
     """Returns the header for a width; the least important parts go first."""
     state = snapshot.state
     if state is None:
-        parts: list[Part] = [
-            (9, [(("NSA console", "strong"),)]),
-            (8, [(("no run", "dim"),)]),
-        ]
-        return fit(parts, width)
-    host: Row = ((f"{state.host} ×{state.world}", "dim"),)
-    held: list[Row] = [(("picture paused", "caution"),), (("paused", "caution"),)]
-    attempt: list[Row] = [((f"{word} {state.attempt}", "warn"),) for word in ("attempt", "att")]
+        return fit([_part(9, "strong", "NSA console"), _part(8, "dim", "no run")], width)
+    words = ("attempt", "att") if state.attempt > 1 else ()
+    attempt = [f"{word} {state.attempt}" for word in words]
     parts = [
-        (9, _name(state, width)),
-        (10, [_state(state, snapshot.now)]),
-        (10, held if paused else [BLANK]),
-        (7, attempt if state.attempt > 1 else [BLANK]),
-        (4, _phase(state)),
-        (8, _progress(state)),
-        (6, _eta(state)),
-        (2, [host if state.world else BLANK, BLANK]),
-        (9, [_freshness(state, snapshot.now, late_s)]),
+        _part(9, "strong", *_names(state, width)),
+        _part(10, *_state(state, snapshot.now)),
+        _part(10, "caution", *(("picture paused", "paused") if paused else ())),
+        _part(7, "warn", *attempt),
+        _part(4, "", *_phase(state)),
+        _part(8, "", *_progress(state)),
+        _part(6, "", f"ETA {fmt.eta(state.eta_s)}" if state.eta_s else ""),
+        _part(2, "dim", f"{state.host} ×{state.world}" if state.world else "", ""),
+        _part(9, *_freshness(state, snapshot.now, late_s)),
     ]
     room = width - width_of(fit(parts, LONGEST)) - GAP
-    return fit([*parts, (5, _armed(state, room))], width, GAP)
+    return fit([*parts, _part(5, "dim", *_armed(state, room))], width, GAP)
 
 
-def _name(state: RunState, width: int) -> list[Row]:
+def _part(weight: int, style: str, *forms: str) -> Part:
+    return weight, [((form, style),) if form else BLANK for form in forms]
+
+
+def _names(state: RunState, width: int) -> list[str]:
     """The full id where there is room, else plan, time of day and phase, else plan and phase."""
     long = state.id or state.path
     launch = state.launch
     if launch is None or not launch.phases:
-        return [((cut(long, limit), "strong"),) for limit in (64, 30)]
+        return [cut(long, limit) for limit in (64, 30)]
     stamp = launch.id.removeprefix(f"{launch.plan}-").partition("-")[2]
     forms = [f"{launch.plan} {launch.current}"]
     if len(stamp) >= 6 and stamp[:6].isdigit():
         forms.insert(0, f"{launch.plan} {stamp[:4]} {launch.current}")
     if width >= FULL_NAME_WIDTH:
         forms.insert(0, long)
-    return [((cut(form, 64), "strong"),) for form in forms]
+    return [cut(form, 64) for form in forms]
 
 
-def _state(state: RunState, now: float) -> Row:
+def _state(state: RunState, now: float) -> tuple[str, str]:
+    """Returns style and word."""
     if state.launch is not None and state.launch.state == "waiting":
-        return (("WAITING", STATE_STYLE["waiting"]),)
+        return STATE_STYLE["waiting"], "WAITING"
     word = state.state.upper()
     since = now - state.since_ts if state.since_ts else None
     if state.state == "stalled":
         since = _still_s(state) or since
     if since is not None and state.state in ("stalled", "halting", "stopping", "starting"):
         word += f" {fmt.age(since)}"
-    return ((word, STATE_STYLE.get(state.state, "strong")),)
+    return STATE_STYLE.get(state.state, "strong"), word
 
 
 def _still_s(state: RunState) -> float | None:
@@ -79,51 +81,45 @@ def _still_s(state: RunState) -> float | None:
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
 
 
-def _phase(state: RunState) -> list[Row]:
-    launch = state.launch
-    if launch is None or len(launch.phases) < 2:
-        return [BLANK]
-    here = f"{launch.phase + 1}/{len(launch.phases)}"
-    return [((f"phase {here}", ""),), ((f"ph {here}", ""),)]
+def _phase(state: RunState) -> list[str]:
+    phases = state.launch.phases if state.launch else ()
+    here = f"{state.launch.phase + 1}/{len(phases)}" if state.launch else ""
+    return [f"phase {here}", f"ph {here}"] if len(phases) > 1 else []
 
 
-def _progress(state: RunState) -> list[Row]:
+def _progress(state: RunState) -> list[str]:
     if state.step is None:
-        return [BLANK]
+        return []
     if not state.steps_planned or state.state == "completed":
-        return [((f"step {state.step:,}", ""),)]
+        return [f"step {state.step:,}"]
     steps = f"{state.step:,}/{state.steps_planned:,}"
     share = f"{100 * state.step // state.steps_planned}%"
-    return [((f"step {steps} {share}", ""),), ((f"{steps} {share}", ""),), ((steps, ""),)]
+    return [f"step {steps} {share}", f"{steps} {share}", steps]
 
 
-def _eta(state: RunState) -> list[Row]:
-    return [((f"ETA {fmt.eta(state.eta_s)}", ""),)] if state.eta_s else [BLANK]
-
-
-def _freshness(state: RunState, now: float, late_s: float) -> Row:
+def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
+    """Returns style and text."""
     if state.state == "lost":
-        return (("end time unknown", "dim"),)
+        return "dim", "end time unknown"
     if state.data_age_s is None or state.state not in LIVE_STATES:
         if state.since_ts and state.state not in ("queued", "preflight", "starting"):
-            return ((f"ended {fmt.age(now - state.since_ts)} ago", "dim"),)
-        return (("no data yet", "dim"),)
+            return "dim", f"ended {fmt.age(now - state.since_ts)} ago"
+        return "dim", "no data yet"
     age = state.data_age_s + late_s
     style = "stale" if age > RED_S else "warn" if age > AMBER_S else "dim"
-    return ((f"data {fmt.age(age)}{' old' if age > AMBER_S else ''}", style),)
+    return style, f"data {fmt.age(age)}{' old' if age > AMBER_S else ''}"
 
 
-def _armed(state: RunState, room: int) -> list[Row]:
+def _armed(state: RunState, room: int) -> list[str]:
     """The automatic reactions: the whole sentence where it has room, else its short form.
 
     Nothing does where nobody watches.
     """
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
-        return [BLANK]
+        return []
     short = f"armed: {state.armed_short or 'see status'}"
-    forms = [state.armed] if width_of(((state.armed, ""),)) <= room else []
-    return [((form, "dim"),) for form in (*forms, short)]
+    return [state.armed, short] if cell_len(state.armed) <= room else [short]
 
 
 class Header(Panel):

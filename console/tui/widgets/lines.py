@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.segment import Segment
 from rich.style import Style
@@ -10,6 +10,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from console.model import RunState
 from console.tui.feed import Snapshot
 from console.tui.palette import STYLES, drawn
 from console.tui.rows import BLANK, Row, changed, clip, safe
@@ -69,14 +70,23 @@ class Lines(Widget):
         return strip
 
 
+Draw = Callable[[RunState, int, int, float], Sequence[Row]]
+"""Returns the rows for a run, a width, a height and a moment."""
+
+
 class Panel(Lines):
     """Lines that are drawn from the newest snapshot, for the size they have."""
 
     snapshot: Snapshot | None = None
 
+    def __init__(self, id: str, draw: Draw | None = None):
+        super().__init__(id=id)
+        self._draw = draw
+
     def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
-        """Returns what the panel shows of a snapshot."""
-        raise NotImplementedError
+        """Returns what the panel shows of a snapshot: without a method, what `draw` returns."""
+        assert self._draw is not None
+        return self._draw(snapshot.state, width, height, snapshot.now) if snapshot.state else []
 
     def take(self, snapshot: Snapshot) -> None:
         """Shows a snapshot; before the first layout it only remembers it."""

@@ -8,7 +8,7 @@ from itertools import islice
 
 from console.model import LogLine
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, chop, fill, rule
+from console.tui.rows import Row, chop, fill, labelled, rule
 from console.tui.widgets.lines import Panel
 
 SOURCE_WIDTH = 5
@@ -29,11 +29,8 @@ def line_style(text: str) -> str:
 def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
     """Returns one line, wrapped under its source."""
     source = SHORT.get(line.source, line.source)
-    style = line_style(line.text)
-    return [
-        ((fill(source if index == 0 else "", SOURCE_WIDTH), "dim"), (" ", ""), (text, style))
-        for index, text in enumerate(chop(line.text, max(8, width - SOURCE_WIDTH - 1), limit))
-    ]
+    texts = chop(line.text, max(8, width - SOURCE_WIDTH - 1), limit)
+    return labelled((f"{fill(source, SOURCE_WIDTH)} ", "dim"), texts, line_style(line.text))
 
 
 class LogBook:

@@ -43,18 +43,16 @@ class Overlay(Widget):
         self.display = False
         self.post_message(self.Closed(self))
 
-    def do_back(self) -> None:
-        self.close()
+    do_back = do_leave = close
+    """`q` closes what is open; only ctrl+c leaves the console from here."""
 
-    def do_leave(self) -> None:
-        """`q` closes what is open; only ctrl+c leaves the console from here."""
-        self.close()
-
-    def action_next(self) -> None:
+    def do_right(self) -> None:
         self.screen.focus_next(f"#{self.id} *")
 
-    def action_previous(self) -> None:
+    def do_left(self) -> None:
         self.screen.focus_previous(f"#{self.id} *")
+
+    do_panel, do_panel_back = do_right, do_left
 
 
 class FlatButton(Button):

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from console.model import LIVE_STATES, RESULTS, Gate, PhaseState
+from console.model import LIVE_STATES, Gate, PhaseState
 from console.plain import gate_value
 from console.sources import documents
 from console.tui import format as fmt
@@ -16,7 +16,8 @@ from console.tui.rows import Row, columns, fill, rule, width_of, wrap
 
 STEPS = 12
 CHECKS = "checks before the launch"
-SIGNS = {"pass": ("✓", "ok"), "fail": ("✗", "crit"), "unknown": ("?", "warn")}
+SIGNS = {"fail": ("✗", "crit"), "unknown": ("?", "warn"), "pass": ("✓", "ok"), "": ("·", "dim")}
+"""Sign and style of a result, the worst first; "" is one that is still to come."""
 
 
 def planned_phases(plan: Any) -> tuple[PhaseState, ...]:
@@ -41,10 +42,8 @@ def phase_rows(
     room = max(1, height - 1 - sum(map(len, sentences)))
     start = max(0, min(focus - room // 2, len(phases) - room))
     shown = phases[start : start + room]
-    note = (
-        f"{start + 1}–{start + len(shown)} of {len(phases)}  " if len(shown) < len(phases) else ""
-    )
-    rows = [rule("phases", width, note + words.get(between, ""))]
+    part = f"{start + 1}–{start + len(shown)} of {len(phases)}  " * (len(shown) < len(phases))
+    rows = [rule("phases", width, part + words.get(between, ""))]
     for phase, lines in zip(shown, sentences[start:], strict=False):
         is_current = phase.index == current
         rows.append(_phase_row(phase, is_current, width, now, step if is_current else None, gates))
@@ -72,23 +71,16 @@ def _phase_row(
     if is_current and gates:
         passed = sum(gate.result == "pass" for gate in gates)
         result = f"gates {passed}/{len(gates)}"
-    elif result in SIGNS:
-        result = {"pass": "gates pass", "fail": "gates FAIL", "unknown": "gates ?"}[result]
+    else:
+        words = {"pass": "gates pass", "fail": "gates FAIL", "unknown": "gates ?"}
+        result = words.get(result, result)
     style = "crit" if "FAIL" in result else ""
-    row = columns(
-        [
-            ("▸" if is_current else " ", 1, "now"),
-            (
-                phase.numbered,
-                max(12, min(18, width - 45)),
-                "strong" if is_current else "",
-            ),
-            (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
-            (steps, -STEPS, ""),
-            (took, -5, "dim"),
-            (result, 11, style),
-        ]
-    )
+    mark, strong = ("▸", "strong") if is_current else (" ", "")
+    row = columns([
+        (mark, 1, "now"), (phase.numbered, max(12, min(18, width - 45)), strong),
+        (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
+        (steps, -STEPS, ""), (took, -5, "dim"), (result, 11, style),
+    ])  # fmt: skip
     fits = phase.why and width_of(row) + 2 + len(phase.why) <= width
     return (*row, (f"  {phase.why}", "dim")) if fits else row
 
@@ -99,13 +91,12 @@ def gate_rows(
     """Returns the gates with value and bound, what fails first, in as many columns as fit;
     before the end of the phase what it will be judged by."""
     if not gates and bounds:
-        pending = [("·", "dim", _pending(name, bound)) for name, bound in bounds.items()]
+        pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
         return grid(pending, width, height, heading, "judged when the phase ends")
-    cells = []
-    for gate in sorted(gates, key=lambda gate: RESULTS.index(gate.result)):
-        sign, style = SIGNS[gate.result]
-        bound = f" ({gate.bound})" if gate.bound else ""
-        cells.append((sign, style, f"{gate.name}: {gate_value(gate)}{bound}"))
+    cells = [
+        (gate.result, f"{gate.name}: {gate_value(gate)}" + f" ({gate.bound})" * bool(gate.bound))
+        for gate in gates
+    ]
     passed = sum(gate.result == "pass" for gate in gates)
     return grid(cells, width, height, heading, f"{passed} of {len(gates)} pass" if gates else "")
 
@@ -121,36 +112,30 @@ def _pending(name: str, bound: str) -> str:
 
 def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
     """Returns the checks before a launch, what fails first."""
-    cells = [
-        (*SIGNS[check.result], f"{check.name}: {check.text}")
-        for check in sorted(checks, key=lambda check: RESULTS.index(check.result))
-    ]
+    cells = [(check.result, f"{check.name}: {check.text}") for check in checks]
     failed = sum(check.result == "fail" for check in checks)
-    note = (
-        f"{failed} fail: a launch is refused"
-        if failed
-        else f"ready: {len(checks)} checks"
-        if checks
-        else ""
-    )
-    return grid(cells, width, height, CHECKS, note)
+    note = f"{failed} fail: a launch is refused" if failed else f"ready: {len(checks)} checks"
+    return grid(cells, width, height, CHECKS, note if checks else "")
 
 
 def grid(
-    cells: Sequence[tuple[str, str, str]], width: int, height: int, heading: str, note: str
+    cells: Sequence[tuple[str, str]], width: int, height: int, heading: str, note: str
 ) -> list[Row]:
-    """Returns a heading and cells of (sign, style, text), in columns that fit the longest text."""
+    """Returns a heading and cells of (result, text), what fails first, in columns that fit the
+    longest text."""
     rows = [rule(heading, width, note)]
     if not cells:
         return [*rows, (("none yet", "dim"),)]
-    longest = max(len(text) for _, _, text in cells) + 4
+    longest = max(len(text) for _, text in cells) + 4
     per_row = max(1, width // min(longest, width))
     if -(-len(cells) // per_row) > height - 1:
         per_row = max(per_row, min(len(cells), max(1, width // 36)))
     each = width // per_row
+    cells = sorted(cells, key=lambda cell: [*SIGNS].index(cell[0]))
     for start in range(0, len(cells), per_row):
         row: list[tuple[str, str]] = []
-        for sign, style, text in cells[start : start + per_row]:
+        for result, text in cells[start : start + per_row]:
+            sign, style = SIGNS[result]
             row += [(f"{sign} ", style), (fill(text, each - 3), ""), (" ", "")]
         rows.append(tuple(row))
     return rows[:height]

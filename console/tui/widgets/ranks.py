@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from console.model import LIVE_STATES, Gpu, Rank, RunState
 from console.tui import format as fmt
-from console.tui.feed import Snapshot
 from console.tui.rows import Row, columns, rule
 from console.tui.widgets.header import RED_S
-from console.tui.widgets.lines import Panel
 
 WIDE = 70
 PID, MARK = 7, " ◂"
@@ -22,22 +21,13 @@ BAR = ""
 """The column without a heading."""
 
 
-def rank_rows(state: RunState, width: int, height: int) -> list[Row]:
+def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
     """Returns a heading and a row a rank; with more ranks than room, the worst and a count."""
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
-    heading = "GPUs" if has_gpus else "ranks"
-    if not state.ranks:
-        rows = [rule(heading, width)]
-        if not state.gpus:
-            return [*rows, (("no rank has started yet", "dim"),)]
-        idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
-        return _table(state, idle, has_gpus, width, height)
-    return _table(state, state.ranks, has_gpus, width, height)
-
-
-def _table(
-    state: RunState, ranks: Sequence[Rank], has_gpus: bool, width: int, height: int
-) -> list[Row]:
+    idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
+    ranks = state.ranks or idle
+    if not ranks:
+        return [rule("ranks", width), (("no rank has started yet", "dim"),)]
     wide = width >= WIDE
     digits = max(3 if has_gpus else 4, len(str(max(rank.rank for rank in ranks))))
     shown = _worst_first(state, ranks, height - 1)
@@ -57,61 +47,58 @@ def _worst_first(state: RunState, ranks: Sequence[Rank], room: int) -> Sequence[
     newest = max((rank.pulse.step for rank in ranks if rank.pulse), default=0)
     guilty = state.verdict.rank if state.verdict else None
 
-    def badness(rank: Rank) -> tuple[bool, bool, bool, int, float, int]:
+    def badness(rank: Rank) -> tuple[Any, ...]:
         behind = newest - rank.pulse.step if rank.pulse else newest + 1
         lost = rank.gpu is not None and rank.gpu.state != "ok"
-        wrong = rank.state in PROCESS_WORDS and bool(PROCESS_WORDS[rank.state])
-        return (
-            rank.rank != guilty, not lost, not (wrong or rank.exit), -behind,
-            -(rank.age_s or 0.0), rank.rank,
-        )  # fmt: skip
+        wrong = rank.exit or PROCESS_WORDS.get(rank.state)
+        return rank.rank != guilty, not lost, not wrong, -behind, -(rank.age_s or 0.0), rank.rank
 
     return sorted(ranks, key=badness)[: max(0, room - 1)]
 
 
 def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int) -> list[Column]:
     """Returns heading and width of the columns; a negative width aligns right."""
-    memory = max((g.mem_total_mib or 0 for g in _gpus(state)), default=0) >= 100 * 1024
-    if has_gpus and wide:
-        fixed = [("GPU", digits), ("util", -4), (BAR, 0), ("mem", -11 if memory else -9),
-                 ("power", -9), ("temp", -4)]  # fmt: skip
-    elif has_gpus:
-        fixed = [("GPU", digits), ("util", -4), (BAR, 0), ("mem", -8 if memory else -6),
-                 ("watt", -4), ("°C", -2)]  # fmt: skip
+    gpus = state.gpus or [rank.gpu for rank in state.ranks if rank.gpu is not None]
+    large = max((gpu.mem_total_mib or 0 for gpu in gpus), default=0) >= 100 * 1024
+    if has_gpus:
+        memory = 6 + 2 * large + 3 * wide
+        power = [("power", -9), ("temp", -4)] if wide else [("watt", -4), ("°C", -2)]
+        fixed = [("GPU", digits), ("util", -4), (BAR, 0), ("mem", -memory), *power]
     else:
         fixed = [("rank", digits), ("cpu", -4), (BAR, 0), ("mem", -8 if wide else -5)]
     fixed += [("step", -8 if wide else -7), ("phase", 9), ("for", -4)]
-    used = sum(abs(w) for _, w in fixed) + len(fixed) - 1
+    used = sum(abs(w) + 1 for _, w in fixed)
     if wide:
         fixed += [("age", -4), ("pid", -8)]
-    elif width - used >= 1 + len(MARK) + PID + 1:
+    elif width - used >= len(MARK) + PID + 1:
         fixed += [("pid", -PID)]
-    used = sum(abs(w) for _, w in fixed) + len(fixed) - 1
+    used = sum(abs(w) + 1 for _, w in fixed) - 1
     bar = max(1, min(16 if has_gpus else 20, width - used - len(MARK)))
     return [(name, w or bar) for name, w in fixed]
 
 
-def _gpus(state: RunState) -> Sequence[Gpu]:
-    return state.gpus or [rank.gpu for rank in state.ranks if rank.gpu is not None]
-
-
 def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[Column]) -> Row:
     is_live = lives(state, rank)
-    stale = is_live and rank.age_s is not None and rank.age_s > RED_S
+    rank = rank if is_live else unmeasured(rank, state)
+    stale = rank.age_s is not None and rank.age_s > RED_S
     base = "" if is_live and not stale else "dim"
     guilty = state.verdict is not None and state.verdict.rank == rank.rank
     wrong = rank.exit or PROCESS_WORDS.get(rank.state, "")
     (name, digits), *rest = layout
+    bar = dict(layout)[BAR]
     cells: Cells = {
         name: (str(rank.rank), "crit" if guilty else "strong"),
-        "age": (fmt.age(rank.age_s if is_live else None), "stale" if stale else "dim"),
+        "age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
         "pid": (str(rank.pid or ""), "dim"),
-    } | place_cells(rank, is_live, base, "crit" if wrong or guilty else base, wrong)
+    } | place_cells(rank, base, "crit" if wrong or guilty else base, wrong)
     if not has_gpus:
-        cells |= _cpu_cells(rank if is_live else None, dict(layout)[BAR], wide, base)
+        memory = fmt.gib if wide else fmt.short_gib
+        cells |= {
+            "cpu": (fmt.percent(rank.cpu_pct), base), BAR: _bar_cell(rank.cpu_pct, bar, base),
+            "mem": (memory(rank.rss_mib), base),
+        }  # fmt: skip
     elif rank.gpu is not None and rank.gpu.state == "ok":
-        gpu = rank.gpu if state.state in LIVE_STATES else _unmeasured(rank.gpu)
-        cells |= _gpu_cells(gpu, dict(layout)[BAR], wide, base)
+        cells |= _gpu_cells(rank.gpu, bar, wide, base)
     else:
         room = sum(abs(width) for _, width in rest[:5]) + 4
         layout = [(name, digits), ("why", room), *rest[5:]]
@@ -127,29 +114,21 @@ def _lost_cell(gpu: Gpu | None) -> tuple[str, str]:
     return f"{word} {gpu.why}".rstrip(), "crit"
 
 
-def _unmeasured(gpu: Gpu) -> Gpu:
-    """Returns a GPU without the measurements of its last sample."""
-    return replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
-
-
 def _gpu_cells(gpu: Gpu, bar: int, wide: bool, base: str) -> Cells:
-    used, total = gpu.mem_used_mib, gpu.mem_total_mib
-    memory = f"{_whole_gib(used)}/{_whole_gib(total)}{' GiB' if wide else 'G'}"
+    used, total = (fmt.DASH if mib is None else f"{mib / 1024:.0f}"
+                   for mib in (gpu.mem_used_mib, gpu.mem_total_mib))  # fmt: skip
+    memory = f"{used}/{total}{' GiB' if wide else 'G'}"
     degrees = fmt.DASH if gpu.temp_c is None else f"{gpu.temp_c:.0f}"
     heat = "warn" if gpu.temp_c is not None and gpu.temp_c >= 85 else base
     return {
         "util": (fmt.percent(gpu.util_pct), base),
         BAR: _bar_cell(gpu.util_pct, bar, base),
-        "mem": (memory if total or not wide else fmt.gib(used), base),
+        "mem": (memory if gpu.mem_total_mib or not wide else fmt.gib(gpu.mem_used_mib), base),
         "power": (fmt.watts(gpu.power_w, gpu.power_limit_w), base),
         "watt": (fmt.watts(gpu.power_w), base),
         "temp": (degrees if gpu.temp_c is None else f"{degrees} C", heat),
         "°C": (degrees, heat),
     }
-
-
-def _whole_gib(mib: float | None) -> str:
-    return fmt.DASH if mib is None else f"{mib / 1024:.0f}"
 
 
 def _bar_cell(percent: float | None, width: int, base: str) -> tuple[str, str]:
@@ -161,28 +140,18 @@ def lives(state: RunState, rank: Rank) -> bool:
     return state.state in LIVE_STATES and not rank.exit and rank.state != "gone"
 
 
-def _cpu_cells(rank: Rank | None, bar: int, wide: bool, base: str) -> Cells:
-    if rank is None:
-        return {"cpu": (fmt.DASH, base), BAR: ("", ""), "mem": (fmt.DASH, base)}
-    return {
-        "cpu": (fmt.percent(rank.cpu_pct), base),
-        BAR: _bar_cell(rank.cpu_pct, bar, base),
-        "mem": (fmt.gib(rank.rss_mib) if wide else fmt.short_gib(rank.rss_mib), base),
-    }
+def unmeasured(rank: Rank, state: RunState) -> Rank:
+    """Returns a rank without its last measurements, also those of its GPU where the run ended."""
+    pulse, gpu = rank.pulse and replace(rank.pulse, since_s=None), rank.gpu
+    if gpu is not None and state.state not in LIVE_STATES:
+        gpu = replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
+    return replace(rank, age_s=None, cpu_pct=None, rss_mib=None, pulse=pulse, gpu=gpu)
 
 
-def place_cells(rank: Rank, is_live: bool, base: str, style: str, wrong: str = "") -> Cells:
-    """Returns at which step and in which phase a rank is, or what is wrong with it, since when.
-
-    A rank that does not live keeps its last place, without a time that counts on.
-    """
+def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
+    """Returns at which step and in which phase a rank is, or what is wrong with it, since when."""
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong or (pulse.phase if pulse else fmt.DASH)
-    since = fmt.span(pulse.since_s) if pulse and is_live else fmt.DASH
+    since = fmt.span(pulse.since_s) if pulse else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}
-
-
-class Ranks(Panel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
-        return rank_rows(snapshot.state, width, height) if snapshot.state else []

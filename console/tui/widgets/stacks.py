@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from console.diagnose.stall import spans
 from console.sources.stacks import Frame, Stack, own
 from console.tui import format as fmt
-from console.tui.rows import Row, fill, rule
+from console.tui.rows import Row, columns, rule
 
 LEAST_WIDTH = 36
 
@@ -53,21 +54,15 @@ def stack_rows(
     newest = max(stack.ts for stack in stacks.values())
     groups.sort(key=lambda group: (all(s.rank != odd for s in group), group[0].ts < newest))
     alike = [group for group in groups if group[0].ts == newest]
-    columns = [_column(stack, group, alike, odd, now) for group in groups for stack in group]
-    columns += [_silent(rank, odd) for rank in ranks if rank not in stacks]
-    count = max(1, min(len(columns), width // LEAST_WIDTH))
-    first = min(first, len(columns) - count)
-    more = f"  {first + 1}–{first + count} of {len(columns)} ← →" if count < len(columns) else ""
-    rows = [rule("stacks", width, f"innermost first{more}  enter whole")]
+    held = [_column(stack, group, alike, odd, now) for group in groups for stack in group]
+    held += [_silent(rank, odd) for rank in ranks if rank not in stacks]
+    count = max(1, min(len(held), width // LEAST_WIDTH))
+    first = min(first, len(held) - count)
+    more = f"  {first + 1}–{first + count} of {len(held)} ← →" if count < len(held) else ""
     each = (width - 2 * (count - 1)) // count
-    for y in range(height - 1):
-        row: list[tuple[str, str]] = []
-        for lines in columns[first : first + count]:
-            text, style = lines[y] if y < len(lines) else ("", "")
-            row += [("  ", "")] if row else []
-            row.append((fill(text, each), style))
-        rows.append(tuple(row))
-    return rows
+    lines = zip_longest(*held[first : first + count], fillvalue=("", ""))
+    rows = [columns(((text, each, style) for text, style in cells), "  ") for cells in lines]
+    return [rule("stacks", width, f"innermost first{more}  enter whole"), *rows[: height - 1]]
 
 
 def _column(

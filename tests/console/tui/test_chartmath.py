@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from console.tui import chartmath
 from console.tui.rows import text_of, width_of
-from console.tui.widgets.chart import Chart, Time, chart_rows
+from console.tui.widgets.chart import Chart, chart_rows
 
 reals = st.floats(allow_nan=False, allow_infinity=False)
 sane = st.floats(-1e150, 1e150)
@@ -68,7 +68,7 @@ def test_bounds_are_round_and_do_not_move_with_every_sample():
 @given(
     st.lists(st.one_of(st.none(), st.tuples(reals, reals)), min_size=1, max_size=80),
     st.integers(1, 12),
-    st.sampled_from(["braille", "block", "ascii"]),
+    st.sampled_from(["braille", "block"]),
 )
 def test_a_drawing_has_exactly_its_size_and_only_its_alphabet(held, height, mode):
     ordered = [None if b is None else (min(b), max(b)) for b in held]
@@ -76,8 +76,6 @@ def test_a_drawing_has_exactly_its_size_and_only_its_alphabet(held, height, mode
     drawn = chartmath.draw(ordered, low, high, height, mode)
     width = math.ceil(len(held) / 2) if mode == "braille" else len(held)
     assert [len(line) for line in drawn] == [width] * height
-    if mode == "ascii":
-        assert all(line.isascii() for line in drawn)
     if mode == "braille":
         assert all(c == " " or 0x2800 < ord(c) <= 0x28FF for line in drawn for c in line)
 
@@ -93,10 +91,10 @@ def test_the_highest_value_is_on_the_top_line_and_the_lowest_at_the_bottom():
 def test_a_new_sample_changes_only_columns_at_the_right_edge():
     points = [(float(s), 50.0 + s % 5) for s in range(400)]
     chart = Chart("tok/s", ("x",), "", from_zero=True)
-    before = chart_rows(chart, {"x": tuple(points)}, Time(0.0, 399.0, 600), 60, 8,
+    before = chart_rows(chart, {"x": tuple(points)}, chartmath.window(0.0, 399.0, 600), 60, 8,
                         "braille")  # fmt: skip
     points += [(float(s), 52.0) for s in range(400, 410)]
-    after = chart_rows(chart, {"x": tuple(points)}, Time(0.0, 409.0, 600), 60, 8,
+    after = chart_rows(chart, {"x": tuple(points)}, chartmath.window(0.0, 409.0, 600), 60, 8,
                        "braille")  # fmt: skip
     for old, new in zip(before[1:], after[1:], strict=True):
         pairs = zip(text_of(old), text_of(new), strict=False)
@@ -108,19 +106,19 @@ def test_a_chart_has_labels_unit_and_window_and_fits():
     points = tuple((float(s), 41_000.0) for s in range(60))
     for width, height in ((38, 6), (58, 9), (20, 4)):
         rows = chart_rows(Chart("tok/s", ("x",), ""), {"x": points},
-                          Time(0.0, 60.0, 600), width, height, "braille")  # fmt: skip
+                          chartmath.window(0.0, 60.0, 600), width, height, "braille")  # fmt: skip
         text = "\n".join(map(text_of, rows))
         assert len(rows) == height
         assert all(width_of(row) <= width for row in rows)
         assert "tok/s" in text
     assert "10 min" in text or width == 20
-    empty = chart_rows(Chart("loss", ("y",), ""), {}, Time(0.0, 60.0), 40, 6, "braille")
+    empty = chart_rows(Chart("loss", ("y",), ""), {}, chartmath.window(0.0, 60.0), 40, 6, "braille")
     assert "no data yet" in text_of(empty[0])
 
 
-@given(st.integers(0, 40), st.integers(3, 12), st.sampled_from(["braille", "block", "ascii"]))
+@given(st.integers(0, 40), st.integers(3, 12), st.sampled_from(["braille", "block"]))
 def test_a_chart_too_narrow_for_its_axis_is_its_title(width, height, mode):
     series = {"loss": tuple((float(t), 3.0 - t / 99) for t in range(99))}
     chart = Chart("loss", ("loss",), "nats/token")
-    rows = chart_rows(chart, series, Time(0.0, 99.0, 60), width, height, mode)
+    rows = chart_rows(chart, series, chartmath.window(0.0, 99.0, 60), width, height, mode)
     assert (len(rows) > 1) == (width > 7)

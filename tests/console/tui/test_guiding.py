@@ -293,3 +293,26 @@ def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
         assert found == dimmed
 
     drive(app, body)
+
+
+def test_tab_stays_in_what_is_open():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await pilot.press("H")
+        await until(pilot, lambda: "Halt this run" in picture(app))
+        names = []
+        for _ in range(3):
+            await pilot.press("tab")
+            names.append(app.focused and app.focused.id)
+        assert names == ["choice0", "no", "choice0"]
+        await pilot.press("escape")
+        await until(pilot, lambda: app.overlay is None)
+        await pilot.press("colon")
+        await until(pilot, lambda: "what to do" in picture(app))
+        for key, at in (("tab", 1), ("down", 2), ("shift+tab", 1), ("up", 0)):
+            await pilot.press(key)
+            assert app.query_one("#reading", Picker).cursor == at
+        assert app.in_field
+
+    drive(app, body)

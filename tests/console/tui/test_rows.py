@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from console.tui import chartmath, palette, rows
 from console.tui import format as fmt
-from console.tui import palette, rows
 from console.tui.terminal import Terminal, detect
-from console.tui.widgets.chart import LABEL, Chart, Time, chart_rows, scale_label
+from console.tui.widgets.chart import LABEL, Chart, chart_rows, scale_label
 
 visible = st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf"))
 texts = st.text(visible, max_size=60)
@@ -99,7 +99,7 @@ def test_the_chart_of_several_series_says_what_each_is_at(mib, says):
     names = ("rss_mib:0", "rss_mib:1")
     series = {name: ((0.0, 1.0), (9.0, value)) for name, value in zip(names, mib, strict=True)}
     chart = Chart("memory of 2 ranks", names, "GiB", True, 1024.0)
-    title = chart_rows(chart, series, Time(0.0, 9.0), 40, 6, "braille")[0]
+    title = chart_rows(chart, series, chartmath.window(0.0, 9.0), 40, 6, "braille")[0]
     assert rows.text_of(title).endswith(says)
 
 
