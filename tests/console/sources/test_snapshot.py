@@ -557,7 +557,7 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     gate = {"name": "restarts_at_most", "value": 0.0, "bound": "≤ 0", "result": "pass"}
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
     assert main(["check", str(run)]) == 1
-    by_snapshot = r"by gates.json and by snapshot.json of \d+ s ago and {} after it; nsa-console "
+    by_snapshot = r"by gates.json and by snapshot.json of \d+s ago and {} after it; nsa-console "
     basis = capsys.readouterr().out.splitlines()[1]
     assert re.match(by_snapshot.format("0 records"), basis), basis
     directory.beat(run, 0, 61, "progress", n=50, mono=1e6, loss=1.0)
