@@ -15,7 +15,7 @@ from console import settings, targets
 from console.plain import shell_line
 from console.plans import catalog, preflight
 from console.plans.preflight import Check
-from console.sources import launches
+from console.sources import launches, process
 from console.supervisor import orders, start
 from console.supervisor.orders import Orders
 from console.supervisor.requests import ACTIONS, check
@@ -31,7 +31,7 @@ ANSWER_BYTES = 1 << 20
 
 def who() -> str:
     """Returns who asks: user, host and process."""
-    return f"{start.user_name()}@{rundir.host_name()} pid {os.getpid()}"
+    return f"{process.user_name()}@{rundir.host_name()} pid {os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def current_run(launch: Path) -> Path:
     Raises NotFoundError before there is one, RefusedError where no document tells which it is.
     """
     state = _document(launch, rundir.PLAN_STATE)
-    index, phases = jsonl.integer(state, "phase"), documents.entries(state, "phases")
+    index, phases = jsonl.integer(state, "phase"), jsonl.entries(state, "phases")
     if index is not None and 0 <= index < len(phases):
         name = documents.run_directory(phases[index])
         if not name and phases[index].get("dir"):

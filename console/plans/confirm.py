@@ -15,7 +15,7 @@ from typing import Any
 from console import plain
 from console.model import NO_GO, Alert, Gate, LaunchState, RunState
 from console.plans import gates
-from console.sources import documents, presence
+from console.sources import presence
 from console.sources.reading import MAX_RANKS
 from console.sources.run import RunSource
 from trainers.contract import jsonl, rundir
@@ -50,7 +50,7 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
 
 def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any]) -> None:
     """Raises RefusedError where a phase has not passed that plan_state.json says is behind."""
-    names = [jsonl.text(entry, "name") for entry in documents.entries(plan, "phases")]
+    names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
     behind = (jsonl.integer(held, "phase") or 0) + (held.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, behind)]):
         run = launch / f"{index}-{name}"
@@ -127,7 +127,7 @@ def _unlike_launch(
     if launch.doubt:
         yield launch.doubt
         return
-    planned = documents.entries(rundir.read_json(path / rundir.PLAN, below=path) or {}, "phases")
+    planned = jsonl.entries(rundir.read_json(path / rundir.PLAN, below=path) or {}, "phases")
     for phase, entry in zip(launch.phases, planned, strict=False):
         if phase.dir != run:
             continue
@@ -141,7 +141,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
     """Yields what supervisor.json says against a good end: its state, or the exit of a rank."""
     if document and jsonl.text(document, "state") != "completed":
         yield f"{rundir.SUPERVISOR} says {jsonl.text(document, 'state') or 'nothing'}"
-    for worker in documents.entries(document, "workers"):
+    for worker in jsonl.entries(document, "workers"):
         end, rank = jsonl.mapping(worker, "exit"), jsonl.integer(worker, "rank")
         if end.get("signal") or jsonl.integer(end, "code"):
             yield f"rank {rank} ended with {presence.exit_words(worker, {})}"

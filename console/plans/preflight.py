@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import pwd
 import re
 import shlex
 import shutil
@@ -240,12 +239,7 @@ def _is_foreign(name: str) -> bool:
 
 def _logout(case: Case) -> Found:
     """Names what ends or blinds the run when the operator logs out."""
-    uid = os.getuid()
-    try:
-        name = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        name = str(uid)
-    found = dangers(case.root, uid, name)
+    found = dangers(case.root, os.getuid(), process.user_name())
     if found is None:
         return "pass", "no systemd-logind here"
     return "unknown" if found else "pass", "; ".join(found) or "the run survives a logout"

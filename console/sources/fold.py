@@ -83,7 +83,7 @@ class Part:
     def load(cls, held: Record) -> Part:
         """Returns the part that `as_dict` gave."""
         mono, ended = jsonl.number(held, "_mono"), jsonl.integers(held, "exit")
-        holes = [documents.read(Hole, each) for each in documents.entries(held, "holes")]
+        holes = [documents.read(Hole, each) for each in jsonl.entries(held, "holes")]
         return documents.read(
             cls, held, holes=holes,
             exit=(ended[0], ended[1]) if len(ended) == 2 else None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import select
 import signal
 import stat
@@ -62,6 +63,14 @@ class Meter:
         if before is not None and before[0] == started and now > before[2]:
             cpu_pct = round((ticks - before[1]) / _TICKS_PER_S / (now - before[2]) * 100, 1)
         return Use(fields[0].decode("ascii", "replace"), cpu_pct, rss_mib)
+
+
+def user_name() -> str:
+    """Returns the name of the user, the number where it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -41,12 +41,12 @@ def read_ranks(
     """Returns all ranks that a document, a sample or a record knows; `devices` as for CUDA."""
     workers = {
         rank: entry
-        for entry in documents.entries(supervisor, "workers")
+        for entry in jsonl.entries(supervisor, "workers")
         if (rank := jsonl.integer(entry, "rank")) is not None and 0 <= rank < MAX_RANKS
     }
     sampled: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for sample in reader.sample.values():
-        for entry in documents.entries(sample, "ranks"):
+        for entry in jsonl.entries(sample, "ranks"):
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < MAX_RANKS:
                 sampled[rank] = (entry, sample)

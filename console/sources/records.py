@@ -93,7 +93,7 @@ class Records:
         found = by_events = self.reducer.events.open()
         said_ts = jsonl.number(status, "ts")
         told_ts = self.reducer.events.told_ts
-        told = {name: raised(name, record) for record in documents.entries(status, "alerts")
+        told = {name: raised(name, record) for record in jsonl.entries(status, "alerts")
                 if (name := documents.line(record, "alert", ""))}  # fmt: skip
         newer = {name for name, alert in told.items() if alert.ts <= told_ts.get(name, 0.0)}
         if said_ts is not None and time.time() - said_ts < presence.SILENT_S:

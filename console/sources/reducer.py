@@ -292,11 +292,11 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 def _sizes(sample: Mapping[str, Any]) -> dict[str, float | None]:
     """Returns what is charted of a sample."""
     values: dict[str, float | None] = {}
-    for entry in documents.entries(sample, "gpus")[: documents.MAX_GPUS]:
+    for entry in jsonl.entries(sample, "gpus")[: documents.MAX_GPUS]:
         index = jsonl.integer(entry, "index")
         values[f"gpu_mem_mib:{index}"] = jsonl.number(entry, "mem_used_mib")
         values[f"gpu_util_pct:{index}"] = jsonl.number(entry, "util_pct")
-    for entry in documents.entries(sample, "ranks"):
+    for entry in jsonl.entries(sample, "ranks"):
         values[f"rss_mib:{jsonl.integer(entry, 'rank')}"] = jsonl.number(entry, "rss_mib")
     return values
 

@@ -211,7 +211,7 @@ class RunSource:
         {} for a run that did not begin; `ts` is when it ended.
         """
         held = self._document(self.launch_path / rundir.PLAN_STATE) if self.launch_path else {}
-        for index, phase in enumerate(documents.entries(held, "phases")):
+        for index, phase in enumerate(jsonl.entries(held, "phases")):
             if phase.get("dir") == run.name and jsonl.text(phase, "state") in presence.STATES:
                 now = index == jsonl.integer(held, "phase")
                 return jsonl.mapping(held, "supervisor") | {

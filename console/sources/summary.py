@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from console.sources import documents
 from console.sources.fold import MAX_ATTEMPTS, End, Fold, Part, Record
 from console.sources.reading import MAX_RANKS
 from trainers.contract import jsonl
@@ -72,7 +71,7 @@ class Summary:
 
     def take_document(self, held: Record) -> None:
         """Takes the ends in supervisor.json."""
-        for entry in documents.entries(held, "ends"):
+        for entry in jsonl.entries(held, "ends"):
             told = {each.name: jsonl.integer(entry, each.name) for each in fields(End)}
             if None not in told.values():
                 end = End(**told)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from console.sources import documents, launches, process
+from console.sources import launches, process
 from console.supervisor import inheritance
 from console.supervisor.attempt import ENDINGS
 from console.supervisor.next_flags import set_words
@@ -138,7 +138,7 @@ def _alone(name: str, told: str) -> str:
 def check_plan(held: Mapping[str, Any], given: Orders) -> None:
     """Raises RefusedError where plan_state.json repeats plan.json otherwise."""
     mine = [phase.name for phase in given.plan.phases]
-    theirs = [jsonl.text(entry, "name") for entry in documents.entries(held, "phases")]
+    theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(held, "phases")]
     differ = ["phases"] * (bool(theirs) and mine != theirs)
     differ += ["between"] * (held.get("between", given.plan.between) != given.plan.between)
     _refuse(differ, rundir.PLAN_STATE)

@@ -87,7 +87,7 @@ def check_processes(record: Mapping[str, Any], held: Mapping[str, Any]) -> int:
 
 def ended(held: Mapping[str, Any]) -> list[Ended]:
     """Returns how the attempts before ended, as supervisor.json tells it."""
-    told = documents.entries(held, "ended")[-MAX_ENDED:]
+    told = jsonl.entries(held, "ended")[-MAX_ENDED:]
     return [each for entry in told if (each := documents.read(Ended, entry)).state]
 
 
@@ -114,7 +114,7 @@ def events(folder: Path, below: Path) -> list[dict[str, Any]]:
 
 def phases(held: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns what plan_state.json tells of each phase; names and directories are the plan's."""
-    told = (documents.read(PhaseState, each, index=0) for each in documents.entries(held, "phases"))
+    told = (documents.read(PhaseState, each, index=0) for each in jsonl.entries(held, "phases"))
     return [{key: getattr(each, key) for key in PHASE_KEYS} for each in told]
 
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import pwd
 import stat
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from console import plain
 from console.plans import confirm
 from console.settings import Settings
-from console.sources import launches, presence
+from console.sources import launches, presence, process
 from console.supervisor import inheritance, lock
 from console.supervisor.directory import event_record
 from console.supervisor.orders import Orders, inherited
@@ -29,14 +28,6 @@ from trainers.contract.errors import ContractError, RefusedError
 READY_S = 20.0
 POLL_S = 0.02
 DYING_S, ENDING_S = 3.0, 10.0
-
-
-def user_name() -> str:
-    """Returns the name of the user, the number where it has none."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 def owner(directory: Path) -> str:
@@ -202,7 +193,7 @@ def start(directory: Path, given: Orders) -> None:
     claim.take()
     try:
         rundir.write_json(directory / rundir.PLAN, record)
-        lock.claim(claim.fd, given.launch, user_name())
+        lock.claim(claim.fd, given.launch, process.user_name())
         if claim.cleared:
             text = f"the remains of the launch {claim.cleared}, which never began, were cleared"
             with os.fdopen(rundir.open_append(directory / rundir.EVENTS), "wb") as events:
@@ -253,7 +244,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         )
     claim.take()
     try:
-        lock.claim(claim.fd, launch, user_name())
+        lock.claim(claim.fd, launch, process.user_name())
         _supervise(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
     except OSError as error:
         raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
@@ -270,7 +261,7 @@ def _supervise(directory: Path, lock_fd: int, *more: str) -> None:
         "--lock-fd", str(lock_fd), *more,
     ]  # fmt: skip
     try:
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             argv, env=inherited(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, pass_fds=(lock_fd,),
         )  # fmt: skip
@@ -278,28 +269,28 @@ def _supervise(directory: Path, lock_fd: int, *more: str) -> None:
         raise ContractError(f"the supervisor cannot be started: {error.strerror}") from error
     finally:
         os.close(log)
-    _wait_until_ready(process, directory)
+    _wait_until_ready(started, directory)
     with contextlib.suppress(RuntimeError):  # without a thread to spare nobody reaps it
-        threading.Thread(target=process.wait, name="reap-supervisor", daemon=True).start()
+        threading.Thread(target=started.wait, name="reap-supervisor", daemon=True).start()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> None:
+def _wait_until_ready(started: subprocess.Popen[bytes], directory: Path) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
-        if jsonl.mapping(state, "supervisor").get("pid") == process.pid:
+        if jsonl.mapping(state, "supervisor").get("pid") == started.pid:
             return
-        if process.poll() == RefusedError.exit_code:
+        if started.poll() == RefusedError.exit_code:
             raise RefusedError(_last_line(directory))
-        if process.poll() is not None:
+        if started.poll() is not None:
             raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")
         time.sleep(POLL_S)
-    process.terminate()
+    started.terminate()
     try:
-        process.wait(ENDING_S)
+        started.wait(ENDING_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        started.kill()
+        started.wait()
     raise ContractError(f"the supervisor did not start within {READY_S:g} s")
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console.sources import documents, process
+from console.sources import process
 from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 
@@ -142,7 +142,7 @@ class Tree:
         """
         is_kept = self._link.kept(run / rundir.SUPERVISOR) is not None
         is_kept = is_kept and held.get("attempt") == number
-        entries, agent = documents.entries(held, "workers"), jsonl.mapping(held, "torchrun")
+        entries, agent = jsonl.entries(held, "workers"), jsonl.mapping(held, "torchrun")
         told = {(jsonl.integer(entry, "start_ticks"), jsonl.integer(entry, "pid"))
                 for entry in (*entries, agent)}  # fmt: skip
         over = {str(entry.get("rank")) for entry in entries if entry.get("exit") is not None}
