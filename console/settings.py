@@ -57,7 +57,9 @@ def load() -> Settings:
 def parse(document: Mapping[str, Any], where: str) -> Settings:
     """Returns the settings in parsed YAML or JSON; `where` stands in the error."""
     found = plan.section(Settings, document, where)
-    words = found.hook
+    words, written = found.hook, document.get("hook")
+    if not all(isinstance(word, str) for word in written or ()):  # YAML takes no for False
+        raise UsageError(f"{where}: 'hook' is a list of words, [program, argument, …]; no shell")
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
         raise UsageError(f"{where}: 'hook_levels' is a list of {', '.join(LEVELS)}")
     if len(words) > MAX_WORDS or any(plan.UNPRINTABLE.search(word) for word in words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from tests.launches import STUB
@@ -29,6 +30,8 @@ def shell(folder: Path, method: str, harm: str, setup: str = "") -> dict[str, st
     which has one entry a call.
     """
     module, kind, name = method.split(".")
+    there = getattr(importlib.import_module(f"console.supervisor.{module}"), kind)
+    assert hasattr(there, name), f"there is no {method} to break"
     program = PROGRAM.format(setup=setup, module=module, kind=kind, name=name, harm=harm)
     (folder / "sitecustomize.py").write_text(program)
     return {"PYTHONPATH": f"{folder}:{STUB['PYTHONPATH']}"}

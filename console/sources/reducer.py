@@ -71,6 +71,11 @@ class Head:
         if msg in ("halt", "exit") and jsonl.text(line.record, "reason"):
             self.ended = self.ended or line
 
+    def has(self, record: Mapping[str, Any]) -> bool:
+        """Says whether a record is older than the newest one, by their numbers."""
+        number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last.record))
+        return self.records > 0 and number <= newest
+
     @property
     def code(self) -> int | None:
         """The exit code that its last record announces; an exit without one is orderly."""
@@ -206,6 +211,8 @@ class Reducer:
             if len(heads) > KEPT_HEADS:
                 del heads[min(heads.keys() - {present})]
         head = heads.get(attempt)
+        if is_new and not counts and head is not None and head.has(record):
+            return
         if head is not None and self._timed:
             if head.pace is UNTIMED:
                 head.pace = Pace(self._live_since)

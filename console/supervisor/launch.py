@@ -201,7 +201,7 @@ class Launch:
         entry |= {
             "state": run.state, "why": run.why,
             "result": result if run.gates or run.state == "completed" else "unknown",
-            "steps": gates.steps_done(run.summary), "ended_ts": time.time(),
+            "steps": self._steps(run) or 0, "ended_ts": time.time(),
         }  # fmt: skip
         name = entry["name"]
         judged = f", gates {result}" if run.gates else ""
@@ -333,14 +333,17 @@ class Launch:
     def _event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
+    def _steps(self, run: Run) -> int | None:
+        """Returns how many steps of this phase survived, as last told until that is read."""
+        return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
+
     def _publish(self) -> None:
         """Replaces plan_state.json."""
         self._refreshed = time.monotonic()
         run = self.run
         if run is not None and self._index >= 0:
             entry = self._phases[self._index]
-            entry |= {"state": run.state, "why": run.why,
-                      "steps": gates.steps_done(run.summary) or None}  # fmt: skip
+            entry |= {"state": run.state, "why": run.why, "steps": self._steps(run) or None}
         self._services.publish(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],

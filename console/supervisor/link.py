@@ -28,6 +28,7 @@ class Link:
         self._end = end
         self.charge = charge
         """As the owner handed it over; what it told since is added."""
+        del charge.asked[charge.forwarded :]  # a signal just before the fork: the owner tells of it
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
         """What was not sent yet; of a document (by its path) only the newest content."""
         self._beat = 0.0

@@ -36,6 +36,7 @@ class _Health:
     failed_at: float = 0.0
     again_at: float = 0.0
     """It rests until then; infinity: it is switched off."""
+    told_at: float = -math.inf
 
 
 class Observers:
@@ -100,13 +101,18 @@ class Observers:
         self.alerts.raise_(_alert(name), f"{text} switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
-        """Says that an observer failed; its traceback goes into the supervisor's log once."""
-        words = clean(f"{type(mistake).__name__}: {mistake}", 200)
-        text = f"{name}: the observer failed ({words}); {then}see {rundir.SUPERVISOR_LOG}"
-        if self.alerts.raise_(_alert(name), text, "crit"):
+        """Says that an observer failed; its traceback goes into the supervisor's log.
+
+        One that fails again and again writes there at most once in `settled_s`.
+        """
+        health, now = self._held.setdefault(name, _Health()), time.monotonic()
+        if then or now - health.told_at >= self._settled_s:
+            health.told_at = now
             with contextlib.suppress(OSError):  # the log may lie on a disk that is full
                 traceback.print_exception(mistake)
-        else:
+        words = clean(f"{type(mistake).__name__}: {mistake}", 200)
+        text = f"{name}: the observer failed ({words}); {then}see {rundir.SUPERVISOR_LOG}"
+        if not self.alerts.raise_(_alert(name), text, "crit"):
             self.alerts.retell(_alert(name), text)
 
 

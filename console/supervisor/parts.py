@@ -59,6 +59,7 @@ class Parts:
             with part.open("rb") as plain, half.open("wb") as out:
                 with gzip.GzipFile("", "wb", LEVEL, out) as packed:
                     shutil.copyfileobj(plain, packed, CHUNK_BYTES)
+                out.flush()
                 os.fsync(out.fileno())
             half.replace(whole)
             part.unlink()

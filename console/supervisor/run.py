@@ -168,6 +168,11 @@ class Run:
         return self._context.live.path
 
     @property
+    def is_read(self) -> bool:
+        """Says whether what former records add up to is known: a new process reads it first."""
+        return self._snapshots.is_loaded
+
+    @property
     def pace_s(self) -> float:
         """For how long nothing is due; a second while all ranks live and run."""
         attempt, tree = self.attempt, self.attempt.tree
@@ -319,16 +324,19 @@ class Run:
     def _conclude(self, state: State, why: str) -> None:
         """Writes the last word; while the disk does not take it, it stands in shared memory."""
         self._again_at, self.over = None, True
-        self.gates = held = self.observers.once(
-            "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
-            gates.unknown(self.phase.gates, "they could not be evaluated"),
-        )  # fmt: skip
+        self.gates = held = gates.unknown(self.phase.gates, "the records were not read")
+        if self.is_read:
+            self.gates = held = self.observers.once(
+                "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
+                gates.unknown(self.phase.gates, "they could not be evaluated"),
+            )  # fmt: skip
         self._directory.document(
             self.path / rundir.GATES,
             {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(held),
              "gates": [asdict(gate) for gate in held]},
         )  # fmt: skip
-        self.observers.once("the snapshot", self._snapshots.write, None)
+        if self.is_read:
+            self.observers.once("the snapshot", self._snapshots.write, None)
         self._become(state, why)
         self._say_alive()
         self.publish()

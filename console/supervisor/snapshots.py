@@ -33,9 +33,12 @@ class Snapshots:
         self._alerts = alerts
         self._written = time.monotonic()
         self._is_waiting = False
+        self.is_loaded = True
+        """False while what former records add up to is not read."""
 
     def load(self, held: Mapping[str, Any] | None) -> None:
         """Begins with the snapshot that a former child left to the owner."""
+        self.is_loaded = False
         self._run_job(lambda: snapshot.load(self._run, held, self._reducer), None)
 
     def look(self) -> None:
@@ -71,7 +74,7 @@ class Snapshots:
     def _take_done(
         self, found: Mapping[str, Any] | None, _: object, error: Exception | None
     ) -> None:
-        self._is_waiting = False
+        self._is_waiting, self.is_loaded = False, True
         if error is not None:
             self._alerts.raise_(NO_HISTORY, f"the history of the charts is not written: {error}")
             return

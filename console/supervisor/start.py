@@ -218,8 +218,36 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     held = inheritance.document(directory, rundir.PLAN)
     if not held:
         raise RefusedError(f"{directory} holds no launch to take over")
-    state = inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
+    state = _adoptable(directory, launch, sure)
+    former = jsonl.mapping(state, "supervisor")
+    confirm.check_former(directory, held, state)
+    claim, deadline = Claim(directory, adopt=True), time.monotonic() + DYING_S
+    while not (claim.is_free() or rundir.is_alive(former)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)  # the lock goes a moment after the process that was killed
+    if claim.is_free() and rundir.is_alive(former):
+        raise RefusedError(
+            f"the supervisor of {launch} (pid {former.get('pid')}) lives, but the lock in "
+            f"{directory} is not its own; move its directory back, or stop it with kill -TERM"
+        )
+    claim.take()
+    try:
+        _adoptable(directory, launch, sure)  # again: now nobody else writes
+        lock.claim(claim.fd, launch, process.user_name())
+        _supervise(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
+    except OSError as error:
+        raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
+    finally:
+        claim.release()
+    return launch
+
+
+def _adoptable(directory: Path, launch: str, sure: bool) -> dict[str, Any]:
+    """Returns plan_state.json.
+
+    Raises RefusedError for a launch that has ended, or that this host must not go on with.
+    """
+    state = inheritance.document(directory, rundir.PLAN_STATE)
     former = jsonl.mapping(state, "supervisor")
     if jsonl.text(state, "state") == "ended" and not any(
         map(presence.living_in, launches.run_directories(directory))
@@ -233,24 +261,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
             f"{launch} was not supervised since this host started, and its command may be started "
             f"again: see it with nsa-console status {directory}, and add --yes to mean it"
         )
-    confirm.check_former(directory, held, state)
-    claim, deadline = Claim(directory, adopt=True), time.monotonic() + DYING_S
-    while not (claim.is_free() or rundir.is_alive(former)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)  # the lock goes a moment after the process that was killed
-    if claim.is_free() and rundir.is_alive(former):
-        raise RefusedError(
-            f"the supervisor of {launch} (pid {former.get('pid')}) lives, but the lock in "
-            f"{directory} is not its own; move its directory back, or stop it with kill -TERM"
-        )
-    claim.take()
-    try:
-        lock.claim(claim.fd, launch, process.user_name())
-        _supervise(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
-    except OSError as error:
-        raise RefusedError(f"cannot write into {directory}: {error.strerror}") from error
-    finally:
-        claim.release()
-    return launch
+    return state
 
 
 def _supervise(directory: Path, lock_fd: int, *more: str) -> None:

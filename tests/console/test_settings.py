@@ -55,6 +55,8 @@ def test_a_hook_is_words_with_their_rate_and_levels(file):
     [
         ("hok: [x]", "did you mean 'hook'"),
         ("hook: notify-send alarm", "list of words"),
+        ("hook: [1]", "list of words"),
+        ("hook: [mail, -s, no]", "list of words"),
         ('hook: ["a\\0b"]', "control character"),
         ("hook: [./here]", "path from / on"),
         ("hook: [~/bin/x]", "path from / on"),

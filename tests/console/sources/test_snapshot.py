@@ -10,6 +10,7 @@ import os
 import random
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,19 @@ def test_a_record_that_comes_twice_leaves_a_snapshot_that_fits(run):
     assert Records(run, "recent").has_snapshot
     assert "record 5 comes twice" in observer.reducer.summary.folds[0].parts[1].trouble
     same_state(run)
+
+
+def test_a_line_that_comes_again_changes_nothing(run):
+    prepared(run)
+    path, observer = rundir.heartbeat(run, 0), Observer(run)
+    observer.read()
+    before = replace(observer.reducer.heads(1)[0])
+    with path.open("ab") as stream:
+        stream.write(path.read_bytes().splitlines(True)[3])
+    observer.read()
+    observer.write()
+    assert observer.reducer.heads(1)[0] == before
+    assert Records(run, "recent").has_snapshot
 
 
 def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):

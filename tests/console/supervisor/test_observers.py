@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 
 import pytest
 
@@ -83,6 +84,18 @@ def test_what_cannot_rest_writes_its_traceback_once_in_a_while(capfd):
         assert text.startswith("the state: the observer failed (ZeroDivisionError: ")
     finally:
         directory.close()
+
+
+def test_the_traceback_of_another_mistake_is_written_while_the_alert_is_open(capfd):
+    directory = Directory()
+    alerts = Alerts(lambda kind, text, level="info", **more: {"text": text}, directory)
+    observers = Observers(alerts, owners.absent(), settled_s=0.1)
+    for mistake in ("first", "second"):
+        observers.once("requests", partial(int, mistake), None)
+        time.sleep(0.2)
+    directory.close()
+    written = capfd.readouterr().err
+    assert written.count("'first'") == written.count("'second'") == 1
 
 
 def test_an_observer_rests_after_a_failure_and_is_switched_off_after_three():

@@ -19,7 +19,9 @@ from console.sources import presence, process
 from console.sources.run import RunSource
 from console.supervisor import frames
 from console.supervisor import owner as owner_module
+from console.supervisor.charge import Charge
 from console.supervisor.frames import Frames
+from console.supervisor.link import Link
 from console.supervisor.run import REPLACED
 from tests import broken
 from tests.launches import STUB, Started, phase
@@ -211,7 +213,7 @@ def broken_at(begin, tmp_path):
 
 
 def test_a_term_is_obeyed_by_the_next_where_the_first_dies_of_it(broken_at):
-    started = broken_at("launch.Launch.terminate")
+    started = broken_at("launch.Launch.end")
     started.wait_steps(3)
     os.kill(owner_of(started), signal.SIGTERM)
     ended = started.wait_end()
@@ -317,3 +319,11 @@ def test_what_a_child_said_last_is_taken_whatever_its_size():
         pass
     kept = {name: json.loads(data)["size"] for name, data in owner._charge.kept.items()}
     assert kept == {"small": 2, "large": 120_000}
+
+
+def test_a_signal_that_came_just_before_the_fork_is_obeyed_once():
+    """The owner tells of each that it had not counted as told when it forked."""
+    ours, _ = socket.socketpair()
+    term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
+    link = Link(Frames(ours), Charge(identity={}, asked=[term, interrupt], forwarded=1))
+    assert link.charge.asked == [term]

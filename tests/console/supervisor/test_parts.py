@@ -84,6 +84,15 @@ def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(
     assert newest.sample["here"]["ts"] == 1e9 + COUNT - 1
 
 
+def test_a_compressed_part_is_on_disk_before_the_plain_one_goes(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    fill(rundir.samples(tmp_path, "here"))
+    whole = [part.stat().st_size for _, part in rundir.parts(rundir.samples(tmp_path, "here"))]
+    assert whole
+    assert synced == whole
+
+
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"\x1f\x8b" + bytes(500)])
 def test_a_damaged_part_costs_its_own_records(filled, tmp_path, damage):
     run = tmp_path / "run"

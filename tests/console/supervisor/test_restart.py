@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -157,6 +159,26 @@ def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begi
     assert started.wait_end(20)["phases"][0]["state"] == "stopped"
     assert time.monotonic() - begun < 15
     assert not process.with_token(token)
+
+
+def test_a_launch_that_ends_while_its_lock_is_waited_for_is_not_taken_over(begin):
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
+    started.wait_steps(1)
+    state, pids = started.plan_state, started.pids()
+    for pid in (state["supervisor"]["pid"], started.state()["torchrun"]["pid"], *pids.values()):
+        os.kill(pid, signal.SIGKILL)
+    started.wait(lambda: not process.with_token(started.token()), 10)
+    started.wait(lambda: not rundir.is_alive(state["supervisor"]), 10)
+    held = os.open(started.path / rundir.LOCK, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def end() -> None:
+        rundir.write_json(started.path / rundir.PLAN_STATE, state | {"state": "ended"})
+        os.close(held)
+
+    threading.Timer(1.0, end).start()
+    with pytest.raises(RefusedError, match="has ended; there is nothing to take over"):
+        actions.adopt(started.path)
 
 
 def test_what_was_asked_is_asked_again_by_who_takes_over(begin):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -81,3 +82,35 @@ def test_the_snapshot_of_a_run_that_crashed_and_was_restarted_tells_what_its_rec
     assert records.has_snapshot
     same_state(started.run())
     check_history(started)
+
+
+SLOW = """
+if "console.supervisor" in sys.orig_argv:
+    import time
+    from console.sources import snapshot
+    load = snapshot.load
+    snapshot.load = lambda *given: time.sleep(2) or load(*given)
+"""
+
+
+def test_a_stop_before_a_replaced_process_has_read_the_snapshot_forgets_nothing(
+    begin, tmp_path, shell
+):
+    (tmp_path / "sitecustomize.py").write_text(OFTEN + SLOW)
+    started = begin(
+        phase("one", "member.py", 100, "leave", gates={"loss_finite": True}), shell=shell, nproc=2,
+        watch={"grace_s": 2}, restart={"when": "crash", "attempts": 2, "backoff_s": 600},
+    )  # fmt: skip
+    started.wait_state("restarting")
+    time.sleep(2)  # the owner keeps a snapshot by then
+    before = started.wait(lambda: started.plan_state["phases"][0]["steps"])
+    written = rundir.read_json(started.run() / rundir.SNAPSHOT)
+    child, owner = started.child(), started.plan_state["supervisor"]["pid"]
+    os.kill(child, signal.SIGSTOP)
+    os.kill(owner, signal.SIGTERM)
+    os.kill(child, signal.SIGKILL)
+    ended = started.wait_end()["phases"][0]
+    assert (ended["state"], ended["steps"]) == ("stopped", before)
+    assert rundir.read_json(started.run() / rundir.SNAPSHOT)["folds"] == written["folds"]
+    gate = rundir.read_json(started.run() / rundir.GATES)["gates"][0]
+    assert (gate["result"], gate["why"]) == ("unknown", "the records were not read")
