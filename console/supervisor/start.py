@@ -230,10 +230,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     state = inheritance.document(directory, rundir.PLAN_STATE)
     launch = jsonl.text(held, "launch", "?")[:200]
     former = jsonl.mapping(state, "supervisor")
-    if jsonl.text(state, "state") == "ended" and not any(
-        map(presence.living_in, launches.run_directories(directory))
-    ):
-        raise RefusedError(f"{launch} has ended; there is nothing to take over")
+    _check_goes_on(directory, launch)
     host = jsonl.text(former, "host", rundir.host_name())[:200]
     if host != rundir.host_name():
         raise RefusedError(f"{launch} ran on {host}; its ranks may live there, so adopt it there")
@@ -253,6 +250,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         )
     claim.take()
     try:
+        _check_goes_on(directory, launch)  # another one may have taken it over and ended it
         lock.claim(claim.fd, launch, user_name())
         _supervise(directory, claim.fd, "--adopt", json.dumps(asdict(operator)))
     except OSError as error:
@@ -260,6 +258,15 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     finally:
         claim.release()
     return launch
+
+
+def _check_goes_on(directory: Path, launch: str) -> None:
+    """Raises RefusedError where a launch has ended, and no process of it lives."""
+    state = inheritance.document(directory, rundir.PLAN_STATE)
+    if jsonl.text(state, "state") == "ended" and not any(
+        map(presence.living_in, launches.run_directories(directory))
+    ):
+        raise RefusedError(f"{launch} has ended; there is nothing to take over")
 
 
 def _supervise(directory: Path, lock_fd: int, *more: str) -> None:

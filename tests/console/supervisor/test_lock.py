@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from console import actions
+from console.settings import Settings
 from console.supervisor import lock, start
+from tests.console.sources import directory
 from tests.launches import STUB, phase
 from tests.mounts import tmpfs
 from trainers.contract import jsonl, rundir
@@ -69,3 +73,16 @@ def supervisors_of(path: Path) -> list[str]:
     found = [jsonl.read_bytes(each / "cmdline", 4096, 0) for each in Path("/proc").glob("[0-9]*")]
     return [str(words) for words in found if b"console.supervisor" in words
             and os.fsencode(path) in words]  # fmt: skip
+
+
+def test_what_another_one_took_over_and_ended_meanwhile_is_not_taken_over(tmp_path):
+    path = directory.launch(tmp_path)
+    with ThreadPoolExecutor(1) as pool, directory.owned(path):
+        directory.told(path, rundir.lock_token(path), **directory.DEAD)
+        adopted = pool.submit(start.adopt, path, Settings())
+        time.sleep(0.3)
+        assert adopted.running(), "it waits for the lock"
+        held = rundir.read_json(path / rundir.PLAN_STATE) or {}
+        rundir.write_json(path / rundir.PLAN_STATE, held | {"state": "ended"})
+    with pytest.raises(RefusedError, match="has ended; there is nothing to take over"):
+        adopted.result()
