@@ -109,13 +109,17 @@ class Events:
     attempts: int | None = None
     stalls: int | None = None
     """Both None before the first event."""
+    counted_until_ts: float = -math.inf
+    """Stalls up to then are counted: a file that was copied over tells of them again."""
 
     def take(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
         attempt = jsonl.integer(line.record, "attempt")
         if attempt is not None:
             self.attempts = max(attempt, self.attempts or 0)
+        at = jsonl.number(line.record, "ts") or 0.0
         stalled = kind == "alert" and line.record.get("alert") == STALL
+        stalled = stalled and not at <= self.counted_until_ts
         self.stalls = (self.stalls or 0) + stalled
         if kind == "state":
             self.state = line
@@ -126,7 +130,7 @@ class Events:
             oldest = next(iter(self.told_ts))
             del self.told_ts[oldest]
             self.alerts.pop(oldest, None)
-        self.told_ts[name] = jsonl.number(line.record, "ts") or 0.0
+        self.told_ts[name] = at
         if kind == "ack":
             self.acknowledged |= {name} & self.alerts.keys()
             return
@@ -137,6 +141,7 @@ class Events:
 
     def forget_lines(self) -> None:
         """Forgets events that stand nowhere any more; what was counted stays counted."""
+        self.counted_until_ts = max(self.counted_until_ts, self.told_ts.get(STALL, -math.inf))
         self.state = None
         self.alerts.clear()
         self.acknowledged.clear()

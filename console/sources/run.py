@@ -53,6 +53,8 @@ class RunSource:
         """Reads what is drawn of the time before, and then takes the reader's place."""
         self._away = False
         """A launch's run is no directory: not there, or a link that is not followed."""
+        self._began_away = False
+        """It was so when the reader began, which then has not looked for a snapshot."""
 
     @property
     def reducer(self) -> Reducer:
@@ -115,10 +117,12 @@ class RunSource:
         """Returns the records of a run, with what is new in them."""
         told = jsonl.integer(supervisor, "attempt")
         world = jsonl.integer(self._document(run / rundir.RUN), "world")
-        if self._reader is None or self._reader.run != run:
+        again = self._began_away and not self._away
+        if self._reader is None or self._reader.run != run or again:
             first: Reads = "recent" if self._reads == "charts" else self._reads
-            self._reader, self._filling = Records(run, first), None
-        elif self._reads == "charts" and self._filling is None:
+            self._began_away = self._away
+            self._reader, self._filling = Records(run, "all" if self._away else first), None
+        elif self._reads == "charts" and self._filling is None and not self._away:
             drawn = not (self._reader.reading.left_out_bytes or self._reader.has_snapshot)
             self._filling = self._reader if drawn else Records(run, "charts")
         for reader in {id(each): each for each in (self._reader, self._filling) if each}.values():

@@ -290,7 +290,8 @@ class Series:
         for of, told in jsonl.mapping(held, "thinned").items():
             self._thinners.setdefault(of, Thinner(of)).load(told)
         self._durations_s.extend(jsonl.numbers(held, "durations_s"))
-        self._ends.extend((float(at), int(step)) for at, step in held["ends"])
+        ends = ((float(at), jsonl.integer({"": step}, "")) for at, step in held["ends"])
+        self._ends.extend((at, step) for at, step in ends if step is not None)
 
 
 def _true_durations(durations: Sequence[float]) -> list[float]:

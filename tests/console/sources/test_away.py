@@ -15,6 +15,7 @@ import pytest
 from console import plain
 from console.sources.run import RunSource
 from tests.console.sources import directory
+from tests.console.sources.snapshots import Observer
 from trainers.contract import rundir
 
 DEAD = directory.DEAD
@@ -101,3 +102,28 @@ def test_the_last_word_on_a_run_whose_directory_was_away_at_its_end_is_its_launc
     directory.run(launch / "0-first", workers=[], **DEAD)
     seen = RunSource(launch).poll()
     assert (seen.state, seen.why) == ("stopped", end["why"])
+
+
+@pytest.mark.parametrize("reads", ["recent", "charts"])
+def test_a_snapshot_behind_a_link_tells_nothing_of_a_run(launch, tmp_path, reads):
+    """When the run's own directory is back, its records count."""
+    other = directory.run(tmp_path / "other")
+    directory.beat(other, 0, 77, loss=1.0)
+    directory.event(other, "alert", alert="ecc", level="crit", text="of another run", attempt=1)
+    directory.event(other, "state", state="stalled", why="of another run", attempt=1)
+    observer = Observer(other)
+    observer.read()
+    observer.write()
+    state = json.loads((launch / rundir.PLAN_STATE).read_text())
+    directory.document(launch / rundir.PLAN_STATE, state | {"updated_ts": time.time() - 5})
+    own = (launch / "0-first").rename(tmp_path / "own")
+    directory.beat(own, 0, 5, loss=1.0)
+    (launch / "0-first").symlink_to(other)
+    source = RunSource(launch, reads=reads)
+    for _ in range(2):
+        seen = source.poll()
+        assert (seen.state, [alert.id for alert in seen.alerts]) == ("running", ["directory"])
+        assert (source.series.points("loss"), source.reducer.all_heads) == ((), {})
+    (launch / "0-first").unlink()
+    own.rename(launch / "0-first")
+    assert source.poll().step == 5

@@ -406,6 +406,29 @@ def test_events_that_were_replaced_leave_a_snapshot_that_fits(run):
     assert observer.reducer.events.open() == {}
 
 
+@pytest.mark.parametrize("how", ["copied over", "cut and written again"])
+def test_a_stall_is_counted_once_whatever_becomes_of_the_events(run, how):
+    prepared(run)
+    observer, path = Observer(run), run / rundir.EVENTS
+    for kind in ("alert", "clear", "alert", "clear"):
+        directory.event(run, kind, alert="stall", level="crit", text="rank 1", attempt=1)
+    observer.read()
+    data = path.read_bytes()
+    if how == "copied over":
+        (run / "copy").write_bytes(data)
+        (run / "copy").rename(path)
+    else:
+        path.write_bytes(b"")
+        observer.read()
+        path.write_bytes(data)
+    observer.read()
+    directory.event(run, "alert", alert="stall", level="crit", text="rank 0", attempt=1)
+    observer.read()
+    observer.write()
+    assert observer.reducer.events.stalls == Records(run, "recent").summary.stalls == 3
+    same_state(run)
+
+
 def test_what_is_skipped_is_counted_once_whoever_reads_it_again(run):
     prepared(run)
     with rundir.heartbeat(run, 0).open("ab") as stream:
@@ -435,6 +458,14 @@ def test_a_snapshot_that_contradicts_itself_is_none(run, change):
     assert not Records(run, "recent").has_snapshot
 
 
+def test_a_pace_that_no_number_holds_is_left_out(run):
+    prepared(run)
+    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
+    held["series"]["ends"] = [[1.0, 1], [2.0, 10**400]]
+    directory.document(run / rundir.SNAPSHOT, held)
+    assert RunSource(run).poll().step == 60
+
+
 def test_check_reads_files_of_any_length_to_their_end(run, monkeypatch):
     prepared(run)
     source = RunSource(run, limit_bytes=1 << 10, reads="all")
@@ -460,7 +491,8 @@ def put(held, at, value):
 
 
 HOSTILE = (
-    None, -1, 2**70, 1.5, math.inf, "x", "nan", True, [], {}, [1], {"a": 1}, [[1, 2, 3]],
+    None, -1, 2**70, 10**400, 1.5, math.inf, "x", "nan", True, [], {}, [1], {"a": 1}, [[1, 2, 3]],
+    [[1, 1], [2, 10**400]],
 )  # fmt: skip
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from console import actions
+from console.settings import Settings
+from console.sources import process
 from console.supervisor import lock, start
+from tests.console.sources import directory
 from tests.launches import STUB, phase
 from tests.mounts import tmpfs
 from trainers.contract import jsonl, rundir
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import ContractError, RefusedError
 
 
 def test_the_lock_and_the_supervisors_documents_have_one_token(begin):
@@ -69,3 +76,40 @@ def supervisors_of(path: Path) -> list[str]:
     found = [jsonl.read_bytes(each / "cmdline", 4096, 0) for each in Path("/proc").glob("[0-9]*")]
     return [str(words) for words in found if b"console.supervisor" in words
             and os.fsencode(path) in words]  # fmt: skip
+
+
+def test_what_another_one_took_over_and_ended_meanwhile_is_not_taken_over(tmp_path):
+    path = directory.launch(tmp_path)
+    with ThreadPoolExecutor(1) as pool, directory.owned(path):
+        directory.told(path, rundir.lock_token(path), **directory.DEAD)
+        adopted = pool.submit(start.adopt, path, Settings())
+        time.sleep(0.3)
+        assert adopted.running(), "it waits for the lock"
+        held = rundir.read_json(path / rundir.PLAN_STATE) or {}
+        rundir.write_json(path / rundir.PLAN_STATE, held | {"state": "ended"})
+    with pytest.raises(RefusedError, match="has ended; there is nothing to take over"):
+        adopted.result()
+
+
+def test_an_adopt_on_a_full_disk_ends_no_rank(tmp_path, begin, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+    given = actions.prepare(begin.options(phase("one", "member.py", 100_000), nproc=1)).orders
+    with tmpfs(tmp_path, 4) as mount:
+        start.start(mount / "launch", given)
+        started = begin.adopt(mount / "launch")
+        started.wait_steps(3)
+        pids, former = started.pids(), started.plan_state["supervisor"]
+        os.kill(former["pid"], signal.SIGKILL)
+        started.wait(lambda: not rundir.is_alive(former))
+        filler = mount / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+            while stream.write(bytes(4096)):
+                pass
+        monkeypatch.setattr(start, "READY_S", 3.0)
+        with pytest.raises(ContractError, match="it and the ranks go on"):
+            start.adopt(started.path, Settings())
+        filler.unlink()
+        started.wait(lambda: rundir.is_alive(started.plan_state["supervisor"]))
+        assert (started.pids(), process.state(pids[0]) in "RSD") == (pids, True)
+        assert started.ask("stop")["ok"]
+        started.wait_end()
