@@ -237,15 +237,16 @@ class Attempt:
     def _watch_ranks(self) -> None:
         """Ends the other ranks within the grace time after one has failed, by its exit alone.
 
-        torchrun does so too, but may send KILL 30 s later, or not at all where it is stopped.
+        torchrun does so too, but may send KILL 30 s later, or never where it is stopped or gone.
         """
-        if self.known.ending or self.known.asked in ENDED_FROM_HERE or self.tree.agent_over:
+        if self.known.ending or self.known.asked in ENDED_FROM_HERE:
             return
         failed, grace_s = self._ends.failed(), self._grace_s
         if failed and self.tree.alive():
             self.tree.expire(grace_s)
-            self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, torchrun ends the "
-                        f"others; what is left after {grace_s:g} s is killed")  # fmt: skip
+            ends = "the others wait for it" if self.tree.agent_over else "torchrun ends the others"
+            self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, {ends}; what is left "
+                        f"after {grace_s:g} s is killed")  # fmt: skip
             self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _sample(self) -> None:

@@ -161,6 +161,23 @@ def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begi
     assert not process.with_token(token)
 
 
+def test_a_rank_that_fails_after_torchrun_is_gone_ends_the_others_and_the_next_attempt_begins(
+    begin,
+):
+    started = begin(
+        phase("one", "member.py", 100_000), restart={"when": "crash", "backoff_s": 0.5},
+        watch={"grace_s": 1}, shell=STUB,
+    )  # fmt: skip
+    started.wait_steps(3)
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
+    started.wait(lambda: [e for e in started.events(0) if e.get("alert") == "torchrun-gone"], 10)
+    os.kill(started.pids()[1], signal.SIGKILL)
+    state = started.wait(lambda: s if (s := started.state())["attempt"] == 2 else None, 20)
+    assert "rank 1 was killed by SIGKILL" in state["ended"][0]["why"]
+    assert started.ask("stop")["ok"]
+    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
+
+
 def test_a_launch_that_ends_while_its_lock_is_waited_for_is_not_taken_over(begin):
     started = begin(phase("one", "member.py", 100_000), shell=STUB)
     started.wait_steps(1)
