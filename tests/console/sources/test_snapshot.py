@@ -560,6 +560,7 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     by_snapshot = r"by gates.json and by snapshot.json of \d+s ago and {} after it; nsa-console "
     basis = capsys.readouterr().out.splitlines()[1]
     assert re.match(by_snapshot.format("0 records"), basis), basis
+    assert basis.endswith(f"; nsa-console check {run} --full replays all records")
     directory.beat(run, 0, 61, "progress", n=50, mono=1e6, loss=1.0)
     main(["check", str(run), "--json"])
     basis = json.loads(capsys.readouterr().out)["basis"]
