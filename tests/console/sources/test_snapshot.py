@@ -431,6 +431,23 @@ def test_check_reads_files_of_any_length_to_their_end(run, monkeypatch):
     ]
 
 
+def test_check_reads_compressed_parts_that_are_longer_than_one_look_to_their_end(run):
+    prepared(run)
+    for second in range(400):
+        ranks = [{"rank": 0, "rss_mib": 100.0}]
+        directory.sample(run, ts=second, attempt=1, ranks=ranks, gpus=[], host="here")
+    path = run / "samples_here.jsonl"
+    text = path.read_bytes()
+    path.unlink()
+    for number in (1, 2):
+        part = rundir.part(path, number)
+        part.with_name(part.name + rundir.GZIP).write_bytes(gzip.compress(text))
+    left = []
+    source = RunSource(run, limit_bytes=1 << 11, reads="all")
+    assert source.read_all(left.append).behind_bytes == 0
+    assert left == sorted(set(left), reverse=True)
+
+
 def places(held, at=()):
     """Yields every place in a document."""
     yield at
