@@ -235,9 +235,9 @@ def unwell(supervisor: Record, status: Record) -> list[Alert]:
     old_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
     if not texts and old_s > SUPERVISOR_SILENT_S and rundir.is_alive(supervisor):
         texts["supervisor-silent"] = (
-            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, and its last word is "
-            f"{old_s:.0f} s old: what is shown may be old; its directory takes no writes, or its "
-            "working process is not there"
+            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, but has written "
+            f"nothing for {old_s:.0f} s: what is shown may be old; its directory takes no writes "
+            "(look at df and dmesg), or its working process is not there"
         )
     return [Alert(name, time.time(), "crit", text, observed=True) for name, text in texts.items()]
 
