@@ -190,7 +190,7 @@ def rank_line(rank: Rank) -> str:
     where = "no pulse"
     if rank.pulse is not None:
         pulse = rank.pulse
-        since = "" if pulse.since_s is None else f" since {age(pulse.since_s)}"
+        since = "" if pulse.since_s is None else f" for {age(pulse.since_s)}"
         where = f"step {pulse.step:,} {pulse.phase}{since}"
     name = f"rank {rank.rank} pid {rank.pid}" if rank.pid else f"rank {rank.rank}"
     parts = [f"{name} {rank.exit}" if rank.exit else f"{name} {rank.state or '?'}  {where}"]

@@ -21,7 +21,6 @@ from trainers.contract.errors import NotFoundError, UsageError
 
 LOGS_POLL_S = 0.5
 FULL_BYTES = 8 << 20
-FULL = "nsa-console check --full replays all records"
 ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
 """In these a run has not taken all its steps."""
 
@@ -138,14 +137,14 @@ def _check_run(options: argparse.Namespace) -> int:
     end = plain.no_go(state) or (_go(state, run.whole) if code == 0 else _no_go(state, run.whole))
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
-    gates, basis = plain.as_json(state)["gates"], _basis(run, state, code)
+    gates, basis = plain.as_json(state)["gates"], _basis(run, state, code, options.run)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "exit_code": code}  # fmt: skip
     show(options.json, record, [*map(plain.gate_line, state.gates), *filter(None, [basis]), end])
     return code
 
 
-def _basis(run: RunSource, state: RunState, code: int) -> str:
+def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
     """Says what the verdict on the gates rests on, "" for a run without any."""
     if not state.gates:
         return ""
@@ -155,7 +154,8 @@ def _basis(run: RunSource, state: RunState, code: int) -> str:
     records = f"by the {plain.counted(count, 'record')} that were read"
     if has_snapshot:
         of = f"{rundir.SNAPSHOT} of {plain.age(presence.age(ts))} ago"
-        records = f"by {of} and {plain.counted(count, 'record')} after it; {FULL}"
+        full = f"nsa-console check {shlex.quote(named)} --full replays all records"
+        records = f"by {of} and {plain.counted(count, 'record')} after it; {full}"
     elif run.is_whole and not state.behind_bytes:
         records = f"by all {plain.counted(count, 'record')}"
     return f"by {rundir.GATES} and {records}"

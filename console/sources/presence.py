@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -170,10 +170,18 @@ def _left(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
     return [(worker, rundir.is_alive(here | worker)) for worker in left]
 
 
+def still_run(thing: str, names: Sequence[object]) -> str:
+    """Says that ranks or processes still run, "" for none; of many it names the first eight."""
+    first = ", ".join(map(str, names[:8])) + (", …" if len(names) > 8 else "")
+    plural = "es" if thing.endswith("s") else "s"
+    one = f"{thing} {first} still runs" if names else ""
+    return f"{thing}{plural} {first} still run" if len(names) > 1 else one
+
+
 def living_ranks(supervisor: Record) -> str:
     """Says which ranks of supervisor.json live on this host, "" for none."""
     ranks = [str(worker.get("rank")) for worker, lives in _left(supervisor) if lives]
-    return f"rank {', '.join(clean(rank, 12) for rank in ranks[:8])} still runs" if ranks else ""
+    return still_run("rank", [clean(rank, 12) for rank in ranks])
 
 
 def living_processes(born: Record, supervisor: Record) -> str:
@@ -181,7 +189,7 @@ def living_processes(born: Record, supervisor: Record) -> str:
     named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
     token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN) or named
     left = process.with_token(token) if token else []
-    return f"pid {', '.join(map(str, left[:8]))} of its processes still runs" if left else ""
+    return still_run("process", left)
 
 
 def living_in(run: Path) -> str:
@@ -227,9 +235,9 @@ def unwell(supervisor: Record, status: Record) -> list[Alert]:
     old_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
     if not texts and old_s > SUPERVISOR_SILENT_S and rundir.is_alive(supervisor):
         texts["supervisor-silent"] = (
-            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, and its last word is "
-            f"{old_s:.0f} s old: what is shown may be old; its directory takes no writes, or its "
-            "working process is not there"
+            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, but has written "
+            f"nothing for {old_s:.0f} s: what is shown may be old; its directory takes no writes "
+            "(look at df and dmesg), or its working process is not there"
         )
     return [Alert(name, time.time(), "crit", text, observed=True) for name, text in texts.items()]
 

@@ -171,7 +171,8 @@ class Follower:
         """The bytes that are left to read, compressed parts by their size."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
-        behind = max(0, size_bytes - max(tail.offset, 0 if tail.generation else tail.line_at))
+        begun = tail.generation or tail.path.suffix == jsonl.GZIP  # its lines count as text
+        behind = max(0, size_bytes - max(tail.offset, 0 if begun else tail.line_at))
         if tail.path == self.path:
             return behind
         later = [path for number, path in parts(self.path).items() if number > self.number]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from console.causes import OomCounts
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
-from console.sources import kernel
+from console.sources import kernel, presence
 from console.supervisor.ends import Ends
 from console.supervisor.follow import Files, News, Rest
 from console.supervisor.live import LastPulses
@@ -228,11 +228,11 @@ class Attempt:
     def _watch_agent(self) -> None:
         asked = self.known.asked in ENDED_FROM_HERE
         if self.tree.agent_over and self.tree.alive() and not asked:
-            ranks = ", ".join(str(worker.rank) for worker in self.tree.alive())
+            left = presence.still_run("rank", [worker.rank for worker in self.tree.alive()])
             status = self.tree.agent_status
             how = "nobody saw how" if status is None else status
             self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
-                       f"({how}); rank {ranks} still runs", "crit")  # fmt: skip
+                       f"({how}); {left}", "crit")  # fmt: skip
 
     def _watch_ranks(self) -> None:
         """Ends the other ranks within the grace time after one has failed, by its exit alone.

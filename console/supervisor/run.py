@@ -118,9 +118,10 @@ class Run:
                 self.attempt.end(asked, jsonl.text(held, "asked_by", "?"))
             self._decide()
         if mishap := self._link.charge.mishap:
+            said = f"; see {rundir.SUPERVISOR_LOG}" if mishap.startswith("ended with exit") else ""
             self.alerts.raise_(
                 REPLACED, f"the supervisor's working process {mishap}; the ranks go on, a new one "
-                f"watches them; see {rundir.SUPERVISOR_LOG}", "crit",
+                f"watches them{said}", "crit",
             )  # fmt: skip
 
     def _read_held(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
+from textual.binding import Binding
 from textual.widgets import Input
 
 from console.tui.keys import Key, for_view
@@ -33,6 +34,7 @@ def command_rows(found: list[Key]) -> list[Row]:
 class Commands(Reader):
     """Types, chooses, does."""
 
+    BINDINGS = [Binding("ctrl+n", "app.key('down')", show=False)]  # noqa: RUF012 - the framework's
     below = 8
 
     def __init__(self, view: str):
@@ -53,5 +55,6 @@ class Commands(Reader):
         if self.found:
             await self.app.run_action(f"after('{self.found[self.picker.cursor].id}')")
 
+    do_open = on_input_submitted
     do_panel, do_panel_back = Reader.do_down, Reader.do_up
     do_palette = do_panel_back

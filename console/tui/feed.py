@@ -152,13 +152,14 @@ class Feed:
 
     def _take_or_say(self) -> Snapshot:
         """Reads once; a mistake of ours is said on the screen: without a feed it would freeze."""
+        at, path = time.monotonic(), self._path or self._root
         try:
             return self.take()
         except OSError as error:
-            text = f"{self._path} cannot be read: {error.strerror}"
+            text = f"{path} cannot be read: {error.strerror}"
         except Exception as mistake:
             text = f"reading failed: {type(mistake).__name__}: {mistake}; please report it"
-        return Snapshot(time.monotonic(), time.time(), self._state, trouble=text)
+        return Snapshot(at, time.time(), self._state, trouble=text)
 
     def take(self) -> Snapshot:
         """Reads once."""

@@ -34,7 +34,7 @@ STATE_STYLE = {
 LEVEL_STYLE = {"info": "info", "warn": "warn", "crit": "crit"}
 
 PLAIN = str.maketrans(
-    "─│…–·×→←↓↑↻◂▸›✓✗○●▏▎▍▌▋▊▉█°▁▂▃▄▅▆▇", "-|~-.x><vv@<>>+x.*::::####o_.-:=+*"
+    "─│…–·×→←↓↑↻◂▸›✓✗○●▏▎▍▌▋▊▉█°▁▂▃▄▅▆▇", "-|~-.x><v^@<>>+x.*::::####o_.-:=+*"
 )  # fmt: skip
 """One ASCII character for each one that the screen draws, so that columns keep their places."""
 ascii_only = False

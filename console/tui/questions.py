@@ -124,8 +124,7 @@ def adopt(state: RunState | None) -> Question:
     if launch is None or "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; only a lost supervisor is replaced")
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
-    more = (("then", f"as planned, phases after this one: {rest}"),
-            ("armed", state.armed or "nothing"))  # fmt: skip
+    more = (("then", f"as planned, phases after this one: {rest}"),)
     loses = "nothing: ranks that live go on and are watched again"
     title = "Give this launch a new supervisor?"
     return _about(_target(state, launch), title, loses, Choice("Take over", "adopt"), more=more)

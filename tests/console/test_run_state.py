@@ -8,7 +8,7 @@ import pytest
 
 from console.ending import End, error_of
 from console.run_state import Facts, View, decide
-from console.sources import lastwords
+from console.sources import lastwords, presence
 from console.supervisor.follow import DEATH
 from console.supervisor.tree import Tree
 from tests import owners
@@ -263,3 +263,12 @@ def test_without_a_word_of_an_end_the_last_records_of_all_ranks_tell_it():
 )  # fmt: skip
 def test_between_two_attempts_only_what_is_asked_counts(facts, state, why):
     assert decide(Facts(before="exit 1", **facts)) == (state, why)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [([], ""), ([3], "rank 3 still runs"), ([0, 1], "ranks 0, 1 still run"),
+     (range(9), "ranks 0, 1, 2, 3, 4, 5, 6, 7, … still run")],
+)  # fmt: skip
+def test_what_still_runs_is_said_of_one_and_of_many(names, said):
+    assert presence.still_run("rank", [*names]) == said

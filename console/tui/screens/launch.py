@@ -144,7 +144,7 @@ class Launch(Scrolls, View):
 
     def arrive(self) -> None:
         self.picker.focus()
-        if live_launch(self.snapshot or self.console.snapshot) is None:
+        if live_launch(self.console.snapshot) is None:
             self.console.prepare()
 
     def take(self, snapshot: Snapshot) -> None:
@@ -166,6 +166,8 @@ class Launch(Scrolls, View):
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
             self._items = flag_list.items({}, draft.planned_flags(), draft.flags, draft.between)
+            if not draft.is_checked:
+                self.console.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
         self.picker.fill(rows, self._help())

@@ -70,7 +70,8 @@ def notices(
     return sorted(found, key=lambda notice: LEVELS.index(notice.level))
 
 
-KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "go on", "E": "flags", "D": "dump", "H": "halt"}
+KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "go on", "E": "flags", "D": "dump", "H": "halt",
+             "R": "new supervisor"}  # fmt: skip
 
 
 def _of_alert(alert: Alert) -> Notice:

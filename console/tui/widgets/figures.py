@@ -60,7 +60,7 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
         other = figures.get(name)
         note = "" if name else label
         if other is not None:
-            value = fmt.duration(other.value) if other.unit == "s" else fmt.short(other.value)
+            value = fmt.duration(other.value) if other.unit == "s" else f"{other.value:.2f}"
             note = f"{label} {value}"
         old = now - figure.at
         if old > OLD_S and state.data_age_s is not None:

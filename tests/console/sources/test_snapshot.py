@@ -476,6 +476,23 @@ def test_check_reads_files_of_any_length_to_their_end(run, monkeypatch):
     ]
 
 
+def test_check_reads_compressed_parts_that_are_longer_than_one_look_to_their_end(run):
+    prepared(run)
+    for second in range(400):
+        ranks = [{"rank": 0, "rss_mib": 100.0}]
+        directory.sample(run, ts=second, attempt=1, ranks=ranks, gpus=[], host="here")
+    path = run / "samples_here.jsonl"
+    text = path.read_bytes()
+    path.unlink()
+    for number in (1, 2):
+        part = rundir.part(path, number)
+        part.with_name(part.name + rundir.GZIP).write_bytes(gzip.compress(text))
+    left = []
+    source = RunSource(run, limit_bytes=1 << 11, reads="all")
+    assert source.read_all(left.append).behind_bytes == 0
+    assert left == sorted(set(left), reverse=True)
+
+
 def places(held, at=()):
     """Yields every place in a document."""
     yield at
@@ -606,6 +623,7 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     by_snapshot = r"by gates.json and by snapshot.json of \d+s ago and {} after it; nsa-console "
     basis = capsys.readouterr().out.splitlines()[1]
     assert re.match(by_snapshot.format("0 records"), basis), basis
+    assert basis.endswith(f"; nsa-console check {run} --full replays all records")
     directory.beat(run, 0, 61, "progress", n=50, mono=1e6, loss=1.0)
     main(["check", str(run), "--json"])
     basis = json.loads(capsys.readouterr().out)["basis"]

@@ -87,6 +87,7 @@ def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, harm
     how = "ended with SIGSEGV" if harm == SEGFAULT else "said nothing for"
     assert f"the supervisor's working process {how}" in told[0]
     assert f"in {name}" in told[0]
+    assert "supervisor.log" not in told[0]  # it holds nothing of a signal or a silence
     if when == ALWAYS:
         assert "switched off" in alerts_of(started, f"observer-{name.replace(' ', '-')}")[0]
     assert not process.with_token(started.token())
@@ -300,7 +301,7 @@ def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
     os.kill(started.child(), signal.SIGKILL)
     (text,) = started.wait(silent)
     owner = owner_of(started)
-    assert text.startswith(f"the supervisor (pid {owner}) lives, and its last word is ")
+    assert text.startswith(f"the supervisor (pid {owner}) lives, but has written nothing ")
     os.kill(owner, signal.SIGTERM)
     assert started.wait_end()["phases"][0]["state"] == "stopped"
     assert not silent()

@@ -153,7 +153,7 @@ def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begi
     started.wait(lambda: not rundir.is_alive(owner), 10)
     actions.adopt(started.path)
     alert = started.wait(lambda: [e for e in started.events(0) if e.get("alert")], 10)
-    assert "rank 0, 1 still runs" in alert[0]["text"]
+    assert "ranks 0, 1 still run" in alert[0]["text"]
     begun = time.monotonic()
     assert started.ask("stop")["ok"]
     assert started.wait_end(20)["phases"][0]["state"] == "stopped"

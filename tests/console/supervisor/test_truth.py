@@ -37,7 +37,7 @@ def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_awa
     ):
         state = look(started)
         assert state.state == "unsupervised", state.why
-        assert "still runs" in state.why
+        assert "still run" in state.why
         time.sleep(0.1)
     (started.run() / rundir.HALT).touch()
     started.wait(lambda: not process.with_token(token))

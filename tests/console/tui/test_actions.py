@@ -409,6 +409,37 @@ def test_commands_are_found_by_their_words():
     drive(app, body)
 
 
+@pytest.mark.parametrize(
+    ("down", "up"), [("down", "up"), ("tab", "shift+tab"), ("ctrl+n", "ctrl+p")]
+)
+def test_the_list_of_commands_moves_while_its_field_has_the_focus(down, up):
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await pilot.press("colon")
+        await until(pilot, lambda: "› 1" in picture(app))
+        await pilot.press(down, down)
+        await until(pilot, lambda: "› 3" in picture(app))
+        await pilot.press(up, "enter")
+        await until(pilot, lambda: app.view_name == "launch" and app.overlay is None)
+
+    drive(app, body)
+
+
+def test_enter_does_the_command_that_was_clicked():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await pilot.press("colon")
+        await until(pilot, lambda: "› 1" in picture(app))
+        await pilot.click("#reading", offset=(10, 3))
+        await until(pilot, lambda: "› 3" in picture(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.view_name == "stall" and app.overlay is None)
+
+    drive(app, body)
+
+
 def test_the_question_says_run_host_pids_and_what_is_lost():
     for make in (questions.dump, questions.halt, questions.kill):
         question = make(recorded.stalled())

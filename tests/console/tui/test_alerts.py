@@ -10,6 +10,7 @@ import time
 import pytest
 
 from console.model import Alert
+from console.tui.feed import Snapshot
 from console.tui.rows import flow, text_of, width_of
 from console.tui.widgets import alertline
 from console.tui.widgets.alertline import Notice, alert_rows
@@ -127,3 +128,9 @@ def test_a_busy_screen_is_no_silent_directory(monkeypatch):
         assert app.alert.notice is None
 
     drive(app, body)
+
+
+def test_an_alert_without_a_supervisor_says_what_its_key_does():
+    alert = Alert("no-supervisor", NOW, "crit", "no supervisor", "R", observed=True)
+    state = recorded.running(alerts=(alert,))
+    assert alertline.notices(Snapshot(0.0, NOW, state))[0].hint == "R new supervisor"

@@ -152,6 +152,27 @@ def test_the_charts_of_a_run_that_ended_are_there_again():
     drive(app, body)
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_path, stays):
+    app = app_on(recorded.running(), root=tmp_path)
+
+    async def body(pilot):
+        await pilot.press("2")
+        await until(pilot, lambda: "command of phase" in picture(app))
+        if not stays:
+            await pilot.press("1")
+        ended = recorded.running(state="completed", launch=recorded.launch("ended"))
+        app.feed._source.states[:] = [ended]
+        await until(pilot, lambda: "COMPLETED" in lines(app)[0])
+        if not stays:
+            await pilot.press("2")
+        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        await pilot.press("L")
+        await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
+
+    drive(app, body)
+
+
 def test_going_on_shows_the_phase_that_starts():
     app = app_on(recorded.waiting())
 

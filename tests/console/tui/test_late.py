@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import threading
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from console.tui import deeds
-from console.tui.feed import Snapshot
+from console.tui.feed import Feed, Snapshot
 from console.tui.questions import CannotAsk
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
@@ -101,6 +103,17 @@ def test_after_a_launch_nothing_is_asked_before_it_has_been_read(tmp_path):
         await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
 
     drive(app, body)
+
+
+def test_a_read_that_fails_after_a_launch_is_that_of_the_old_run():
+    def opener(path):
+        feed.follow(Path("/nowhere/launched"))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    feed = Feed(lambda _: None, lambda _: (), Path("/nowhere/old"), Path("/nowhere"), opener)
+    snapshot = feed._take_or_say()
+    assert snapshot.trouble == "/nowhere/old cannot be read: Input/output error"
+    assert snapshot.at < feed.followed_at
 
 
 @pytest.mark.parametrize(("key", "ok"), [("H", True), ("D", False)])

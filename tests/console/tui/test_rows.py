@@ -135,3 +135,8 @@ def test_plain_text_is_ascii_and_as_long(text):
         plain = palette.drawn(text)
     assert plain.isascii()
     assert len(plain) == len(text)
+
+
+def test_arrows_differ_in_plain_text():
+    with patch.object(palette, "ascii_only", True):
+        assert palette.drawn("← → ↑ ↓") == "< > ^ v"

@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from console.model import EXIT_CODES
+from console.model import EXIT_CODES, Figure
 from console.tui.feed import Snapshot
 from console.tui.rows import text_of
 from console.tui.screens.stall import heading
 from console.tui.screens.stall import rank_rows as stall_rows
+from console.tui.widgets.figures import figure_rows
 from console.tui.widgets.header import header_row
 from console.tui.widgets.phases import phase_rows
 from console.tui.widgets.ranks import rank_rows
@@ -95,3 +96,11 @@ def test_a_phase_that_ended_unseen_has_neither_steps_nor_a_duration():
     assert "–/100" in shown[0]
     rows = texts(phase_rows(held, 1, "ask", 100, 20, NOW))
     assert "0/100" in next(text for text in rows if "3 recall" in text)
+
+
+@pytest.mark.parametrize("width", [28, 40])
+def test_the_entropy_of_a_gate_that_collapses_has_its_lowest_layer(width):
+    lowest = Figure(0.04, "nats", "", NOW)
+    state = recorded.running(figures=recorded.figures() | {"gate_entropy_min": lowest})
+    rows = [text_of(row) for row in figure_rows(state, width, 12, NOW)]
+    assert "entropy       0.931 min 0.04" in rows
