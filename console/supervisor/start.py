@@ -280,12 +280,15 @@ def _supervise(directory: Path, lock_fd: int, *more: str) -> None:
         raise ContractError(f"the supervisor cannot be started: {error.strerror}") from error
     finally:
         os.close(log)
-    _wait_until_ready(started, directory)
+    _wait_until_ready(started, directory, ranks_live=bool(more))
     with contextlib.suppress(RuntimeError):  # without a thread to spare nobody reaps it
         threading.Thread(target=started.wait, name="reap-supervisor", daemon=True).start()
 
 
-def _wait_until_ready(started: subprocess.Popen[bytes], directory: Path) -> None:
+def _wait_until_ready(
+    started: subprocess.Popen[bytes], directory: Path, ranks_live: bool
+) -> None:  # fmt: skip
+    """Ends a supervisor that does not come up, unless that would end ranks that live with it."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         state = rundir.read_json(directory / rundir.PLAN_STATE) or {}
@@ -296,6 +299,11 @@ def _wait_until_ready(started: subprocess.Popen[bytes], directory: Path) -> None
         if started.poll() is not None:
             raise ContractError(f"the supervisor ended at once: {_last_line(directory)}")
         time.sleep(POLL_S)
+    if ranks_live:
+        raise ContractError(
+            f"the supervisor (pid {started.pid}) has not written within {READY_S:g} s that it took "
+            "over (a full disk?); it and the ranks go on, and nsa-console status tells more"
+        )
     started.terminate()
     try:
         started.wait(ENDING_S)

@@ -67,7 +67,7 @@ def owner_of(started: Started) -> int:
 
 
 def alerts_of(started: Started, name: str) -> list[str]:
-    return [e["text"] for e in started.events(0) if e.get("alert") == name and "text" in e]
+    return [e["text"] for e in started.events(0) if (e["kind"], e.get("alert")) == ("alert", name)]
 
 
 def wait_replaced(started: Started, former: int) -> int:
