@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -29,12 +30,18 @@ KEPT_SIGNALS = frozenset((
 """Signals that cannot be caught, that report a bug of this process, or that end nothing."""
 
 
+def log(text: object) -> None:
+    """Writes a line into the supervisor's log, which may lie on a disk that takes nothing."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
 def become_subreaper() -> None:
     """Makes orphans of this process its children, so that their exits are known."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         error = ctypes.get_errno()
-        print(f"no subreaper: {os.strerror(error)}", file=sys.stderr)  # noqa: T201
+        log(f"no subreaper: {os.strerror(error)}")
 
 
 def take_signals(on_stop: Callable[[int], None]) -> None:
@@ -82,11 +89,11 @@ def main() -> int:
     options = parser.parse_args()
     rundir.keep_own_rights()
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"{begun} supervisor pid {os.getpid()} of {options.launch}", flush=True)  # noqa: T201
+    log(f"{begun} supervisor pid {os.getpid()} of {options.launch}")
     try:
         held = take_lock(options.launch, options.lock_fd)
     except ContractError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        log(error)
         return error.exit_code
     become_subreaper()
     owner = Owner(partial(begin, options.launch, options.adopt, held, options.lock_fd))

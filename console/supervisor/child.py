@@ -114,6 +114,7 @@ def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Ch
     except EOFError:  # the owner is gone, and so is this process in a moment
         return 1
     except ContractError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        with contextlib.suppress(OSError):  # the log may lie on a disk that takes nothing
+            print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code
     return 0

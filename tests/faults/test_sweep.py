@@ -51,6 +51,7 @@ SAMPLE = {
     "taken over": (
         Failure("open", "plan_state.json", "EIO"),
         Failure("rename", "live", "EIO"),
+        Failure("write", "supervisor.log", "ENOSPC", lasting=True),
     ),
 }
 SAMPLE_OF_SAVES = (
