@@ -149,16 +149,16 @@ def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
     if not state.gates:
         return ""
     if code and not plain.no_go(state):
-        return f"by {rundir.GATES}"
+        return f"based on {rundir.GATES} alone"
     has_snapshot, ts, count = run.counted
-    records = f"by the {plain.counted(count, 'record')} that were read"
+    records = f"the {plain.counted(count, 'record')} that were read"
     if has_snapshot:
         of = f"{rundir.SNAPSHOT} of {plain.age(presence.age(ts))} ago"
         full = f"nsa-console check {shlex.quote(named)} --full replays all records"
-        records = f"by {of} and {plain.counted(count, 'record')} after it; {full}"
+        records = f"{of} and {plain.counted(count, 'record')} after it; {full}"
     elif run.is_whole and not state.behind_bytes:
-        records = f"by all {plain.counted(count, 'record')}"
-    return f"by {rundir.GATES} and {records}"
+        records = f"all {plain.counted(count, 'record')}"
+    return f"based on {rundir.GATES} and {records}"
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:

@@ -1,6 +1,6 @@
 """The pace of one rank in one attempt: when its records were read, and the times they tell of.
 
-What they say of the run itself is in the reducer's `Head`. A reader that judges no stall has none.
+The reducer's `Head` holds the records' content. Only a reader that judges stalls keeps a pace.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WARM_UP_STEPS = 2
 KEPT_STEPS, KEPT_FRESH, KEPT_GAPS, LAST_GAPS = 256, 512, 256, 8
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 RHYTHM_OF_ONE = 8
-"""So many records at every step show that each step has one: the first few steps always do."""
+"""Number of records at every step after which each step is expected to have one."""
 UNKNOWN_STEPS = 50
-"""Before a rhythm is seen, the next record may be so many steps away."""
+"""Assumed number of steps between two records while no rhythm is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Pace:
         """The step time that its records told of since then, behind the first of them."""
         self._step = 0
         self._rose = -math.inf
-        """When its newest step was read, in monotonic seconds, if that was after `live_since`."""
+        """Time of reading its newest step (monotonic s), -inf if before `live_since`."""
         self._rose_ts = math.inf
         """The time that the record of that step says for itself."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
@@ -89,7 +89,7 @@ class Pace:
         self._first_s = 0.0
         """The longest time to a step before those."""
         self._read_at, self._age_s = -math.inf, 0.0
-        """When its newest record was read, and how old that was then."""
+        """Time of reading its newest record (monotonic s), and the record's age then."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Its last times in each phase, in the order they came and by length; "" for steps."""
@@ -208,7 +208,7 @@ class Pace:
     def p99_s(self, phase: str = "") -> float | None:
         """Returns the 99th percentile of its last times in a phase, None before there are any.
 
-        Where the phase has none, and for "": that of its steps.
+        A phase without times, and the phase "", give the percentile of its steps.
         """
         found = self._durations.get(phase) or self._durations.get("")
         return None if found is None else _p99(found[1])

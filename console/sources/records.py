@@ -29,7 +29,7 @@ Reads = Literal["all", "recent", "charts", "end"]
 class Records:
     """Follows heartbeats, samples and events of one run.
 
-    What is read is told by `reads`; of which attempt the figures are, by the supervisor's document.
+    `reads` selects the records; the supervisor's document names the attempt of the figures.
     """
 
     def __init__(self, run: Path, reads: Reads = "all"):

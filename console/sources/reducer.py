@@ -34,7 +34,7 @@ MAX_ALERTS = 256
 
 @dataclass(slots=True)
 class Head:
-    """How far one rank is in one attempt, by its newest records."""
+    """The progress of one rank in one attempt, from its newest records."""
 
     last: Line
     progress: Line | None = None
@@ -44,7 +44,7 @@ class Head:
     """The first record of a halt or an exit that gives a reason."""
     step: int = 0
     first_step: int = 1
-    """Of this attempt: behind the checkpoint that it went on from."""
+    """The first step of this attempt, after the checkpoint that it resumed from."""
     saved: int = 0
     """The step of the newest checkpoint that it names."""
     halt: int | None = None
@@ -182,7 +182,7 @@ class Reducer:
     ) -> None:
         """Takes what is new in one file of a run of `world` ranks, in its `present` attempt.
 
-        What was taken before counts for nothing but the pace.
+        A line that was taken before changes only the pace.
         """
         known = self.cursors.get(batch.name)
         rank = reading.rank_of(batch.name)

@@ -23,7 +23,7 @@ from trainers.contract import VERSION, heartbeat, jsonl, rundir
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
 """It is no longer than that, and than so much for each of more than 16 ranks."""
 HISTORY_BYTES = 4 << 20
-"""So much of each resolution's history is read; a file of this length becomes `.1`."""
+"""Bytes that are read of each resolution's history; a longer file is renamed to `.1`."""
 POINTS_BYTES = 64 << 20
 """No more is read of the newest records for their points; without them the spans have to do."""
 

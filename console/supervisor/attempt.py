@@ -82,7 +82,7 @@ class Attempt:
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._again_at = math.inf
-        """When what the directory did not answer is tried again."""
+        """Time of the next attempt at the work that the directory did not answer (monotonic s)."""
         self._is_ours = False
         """The run directory was found to be this run's: what fails in it from then on may pass."""
         if held is None or link.began(self.path, context.home, number):

@@ -37,7 +37,7 @@ class _Part:
     result: str = ""
     data: bytes = b""
     pressed: bool | None = None
-    """Whether the last resort could be tried, None before."""
+    """True if the last resort was possible, False if not, None before it was tried."""
     kept_as: str = ""
     """The file that the directory's thread is writing, "" before that."""
 

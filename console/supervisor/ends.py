@@ -70,9 +70,8 @@ class Ends:
 def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int = 0) -> End:
     """Returns how a rank ended: what the kernel says, its records, and its log once it was read.
 
-    Where nobody saw its exit code, the one it announced in its last record counts; a good one needs
-    a second source. `step` is that of its pulse: a crash takes the records with it that were not
-    yet written.
+    Its last record tells the exit code that nobody saw; exit 0 then needs a second source. `step`
+    is that of its pulse: a crash takes the records with it that were not yet written.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
     doubt = "" if worker.seen or worker.vouched else _doubt(worker, head, step)

@@ -30,7 +30,7 @@ class Link:
         """As the owner handed it over; what it told since is added."""
         del charge.asked[charge.forwarded :]  # a signal just before the fork: the owner tells of it
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
-        """What was not sent yet; of a document (by its path) only the newest content."""
+        """Messages that wait to be sent; of each document (by its path) only the newest content."""
         self._beat = 0.0
 
     @property

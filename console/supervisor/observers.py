@@ -25,7 +25,7 @@ T = TypeVar("T")
 ALERT = "observer-"
 """The alert on an observer is named so, and then as the observer."""
 WAITS_S = (2.0, 10.0, math.inf)
-"""For so long an observer rests after its first, second and third failure in a row."""
+"""Rest of an observer after its first, second and third failure in a row, in seconds."""
 SETTLED_S = 60.0
 """One that has worked for so long after a failure has had none."""
 

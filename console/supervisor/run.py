@@ -73,7 +73,7 @@ class Run:
         self.summary = self._context.reducer.summary
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
         if held is not None:
-            # What a former supervisor left on disk is not believed: its records are read again.
+            # A snapshot on disk of a former supervisor is not believed: the records are read again.
             self._snapshots.load(self._link.kept(path / rundir.SNAPSHOT))
         if held is None:
             self._record = given.run_record(index, path, self._flags, self._contract())
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def pace_s(self) -> float:
-        """For how long nothing is due; a second while all ranks live and run."""
+        """Seconds until the next look; 1 s while all ranks live and run."""
         attempt, tree = self.attempt, self.attempt.tree
         changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
         if changing and self._again_at is None:

@@ -102,7 +102,7 @@ class Doing:
     def prepare(self) -> None:
         """Checks the draft beside the screen, one check at a time; nothing is written.
 
-        What changes meanwhile is checked when it ends, and an older result is not used.
+        A change during a check starts another one at its end, and the older result is not used.
         """
         app, draft = self.me, self.me.draft
         if self._pending("check"):

@@ -40,7 +40,7 @@ class Body(Widget):
 
 
 class Console(Protocol):
-    """What a view knows of the app."""
+    """The part of the app that a view may use."""
 
     snapshot: Snapshot | None
     book: LogBook

@@ -106,7 +106,7 @@ def test_the_last_word_on_a_run_whose_directory_was_away_at_its_end_is_its_launc
 
 @pytest.mark.parametrize("reads", ["recent", "charts"])
 def test_a_snapshot_behind_a_link_tells_nothing_of_a_run(launch, tmp_path, reads):
-    """When the run's own directory is back, its records count."""
+    """The records count again once the run's own directory is back."""
     other = directory.run(tmp_path / "other")
     directory.beat(other, 0, 77, loss=1.0)
     directory.event(other, "alert", alert="ecc", level="crit", text="of another run", attempt=1)

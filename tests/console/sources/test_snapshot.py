@@ -620,7 +620,7 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     gate = {"name": "restarts_at_most", "value": 0.0, "bound": "≤ 0", "result": "pass"}
     directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
     assert main(["check", str(run)]) == 1
-    by_snapshot = r"by gates.json and by snapshot.json of \d+s ago and {} after it; nsa-console "
+    by_snapshot = r"based on gates.json and snapshot.json of \d+s ago and {} after it; nsa-console "
     basis = capsys.readouterr().out.splitlines()[1]
     assert re.match(by_snapshot.format("0 records"), basis), basis
     assert basis.endswith(f"; nsa-console check {run} --full replays all records")
@@ -637,5 +637,5 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     )
     assert main(["check", str(run), "--full"]) == 1
     lines = sum(len(rundir.heartbeat(run, rank).read_bytes().splitlines()) for rank in (0, 1))
-    with_snapshot[1] = f"by gates.json and by all {lines} records"
+    with_snapshot[1] = f"based on gates.json and all {lines} records"
     assert capsys.readouterr().out.splitlines() == with_snapshot

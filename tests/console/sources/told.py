@@ -12,7 +12,7 @@ from trainers.contract import rundir
 
 
 class Told:
-    """What was told of one attempt so far; `live`: its reader was there from its begin."""
+    """The records of one attempt so far; `live`: its reader was there from the start."""
 
     def __init__(self, live: bool = False):
         self.reducer, self._at = Reducer(Series(keeps=False), timed=True), 0
