@@ -118,7 +118,7 @@ def _mean(values: Sequence[float]) -> float:
 def _loss_fall(s: Summary) -> Measured:
     window, last = s.fold(0).window, s.fold(0).window.last("loss", FIRST_LOSSES)
     few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
-    if last is None or few:
+    if last is None or len(last) < FIRST_LOSSES or few:
         needs = f"needs {2 * FIRST_LOSSES} progress records, has {window.losses}"
         return Measured(None, why=needs)
     before, after = _mean([loss for _, loss in window.first]), _mean(last)

@@ -513,6 +513,18 @@ HOSTILE = (
 )  # fmt: skip
 
 
+def test_a_window_that_lost_its_records_judges_no_fall_of_the_loss(run):
+    prepared(run)
+    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
+    held["folds"]["0"]["window"]["newest"] = []
+    directory.document(run / rundir.SNAPSHOT, held)
+    source = RunSource(run)
+    source.poll()
+    assert source.summary is not None
+    (gate,) = gates.evaluate(source.summary, {"loss_falls": True})
+    assert (gate.value, gate.result) == (None, "unknown")
+
+
 @given(st.randoms(use_true_random=False), st.sampled_from(HOSTILE))
 @settings(max_examples=250)
 def test_no_snapshot_makes_a_reader_raise(tmp_path_factory, rng, value):
