@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from console import settings, targets
-from console.plain import shell_line
 from console.plans import catalog, preflight
 from console.plans.preflight import Check
 from console.sources import launches, process
-from console.supervisor import orders, start
-from console.supervisor.orders import Orders
+from console.status_text import shell_line
+from console.supervisor import launch_spec, launcher
+from console.supervisor.launch_spec import LaunchSpec
 from console.supervisor.requests import ACTIONS, check
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError, did_you_mean
@@ -57,7 +57,7 @@ class Prepared:
     directory: Path
     phases: tuple[Mapping[str, Any], ...]
     checks: tuple[Check, ...]
-    orders: Orders
+    spec: LaunchSpec
 
     @property
     def ok(self) -> bool:
@@ -73,8 +73,8 @@ class Prepared:
         shown = ("argv", "flags", "environment", "settings")
         return {
             "plan": self.plan.name, "ok": self.ok, "directory": str(self.directory),
-            "inherited": sorted(orders.inherited()), "may_inherit": list(environ.INHERITED),
-            "hook": asdict(self.orders.operator),
+            "inherited": sorted(launch_spec.inherited()), "may_inherit": list(environ.INHERITED),
+            "hook": asdict(self.spec.operator),
             "checks": [asdict(item) for item in self.checks],
             "phases": [
                 {key: phase[key] for key in shown}
@@ -105,9 +105,9 @@ def prepare(options: LaunchOptions) -> Prepared:
     plan, flag_origins, set_origins = _plan(options)
     directory = _directory(options, plan.name)
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
-    given = Orders(
-        name, plan, who(), flag_origins, set_origins, start.host_facts(),
-        orders.git_facts(catalog.PROJECT), operator=settings.load(),
+    given = LaunchSpec(
+        name, plan, who(), flag_origins, set_origins, launcher.host_facts(),
+        launch_spec.git_facts(catalog.PROJECT), operator=settings.load(),
     )  # fmt: skip
     case = preflight.Case(plan, directory, options.devices, given.operator)
     phases = tuple(_run_record(given, index, directory) for index in range(len(plan.phases)))
@@ -135,7 +135,7 @@ def begin(prepared: Prepared, by: str) -> Path:
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
-    start.start(prepared.directory, replace(prepared.orders, by=by))
+    launcher.start(prepared.directory, replace(prepared.spec, by=by))
     return prepared.directory
 
 
@@ -166,7 +166,7 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]
         for phase in plan.phases
         if options.phase in ("", phase.name)
     )
-    foreign = [phase.name for phase in phases if not orders.is_ours(phase)]
+    foreign = [phase.name for phase in phases if not launch_spec.is_ours(phase)]
     if options.sets and foreign:
         raise UsageError(
             f"--set {next(iter(options.sets))}: the phase {foreign[0]!r} starts a program of its "
@@ -206,7 +206,7 @@ def _directory(options: LaunchOptions, plan: str) -> Path:
     return path
 
 
-def _run_record(given: Orders, index: int, directory: Path) -> Mapping[str, Any]:
+def _run_record(given: LaunchSpec, index: int, directory: Path) -> Mapping[str, Any]:
     run = directory / f"{index}-{given.plan.phases[index].name}"
     contract = {
         environ.RUN_DIR: str(run.absolute()), environ.RUN_ID: f"{given.launch}/{run.name}",
@@ -224,7 +224,7 @@ def adopt(path: Path, sure: bool = False) -> str:
     if top is None:
         raise RefusedError(f"{path} belongs to no launch, so no supervisor can take it over")
     launches.check_in_place(top)
-    return f"a new supervisor watches {start.adopt(top, settings.load(), sure)}"
+    return f"a new supervisor watches {launcher.adopt(top, settings.load(), sure)}"
 
 
 # --- requests --------------------------------------------------------------------------------

@@ -88,10 +88,10 @@ def screen(options: argparse.Namespace) -> int:
             "use `nsa-console watch RUN --plain`"
         )
     gc.disable()
-    from console.tui import palette
-    from console.tui.main import ConsoleApp
+    from console.tui import styles
+    from console.tui.app import ConsoleApp
 
-    palette.ascii_only = terminal.ascii_only
+    styles.ascii_only = terminal.ascii_only
     app = ConsoleApp(path, options.plan, options.root, terminal)
     app.run(mouse=terminal.mouse)
     app.feed.stop()
@@ -106,9 +106,9 @@ def watch(options: argparse.Namespace) -> int:
     """Follows one run until it ends: the screen, or one sentence a change."""
     if not (options.plain or options.json or options.until_waiting):
         return screen(options)
-    from console.commands import looking
+    from console.commands import query
 
-    return looking.watch(options)
+    return query.watch(options)
 
 
 # --- words -----------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
             return
         more = row.more if isinstance(row.more, str) else row.more()
         self.description, self.epilog = row.about, _epilog(row.examples, more)
-        self.set_defaults(command=row, acts=row.module == "acting")
+        self.set_defaults(command=row, acts=row.module == "control")
         for names, given in (JSON, *row.options):
             self.add_argument(*names, **given)
 
@@ -252,7 +252,7 @@ class Command:
     examples: tuple[str, ...]
     options: tuple[Option, ...] = ()
     more: str | Callable[[], str] = ""
-    module: str = "looking"
+    module: str = "query"
     act: Callable[[argparse.Namespace], int] | None = None
 
     def __call__(self, options: argparse.Namespace) -> int:
@@ -339,23 +339,23 @@ ACTING: tuple[Command, ...] = (
         option("--dry-run", action="store_true",
                help="print checks, commands and environment; no start"),
     ), "--wait returns the exit code of the launch's end, and with --json prints its\n"
-       "status then. Without --wait, 0 means: the launch has begun.\n", "acting"),
+       "status then. Without --wait, 0 means: the launch has begun.\n", "control"),
     Command("adopt", "Give a run whose supervisor is gone a new one.", ("adopt latest",),
             (_run(), option("--yes", action="store_true",
                             help="mean it where the host has started anew since")),
             "Ranks that live go on and are watched again; what ended meanwhile is\n"
-            "judged by its records, and the plan goes on.\n", "acting"),
+            "judged by its records, and the plan goes on.\n", "control"),
     Command("dump", "Take the stacks of all ranks, or of one.",
-            ("dump latest", "dump latest --rank 1"), (_run(), RANK, TIMEOUT), module="acting"),
+            ("dump latest", "dump latest --rank 1"), (_run(), RANK, TIMEOUT), module="control"),
     Command("halt", "Ask all ranks to stop at the same step and to save.",
-            ("halt latest",), (_run(), TIMEOUT), module="acting"),
+            ("halt latest",), (_run(), TIMEOUT), module="control"),
     Command("stop", "Send TERM, wait the grace time, KILL what is left.",
             ("stop latest", "stop latest --kill --yes"), (
         _run(),
         option("--kill", action="store_true", help="KILL at once, no checkpoint"),
         option("--yes", action="store_true", help="mean it; --kill asks for it"),
         TIMEOUT,
-    ), module="acting"),
+    ), module="control"),
     Command("do", "Send any request, for instance set-flag or note.", (
         "do latest note text='disk was full'", "do latest set-flag name=NSA_LR value=0.0005",
     ), (
@@ -363,7 +363,7 @@ ACTING: tuple[Command, ...] = (
         option("action", type=word, metavar="ACTION", help="one of those below"),
         option("args", nargs="*", metavar="NAME=VALUE", help="its arguments"),
         TIMEOUT,
-    ), _actions, "acting"),
+    ), _actions, "control"),
 )  # fmt: skip
 
 

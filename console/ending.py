@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from console import causes
+from console import error_patterns
 from trainers.contract import jsonl
 
 NAMED_CODES: Mapping[int, str] = {
@@ -70,7 +70,7 @@ class End:
     @property
     def lost_peer(self) -> bool:
         """Failed in a collective; NCCL's watchdog ends the process by SIGABRT."""
-        found = self.code == COLLECTIVE or causes.lost_peer(f"{self.error} {self.log}")
+        found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
     @property
@@ -94,8 +94,8 @@ class End:
             said = f"its last record says {self.said}" if self.said else "it left no record"
             return f"{who} ended{at}, its exit code is not known; {said}"
         both = f"{self.error} {self.log}"
-        text = both if self.code == causes.OUT_OF_MEMORY else self.words
-        memory = causes.out_of_memory(text, self.code)
+        text = both if self.code == error_patterns.OUT_OF_MEMORY else self.words
+        memory = error_patterns.out_of_memory(text, self.code)
         named = NAMED_CODES.get(self.code or 0, "")
         reason = memory or self.words or named or self._no_reason()
         place = f" ({self.place})" if self.place else ""
@@ -111,7 +111,7 @@ class End:
 
         Who was killed from outside or lost its peer is not the cause of its end.
         """
-        words = causes.same_words(self.words)
+        words = error_patterns.same_words(self.words)
         if self.signal in NATIVE:
             return "" if self.lost_peer else f"signal:{self.signal}:{words}:{self.fatal_at}"
         if self.signal == "SIGXCPU":

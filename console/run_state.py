@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from console.causes import OomEvidence
 from console.ending import NAMED_CODES, End
+from console.error_patterns import OomEvidence
 from console.model import EXIT_CODES, State
 
 LAST_STEP = "done"

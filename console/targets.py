@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from console.model import State
-from console.sources import documents, launches, presence, process
+from console.sources import documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.supervisor import inheritance, lock
+from console.supervisor import lock, recovery
 from console.supervisor.requests import Action, Mailbox
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
@@ -85,7 +85,7 @@ def _is_alone(run: Path) -> bool:
         held.append(jsonl.mapping(state, "supervisor"))
     elsewhere = any(each.get("host") not in (None, rundir.host_name()) for each in held)
     lives = elsewhere or any(map(rundir.is_alive, held))
-    return not lives and bool(presence.living_in(run))
+    return not lives and bool(liveness.living_in(run))
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
@@ -142,7 +142,7 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
     named = (owner.identity, jsonl.mapping(owner.identity, "child"))
     pids = [jsonl.integer(each, "pid") or 0 for each in named
             if not owner.host and rundir.is_alive(each)]  # fmt: skip
-    stopped = presence.STOPPED.split()
+    stopped = liveness.STOPPED.split()
     return owner.host, [pid for pid in pids if process.state(pid) in stopped]
 
 
@@ -154,7 +154,7 @@ def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
     top = launches.launch_of(folder)
     record = _document(folder, rundir.PLAN_STATE if box == "launch" else rundir.SUPERVISOR)
     state = jsonl.text(record, "state")
-    over = state == "ended" if box == "launch" else state in presence.ENDED
+    over = state == "ended" if box == "launch" else state in liveness.ENDED
     ended = clean(jsonl.text(record, "why") or state, 400) if over else ""
     if box == "run" and (record or top is None):
         return Supervisor(record, jsonl.text(record, "lock_token")), ended
@@ -165,13 +165,13 @@ def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
 
 
 def _document(folder: Path, name: str) -> dict[str, Any]:
-    return inheritance.document(folder, name, NOT_SENT)
+    return recovery.document(folder, name, NOT_SENT)
 
 
 def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:
     """Says why nothing takes a request there, and what to do."""
     state, top = RunSource(folder).poll(), launches.launch_of(folder)
-    if box == "run" and state.state in presence.ENDED - UNSERVED_STATES:
+    if box == "run" and state.state in liveness.ENDED - UNSERVED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
     why = f"the supervisor of {name} is gone" if owner.pid else f"{name} has no supervisor"
     advice = f"; nsa-console adopt {shlex.quote(str(top))} gives it a new one" if top else ""

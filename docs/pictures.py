@@ -18,7 +18,7 @@ from pathlib import Path
 
 from console import actions
 from console.sources.run import RunSource
-from console.tui.main import ConsoleApp
+from console.tui.app import ConsoleApp
 from console.tui.terminal import detect
 
 ROOT = Path(__file__).parents[1]

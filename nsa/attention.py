@@ -17,8 +17,8 @@ from nsa.config import ModelConfig, compressed_blocks
 from nsa.decode import attend_token
 from nsa.flash import attend_flash_attn
 from nsa.gate import Gate
-from nsa.marks import mark
 from nsa.precision import widen
+from nsa.profiler_ranges import mark
 from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
 from nsa.stats import gate_stats, selection_stats

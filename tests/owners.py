@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from console.supervisor.__main__ import become_subreaper
-from console.supervisor.charge import Charge
+from console.supervisor.child_state import Charge
 from console.supervisor.frames import Frames
 from console.supervisor.link import Link
 from console.supervisor.owner import Owner

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "model", "causes", "ending", "run_state", "settings", "plain", "sources",
+    "model", "error_patterns", "ending", "run_state", "settings", "status_text", "sources",
     "diagnose", "plans", "supervisor", "targets", "actions", "tui", "commands", "cli",
 )  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_the_environment_is_read_in_one_module():
         ("import trainers.settings", ("torch", "numpy", "datasets")),
         ("import console.cli", ("torch", "numpy", "pandas", "textual", "yaml", "psutil")),
         ("import console.supervisor.__main__", ("torch", "numpy", "pandas", "textual")),
-        ("import console.tui.main", ("torch", "numpy", "pandas", "datasets")),
+        ("import console.tui.app", ("torch", "numpy", "pandas", "datasets")),
         (
             "import sys; sys.argv = ['x', 'status', '--json', 'latest']\n"
             "from console.cli import main\nassert main() == 0",

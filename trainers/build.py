@@ -30,7 +30,7 @@ from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
 from trainers.settings import AUTO, flatten
-from trainers.votes import Votes
+from trainers.step_reduction import Votes
 
 PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
 """Settings that name a place, which may have another name on another host."""

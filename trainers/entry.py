@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainers import failures, settings
+from trainers.command_line import Words, parse
 from trainers.contract import dumps, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 from trainers.contract.member import Member, open_run
 from trainers.report import Report, write_metrics
 from trainers.settings import AUTO, Resolved
-from trainers.words import Words, parse
 
 
 def main(words: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trainers import failures, settings
+from trainers.command_line import Parser
 from trainers.refusals import VOCABULARY
 from trainers.report import percentile_ms
 from trainers.schema import Settings
-from trainers.words import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainers import failures
+from trainers.command_line import Parser
 from trainers.contract.errors import UsageError
-from trainers.words import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainers.failures import LeakError, NonFiniteError
-from trainers.votes import Row
+from trainers.step_reduction import Row
 
 SPIKE_WINDOW_STEPS = 128
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02

@@ -21,7 +21,7 @@ from trainers.manifest import Manifest
 from trainers.profiling import dump_out_of_memory
 from trainers.report import Report
 from trainers.schema import Settings
-from trainers.votes import FIGURES, Row
+from trainers.step_reduction import FIGURES, Row
 
 DONE, RIGHT_REACHED = "done", "bytes_right reached"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nsa.marks import PREFIX
+from nsa.profiler_ranges import PREFIX
 from trainers.contract import rundir
 from trainers.contract.member import Member
 from trainers.refusals import step_range

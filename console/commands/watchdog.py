@@ -17,7 +17,7 @@ from console.diagnose.rules import HALTING, STRONG
 from console.diagnose.watch import Change, Watchdog
 from console.sources import launches
 from console.sources.sanitize import clean
-from console.supervisor import outside
+from console.supervisor import offline
 from trainers.contract import rundir
 from trainers.contract.plan import Watch
 
@@ -29,7 +29,7 @@ def watchdog(options: argparse.Namespace) -> int:
         rundir.check_ours(path)
         launches.check_in_place(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    source = outside.Contract(path)
+    source = offline.Contract(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()

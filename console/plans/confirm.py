@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from console import plain
+from console import status_text
 from console.model import NO_GO, Alert, Gate, LaunchState, RunState
 from console.plans import gates
-from console.sources import presence
+from console.sources import liveness
 from console.sources.reading import MAX_RANKS
 from console.sources.run import RunSource
 from trainers.contract import jsonl, rundir
@@ -31,8 +31,8 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
     read to their end.
     """
     state = source.poll()
-    over = source.whole and plain.is_over(state)
-    if (state.state != "completed" and not over) or plain.exit_code(state, source.whole):
+    over = source.whole and status_text.is_over(state)
+    if (state.state != "completed" and not over) or status_text.exit_code(state, source.whole):
         return state
     if state.behind_bytes and not former:
         return state
@@ -144,7 +144,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
     for worker in jsonl.entries(document, "workers"):
         end, rank = jsonl.mapping(worker, "exit"), jsonl.integer(worker, "rank")
         if end.get("signal") or jsonl.integer(end, "code"):
-            yield f"rank {rank} ended with {presence.exit_words(worker, {})}"
+            yield f"rank {rank} ended with {liveness.exit_words(worker, {})}"
 
 
 def _disagreement(told: Gate | None, mine: Gate | None) -> str:
@@ -154,7 +154,7 @@ def _disagreement(told: Gate | None, mine: Gate | None) -> str:
     if told.result != "pass":
         return f"is {told.result} in {rundir.GATES}"
     if mine.result != "pass":
-        by = f"{mine.result} by the records ({plain.gate_value(mine)}, bound {mine.bound})"
+        by = f"{mine.result} by the records ({status_text.gate_value(mine)}, bound {mine.bound})"
         return f"passes in {rundir.GATES} and is {by}" + f": {mine.why}" * bool(mine.why)
     if told.bound != mine.bound:
         return f"has the bound {told.bound} in {rundir.GATES} and {mine.bound} in {rundir.RUN}"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from console.model import RESULTS, Gate, Result
-from console.plain import counted
 from console.sources.fold import FIRST_LOSSES, Fold
 from console.sources.summary import Summary
+from console.status_text import counted
 from trainers.contract.errors import UsageError, did_you_mean
 
 Bound = Literal["yes", "at least", "above", "at most", "fall"]

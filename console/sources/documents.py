@@ -24,7 +24,7 @@ from console.model import (
     Sure,
     Verdict,
 )
-from console.sources.presence import CLOCK_S, supervisor_lives
+from console.sources.liveness import CLOCK_S, supervisor_lives
 from console.sources.sanitize import clean
 from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.jsonl import entries

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import Gpu, Pulse, Rank
-from console.sources import documents, presence
+from console.sources import documents, liveness
 from console.sources.reading import MAX_RANKS
 from console.sources.records import Records
 from trainers.contract import jsonl, pulse, rundir
@@ -60,7 +60,7 @@ def read_ranks(
         pid = pid or jsonl.integer(beat, "pid") or 0
         local = jsonl.integer(worker, "local_rank")
         found = _live_pulse(live, rank, pid) or _last_pulse(beat) or _sampled_pulse(entry, sample)
-        beat_age = presence.age(jsonl.number(beat, "ts"))
+        beat_age = liveness.age(jsonl.number(beat, "ts"))
         ages = [a for a in (beat_age, found.age_s if found else None) if a is not None]
         told = Rank(
             rank=rank,
@@ -71,10 +71,10 @@ def read_ranks(
             rss_mib=jsonl.number(entry, "rss_mib"),
             pulse=found,
             gpu=gpus.get(_gpu_index(devices, rank if local is None else local)),
-            exit=presence.exit_words(worker, beat),
+            exit=liveness.exit_words(worker, beat),
             age_s=min(ages) if ages else None,
         )
-        sampled_age = presence.age(jsonl.number(sample, "ts"))
+        sampled_age = liveness.age(jsonl.number(sample, "ts"))
         is_new = sampled_age is not None and sampled_age <= SAMPLED_S
         told = told if is_new else _at_rest(told)
         ranks.append(_ended(told) if ended else told)
@@ -110,7 +110,7 @@ def _last_pulse(beat: dict[str, Any]) -> Pulse | None:
     """The pulse of a rank that wrote its exit: a sample of it may be older."""
     if beat.get("msg") != "exit":
         return None
-    age, step = presence.age(jsonl.number(beat, "ts")) or 0.0, beat["step"]
+    age, step = liveness.age(jsonl.number(beat, "ts")) or 0.0, beat["step"]
     return Pulse(step, "exit", age, age, None, step, "exit", False)
 
 
@@ -119,7 +119,7 @@ def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | Non
     step, phase = jsonl.integer(held, "step"), jsonl.text(held, "phase")
     if step is None or phase not in pulse.CODES:
         return None
-    age = presence.age(jsonl.number(sample, "ts")) or 0.0
+    age = liveness.age(jsonl.number(sample, "ts")) or 0.0
     since = (jsonl.number(held, "since_s") or 0.0) + age
     device = jsonl.text(held, "device_phase")
     device_phase = device if device in pulse.CODES else phase
@@ -133,5 +133,5 @@ def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | Non
 def data_age_s(ranks: tuple[Rank, ...], reader: Records) -> float | None:
     """Returns the age of the newest pulse, record or sample, None without one."""
     ages = [rank.age_s for rank in ranks]
-    ages += [presence.age(jsonl.number(sample, "ts")) for sample in reader.sample.values()]
+    ages += [liveness.age(jsonl.number(sample, "ts")) for sample in reader.sample.values()]
     return min((age for age in ages if age is not None), default=None)

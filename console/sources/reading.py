@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from console.sources import ancestor
+from console.sources import legacy
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
@@ -340,9 +340,9 @@ class Reading:
         return follower
 
     def _heartbeats(self, name: str, rank: int) -> Follower:
-        if ancestor.is_one(self.run):
+        if legacy.is_one(self.run):
             self.is_legacy = True
-            return Follower(self.run / name, ancestor.tail(self.run, rank, self._recent_bytes))
+            return Follower(self.run / name, legacy.tail(self.run, rank, self._recent_bytes))
         return self._plain(name, heartbeat.accept, self._recent_bytes, self._warm_up_bytes)
 
     def _parted(self, name: str) -> Follower:

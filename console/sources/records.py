@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.model import LEVELS, Alert, Figure, Gpu
-from console.sources import documents, presence, snapshot
+from console.sources import documents, liveness, snapshot
 from console.sources.reading import MAX_RANKS, Reading
 from console.sources.reducer import Reducer, raised
 from console.sources.series import Series
@@ -96,8 +96,8 @@ class Records:
         told = {name: raised(name, record) for record in jsonl.entries(status, "alerts")
                 if (name := documents.line(record, "alert", ""))}  # fmt: skip
         newer = {name for name, alert in told.items() if alert.ts <= told_ts.get(name, 0.0)}
-        if said_ts is not None and time.time() - said_ts < presence.SILENT_S:
-            latest = time.time() + presence.CLOCK_S
+        if said_ts is not None and time.time() - said_ts < liveness.SILENT_S:
+            latest = time.time() + liveness.CLOCK_S
             newer = {name for name, ts in told_ts.items() if said_ts < ts <= latest}
             found = {name: found[name] for name in newer & found.keys()}
         for name in told.keys() - newer:

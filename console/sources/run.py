@@ -13,7 +13,7 @@ from typing import Any
 
 from console.model import RANK_GONE, Alert, LaunchState, Level, RunState, State
 from console.run_state import decide
-from console.sources import ancestor, documents, presence
+from console.sources import documents, legacy, liveness
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
 from console.sources.ranks import data_age_s, newest_step, read_ranks
 from console.sources.records import RECENT_BYTES, Reads, Records
@@ -148,32 +148,32 @@ class RunSource:
         born, reading = self._document(run / rundir.RUN), reader.reading
         gates = documents.gates(self._document(run / rundir.GATES))
         backend = documents.backend(self._document(run / rundir.ENV))
-        live = presence.live_directory(supervisor)
+        live = liveness.live_directory(supervisor)
         status = (rundir.read_json(live / rundir.LIVE_STATUS) if live else None) or {}
-        end = ancestor.end(run, reader.last) if reading.is_legacy and not supervisor else told
-        supervisor = presence.newest(supervisor, reader.state_event, status, end)
+        end = legacy.end(run, reader.last) if reading.is_legacy and not supervisor else told
+        supervisor = liveness.newest(supervisor, reader.state_event, status, end)
         trouble, behind = self._documents[run / rundir.SUPERVISOR].trouble, reading.behind_bytes > 0
         state, why = decide(
-            presence.facts(supervisor, born, reader.last, reader.halts, behind, trouble)
+            liveness.facts(supervisor, born, reader.last, reader.halts, behind, trouble)
         )
-        ended = state in presence.ENDED
+        ended = state in liveness.ENDED
         flags = documents.flag_field(born, "value")
         ranks = read_ranks(supervisor, reader, live, flags.get(DEVICES, ""), ended)
         step = newest_step(supervisor, ranks, reader)
         planned = documents.setting_int(born, "train.steps")
         moves = not ended and state != "stalled"
         blocked = None if ended else jsonl.number(status, "blocked_s")
-        unwell = [] if ended else presence.unwell(supervisor, status)
+        unwell = [] if ended else liveness.unwell(supervisor, status)
         missing = _missing(run, self._away) if unread and state != "starting" else ""
         more = self._observed(launch, ended, missing, reader) + unwell
         launch = launch and documents.sequenced(launch, run.name, state, why)
         alerts = reader.alerts({} if ended else status, more)
-        if not presence.has_lost_rank(supervisor):
+        if not liveness.has_lost_rank(supervisor):
             alerts = tuple(alert for alert in alerts if alert.id != RANK_GONE)
         return RunState(
             id=documents.line(born, "run", f"{launch.id}/{run.name}" if launch else run.name),
             path=str(run), state=state, why=why, step=step, steps_planned=planned,
-            since_ts=presence.since_ts(supervisor, state, reader.last),
+            since_ts=liveness.since_ts(supervisor, state, reader.last),
             attempt=reader.attempt,
             host=documents.line(supervisor, "host", documents.line(born, "host", "")),
             world=len(ranks),
@@ -216,7 +216,7 @@ class RunSource:
         """
         held = self._document(self.launch_path / rundir.PLAN_STATE) if self.launch_path else {}
         for index, phase in enumerate(jsonl.entries(held, "phases")):
-            if phase.get("dir") == run.name and jsonl.text(phase, "state") in presence.STATES:
+            if phase.get("dir") == run.name and jsonl.text(phase, "state") in liveness.STATES:
                 now = index == jsonl.integer(held, "phase")
                 return jsonl.mapping(held, "supervisor") | {
                     "state": phase["state"], "why": phase.get("why"), "steps": phase.get("steps"),
@@ -231,11 +231,11 @@ class RunSource:
             return None
         if launch.state == "unsupervised" or (launch.doubt and not launch.under_way):
             for run in reversed(run_directories(self.launch_path)):
-                if presence.living_in(run):
+                if liveness.living_in(run):
                     return run
         for phase in reversed(launch.phases[: launch.phase + 1]):
             run = self.launch_path / phase.dir
-            begun = phase.state in presence.STATES or _is_directory(run)
+            begun = phase.state in liveness.STATES or _is_directory(run)
             if phase.dir and begun:
                 return run
         return None
@@ -294,9 +294,9 @@ def _armed(
     if state == "unsupervised":
         return UNARMED if key == "armed" else "nothing"
     ids = [alert.id for alert in unwell]
-    if presence.WORK_STOPPED in ids:
+    if liveness.WORK_STOPPED in ids:
         return HELD if key == "armed" else "nothing"
-    held = presence.SUPERVISOR_STOPPED in ids and key == "armed"
+    held = liveness.SUPERVISOR_STOPPED in ids and key == "armed"
     return documents.line(supervisor, key, "") + (f"; {NO_ATTEMPT}" if held else "")
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from console.supervisor import lock
-from console.supervisor.charge import Charge
+from console.supervisor.child_state import Charge
 from console.supervisor.frames import Frames
 from console.supervisor.owner import Owner
 from trainers.contract import rundir

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from console.supervisor.directory import Directory
+from console.supervisor.rundir_io import Directory
 from trainers.contract.recorder import REPLACED
 
 DROPPED, MOVED = "dropped", "own-directory"

@@ -10,18 +10,18 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
 
-from console.causes import OomCounts
+from console.error_patterns import OomCounts
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
-from console.sources import kernel, presence
+from console.sources import liveness, oom_counts
 from console.supervisor.ends import Ends
-from console.supervisor.follow import Files, News, Rest
-from console.supervisor.live import LastPulses
+from console.supervisor.monitor import Watching
 from console.supervisor.parts import Upkeep
+from console.supervisor.run_files import Files, News, Rest
 from console.supervisor.sampling import Sampler
 from console.supervisor.services import AttemptOwner, RunContext
+from console.supervisor.shm import LastPulses
 from console.supervisor.tree import Tree
-from console.supervisor.watching import Watching
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -75,7 +75,7 @@ class Attempt:
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
         counts = jsonl.mapping(kept, "oom") if held and kept.get("attempt") == number else {}
-        self.oom_before = OomCounts(**counts) if counts else kernel.snapshot()
+        self.oom_before = OomCounts(**counts) if counts else oom_counts.snapshot()
         """Counts of the kernel from before the ranks ran."""
         self._on_disk: int | None = 0
         self._caught_up, self._cut_short = held is None, False
@@ -228,7 +228,7 @@ class Attempt:
     def _watch_agent(self) -> None:
         asked = self.known.asked in ENDED_FROM_HERE
         if self.tree.agent_over and self.tree.alive() and not asked:
-            left = presence.still_run("rank", [worker.rank for worker in self.tree.alive()])
+            left = liveness.still_run("rank", [worker.rank for worker in self.tree.alive()])
             status = self.tree.agent_status
             how = "nobody saw how" if status is None else status
             self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
@@ -318,7 +318,7 @@ class Attempt:
         self.tree.take_log(rest.log)
         self._on_disk = rest.checkpoint
         self._ends.conclude(rest.last)
-        self._learn(oom=kernel.since(self.oom_before), agent_signal=rest.agent_signal)
+        self._learn(oom=oom_counts.since(self.oom_before), agent_signal=rest.agent_signal)
         self.watching.verdict, self.stage = None, "over"
         self._alerts.clear_all("the attempt has ended")
         self.tree.close()

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from console import settings
 from console.sources.nvml import Nvml
-from console.supervisor import lock, orders
-from console.supervisor.charge import Charge
-from console.supervisor.directory import Directory
+from console.supervisor import launch_spec, lock
+from console.supervisor.child_state import Charge
 from console.supervisor.frames import Frames
 from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
 from console.supervisor.link import Link
+from console.supervisor.rundir_io import Directory
 from console.supervisor.services import Services
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError
@@ -62,7 +62,7 @@ def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -
     cannot be used.
     """
     record = link.kept(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
-    given, held = orders.load(path, record), link.kept(path / rundir.PLAN_STATE)
+    given, held = launch_spec.load(path, record), link.kept(path / rundir.PLAN_STATE)
     if adopt is not None:
         given = replace(given, operator=settings.parse(json.loads(adopt), "--adopt"))
         held = held or rundir.read_json(path / rundir.PLAN_STATE) or {}

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from console.plain import counted
 from console.sources import process
-from console.supervisor.directory import Directory
+from console.status_text import counted
 from console.supervisor.mailbox import Outcome
 from console.supervisor.requests import Request
+from console.supervisor.rundir_io import Directory
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.dumps import END_MARK, LAST_RESORT
 

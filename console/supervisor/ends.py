@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from console.ending import End
-from console.sources.lastwords import LastWords
+from console.sources.crash_log import LastWords
 from console.sources.reducer import NO_RECORDS, Head
 from console.sources.sanitize import clean
-from console.supervisor.live import LastPulses
+from console.supervisor.shm import LastPulses
 from console.supervisor.tree import Tree, Worker
 from trainers.contract import jsonl
 

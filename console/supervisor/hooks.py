@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from console.settings import Settings
 from console.sources.sanitize import clean
-from console.supervisor.orders import inherited
+from console.supervisor.launch_spec import inherited
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 LIMIT_S, GRACE_S = 10.0, 2.0

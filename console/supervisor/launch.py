@@ -9,20 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from console.plain import missed
 from console.plans import gates
-from console.supervisor import belief, inheritance, live, requests
-from console.supervisor.acts import Acts
+from console.status_text import missed
+from console.supervisor import cross_check, recovery, requests, shm
 from console.supervisor.alerts import Alerts
-from console.supervisor.directory import LOOK_EVERY_S
 from console.supervisor.dump import Dumps
+from console.supervisor.launch_spec import LaunchSpec
 from console.supervisor.lookout import FILES_NAME, Lookout
 from console.supervisor.mailbox import Execute, Mailbox, Outcome
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
-from console.supervisor.orders import Orders
+from console.supervisor.policy import Acts
 from console.supervisor.requests import Request
 from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
+from console.supervisor.rundir_io import LOOK_EVERY_S
 from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
@@ -38,9 +38,13 @@ class Launch:
     """
 
     def __init__(
-        self, path: Path, given: Orders, services: Services, held: Mapping[str, Any] | None = None
+        self,
+        path: Path,
+        given: LaunchSpec,
+        services: Services,
+        held: Mapping[str, Any] | None = None,
     ):
-        self.path, self.orders = path, given
+        self.path, self.spec = path, given
         self.state: Literal["running", "waiting", "ended"] = "running"
         self.why = ""
         self.run: Run | None = None
@@ -71,7 +75,7 @@ class Launch:
         }  # fmt: skip
         self._directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
         if held is None:
-            live.sweep()
+            shm.sweep()
             self._start(0)
         else:
             self._adopt(held)
@@ -142,7 +146,7 @@ class Launch:
         self._publish()
         run, pending = self.path / entry["dir"], self._next_flags.values()
         try:
-            self.run = Run(self._services, self.orders, index, run, pending)
+            self.run = Run(self._services, self.spec, index, run, pending)
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
@@ -162,15 +166,15 @@ class Launch:
         runs, link = [self.path / entry["dir"] for entry in self._phases], self._services.link
         doubts = []
         if link.kept(self.path / rundir.PLAN_STATE) is None:
-            witness = belief.Witness(self.path, runs)
-            held, doubts = belief.of_launch(held, self.orders, self._index, runs, witness)
-        for mine, theirs in zip(self._phases, inheritance.phases(held), strict=False):
+            witness = cross_check.Witness(self.path, runs)
+            held, doubts = cross_check.of_launch(held, self.spec, self._index, runs, witness)
+        for mine, theirs in zip(self._phases, recovery.phases(held), strict=False):
             mine |= theirs
-        self._next_flags.held = inheritance.next_flags(held)
+        self._next_flags.held = recovery.next_flags(held)
         self._ended_by = jsonl.text(held, "ended_by")[:400]
         # Queued before the first look at the mailboxes.
         self._directory.job(
-            lambda: belief.Witness(self.path, runs).answered(),
+            lambda: cross_check.Witness(self.path, runs).answered(),
             lambda answered, _: self._mailbox.remember(answered or {}),
         )
         if held.get("state") == "ended":  # a former child of this owner has said so
@@ -186,7 +190,7 @@ class Launch:
         if held.get("state") == "waiting" and not last:
             self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
         elif link.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
-            self.run = Run(self._services, self.orders, self._index, run, {}, adopt=True)
+            self.run = Run(self._services, self.spec, self._index, run, {}, adopt=True)
             if not mishap:
                 self.run.event("note", "a new supervisor watches this run", "warn")
         else:
@@ -211,7 +215,7 @@ class Launch:
             self._end(f"{name}: {refusal}")
         elif self._index + 1 == len(self._phases):
             self._end("all phases are done")
-        elif self.orders.plan.between == "ask":
+        elif self.spec.plan.between == "ask":
             self.state = "waiting"
             self.why = f"{name} is done; proceed starts {self._phases[self._index + 1]['name']}"
             self._event("state", self.why)
@@ -345,9 +349,9 @@ class Launch:
             entry = self._phases[self._index]
             entry |= {"state": run.state, "why": run.why, "steps": self._steps(run) or None}
         self._services.publish(self.path / rundir.PLAN_STATE, {
-            "v": VERSION, "launch": self.orders.launch, "state": self.state, "why": self.why,
+            "v": VERSION, "launch": self.spec.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
-            "between": self.orders.plan.between, "next_flags": self._next_flags.held,
+            "between": self.spec.plan.between, "next_flags": self._next_flags.held,
             "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
             "supervisor": {
                 **self._services.link.charge.identity, "token": self._services.lock_token,

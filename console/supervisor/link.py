@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.supervisor import frames
-from console.supervisor.charge import DEATHS_OFF, Charge
+from console.supervisor.child_state import DEATHS_OFF, Charge
 from console.supervisor.frames import Frames, Message
 from trainers.contract import jsonl, rundir
 

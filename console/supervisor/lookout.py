@@ -10,11 +10,11 @@ from pathlib import Path
 
 from console.supervisor import requests
 from console.supervisor.attempt import Attempt
-from console.supervisor.charge import FILES
-from console.supervisor.directory import Directory
-from console.supervisor.follow import Files, News
+from console.supervisor.child_state import FILES
 from console.supervisor.link import Link
 from console.supervisor.requests import Request
+from console.supervisor.run_files import Files, News
+from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
 FILES_NAME = "files"

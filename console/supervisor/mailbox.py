@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from console.supervisor import requests
-from console.supervisor.directory import Directory
 from console.supervisor.requests import Request
+from console.supervisor.rundir_io import Directory
 
 OLDER = "the request is older than this supervisor; send it again"
 Outcome = tuple[bool, str, list[str]]

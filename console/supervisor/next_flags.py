@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from console.supervisor.orders import FlagValue, Orders
+from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from trainers.contract import flags
 from trainers.contract.errors import UsageError
 
@@ -19,7 +19,7 @@ def set_words(name: str, value: str, phase: str) -> str:
 class NextFlags:
     """Owns the flags that wait for the next phase; they hold for that phase only."""
 
-    def __init__(self, given: Orders):
+    def __init__(self, given: LaunchSpec):
         self._orders = given
         self.held: Mapping[str, dict[str, Any]] = {}
         """`next_flags` of plan_state.json."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from console.sources.sanitize import clean
 from console.supervisor.alerts import Alerts
-from console.supervisor.charge import MAIN
+from console.supervisor.child_state import MAIN
 from console.supervisor.link import Link
 from trainers.contract import rundir
 

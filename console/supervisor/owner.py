@@ -27,7 +27,7 @@ from typing import Any
 
 from console.sources import process
 from console.supervisor import frames
-from console.supervisor.charge import FILES, MAIN, Charge
+from console.supervisor.child_state import FILES, MAIN, Charge
 from console.supervisor.frames import Frames, Message
 from trainers.contract import environ
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from console.supervisor.directory import Directory
 from console.supervisor.rotation import Rotation
+from console.supervisor.rundir_io import Directory
 from trainers.contract import jsonl, rundir
 
 PART_BYTES = 16 << 20

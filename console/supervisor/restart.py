@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from console import causes
+from console import error_patterns
 from console.model import State
 from console.run_state import Facts, decide
 from trainers.contract import plan as plans
@@ -100,7 +100,7 @@ def signature(facts: Facts) -> str:
         return ""
     end = facts.culprit()
     if end is None:
-        return f"start:{causes.same_words(facts.failure)}" if facts.failure else ""
+        return f"start:{error_patterns.same_words(facts.failure)}" if facts.failure else ""
     if end.signal == "SIGKILL" and facts.oom is not None and facts.oom.here and not end.culled:
         return "signal:SIGKILL:out of host memory"
     return "exit:0:left early" if end == facts.left_early() else end.signature()
@@ -115,4 +115,4 @@ def deterministic(facts: Facts) -> bool:
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:
         return False
-    return end.code in causes.HOPELESS_CODES or causes.hopeless(end.error)
+    return end.code in error_patterns.HOPELESS_CODES or error_patterns.hopeless(end.error)

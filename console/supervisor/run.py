@@ -13,19 +13,19 @@ from console.diagnose.watch import STRONG
 from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
-from console.sources import presence
+from console.sources import liveness
 from console.sources.reading import Reading
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
-from console.supervisor import belief, inheritance, orders, restart
+from console.supervisor import cross_check, launch_spec, recovery, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import ENDINGS, Attempt
-from console.supervisor.commit import Commit
-from console.supervisor.live import Live
+from console.supervisor.git_commit import Commit
+from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
-from console.supervisor.orders import FlagValue, Orders
 from console.supervisor.services import RunContext, Services
+from console.supervisor.shm import Live
 from console.supervisor.snapshots import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 
@@ -45,10 +45,10 @@ class Run:
     """
 
     def __init__(
-        self, services: Services, given: Orders, index: int, path: Path,
+        self, services: Services, given: LaunchSpec, index: int, path: Path,
         pending: Mapping[str, FlagValue], adopt: bool = False,
     ):  # fmt: skip
-        self.orders, self.path, self._index = given, path, index
+        self.spec, self.path, self._index = given, path, index
         self.phase, self.id = given.plan.phases[index], f"{given.launch}/{path.name}"
         self.state: State = "starting"
         self.why = ""
@@ -80,7 +80,7 @@ class Run:
             self._link.keep(path / rundir.RUN, self._record)
         for name in self._link.off():
             self.observers.leave_out(name)
-        folder = orders.code_folder(self.phase)
+        folder = launch_spec.code_folder(self.phase)
         self._commit = Commit(folder, self.alerts, jsonl.mapping(held or {}, "git"))
         self.attempt = self._attempt(held=held)
         if held is not None:
@@ -89,14 +89,14 @@ class Run:
 
     def _shared(self, held: Mapping[str, Any] | None) -> RunContext:
         """Returns what is the same for all attempts; `held` is a former supervisor's document."""
-        path, world, plan = self.path, self.phase.nproc, self.orders.plan
+        path, world, plan = self.path, self.phase.nproc, self.spec.plan
         if held is None:
             home, token = str(path.absolute()), secrets.token_hex(8)
             summary = Summary(world, 1, 0)
         else:
-            home, token = inheritance.home(self._record), inheritance.token(self._record)
+            home, token = recovery.home(self._record), recovery.token(self._record)
             is_kept = self._link.kept(path / rundir.RUN) is not None
-            summary = inheritance.summary(held, None if is_kept else path, world, self.number)
+            summary = recovery.summary(held, None if is_kept else path, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
         # A new reader begins before the snapshot's end: it has to learn what is usual.
         reading = Reading(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
@@ -132,30 +132,30 @@ class Run:
         record = self._link.kept(self.path / rundir.RUN)
         held = self._link.kept(self.path / rundir.SUPERVISOR) or {}
         if record is None:
-            record, held, doubts = belief.of_run(self.path, self.orders, self._index)
+            record, held, doubts = cross_check.of_run(self.path, self.spec, self._index)
             for doubt in doubts:
                 self.event("note", doubt, "warn")
         self._record = record
-        self._flags = inheritance.checked(jsonl.mapping(record, "flags"), "origin")
-        running = inheritance.check_processes(record, held)
-        self._ended = inheritance.ended(held)
+        self._flags = recovery.checked(jsonl.mapping(record, "flags"), "origin")
+        running = recovery.check_processes(record, held)
+        self._ended = recovery.ended(held)
         told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
         self.number = running or max(1, told)
         if running or jsonl.text(held, "state") != "restarting":
             del self._ended[self.number - 1 :]
-        self._final = jsonl.text(held, "state") in inheritance.FINAL
+        self._final = jsonl.text(held, "state") in recovery.FINAL
         self.state = "running"
         return held
 
     def _wait_on(self, held: Mapping[str, Any]) -> bool:
         """Goes on waiting for the next attempt where the former supervisor waited."""
-        policy = self.orders.plan.restart
+        policy = self.spec.plan.restart
         if len(self._ended) < self.number or not (again := restart.after(self._ended, policy)):
             return False
         wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
         self.since_ts = jsonl.number(held, "since_ts") or self.since_ts
-        waited_s = presence.age(self.since_ts) or 0.0
+        waited_s = liveness.age(self.since_ts) or 0.0
         # Long enough for a look that finds `.HALT`.
         self._again_at = time.monotonic() + max(1.0, wait_s - waited_s)
         self.state, self.why = "restarting", jsonl.text(held, "why")[:400]
@@ -248,8 +248,8 @@ class Run:
     def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
         """Returns the arguments and the environment of torchrun."""
         logs, grace_s = rundir.logs(self.path, number), self._context.watch.grace_s
-        environment = orders.environment(self.phase, self._flags, self._contract())
-        return orders.argv(self.phase, grace_s, logs), environment
+        environment = launch_spec.environment(self.phase, self._flags, self._contract())
+        return launch_spec.argv(self.phase, grace_s, logs), environment
 
     def _attempt(self, held: Mapping[str, Any] | None = None) -> Attempt:
         attempt = Attempt(self._context, self, self.number, held)
@@ -305,7 +305,7 @@ class Run:
         self._ended.append(self._ended_as(state, why))
         known = self.attempt.known
         ending = self._final or known.halt_wanted or not self.attempt.tree.spawned
-        again = "" if ending else restart.after(self._ended, self.orders.plan.restart)
+        again = "" if ending else restart.after(self._ended, self.spec.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._again_at = time.monotonic() + again.wait_s
@@ -363,7 +363,7 @@ class Run:
     def _document(self) -> dict[str, Any]:
         return dict(self._link.charge.identity) | self.attempt.document() | {
             "v": VERSION, "run": self.id, "child": rundir.identity(),
-            "lock_token": self._services.lock_token, "launch": self.orders.launch,
+            "lock_token": self._services.lock_token, "launch": self.spec.launch,
             "ended": [asdict(each) for each in self._ended],
             "live_dir": "" if self.over else str(self.live or ""),
             "watch": asdict(self._context.watch), "git": self._commit.git, **self._armed(),
@@ -372,7 +372,7 @@ class Run:
 
     def _armed(self) -> dict[str, str]:
         """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
-        policy = self.orders.plan.restart
+        policy = self.spec.plan.restart
         action, text = self.attempt.watching.on_stall()
         if self._context.live.why and action in STRONG:
             action, text = "warn", "if it stalls: alert only, there is no shared memory"

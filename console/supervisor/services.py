@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from console.sources.nvml import Nvml
 from console.sources.reading import Reading
 from console.sources.reducer import Reducer
-from console.supervisor.directory import Directory
 from console.supervisor.hooks import Hooks
 from console.supervisor.link import Link
-from console.supervisor.live import Live
 from console.supervisor.observers import Observers
+from console.supervisor.rundir_io import Directory
+from console.supervisor.shm import Live
 from trainers.contract.plan import Phase, Watch
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from console.model import LaunchState
-from console.plain import counted
-from console.tui.questions import CannotAsk, Choice, Question, Target
+from console.status_text import counted
+from console.tui.confirmations import CannotAsk, Choice, Question, Target
 
 
 def coming(launch: LaunchState) -> Mapping[str, str]:
@@ -19,10 +19,10 @@ def coming(launch: LaunchState) -> Mapping[str, str]:
     if not launch.rest:
         return {}
     from console.sources.documents import decided
-    from console.supervisor import orders
+    from console.supervisor import launch_spec
 
-    given, index = orders.load(Path(launch.path)), launch.rest[0].index
-    pending = {flag.name: orders.FlagValue(flag.value, flag.by) for flag in launch.next_flags}
+    given, index = launch_spec.load(Path(launch.path)), launch.rest[0].index
+    pending = {flag.name: launch_spec.FlagValue(flag.value, flag.by) for flag in launch.next_flags}
     flags = given.flags(index, pending)
     held = decided(given.settings(index, flags))
     return {**held, **{name: flag.value for name, flag in flags.items()}}

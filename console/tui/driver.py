@@ -23,7 +23,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key
 from textual.message import Message
 
-from console.tui.bursts import Bursts
+from console.tui.paste import Bursts
 
 GRACE_S, RESTORE_S = 2.0, 0.5
 READ_BYTES = 4096

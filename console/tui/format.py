@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from console.plain import DASH, age
+from console.status_text import DASH, age
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 

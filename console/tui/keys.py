@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from console.model import RunState
-from console.tui import questions
-from console.tui.questions import Question
+from console.tui import confirmations
+from console.tui.confirmations import Question
 
 VIEWS = ("dashboard", "launch", "stall", "logs")
 LISTS = ("launch", "stall", "logs")
@@ -52,15 +52,15 @@ TABLE: tuple[Key, ...] = (
     Key("stall_view", ("3",), "Stall: who holds the run up, with the stacks", "Stall", 9),
     Key("logs_view", ("4",), "Logs: of all ranks, follow, find, filter", "Logs", 9),
     Key("dump", ("D",), "Dump the stacks of all ranks", "dump", 8, asks="nothing is lost",
-        question=questions.dump),
+        question=confirmations.dump),
     Key("halt", ("H",), "Halt: all ranks stop at the same step and save", "halt", 8,
-        asks="the run ends with a checkpoint", question=questions.halt),
+        asks="the run ends with a checkpoint", question=confirmations.halt),
     Key("checkpoint", ("C",), "Checkpoint now: all ranks save and go on", asks="nothing is lost",
-        question=questions.checkpoint),
+        question=confirmations.checkpoint),
     Key("kill", ("K",), "Stop or kill the run; asks for its name", asks="type the run's name",
-        question=questions.kill),
+        question=confirmations.kill),
     Key("adopt", ("R",), "Resume watching: a new supervisor where the old one is gone",
-        asks="nothing is lost", question=questions.adopt),
+        asks="nothing is lost", question=confirmations.adopt),
     Key("launch", ("L",), "Launch the plan, or go on to the next phase", "launch", 5,
         asks="processes are started"),
     Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3),

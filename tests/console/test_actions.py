@@ -215,7 +215,7 @@ def test_a_supervisor_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
     hiding = tmp_path / "no-project"
     (hiding / "console").mkdir(parents=True)
     (hiding / "console" / "__init__.py").touch()
-    monkeypatch.setattr("console.supervisor.orders.PROJECT", hiding)
+    monkeypatch.setattr("console.supervisor.launch_spec.PROJECT", hiding)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ContractError, match=r"the supervisor ended at once: .*No module named"):

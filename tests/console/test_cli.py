@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from console import plain
+from console import status_text
 from console.commands import output
 from console.model import LaunchState, PhaseState
 from console.sources.run import RunSource
@@ -108,19 +108,19 @@ def test_status_speaks_in_words_and_in_data(root):
 )
 def test_the_exit_code_says_how_the_run_is(tmp_path, state, code):
     run = directory.run(tmp_path / "0-x", state=state)
-    assert plain.exit_code(RunSource(run).poll()) == code
+    assert status_text.exit_code(RunSource(run).poll()) == code
 
 
 def test_a_failed_gate_is_exit_code_1(tmp_path):
     run = directory.run(tmp_path / "0-x", state="completed")
     gate = {"name": "bytes_right", "value": 0.2, "bound": "≥ 0.9", "result": "fail"}
     directory.document(run / rundir.GATES, {"gates": [gate]})
-    assert plain.exit_code(RunSource(run).poll()) == 1
+    assert status_text.exit_code(RunSource(run).poll()) == 1
 
 
 def test_a_share_is_never_rounded_up_to_what_was_not_reached():
     state = dataclasses.replace(recorded.running(), step=95, steps_planned=600, eta_s=None)
-    assert plain.progress(state) == "step 95 of 600 (15 %)"
+    assert status_text.progress(state) == "step 95 of 600 (15 %)"
 
 
 def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_hostile_text_reaches_the_terminal_as_plain_text(tmp_path):
 
 
 def test_watch_says_one_sentence_a_change():
-    changes = plain.Changes()
+    changes = status_text.Changes()
     launch = None
     said: list[str] = []
     import tempfile
@@ -210,7 +210,7 @@ def launch_state(*phases: tuple[str, str], state: str = "ended") -> LaunchState:
     ],
 )
 def test_the_exit_code_of_a_launch_is_0_only_when_all_its_phases_passed(phases, state, code):
-    assert plain.launch_exit_code(launch_state(*phases, state=state)) == code
+    assert status_text.launch_exit_code(launch_state(*phases, state=state)) == code
 
 
 def test_followed_logs_go_on_with_the_next_phase(tmp_path):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from console import cli, plain
+from console import cli, status_text
 from console.diagnose.watch import Watchdog
 from console.model import Gate
 from console.sources.run import RunSource
@@ -37,7 +37,9 @@ def test_a_run_that_is_stalled_or_unsupervised_is_not_healthy(
     assert code == 1
     if command == "check":
         assert "no go; toy/0-first is" in out
-    assert not plain.is_over(RunSource(launch).poll()), "whoever waits for the end goes on waiting"
+    assert not status_text.is_over(RunSource(launch).poll()), (
+        "whoever waits for the end goes on waiting"
+    )
 
 
 def test_nothing_is_armed_where_no_supervisor_lives(launch, capsys):
@@ -169,7 +171,7 @@ def test_text_counts_phases_as_the_screen_does(launch, capsys):
 )  # fmt: skip
 def test_the_value_of_a_gate_stands_in_the_unit_of_its_bound(unit, value, text):
     gate = Gate("g", value, unit, "whole run", "s", "≥ 0.9", "fail")
-    assert plain.gate_value(gate) == text
+    assert status_text.gate_value(gate) == text
 
 
 def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):

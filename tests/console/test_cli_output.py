@@ -12,7 +12,7 @@ import sys
 import pytest
 import yaml
 
-from console import actions, cli, plain
+from console import actions, cli, status_text
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.test_actions import MEMBER, end
@@ -167,7 +167,7 @@ def test_watching_ends_with_the_launch_though_its_run_cannot_be_read(tmp_path, w
 def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
     path = directory.launch(tmp_path)
     directory.run(path / "0-first")
-    source, changes = RunSource(path), plain.Changes()
+    source, changes = RunSource(path), status_text.Changes()
     said = list(changes.sentences(source.poll(), 0.0))
     directory.run(path / "1-second", state="starting")
     held = json.loads((path / rundir.PLAN_STATE).read_text())

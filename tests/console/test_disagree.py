@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from console import actions, cli, plain
+from console import actions, cli, status_text
 from console.diagnose.stall import Seen, diagnose
 from console.sources.records import Reads
 from console.sources.run import RunSource
@@ -168,7 +168,7 @@ def test_a_run_whose_processes_live_is_unsupervised_whatever_plan_state_says(alo
         key = {"no phases": "phases", "no index": "phase"}[how]
         directory.document(path, {name: held[name] for name in held if name != key})
     state = RunSource(alone).poll()
-    assert (state.state, plain.is_over(state)) == ("unsupervised", False), state.why
+    assert (state.state, status_text.is_over(state)) == ("unsupervised", False), state.why
     code, out = said(capsys, "status", alone)
     assert (code, "rank 0 still runs" in out) == (1, True)
     assert state.launch.state == ("unknown" if how == "empty" else "unsupervised")
@@ -200,7 +200,7 @@ def test_an_end_that_is_told_of_a_run_whose_ranks_live_is_not_believed(alone, sh
         change(alone / rundir.PLAN_STATE, phases=phases, state="ended")
     state = RunSource(alone).poll()
     expected = ("running", 0) if where == "status" else ("unsupervised", 1)
-    assert (state.state, plain.exit_code(state, True)) == expected, state.why
+    assert (state.state, status_text.exit_code(state, True)) == expected, state.why
     assert "rank-gone" not in {each.id for each in state.alerts}
 
 
@@ -209,7 +209,7 @@ def test_a_rank_that_is_gone_by_an_alert_and_by_the_kernel_is_gone(tmp_path):
     dead = {"rank": 0, **rundir.identity(), **directory.DEAD, "exit": None}
     run = directory.run(path / "0-first", workers=[dead])
     directory.event(run, "alert", alert="rank-gone", level="crit", text="rank 0 is gone")
-    assert plain.exit_code(RunSource(path).poll()) == 5
+    assert status_text.exit_code(RunSource(path).poll()) == 5
 
 
 # --- what was read, and what was not ------------------------------------------------------------
@@ -219,11 +219,11 @@ def test_what_was_skipped_is_said_of_the_part_that_was_read(passed, capsys):
     path = rundir.heartbeat(passed / "0-first", 0)
     path.write_bytes(b"garbage\n" * 50_000 + path.read_bytes())
     state = RunSource(passed / "0-first").poll()
-    lines = " ".join(plain.status_lines(state))
+    lines = " ".join(status_text.status_lines(state))
     assert f"at least {state.skipped_records:,} records could not be read" in lines
     assert "(in the newest 256 KiB of each file), skipped" in lines
     whole = RunSource(passed / "0-first", reads="all").poll()
-    assert " 50,000 records could not be read, skipped" in " ".join(plain.status_lines(whole))
+    assert " 50,000 records could not be read, skipped" in " ".join(status_text.status_lines(whole))
 
 
 def test_one_file_of_holes_keeps_no_other_from_being_read(passed):

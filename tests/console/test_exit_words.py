@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console import causes
-from console.causes import OomCounts, OomEvidence
+from console import error_patterns
 from console.ending import End
+from console.error_patterns import OomCounts, OomEvidence
 from console.run_state import Facts, decide
 from console.supervisor.restart import deterministic, signature
 
@@ -62,7 +62,7 @@ def test_the_words_of_a_lost_peer_are_never_the_cause(text):
 
 
 def test_a_broken_pipe_of_its_own_output_is_a_cause():
-    assert not causes.lost_peer("BrokenPipeError: [Errno 32] Broken pipe")
+    assert not error_patterns.lost_peer("BrokenPipeError: [Errno 32] Broken pipe")
 
 
 def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
@@ -86,7 +86,7 @@ def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
     ],
 )  # fmt: skip
 def test_running_out_of_memory_is_told_with_sizes_and_advice(text, words):
-    found = causes.out_of_memory(text)
+    found = error_patterns.out_of_memory(text)
     assert found.startswith(words)
     assert bool(found) == bool(words)
 

@@ -8,8 +8,8 @@ import pytest
 
 from console.ending import End, error_of
 from console.run_state import Facts, View, decide
-from console.sources import lastwords, presence
-from console.supervisor.follow import DEATH
+from console.sources import crash_log, liveness
+from console.supervisor.run_files import DEATH
 from console.supervisor.tree import Tree
 from tests import owners
 from tests.console.sources.told import Told
@@ -200,9 +200,9 @@ def test_errors_and_exceptions_are_found_in_records_and_logs():
 ValueError: broken batch
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: x
 """
-    assert lastwords.read(log).error == "ValueError: broken batch"
-    assert lastwords.read(b"[rank1]: RuntimeError: boom\n").error == "RuntimeError: boom"
-    assert lastwords.read(b"\xff\0nothing").error == ""
+    assert crash_log.read(log).error == "ValueError: broken batch"
+    assert crash_log.read(b"[rank1]: RuntimeError: boom\n").error == "RuntimeError: boom"
+    assert crash_log.read(b"\xff\0nothing").error == ""
 
 
 def test_the_99th_percentile_leaves_the_first_steps_out():
@@ -271,4 +271,4 @@ def test_between_two_attempts_only_what_is_asked_counts(facts, state, why):
      (range(9), "ranks 0, 1, 2, 3, 4, 5, 6, 7, … still run")],
 )  # fmt: skip
 def test_what_still_runs_is_said_of_one_and_of_many(names, said):
-    assert presence.still_run("rank", [*names]) == said
+    assert liveness.still_run("rank", [*names]) == said

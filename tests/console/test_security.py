@@ -12,7 +12,7 @@ import pytest
 
 from console import actions
 from console.actions import LaunchOptions
-from console.supervisor.start import Claim
+from console.supervisor.launcher import Claim
 from tests.console.sources import directory
 from tests.console.test_actions import MEMBER, ROOT, end, listing, options, plan
 from tests.launches import STUB

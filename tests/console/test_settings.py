@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from console import actions, settings
 from console.settings import Settings
-from console.supervisor import orders
+from console.supervisor import launch_spec
 from tests.console.test_actions import options, plan
 from trainers.contract import rundir
 from trainers.contract.errors import UsageError
@@ -123,9 +123,11 @@ def test_a_launch_takes_the_hook_along_and_shows_it_before(file, tmp_path):
     assert (row.result, row.text) == ("pass", "on crit alerts, at most every 60 s: sh '; x'")
     assert row.text in "\n".join(prepared.lines())
     assert prepared.as_dict()["hook"]["hook"] == ("sh", "; x")
-    rundir.write_json(tmp_path / rundir.PLAN, prepared.orders.as_dict(1.0))
+    rundir.write_json(tmp_path / rundir.PLAN, prepared.spec.as_dict(1.0))
     assert (
-        orders.load(tmp_path).operator == prepared.orders.operator == Settings(("sh", "; x"), 60.0)
+        launch_spec.load(tmp_path).operator
+        == prepared.spec.operator
+        == Settings(("sh", "; x"), 60.0)
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from console.supervisor import outside
+from console.supervisor import offline
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
@@ -103,9 +103,9 @@ def test_a_run_whose_records_stop_while_its_other_files_grow_is_not_halted(run):
 @pytest.mark.decision("act-on-stall", "absent")
 def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
     (run / rundir.TRAINING_CSV).unlink()
-    assert outside.other_files_rest(run) == "nothing but its records shows whether the run goes on"
+    assert offline.other_files_rest(run) == "nothing but its records shows whether the run goes on"
     (run / rundir.TRAINING_CSV).touch()
-    assert outside.other_files_rest(run) == ""
+    assert offline.other_files_rest(run) == ""
 
 
 def test_without_halt_it_only_says_so(run):

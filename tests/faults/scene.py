@@ -14,7 +14,7 @@ from typing import Any
 from console.model import RunState
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import live
+from console.supervisor import shm
 from tests.launches import Started
 from tests.trainers.runs import latest_checkpoint
 from trainers import manifest
@@ -143,7 +143,7 @@ class Scene:
         started.wait(
             lambda: not rundir.is_alive(owner) and not any(map(process.with_token, tokens)), 30
         )
-        live.sweep(0.0)
+        shm.sweep(0.0)
         assert not [t for t in tokens for _ in rundir.SHARED_MEMORY.glob(f"*nsa-console-*{t}")]
         for run in started.runs():
             if (run / rundir.CHECKPOINTS).exists():

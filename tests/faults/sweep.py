@@ -21,14 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from console import actions, plain
+from console import actions, status_text
 from console.model import Gate, RunState
 from console.plans.confirm import confirmed
 from console.sources import process
 from console.sources.reading import Reading
 from console.sources.run import RunSource
 from console.supervisor import lock
-from console.supervisor.orders import Orders, inherited
+from console.supervisor.launch_spec import LaunchSpec, inherited
 from tests.fakes import errors
 from tests.fakes.errors import Failure
 from tests.launches import PROGRAMS, STUB, phase, write_plan
@@ -107,7 +107,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def orders(course: Course, folder: Path) -> Orders:
+def orders(course: Course, folder: Path) -> LaunchSpec:
     """Returns what a launcher orders in a course; all its cases share it."""
     phases = [phase("one", "swept.py", course.steps, course.mode, gates=course.gates)]
     if course.failed:
@@ -123,7 +123,8 @@ class Case:
     """A launch in a folder of its own, with one supervisor; `run` returns what came of it."""
 
     def __init__(
-        self, course: Course, given: Orders, failure: Failure | None, folder: Path, library: Path
+        self, course: Course, given: LaunchSpec, failure: Failure | None, folder: Path,
+        library: Path,
     ):  # fmt: skip
         self._course, self._folder, self._library = course, folder, library
         self._given, self._launch, self._control = given, folder / "launch", folder / "control"
@@ -147,7 +148,7 @@ class Case:
         return self._found
 
     def start(self, *adopt: str) -> subprocess.Popen[bytes]:
-        """Starts the supervisor with the library, as `console.supervisor.start` does without."""
+        """Starts the supervisor with the library, as `console.supervisor.launcher` does without."""
         self._folder.mkdir(exist_ok=True)
         rundir.make_directory(self._launch)
         if not adopt:
@@ -273,11 +274,11 @@ class Case:
         for gate in state.gates:
             truth = "fail" if gate.name in course.failed and not self._went_on(gate) else "pass"
             if gate.result not in ("unknown", truth) and not self._found.stopped:
-                yield f"gate {gate.name} {gate.result}: {plain.gate_line(gate)}"
+                yield f"gate {gate.name} {gate.result}: {status_text.gate_line(gate)}"
         good = course.states == {"completed"} and not course.failed and not self._found.stopped
-        if plain.exit_code(state, whole=True) == 0 and not good:
+        if status_text.exit_code(state, whole=True) == 0 and not good:
             yield "GO"
-        if self._found.failure is None and good and plain.exit_code(state, whole=True):
+        if self._found.failure is None and good and status_text.exit_code(state, whole=True):
             yield f"no GO without a failure: {state.state}, {state.why}, {state.gates}"
 
     def _went_on(self, gate: Gate) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import pytest
 
 from console import actions
-from console.commands import acting
+from console.commands import control
 from console.sources import process, stacks
 from console.sources.pace import KEPT_STEPS
 from console.sources.run import RunSource
@@ -235,7 +235,7 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
         assert actions.answer(run.path, asked, 0.5) is None
         assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
         with pytest.raises(ContractError, match=f"is stopped, kill -CONT {supervisor} {child}"):
-            acting.dump(argparse.Namespace(
+            control.dump(argparse.Namespace(
                 run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False
             ))  # fmt: skip
     assert actions.answer(run.path, asked, 15)["ok"]

@@ -7,10 +7,10 @@ of the day.
 import sys
 
 from console.sources import series
-from console.supervisor import directory
+from console.supervisor import rundir_io
 from console.supervisor.__main__ import main
 
-directory.RETRY_S = 1.0
+rundir_io.RETRY_S = 1.0
 if series.SPANS_S[0] > 1:
     series.SPANS_S = (10**9,)
 

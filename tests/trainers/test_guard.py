@@ -13,7 +13,7 @@ from tests.trainers.runs import Run, small
 from trainers import guard
 from trainers.failures import LeakError
 from trainers.guard import SPIKE_WINDOW_STEPS, Guard, Spikes
-from trainers.votes import Row
+from trainers.step_reduction import Row
 
 NO, YES = torch.tensor(0.0), torch.tensor(1.0)
 

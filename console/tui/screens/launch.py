@@ -6,7 +6,7 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from console.model import LaunchState, RunState
-from console.plain import counted, shell_line
+from console.status_text import counted, shell_line
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
 from console.tui.rows import Row, rule, text_of, wrap

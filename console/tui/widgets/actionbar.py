@@ -5,9 +5,9 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.widget import Widget
 
+from console.tui.confirmations import CannotAsk
 from console.tui.feed import Snapshot
 from console.tui.keys import BUTTONS, KEYS
-from console.tui.questions import CannotAsk
 from console.tui.widgets.overlay import FlatButton
 
 

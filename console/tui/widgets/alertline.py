@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from console.model import BAD_STATES, LEVELS, STALL, Alert, Gate, LaunchState, Level, RunState
-from console.plain import gate_value, skipped
+from console.status_text import gate_value, skipped
 from console.tui import format as fmt
-from console.tui.deeds import Pending
+from console.tui.background import Pending
 from console.tui.feed import Snapshot
-from console.tui.palette import LEVEL_STYLE
 from console.tui.rows import Row, clip, flow, spread, width_of
+from console.tui.styles import LEVEL_STYLE
 from console.tui.widgets.footer import HEIGHT
 from console.tui.widgets.lines import Panel
 

@@ -9,7 +9,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Button, Input
 
-from console.tui.questions import Choice, Question
+from console.tui.confirmations import Choice, Question
 from console.tui.rows import Row, fill, labelled, rule, wrap
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import FlatButton, Overlay

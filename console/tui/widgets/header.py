@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from console.model import LIVE_STATES, RunState
 from console.tui import format as fmt
 from console.tui.feed import Snapshot
-from console.tui.palette import STATE_STYLE
 from console.tui.rows import BLANK, Part, Row, cut, fit, width_of
+from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import Panel
 
 AMBER_S, RED_S = 3.0, 10.0

@@ -12,8 +12,8 @@ from textual.widget import Widget
 
 from console.model import RunState
 from console.tui.feed import Snapshot
-from console.tui.palette import STYLES, drawn
 from console.tui.rows import BLANK, Row, changed, clip, safe
+from console.tui.styles import STYLES, drawn
 
 PLAIN = Style.null()
 """NO_COLOR's filter cannot take a segment without a style."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from console.model import LIVE_STATES, Gate, PhaseState
-from console.plain import gate_value
 from console.sources import documents
+from console.status_text import gate_value
 from console.tui import format as fmt
-from console.tui.palette import STATE_STYLE
 from console.tui.rows import Row, columns, fill, rule, width_of, wrap
+from console.tui.styles import STATE_STYLE
 
 STEPS = 12
 CHECKS = "checks before the launch"

@@ -11,7 +11,7 @@ from console.plans.gates import Summary, evaluate, overall
 from console.sources.reading import Reading
 from console.sources.reducer import Reducer
 from console.sources.series import Series
-from console.supervisor.follow import Files
+from console.supervisor.run_files import Files
 from tests.console.plans.histories import Written, attempt, lines, told
 from trainers.contract.errors import UsageError
 

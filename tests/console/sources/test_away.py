@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from console import plain
+from console import status_text
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.sources.snapshots import Observer
@@ -66,7 +66,7 @@ def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
         missing = "supervisor.json of 1-second is missing"
     assert words["directory"].startswith(missing)
     assert ("dropped" in words) == (expected == "stalled")
-    assert plain.exit_code(seen) == {"stalled": 1, "lost": 5, "stopped": 4}[expected]
+    assert status_text.exit_code(seen) == {"stalled": 1, "lost": 5, "stopped": 4}[expected]
 
 
 def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):

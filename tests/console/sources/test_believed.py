@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from console import actions, plain
+from console import actions, status_text
 from console.diagnose.stall import Seen, diagnose
 from console.sources.run import RunSource
 from tests.console.sources import directory
@@ -109,10 +109,10 @@ def test_no_time_of_a_lost_run_goes_on(launch):
     state = source.poll()
     assert (state.state, state.data_age_s, state.ranks[0].age_s) == ("lost", None, None)
     assert state.since_ts == pytest.approx(last), "not since it was last seen to begin to run"
-    lines = [*plain.status_lines(state)]
+    lines = [*status_text.status_lines(state)]
     assert any("step 9 forward  " in f"{line}  " for line in lines)
     time.sleep(1.1)
-    assert [*plain.status_lines(source.poll())] == lines
+    assert [*status_text.status_lines(source.poll())] == lines
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_no_source_measured_is_not_shown_as_zero(launch):
     directory.sample(run, gpus=[{"name": "H200", "state": "ok"}], ranks=[{"rank": 7}])
     state = RunSource(launch).poll()
     assert (state.step, state.gpus) == (None, ())
-    assert any(line.startswith("  rank 7 ?") for line in plain.status_lines(state))
+    assert any(line.startswith("  rank 7 ?") for line in status_text.status_lines(state))
 
 
 def test_records_without_a_time_are_not_new(launch):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console import plain
-from console.sources import presence
+from console import status_text
+from console.sources import liveness
 from console.sources.run import RunSource
 from console.sources.series import MAX_SERIES, Series
 from tests.console.sources import directory
@@ -25,7 +25,7 @@ DEAD = directory.DEAD
 def test_the_routes_of_the_attention_stand_in_the_status_and_are_harmless(launch):
     held = {"cmp": "masked", "win": "banded (flash-attn is not installed)\x1b[31m\x1b]0;x\x07"}
     directory.document(launch / "0-first" / rundir.ENV, {"v": 1, "backend": held})
-    lines = list(plain.status_lines(RunSource(launch).poll()))
+    lines = list(status_text.status_lines(RunSource(launch).poll()))
     assert "  attention: cmp masked, win banded (flash-attn is not installed)" in lines
 
 
@@ -369,7 +369,7 @@ def test_a_process_that_is_not_there_is_not_alive(start_ticks):
     "named", ["/dev/shm/nsa-console-x/../../etc", "/dev/shm/nsa-console-none", "/etc", ""]
 )
 def test_only_a_live_directory_of_ours_is_one(named):
-    assert presence.live_directory(rundir.identity() | {"live_dir": named}) is None
+    assert liveness.live_directory(rundir.identity() | {"live_dir": named}) is None
 
 
 def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
@@ -393,7 +393,7 @@ def test_numbers_that_no_figure_can_be_are_left_out(launch):
     assert state.steps_planned is None
     assert state.figures["step_p50_s"].window == "last 2 steps"
     assert [value for _, value in source.series.points("loss")] == [5.0]
-    assert list(plain.status_lines(state))
+    assert list(status_text.status_lines(state))
 
 
 def test_the_points_of_a_series_stand_in_the_order_of_their_times(launch):

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console import plain
+from console import status_text
 from console.cli import main
 from console.plans import gates
 from console.sources import records, snapshot
@@ -552,7 +552,7 @@ def test_no_snapshot_makes_a_reader_raise(tmp_path_factory, rng, value):
         path.write_bytes(lines)
         directory.beat(folder, 0, 500 + number, n=600 + number, mono=mono, attempt=9, **memory)
         assert (state.step or 0) >= steps, "no record is left out"
-        assert list(plain.status_lines(state))
+        assert list(status_text.status_lines(state))
         assert source.summary is not None
         gates.evaluate(source.summary, BOUNDS)
         for name in DRAWN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from console.supervisor.alerts import Alerts
-from console.supervisor.directory import Directory
+from console.supervisor.rundir_io import Directory
 
 
 def test_an_open_alert_that_is_told_anew_is_not_raised_twice():

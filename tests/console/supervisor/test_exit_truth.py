@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from console.run_state import Facts, decide
-from console.sources import kernel, presence, process
+from console.sources import liveness, oom_counts, process
 from console.sources.reading import Reading
 from console.sources.reducer import NO_RECORDS, Head, Reducer
 from console.sources.series import Series
-from console.supervisor import orders
+from console.supervisor import launch_spec
 from console.supervisor.ends import end_of
-from console.supervisor.follow import Files
 from console.supervisor.restart import deterministic, signature
+from console.supervisor.run_files import Files
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree
 from tests import owners
@@ -52,7 +52,7 @@ class Trial:
         logs = rundir.logs(self.run, 1)
         logs.mkdir(parents=True)
         token = secrets.token_hex(8)
-        environment = orders.inherited() | {
+        environment = launch_spec.inherited() | {
             "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", environ.RUN_DIR: str(self.run),
             environ.RUN_ID: mode, environ.ATTEMPT: "1", environ.TOKEN: token,
         }  # fmt: skip
@@ -61,7 +61,7 @@ class Trial:
         self.tree = Tree(token, 2, self.poller, self.link)
         self.poller.register(self.link.fd, select.POLLIN)
         self.files = Files(self.run, 1, 2, Reading(self.run))
-        self.before = kernel.snapshot()
+        self.before = oom_counts.snapshot()
         log = rundir.open_append(logs / rundir.TORCHRUN_LOG)
         self.tree.spawn((*agent, str(PROGRAMS / "ends.py"), mode), environment, log, 10.0)
         os.close(log)
@@ -109,7 +109,7 @@ class Trial:
             order=tuple(self.tree.order), step=max(head.step for head in self.heads.values()),
             halt_steps={rank: h.halt for rank, h in self.heads.items() if h.halt is not None},
             reason=next((head.reason for head in self.heads.values() if head.reason), ""),
-            oom=kernel.since(self.before),
+            oom=oom_counts.since(self.before),
         )  # fmt: skip
 
     def clean(self) -> None:
@@ -204,14 +204,14 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(begin)
     assert not rundir.is_alive(rundir.identity() | {
         "pid": worker.handle.pid, "start_ticks": worker.handle.start_ticks,
     })  # fmt: skip
-    assert presence.exit_words(worker.as_dict(), {}) == "dead (unreaped), killed by SIGKILL"
+    assert liveness.exit_words(worker.as_dict(), {}) == "dead (unreaped), killed by SIGKILL"
     sampler = Sampler(NoGpus(), lambda rank: None)
     rows = sampler.sample(list(trial.tree.workers.values()), trial.heads, 1, 0.0)["ranks"]
     assert [row["state"] for row in rows] == [rows[0]["state"], "Z"]
     assert rows[0]["state"] in ("R", "S")
     trial.tree.agent.send(signal.SIGCONT)
     facts = trial.ended()
-    assert presence.exit_words(worker.as_dict(), {}) == "killed by SIGKILL"
+    assert liveness.exit_words(worker.as_dict(), {}) == "killed by SIGKILL"
     assert decide(facts)[1].startswith("rank 1 was killed by SIGKILL at step ")
 
 
@@ -238,17 +238,17 @@ def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkey
     inner, mounts, host = tmp_path / own.strip("/"), tmp_path / "mounts", tmp_path / "vmstat"
     mounts.write_text(f"proc /proc proc rw 0 0\ncgroup2 {tmp_path} cgroup2 rw 0 0\n")
     host.write_text("oom_kill 5\n")
-    monkeypatch.setattr(kernel, "MOUNTS", str(mounts))
-    monkeypatch.setattr(kernel, "VMSTAT", host)
+    monkeypatch.setattr(oom_counts, "MOUNTS", str(mounts))
+    monkeypatch.setattr(oom_counts, "VMSTAT", host)
     inner.mkdir(parents=True, exist_ok=True)
-    alone = kernel.snapshot()
+    alone = oom_counts.snapshot()
     assert (alone.cgroup, alone.host, alone.path) == (None, 5, "")
     counts = tmp_path / "memory.events"
     counts.write_text("low 0\noom 0\noom_kill 0\n")
-    before = kernel.snapshot()
+    before = oom_counts.snapshot()
     assert before.path == str(counts)
     host.write_text("oom_kill 6\n")
-    assert (kernel.since(before).elsewhere, kernel.since(alone).perhaps) == (True, True)
+    assert (oom_counts.since(before).elsewhere, oom_counts.since(alone).perhaps) == (True, True)
     counts.write_text("low 0\noom 1\noom_kill 1\n")
-    found = kernel.since(before)
+    found = oom_counts.since(before)
     assert (found.here, found.words()) == (True, "cgroup oom_kill 0 → 1")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from console.supervisor.live import Live
+from console.supervisor.shm import Live
 from tests.faults.scene import ROOT
 from tests.launches import STUB, Started, phase
 from tests.mounts import tmpfs

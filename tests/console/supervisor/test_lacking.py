@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from console import actions
-from console.supervisor import start
+from console.supervisor import launcher
 from tests.faults.scene import ROOT
 from tests.launches import STUB, phase
 from trainers.contract.errors import ContractError
@@ -76,7 +76,7 @@ def test_a_launcher_without_a_thread_to_spare_has_launched(begin, monkeypatch):
     options = begin.options(phase("one", "member.py", 3))
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     with monkeypatch.context() as patch:
-        patch.setattr(start.threading.Thread, "start", refuse)
+        patch.setattr(launcher.threading.Thread, "start", refuse)
         started = begin.adopt(actions.launch(options, "tester"))
     started.wait_end()
 
@@ -89,9 +89,9 @@ def test_a_supervisor_that_cannot_be_started_is_not_a_directory_that_cannot_be_w
 
     options = begin.options(phase("one", "member.py", 3))
     prepared = actions.prepare(options)
-    monkeypatch.setattr(start.subprocess, "Popen", refuse)
+    monkeypatch.setattr(launcher.subprocess, "Popen", refuse)
     with pytest.raises(
         ContractError, match=r"the supervisor cannot be started: Resource temporarily unavailable"
     ):
-        start.start(tmp_path / "x", prepared.orders)
+        launcher.start(tmp_path / "x", prepared.spec)
     assert not (tmp_path / "x").exists()

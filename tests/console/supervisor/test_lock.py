@@ -15,7 +15,7 @@ import pytest
 from console import actions
 from console.settings import Settings
 from console.sources import process
-from console.supervisor import lock, start
+from console.supervisor import launcher, lock
 from tests.console.sources import directory
 from tests.launches import STUB, phase
 from tests.mounts import tmpfs
@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing(tmp_path, be
         room = os.statvfs(mount)
         (mount / "full").write_bytes(bytes((room.f_bavail - 1) * room.f_bsize))
         with pytest.raises(RefusedError, match=r"cannot write into .*: No space left"):
-            start.start(mount / "launch", given)
+            launcher.start(mount / "launch", given)
         assert os.listdir(mount) == ["full"]
         assert supervisors_of(mount / "launch") == []
 
@@ -82,7 +82,7 @@ def test_what_another_one_took_over_and_ended_meanwhile_is_not_taken_over(tmp_pa
     path = directory.launch(tmp_path)
     with ThreadPoolExecutor(1) as pool, directory.owned(path):
         directory.told(path, rundir.lock_token(path), **directory.DEAD)
-        adopted = pool.submit(start.adopt, path, Settings())
+        adopted = pool.submit(launcher.adopt, path, Settings())
         time.sleep(0.3)
         assert adopted.running(), "it waits for the lock"
         held = rundir.read_json(path / rundir.PLAN_STATE) or {}
@@ -95,7 +95,7 @@ def test_an_adopt_on_a_full_disk_ends_no_rank(tmp_path, begin, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     given = actions.prepare(begin.options(phase("one", "member.py", 100_000), nproc=1)).orders
     with tmpfs(tmp_path, 4) as mount:
-        start.start(mount / "launch", given)
+        launcher.start(mount / "launch", given)
         started = begin.adopt(mount / "launch")
         started.wait_steps(3)
         pids, former = started.pids(), started.plan_state["supervisor"]
@@ -105,9 +105,9 @@ def test_an_adopt_on_a_full_disk_ends_no_rank(tmp_path, begin, monkeypatch):
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
             while stream.write(bytes(4096)):
                 pass
-        monkeypatch.setattr(start, "READY_S", 3.0)
+        monkeypatch.setattr(launcher, "READY_S", 3.0)
         with pytest.raises(ContractError, match="it and the ranks go on"):
-            start.adopt(started.path, Settings())
+            launcher.adopt(started.path, Settings())
         filler.unlink()
         started.wait(lambda: rundir.is_alive(started.plan_state["supervisor"]))
         assert (started.pids(), process.state(pids[0]) in "RSD") == (pids, True)

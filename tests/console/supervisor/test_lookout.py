@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from console.supervisor.directory import Directory
 from console.supervisor.lookout import Lookout
+from console.supervisor.rundir_io import Directory
 from tests import owners
 from trainers.contract import rundir
 

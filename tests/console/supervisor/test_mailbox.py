@@ -12,9 +12,9 @@ import pytest
 from console import actions
 from console.sources import process
 from console.supervisor import requests
-from console.supervisor.directory import Directory
 from console.supervisor.mailbox import Mailbox
 from console.supervisor.requests import Request
+from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError, UsageError
 

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from console.supervisor.alerts import Alerts
-from console.supervisor.directory import Directory
 from console.supervisor.observers import Observers
+from console.supervisor.rundir_io import Directory
 from tests import broken, owners
 from tests.launches import Started, phase
 from trainers.contract import rundir

@@ -16,8 +16,8 @@ import pytest
 
 from console import actions
 from console.sources import process
-from console.supervisor import live
-from console.supervisor import orders as given
+from console.supervisor import launch_spec as given
+from console.supervisor import shm
 from console.supervisor.tree import Tree
 from tests import owners
 from tests.faults.scene import order
@@ -168,7 +168,7 @@ def test_a_new_supervisor_goes_on_with_them_dumps_them_and_ends_them(begin, orde
     os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
     os.kill(owner["pid"], signal.SIGKILL)
     started.wait(lambda: not rundir.is_alive(owner), 10)
-    live.sweep(0.0)  # as another launch does, and one that still looks when the new one begins
+    shm.sweep(0.0)  # as another launch does, and one that still looks when the new one begins
     looking = os.open(started.state()["live_dir"], os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_EX)
     threading.Timer(1.0, os.close, [looking]).start()

@@ -15,11 +15,11 @@ import pytest
 
 from console import actions
 from console.model import STALL
-from console.sources import presence, process
+from console.sources import liveness, process
 from console.sources.run import RunSource
 from console.supervisor import frames
 from console.supervisor import owner as owner_module
-from console.supervisor.charge import Charge
+from console.supervisor.child_state import Charge
 from console.supervisor.frames import Frames
 from console.supervisor.link import Link
 from console.supervisor.run import REPLACED
@@ -261,7 +261,7 @@ def test_open_alerts_go_on_in_the_next_process_and_are_cleared_there(begin):
     os.kill(child, signal.SIGKILL)
     wait_replaced(started, child)
     started.wait_state("stalled")
-    live = presence.live_directory(started.state())
+    live = liveness.live_directory(started.state())
     told = rundir.read_json(live / rundir.LIVE_STATUS)["alerts"]
     assert STALL in [alert["alert"] for alert in told]
     assert (stall(), started.state()["stalls"]) == (["alert"], 1)
@@ -288,7 +288,7 @@ def test_memory_that_the_kernel_freed_before_a_replacement_explains_the_end(begi
 def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
     begin, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(presence, "SUPERVISOR_SILENT_S", 3.0)
+    monkeypatch.setattr(liveness, "SUPERVISOR_SILENT_S", 3.0)
     shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", f"{WAITS} = (60.0,)")
     started = begin(phase("one", "member.py", 100_000), shell=shell)
     started.wait_steps(3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from console import actions, plain
+from console import actions, status_text
 from console.sources.run import RunSource
 from tests.launches import STUB, phase
 from trainers.contract import rundir
@@ -41,7 +41,7 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
     assert ended["why"] == f"one: {why}"
     state = RunSource(started.path).poll()
     assert state.launch is not None
-    assert plain.launch_exit_code(state.launch) == 4
+    assert status_text.launch_exit_code(state.launch) == 4
     assert os.listdir(temporary) == []
     assert log.with_suffix("").is_dir()
 
@@ -79,6 +79,6 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
     assert [phase["state"] for phase in ended["phases"]] == [state, "later"], ended
     assert how == "stop" or "the run directory cannot be read" in ended["why"]
     seen = RunSource(started.path).poll()
-    assert (seen.state, plain.exit_code(seen)) == (state, code)
+    assert (seen.state, status_text.exit_code(seen)) == (state, code)
     assert seen.launch is not None
-    assert plain.launch_exit_code(seen.launch) == code
+    assert status_text.launch_exit_code(seen.launch) == code

@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from console import actions, plain
+from console import actions, status_text
 from console.model import State
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import inheritance, restart
+from console.supervisor import recovery, restart
 from console.supervisor.restart import Again, Ended
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import environ, jsonl, rundir
@@ -274,8 +274,8 @@ def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say
     (tmp_path / rundir.EVENTS).write_bytes(jsonl.encode(stall) * 2)
     for told, counted in ((0, 2), (5, 5)):
         held = {"attempt": 1, "stalls": told}
-        assert inheritance.summary(held, tmp_path, 1, 1).stalls == counted
-    assert inheritance.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
+        assert recovery.summary(held, tmp_path, 1, 1).stalls == counted
+    assert recovery.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
 
 
 def test_a_copy_is_not_taken_over_and_does_not_touch_the_processes_of_the_original(lost):
@@ -360,7 +360,7 @@ def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_tak
     os.kill(owner["pid"], signal.SIGKILL)
     started.wait(lambda: not rundir.is_alive(owner), 10)
     state = RunSource(started.path).poll()
-    assert (state.state, plain.exit_code(state)) == ("lost", 5)
+    assert (state.state, status_text.exit_code(state)) == ("lost", 5)
     assert "attempt 2 does not begin without one" in state.why
     assert state.why.endswith("(exit 7)")
     assert actions.send(started.path, "halt", {}, "tester") == ""

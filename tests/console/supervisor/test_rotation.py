@@ -12,8 +12,8 @@ import pytest
 
 from console.sources.logs import LogSource
 from console.sources.reading import Reading
-from console.supervisor.follow import Files
 from console.supervisor.rotation import Rotation
+from console.supervisor.run_files import Files
 from tests.mounts import tmpfs
 from trainers.contract import rundir
 

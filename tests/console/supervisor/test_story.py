@@ -14,7 +14,7 @@ from console.diagnose.watch import Watchdog
 from console.plans import gates
 from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary
-from console.supervisor.watching import readings
+from console.supervisor.monitor import readings
 from tests.console.sources.told import Told
 from trainers.contract import heartbeat, jsonl, pulse
 from trainers.contract.plan import Watch

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from console import actions, plain
+from console import actions, status_text
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import live
+from console.supervisor import shm
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
@@ -44,10 +44,10 @@ def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_awa
     state = RunSource(started.path).poll()
     assert (state.state, "halted at step" in state.why) == ("halted", True), state.why
     assert state.launch is not None
-    assert plain.launch_exit_code(state.launch) == 4
-    live.sweep()
+    assert status_text.launch_exit_code(state.launch) == 4
+    shm.sweep()
     assert leaked.is_dir()
-    long_ago = time.time() - 2 * live.SWEPT_AFTER_S
+    long_ago = time.time() - 2 * shm.SWEPT_AFTER_S
     os.utime(leaked, (long_ago, long_ago))
     later = begin(phase("one", "member.py", 1))
     later.wait_end()

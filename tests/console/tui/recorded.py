@@ -24,7 +24,7 @@ from console.model import (
     Verdict,
 )
 from console.sources.series import Series
-from console.tui.main import ConsoleApp
+from console.tui.app import ConsoleApp
 from console.tui.terminal import Terminal
 from trainers.contract.errors import RefusedError
 

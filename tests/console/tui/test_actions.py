@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from console.tui import questions
-from console.tui.deeds import request
-from console.tui.questions import CannotAsk
+from console.tui import confirmations
+from console.tui.background import request
+from console.tui.confirmations import CannotAsk
 from console.tui.rows import text_of
 from console.tui.widgets.confirm import question_rows
 from console.tui.widgets.flags import next_value
@@ -441,17 +441,17 @@ def test_enter_does_the_command_that_was_clicked():
 
 
 def test_the_question_says_run_host_pids_and_what_is_lost():
-    for make in (questions.dump, questions.halt, questions.kill):
+    for make in (confirmations.dump, confirmations.halt, confirmations.kill):
         question = make(recorded.stalled())
         text = "\n".join(text_of(row) for row in question_rows(question, 80))
         for part in ("run ", "host ", "pids ", "loses ", "gpu01", "48230"):
             assert part in text
     with pytest.raises(CannotAsk, match="no run"):
-        questions.dump(None)
+        confirmations.dump(None)
     with pytest.raises(CannotAsk, match="still runs"):
-        questions.proceed(recorded.running())
+        confirmations.proceed(recorded.running())
     with pytest.raises(CannotAsk, match="no alert"):
-        questions.acknowledge(recorded.running(), "", "")
+        confirmations.acknowledge(recorded.running(), "", "")
 
 
 def test_space_goes_through_the_values_and_back():

@@ -10,7 +10,7 @@ import pytest
 
 from console.model import Alert
 from console.sources.stacks import Frame, Stack, Thread
-from console.tui import questions
+from console.tui import confirmations
 from console.tui.feed import Snapshot
 from console.tui.rows import rule, text_of, width_of
 from console.tui.widgets.answer import KEEP_S
@@ -296,9 +296,10 @@ def test_a_halt_of_a_run_that_stands_promises_nothing_and_names_what_ends_it():
     drive(app, body)
     stands = dataclasses.replace(recorded.stalled(), verdict=None)
     assert (
-        "obey at the end of a step, and they stand" in dict(questions.halt(stands).facts)["loses"]
+        "obey at the end of a step, and they stand"
+        in dict(confirmations.halt(stands).facts)["loses"]
     )
-    assert "nothing" in dict(questions.halt(recorded.running()).facts)["loses"]
+    assert "nothing" in dict(confirmations.halt(recorded.running()).facts)["loses"]
 
 
 @pytest.mark.parametrize(

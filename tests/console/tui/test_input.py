@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from textual.events import Key, Paste
 
-from console.tui.bursts import PASTE_KEYS, Bursts
+from console.tui.paste import PASTE_KEYS, Bursts
 from tests.console.tui import recorded
 from tests.console.tui.recorded import app_on, drive, picture, until
 from tests.terminal import Terminal

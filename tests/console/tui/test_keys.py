@@ -8,7 +8,7 @@ import pytest
 from textual.app import App
 
 from console.tui import keys
-from console.tui.main import ConsoleApp
+from console.tui.app import ConsoleApp
 from console.tui.rows import text_of, width_of
 from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.help import help_rows

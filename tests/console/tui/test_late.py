@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from console.tui import deeds
+from console.tui import background
+from console.tui.confirmations import CannotAsk
 from console.tui.feed import Feed, Snapshot
-from console.tui.questions import CannotAsk
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
 from tests.terminal import Terminal
@@ -50,7 +50,7 @@ class Slow(Asked):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(deeds, "LIMIT_S", 0.5)
+    monkeypatch.setattr(background, "LIMIT_S", 0.5)
 
 
 async def launch(pilot, app):
@@ -160,7 +160,7 @@ def test_only_the_result_of_the_newest_check_is_used(tmp_path):
 
 
 def test_trouble_of_an_older_draft_is_not_that_of_the_newer_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(deeds, "LIMIT_S", 20.0)
+    monkeypatch.setattr(background, "LIMIT_S", 20.0)
     asked = Slow()
     check = asked._check
 

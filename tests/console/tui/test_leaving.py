@@ -14,7 +14,7 @@ from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
 OPEN = "import sys; from console.cli import main; sys.exit(main(sys.argv[1:]))"
-BREAKS = "import console.tui.main as m; m.ConsoleApp.do_help = lambda self: {}['nothing']; "
+BREAKS = "import console.tui.app as m; m.ConsoleApp.do_help = lambda self: {}['nothing']; "
 
 
 def console(root: Path, code: str = OPEN, stderr: str = "/dev/tty", **given) -> Terminal:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from console.tui import chartmath, palette, rows
+from console.tui import chartmath, rows, styles
 from console.tui import format as fmt
 from console.tui.terminal import Terminal, detect
 from console.tui.widgets.chart import LABEL, Chart, chart_rows, scale_label
@@ -131,12 +131,12 @@ def test_terminals_without_utf8_or_cursor_control_are_known():
 
 @given(texts)
 def test_plain_text_is_ascii_and_as_long(text):
-    with patch.object(palette, "ascii_only", True):
-        plain = palette.drawn(text)
+    with patch.object(styles, "ascii_only", True):
+        plain = styles.drawn(text)
     assert plain.isascii()
     assert len(plain) == len(text)
 
 
 def test_arrows_differ_in_plain_text():
-    with patch.object(palette, "ascii_only", True):
-        assert palette.drawn("← → ↑ ↓") == "< > ^ v"
+    with patch.object(styles, "ascii_only", True):
+        assert styles.drawn("← → ↑ ↓") == "< > ^ v"

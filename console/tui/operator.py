@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from textual.app import App
 
 from console.model import LaunchState, RunState
-from console.plain import counted
-from console.tui import questions
-from console.tui.deeds import Pending, beside
+from console.status_text import counted
+from console.tui import confirmations
+from console.tui.background import Pending, beside
+from console.tui.confirmations import CannotAsk, Choice, Question, Target
 from console.tui.format import age
-from console.tui.questions import CannotAsk, Choice, Question, Target
 from trainers.contract import rundir
 
 if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
+    from console.tui.app import ConsoleApp
 
 
 LATER = (
@@ -70,7 +70,7 @@ class Doing:
     def do_acknowledge(self) -> None:
         notice = self.me.alert.notice
         alert, text = (notice.alert, notice.text) if notice else ("", "")
-        self.ask_or_say(lambda: questions.acknowledge(self.state, alert, text))
+        self.ask_or_say(lambda: confirmations.acknowledge(self.state, alert, text))
 
     def do_next_alert(self) -> None:
         self.me.alert.turn()
@@ -139,7 +139,7 @@ class Doing:
             return
         if state is not None and state.launch is not None and state.launch.under_way:
             launch = Path(state.launch.path)
-            self.ask_or_say(lambda: questions.proceed(state), partial(self._proceed, launch))
+            self.ask_or_say(lambda: confirmations.proceed(state), partial(self._proceed, launch))
             return
         if app.view_name != "launch":
             await app.show_view("launch")
@@ -180,7 +180,7 @@ class Doing:
         self.me.hold(not self.me.paused)
 
     def do_copy(self) -> None:
-        from console.tui.copying import save
+        from console.tui.clipboard import save
 
         text = self.me.view.copied()
         if not text:
@@ -201,7 +201,7 @@ class Doing:
         self.me.view.arrive()
 
     def do_palette(self) -> None:
-        from console.tui.commands import Commands
+        from console.tui.command_palette import Commands
 
         self.me.open_overlay(Commands(self.me.view_name))
 

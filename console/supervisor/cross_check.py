@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import launches, process
-from console.supervisor import inheritance
+from console.supervisor import recovery
 from console.supervisor.attempt import ENDINGS
+from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
 from console.supervisor.next_flags import set_words
-from console.supervisor.orders import LOG_DIR, Orders, argv
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -31,7 +31,7 @@ class Witness:
     def __init__(self, launch: Path, runs: Sequence[Path]):
         self._launch = launch
         self._events = {
-            folder: inheritance.events(folder, launch) for folder in (launch, *runs)
+            folder: recovery.events(folder, launch) for folder in (launch, *runs)
         }  # fmt: skip
 
     def answered(self) -> dict[str, Path]:
@@ -72,12 +72,12 @@ class Witness:
         """Says whether the last event on the state of a run, or its gates.json, says the same."""
         told = [jsonl.text(each, "state") for each in self._events[run]
                 if each.get("kind") == "state" and each.get("state")]  # fmt: skip
-        ended = state in inheritance.FINAL and (run / rundir.GATES).exists()
+        ended = state in recovery.FINAL and (run / rundir.GATES).exists()
         return ended or told[-1:] == [state]
 
 
 def of_launch(
-    held: Mapping[str, Any], given: Orders, index: int, runs: Sequence[Path], witness: Witness
+    held: Mapping[str, Any], given: LaunchSpec, index: int, runs: Sequence[Path], witness: Witness
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """Returns what of plan_state.json is believed, and a sentence on each thing that is not.
 
@@ -86,8 +86,8 @@ def of_launch(
     run = runs[index]
     check_plan(held, given)
     for former in range(index):
-        check_copies(inheritance.document(runs[former], rundir.RUN), given, former)
-    inheritance.check_phase(index, runs, held.get("state") == "waiting")
+        check_copies(recovery.document(runs[former], rundir.RUN), given, former)
+    recovery.check_phase(index, runs, held.get("state") == "waiting")
     doubts, ended_by = [], jsonl.text(held, "ended_by")
     action = ended_by.partition(" ")[0]
     document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
@@ -97,7 +97,7 @@ def of_launch(
     begun = (run / rundir.RUN).exists()
     following = given.plan.phases[index + begun :]
     flags = {}
-    for name, entry in inheritance.next_flags(held).items():
+    for name, entry in recovery.next_flags(held).items():
         if following and witness.sets(name, entry["value"], following[0].name):
             flags[name] = entry
         else:
@@ -107,13 +107,13 @@ def of_launch(
 
 
 def of_run(
-    run: Path, given: Orders, index: int
+    run: Path, given: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Returns run.json, what of supervisor.json is believed, and a sentence on what is not.
 
     Raises RefusedError where plan.json, or the processes that live, say otherwise.
     """
-    held, record = (inheritance.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN))
+    held, record = (recovery.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN))
     launches.check_in_place(run)
     witness = Witness(run.parent, [run])
     check_copies(record, given, index)
@@ -124,7 +124,7 @@ def of_run(
     if asked in ENDINGS and not (by_plan or witness.asks(asked, run)):
         doubts.append(_alone(rundir.SUPERVISOR, f"{asked} was asked"))
         held |= {"asked": "", "asked_by": ""}
-    final = state in inheritance.FINAL or state == "restarting"
+    final = state in recovery.FINAL or state == "restarting"
     if final and not witness.became(state, run):
         doubts.append(_alone(rundir.SUPERVISOR, f"the run is {state}"))
         held |= {"state": ""}
@@ -135,7 +135,7 @@ def _alone(name: str, told: str) -> str:
     return f"{name} says: {told}; no second record says so, so it is not believed"
 
 
-def check_plan(held: Mapping[str, Any], given: Orders) -> None:
+def check_plan(held: Mapping[str, Any], given: LaunchSpec) -> None:
     """Raises RefusedError where plan_state.json repeats plan.json otherwise."""
     mine = [phase.name for phase in given.plan.phases]
     theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(held, "phases")]
@@ -144,7 +144,7 @@ def check_plan(held: Mapping[str, Any], given: Orders) -> None:
     _refuse(differ, rundir.PLAN_STATE)
 
 
-def check_copies(record: Mapping[str, Any], given: Orders, index: int) -> None:
+def check_copies(record: Mapping[str, Any], given: LaunchSpec, index: int) -> None:
     """Raises RefusedError where run.json repeats plan.json otherwise; what it lacks is no copy."""
     phase = given.plan.phases[index]
     command = {"argv": argv(phase, given.plan.watch.grace_s, Path())}
@@ -180,7 +180,7 @@ def _refuse(differ: Sequence[str], name: str) -> None:
         raise RefusedError(f"{rundir.PLAN} and {name} differ in {named}; {NOT_BEFORE}")
 
 
-def check_flags(record: Mapping[str, Any], given: Orders, index: int, witness: Witness) -> None:
+def check_flags(record: Mapping[str, Any], given: LaunchSpec, index: int, witness: Witness) -> None:
     """Raises RefusedError for a flag in run.json that the plan or the living processes deny.
 
     An operator's flag is in no plan: the answer to the request, or a living process, confirms it.
@@ -208,7 +208,7 @@ def _said(name: str, value: str | None) -> str:
 
 def _born(record: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Yields the environments that the living processes of a run were born with."""
-    for pid in process.with_token(inheritance.token(record)):
+    for pid in process.with_token(recovery.token(record)):
         found = process.environment(pid)
-        if found.get(environ.RUN_DIR) == inheritance.home(record):
+        if found.get(environ.RUN_DIR) == recovery.home(record):
             yield found

@@ -9,17 +9,17 @@ import sys
 import pytest
 
 from tests.trainers.runs import CONFIG, ROOT, environment
-from trainers import settings, words
+from trainers import command_line, settings
 from trainers.contract.errors import UsageError
 
 
 def test_every_option_names_a_setting():
     known = settings.types()
-    assert {key for _, key, _ in words.OPTIONS} <= known.keys()
+    assert {key for _, key, _ in command_line.OPTIONS} <= known.keys()
 
 
 def test_options_are_settings_with_their_own_origin_and_set_has_the_last_word():
-    said = words.parse(
+    said = command_line.parse(
         ["--dataset", "recall", "--steps", "7", "--precision", "bf16", "--loader-timeout", "5",
          "--set", "train.steps=9", "--resume"], "trainers.ddp", {"CONFIG": str(CONFIG)},
     )  # fmt: skip
@@ -46,7 +46,7 @@ def test_options_are_settings_with_their_own_origin_and_set_has_the_last_word():
 )
 def test_wrong_words_are_refused_in_a_sentence(line, variables, sentence):
     with pytest.raises(UsageError, match=sentence):
-        words.parse(line, "trainers.ddp", variables)
+        command_line.parse(line, "trainers.ddp", variables)
 
 
 def test_the_fsdp_entry_point_sets_the_strategy_and_says_so():

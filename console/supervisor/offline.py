@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from console import plain
+from console import status_text
 from console.diagnose.readings import Readings
 from console.diagnose.stall import Seen, by_records, disagreement, with_records
 from console.model import Rank, RunState
 from console.plans.confirm import confirmed
-from console.sources import ancestor, presence, process
+from console.sources import legacy, liveness, process
 from console.sources.pace import RECORDS_LATE_S
 from console.sources.reducer import NO_RECORDS, Head
 from console.sources.run import RunSource
-from console.supervisor.follow import Disk, NewestRow
-from console.supervisor.watching import readings
+from console.supervisor.monitor import readings
+from console.supervisor.run_files import Disk, NewestRow
 from trainers.contract import jsonl, plan, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
@@ -79,17 +79,17 @@ class Contract:
     def _follow(self, run: Path, attempt: int) -> None:
         """Begins anew with another run or attempt."""
         self.of, self._settled = (run, attempt), False
-        self._old = ancestor.is_one(run)
-        self.watch = ancestor.WATCH if self._old else _watch_of(run)
+        self._old = legacy.is_one(run)
+        self.watch = legacy.WATCH if self._old else _watch_of(run)
         self._disk, self._csv = Disk(run), NewestRow(run)
 
     def poll(self) -> Readings | None:
         """Returns what is there now, None before the launch has a run."""
         state, run = self._source.poll(), self._source.run_path
-        if plain.is_over(state):
+        if status_text.is_over(state):
             state = confirmed(RunSource(self._path))
             self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
-            self.exit_code = plain.exit_code(state, self._source.whole)
+            self.exit_code = status_text.exit_code(state, self._source.whole)
         if run is None:
             return None
         if self.of != (run, state.attempt):
@@ -128,7 +128,7 @@ def _pulsed(rank: Rank, head: Head, attempt: int) -> Seen | None:
     held = rank.pulse
     if held is None or held.since_s is None:
         return None
-    if not (held.live or held.age_s < presence.SILENT_S):
+    if not (held.live or held.age_s < liveness.SILENT_S):
         return None
     here = held.live and rank.host in ("", rundir.host_name())
     letter = process.state(rank.pid) if here else rank.state or "?"

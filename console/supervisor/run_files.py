@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from console.sources import ancestor, documents, lastwords, process
-from console.sources.lastwords import LastWords
+from console.sources import crash_log, documents, legacy, process
+from console.sources.crash_log import LastWords
 from console.sources.pace import Progress, progress_of
 from console.sources.reading import Batch, Reading, read_end
 from trainers.contract import jsonl, rundir
@@ -111,7 +111,7 @@ class NewestRow:
         *_, last = b"", *jsonl.read_bytes(self._path, ROW_BYTES, below=self._run).splitlines(True)
         names = first.decode("ascii", "replace").strip().split(",")
         if not names[0].isidentifier():
-            names = list(ancestor.CSV_COLUMNS)  # it writes no header
+            names = list(legacy.CSV_COLUMNS)  # it writes no header
         cells = last.decode("ascii", "replace").strip().split(",")
         if not last.endswith(b"\n") or not cells[0].isdecimal() or len(cells) > len(names):
             return None
@@ -155,8 +155,8 @@ class Files:
         last = {}
         for rank in range(self._world):
             path = rundir.rank_log(self._run, self._attempt, rank)
-            own = lastwords.read(read_end(path, LOG_TAIL_BYTES, self._run))
-            last[rank] = own if own != LastWords() else lastwords.read(log, rank)
+            own = crash_log.read(read_end(path, LOG_TAIL_BYTES, self._run))
+            last[rank] = own if own != LastWords() else crash_log.read(log, rank)
         death = DEATH.search(log)
         signal = process.signal_name(int(death[1])) if death else ""
         return Rest(log, last, newest_checkpoint(self._run), signal)

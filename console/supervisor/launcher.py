@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from console import plain
+from console import status_text
 from console.plans import confirm
 from console.settings import Settings
-from console.sources import launches, presence, process
-from console.supervisor import inheritance, lock
-from console.supervisor.directory import event_record
-from console.supervisor.orders import Orders, inherited
+from console.sources import launches, liveness, process
+from console.supervisor import lock, recovery
+from console.supervisor.launch_spec import LaunchSpec, inherited
+from console.supervisor.rundir_io import event_record
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
@@ -35,7 +35,7 @@ def owner(directory: Path) -> str:
     held = rundir.read_json(directory / rundir.LOCK)
     if not held:
         return "another launch that is just starting"
-    held_for = plain.age(presence.age(jsonl.number(held, "since_ts")))
+    held_for = status_text.age(liveness.age(jsonl.number(held, "since_ts")))
     user = jsonl.text(held, "user", "?")[:80]
     launch, host = jsonl.text(held, "launch", "?")[:200], jsonl.text(held, "host", "?")[:200]
     return f"the launch {launch}: pid {held.get('pid')} of {user} on {host}, for {held_for}"
@@ -183,7 +183,7 @@ class Claim:
                 folder.rmdir()
 
 
-def start(directory: Path, given: Orders) -> None:
+def start(directory: Path, given: LaunchSpec) -> None:
     """Starts the supervisor of a launch and waits until it has taken over.
 
     Raises RefusedError when the directory is not ours to use, ContractError when the supervisor
@@ -215,7 +215,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     supervisor does not come up.
     """
     rundir.check_ours(directory)
-    held = inheritance.document(directory, rundir.PLAN)
+    held = recovery.document(directory, rundir.PLAN)
     if not held:
         raise RefusedError(f"{directory} holds no launch to take over")
     launch = jsonl.text(held, "launch", "?")[:200]
@@ -247,10 +247,10 @@ def _adoptable(directory: Path, launch: str, sure: bool) -> dict[str, Any]:
 
     Raises RefusedError for a launch that has ended, or that this host must not go on with.
     """
-    state = inheritance.document(directory, rundir.PLAN_STATE)
+    state = recovery.document(directory, rundir.PLAN_STATE)
     former = jsonl.mapping(state, "supervisor")
     if jsonl.text(state, "state") == "ended" and not any(
-        map(presence.living_in, launches.run_directories(directory))
+        map(liveness.living_in, launches.run_directories(directory))
     ):
         raise RefusedError(f"{launch} has ended; there is nothing to take over")
     host = jsonl.text(former, "host", rundir.host_name())[:200]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.sources.lastwords import LastWords, read
+from console.sources.crash_log import LastWords, read
 
 TRACEBACK = b"""step 40 loss 2.1
 [rank1]: Traceback (most recent call last):

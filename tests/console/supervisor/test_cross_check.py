@@ -16,7 +16,7 @@ from console.cli import main
 from console.plans import confirm
 from console.run_state import Facts, decide
 from console.sources import process
-from console.supervisor import belief, orders
+from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.restart import Ended, after
@@ -44,7 +44,7 @@ def launch(tmp_path):
     file = write_plan(
         tmp_path, phases=[phase("one", "member.py", 9, gates={"steps_done": 9}), phase("two", "x")]
     )
-    given = orders.Orders("here", plans.load(file), "tester")
+    given = launch_spec.LaunchSpec("here", plans.load(file), "tester")
     path = tmp_path / "here"
     run = path / "0-one"
     run.mkdir(parents=True, mode=0o700)
@@ -71,13 +71,15 @@ def tell(folder, *events):
 
 
 def believed(launch):
-    return belief.of_run(launch / "0-one", orders.load(launch), 0)
+    return cross_check.of_run(launch / "0-one", launch_spec.load(launch), 0)
 
 
 def believed_plan(launch):
     runs = [launch / "0-one", launch / "1-two"]
     held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
-    return belief.of_launch(held, orders.load(launch), 0, runs, belief.Witness(launch, runs))
+    return cross_check.of_launch(
+        held, launch_spec.load(launch), 0, runs, cross_check.Witness(launch, runs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,9 +200,9 @@ def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(launch, told,
 
 
 def test_the_words_that_confirm_a_flag_are_those_of_the_answer(launch):
-    answer = NextFlags(orders.load(launch)).set(1, "NCCL_DEBUG", "warn", "x")[1]
+    answer = NextFlags(launch_spec.load(launch)).set(1, "NCCL_DEBUG", "warn", "x")[1]
     tell(launch, SET, DONE | {"text": answer})
-    assert belief.Witness(launch, []).sets("NCCL_DEBUG", "WARN", "two")
+    assert cross_check.Witness(launch, []).sets("NCCL_DEBUG", "WARN", "two")
 
 
 @pytest.mark.parametrize("state", ["completed", "killed", "restarting"])

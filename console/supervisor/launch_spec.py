@@ -33,7 +33,7 @@ class FlagValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class LaunchSpec:
     """A launch as data: `plan` already holds what `--flag`, `--set` and `--nproc` changed."""
 
     launch: str
@@ -121,7 +121,7 @@ class Orders:
         }  # fmt: skip
 
 
-def load(launch: Path, kept: Mapping[str, Any] | None = None) -> Orders:
+def load(launch: Path, kept: Mapping[str, Any] | None = None) -> LaunchSpec:
     """Returns the orders in a launch directory, or in a plan.json that was `kept`.
 
     Raises NotFoundError or UsageError.
@@ -134,7 +134,7 @@ def load(launch: Path, kept: Mapping[str, Any] | None = None) -> Orders:
 
     told = ("flag_origins", "set_origins", "host", "git")
     operator = {key: record[key] for key in own_settings.KEYS if key in record}
-    return Orders(
+    return LaunchSpec(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
         *(jsonl.mapping(record, key) for key in told),
         created_ts=jsonl.number(record, "created_ts") or 0.0,

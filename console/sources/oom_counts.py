@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from console.causes import OomCounts, OomEvidence
+from console.error_patterns import OomCounts, OomEvidence
 
 VMSTAT = Path("/proc/vmstat")
 MOUNTS, EVENTS = "/proc/self/mounts", "memory.events"

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from console.model import STALL, PhaseState
-from console.sources import documents, presence, process
+from console.sources import documents, liveness, process
 from console.sources.summary import Summary
-from console.supervisor.orders import FlagValue
+from console.supervisor.launch_spec import FlagValue
 from console.supervisor.restart import Ended
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
 from trainers.contract.errors import RefusedError
 
-FINAL = presence.ENDED - {"lost"}
+FINAL = liveness.ENDED - {"lost"}
 """States after which no further attempt begins."""
 TOKEN = re.compile(r"[0-9a-f]{16}")
 MAX_ENDED = 10_000
@@ -137,7 +137,7 @@ def check_phase(index: int, runs: Iterable[Path], waiting: bool) -> None:
                 f"{rundir.PLAN_STATE} says that phase {index + 1} was the last, but {run.name} has "
                 "begun; mend the document"
             )
-        if (number != index or waiting) and (living := presence.living_in(run)):
+        if (number != index or waiting) and (living := liveness.living_in(run)):
             now = "none runs" if waiting else f"phase {index + 1} runs"
             raise RefusedError(
                 f"{rundir.PLAN_STATE} says that {now}, but of {run.name} {living}; end it, or mend "

@@ -19,7 +19,7 @@ from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
 if TYPE_CHECKING:
-    from console.tui.main import ConsoleApp
+    from console.tui.app import ConsoleApp
 
 ANSWER_S = 300.0
 """Longest wait for a supervisor's answer; the screen shows the answer whenever it comes."""
@@ -91,13 +91,13 @@ def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
     A thread that writes into a frozen directory cannot be ended, and the console could not exit.
     Raises ContractError with the refusal.
     """
-    from console.supervisor import orders
+    from console.supervisor import launch_spec
 
     words = [f"{name}={'' if value is None else value}" for name, value in args.items()]
     named = ["do", str(path.absolute()), action, *words, "--timeout", str(ANSWER_S)]
     if action == "adopt":
         named = ["adopt", str(path.absolute())]
-    importable = {"PYTHONPATH": orders.inherited()["PYTHONPATH"]}
+    importable = {"PYTHONPATH": launch_spec.inherited()["PYTHONPATH"]}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "console", *named, "--json"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,

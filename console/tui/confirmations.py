@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from console.model import LIVE_STATES, LaunchState, RunState
-from console.plain import counted
+from console.status_text import counted
 
 Fact = tuple[str, str]
 

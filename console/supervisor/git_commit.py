@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.supervisor import orders
+from console.supervisor import launch_spec
 from console.supervisor.alerts import Alerts
 from trainers.contract import jsonl
 
@@ -26,7 +26,7 @@ class Commit:
         """Asks git; an attempt that was taken over keeps the commit that it began with."""
         folder, found = self._folder, self._found
         threading.Thread(
-            target=lambda: found.append((orders.git_facts(folder), begins)), name="git",
+            target=lambda: found.append((launch_spec.git_facts(folder), begins)), name="git",
             daemon=True,
         ).start()  # fmt: skip
 

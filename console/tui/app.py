@@ -16,14 +16,14 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 
-from console.plain import counted
-from console.tui import copying, keys
-from console.tui.bursts import LEAVE
-from console.tui.deeds import Pending, request
-from console.tui.doing import Doing, preload
+from console.status_text import counted
+from console.tui import clipboard, keys
+from console.tui.background import Pending, request
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, Snapshot, open_source
+from console.tui.operator import Doing, preload
+from console.tui.paste import LEAVE
 from console.tui.screens.dashboard import Dashboard, wanted_series
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
@@ -121,7 +121,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
     def _fatal_error(self) -> None:
         """A mistake of ours: Textual restores the terminal, then prints this one sentence."""
         try:
-            where = f"in {copying.save('crash.txt', traceback.format_exc())}"
+            where = f"in {clipboard.save('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from console import plain
+from console import status_text
 from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, show_progress, tell
 from console.model import LIVE_STATES, RunState, State
 from console.plans.confirm import confirmed
-from console.sources import launches, presence
+from console.sources import launches, liveness
 from console.sources.run import RunSource, size_words
 from console.sources.sanitize import clean
 from trainers.contract import rundir
@@ -39,11 +39,11 @@ def runs(options: argparse.Namespace) -> int:
         launch = state.launch
         if launch is None:
             continue
-        word, why = plain.outcome(state)
+        word, why = status_text.outcome(state)
         rows.append({
             "id": launch.id, "path": str(path), "plan": launch.plan, "launch": launch.state,
             "phase": launch.current or "-", "state": word, "step": state.step, "why": why,
-            "attempt": state.attempt, "exit_code": plain.exit_code(state, whole=True),
+            "attempt": state.attempt, "exit_code": status_text.exit_code(state, whole=True),
         })  # fmt: skip
         phase = launch.phases[launch.phase].numbered if launch.phases else "-"
         step = "-" if state.step is None else f"{state.step:,}"
@@ -58,9 +58,9 @@ def status(options: argparse.Namespace) -> int:
     """Says how one run is."""
     run = source(options)
     state = confirmed(run)
-    lines = [*plain.status_lines(state, run.whole), *_go_on(state)]
-    show(options.json, plain.as_json(state, run.whole), lines)
-    return plain.exit_code(state, run.whole)
+    lines = [*status_text.status_lines(state, run.whole), *_go_on(state)]
+    show(options.json, status_text.as_json(state, run.whole), lines)
+    return status_text.exit_code(state, run.whole)
 
 
 def _go_on(state: RunState) -> Iterator[str]:
@@ -89,21 +89,21 @@ def follow(
 
     With `until_waiting` nothing more comes of a plan that waits either.
     """
-    changes = plain.Changes()
+    changes = status_text.Changes()
     while True:
         state = confirmed(run)
         for sentence in changes.sentences(state, time.monotonic()):
             if not as_json:
                 say(sentence)
         waits = state.launch is not None and state.launch.state == "waiting"
-        if plain.is_over(state) or (until_waiting and waits):
+        if status_text.is_over(state) or (until_waiting and waits):
             break
         time.sleep(interval_s)
     for line in () if as_json else _go_on(state):
         say(line.strip())
     if as_json:
-        emit(plain.as_json(state, run.whole))
-    return plain.exit_code(state, run.whole)
+        emit(status_text.as_json(state, run.whole))
+    return status_text.exit_code(state, run.whole)
 
 
 def check(options: argparse.Namespace) -> int:
@@ -133,14 +133,20 @@ def _check_plan(options: argparse.Namespace) -> int:
 def _check_run(options: argparse.Namespace) -> int:
     run = _read_all(options) if options.full else source(options)
     state = confirmed(run)
-    code = plain.exit_code(state, run.whole)
-    end = plain.no_go(state) or (_go(state, run.whole) if code == 0 else _no_go(state, run.whole))
+    code = status_text.exit_code(state, run.whole)
+    end = status_text.no_go(state) or (
+        _go(state, run.whole) if code == 0 else _no_go(state, run.whole)
+    )
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
-    gates, basis = plain.as_json(state)["gates"], _basis(run, state, code, options.run)
+    gates, basis = status_text.as_json(state)["gates"], _basis(run, state, code, options.run)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "exit_code": code}  # fmt: skip
-    show(options.json, record, [*map(plain.gate_line, state.gates), *filter(None, [basis]), end])
+    show(
+        options.json,
+        record,
+        [*map(status_text.gate_line, state.gates), *filter(None, [basis]), end],
+    )
     return code
 
 
@@ -148,16 +154,16 @@ def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
     """Says what the verdict on the gates rests on, "" for a run without any."""
     if not state.gates:
         return ""
-    if code and not plain.no_go(state):
+    if code and not status_text.no_go(state):
         return f"based on {rundir.GATES} alone"
     has_snapshot, ts, count = run.counted
-    records = f"the {plain.counted(count, 'record')} that were read"
+    records = f"the {status_text.counted(count, 'record')} that were read"
     if has_snapshot:
-        of = f"{rundir.SNAPSHOT} of {plain.age(presence.age(ts))} ago"
+        of = f"{rundir.SNAPSHOT} of {status_text.age(liveness.age(ts))} ago"
         full = f"nsa-console check {shlex.quote(named)} --full replays all records"
-        records = f"{of} and {plain.counted(count, 'record')} after it; {full}"
+        records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
     elif run.is_whole and not state.behind_bytes:
-        records = f"all {plain.counted(count, 'record')}"
+        records = f"all {status_text.counted(count, 'record')}"
     return f"based on {rundir.GATES} and {records}"
 
 
@@ -178,9 +184,9 @@ def _read_all(options: argparse.Namespace) -> RunSource:
 
 def _no_go(state: RunState, whole: bool) -> str:
     """Returns "no go" with how the run or launch is, its gates, and documents that disagree."""
-    word, why = plain.outcome(state) if whole else (state.state, state.why)
+    word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
-    missed = plain.missed(state.gates) if word == state.state == "completed" else ""
+    missed = status_text.missed(state.gates) if word == state.state == "completed" else ""
     doubt = state.launch.doubt if state.launch else ""
     doubt = "" if doubt in why else doubt
     told = f"{word}: {why}" if why else word
@@ -206,7 +212,7 @@ def logs(options: argparse.Namespace) -> int:
     pattern = _pattern(options.grep or "")
     reader = LogSource(run.run_path, state.attempt)
     wanted = f"r{options.rank}" if isinstance(options.rank, int) else options.rank
-    over = not options.follow or plain.is_over(state)
+    over = not options.follow or status_text.is_over(state)
     while True:
         changed = (reader.run, reader.attempt) != (run.run_path, state.attempt)
         while fresh := reader.poll(over or changed):
@@ -221,7 +227,7 @@ def logs(options: argparse.Namespace) -> int:
         else:
             time.sleep(LOGS_POLL_S)
             state = run.poll()
-            over = plain.is_over(state)
+            over = status_text.is_over(state)
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -274,7 +280,7 @@ def plans(options: argparse.Namespace) -> int:
         for phase in plan.phases:
             gates = ", ".join(f"{name} {bound}" for name, bound in phase.gates.items())
             lines.append(
-                f"  {phase.name:<12} {plain.counted(phase.nproc, 'process')}; {phase.proves}"
+                f"  {phase.name:<12} {status_text.counted(phase.nproc, 'process')}; {phase.proves}"
             )
             lines.append(f"  {'':<12} gates: {gates or 'none'}")
     show(options.json, [plan.as_dict() for plan in found], lines)

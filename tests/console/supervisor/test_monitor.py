@@ -11,10 +11,10 @@ from console.diagnose.stall import Seen
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
-from console.supervisor import watching
+from console.supervisor import monitor
 from console.supervisor.alerts import Alerts
-from console.supervisor.directory import Directory
-from console.supervisor.watching import Watching
+from console.supervisor.monitor import Watching
+from console.supervisor.rundir_io import Directory
 from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
@@ -41,7 +41,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
             dog.look(SAMPLE, seen, ending=False, halting=False, unread="")
 
     clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
-    monkeypatch.setattr(watching, "time", clock)
+    monkeypatch.setattr(monitor, "time", clock)
     context = SimpleNamespace(
         watch=WATCH, actions={"stall": "restart"}, path=tmp_path,
         reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 
 from console.diagnose.watch import Change
-from console.supervisor.directory import Directory
 from console.supervisor.dump import Dumps
 from console.supervisor.mailbox import Outcome
 from console.supervisor.run import Run
+from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
 HALT_AGAIN_S = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from console.supervisor.directory import Directory
+from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from console import actions, targets
 from console.actions import LaunchOptions
-from console.commands.looking import follow
 from console.commands.output import MAX_SENTENCE_CHARS, program, say, show, tell
-from console.commands.patience import within
+from console.commands.query import follow
+from console.commands.timeout import within
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
