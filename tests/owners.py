@@ -8,24 +8,23 @@ import sys
 from pathlib import Path
 
 from console.supervisor.__main__ import become_subreaper
-from console.supervisor.child_state import Charge
-from console.supervisor.frames import Frames
-from console.supervisor.link import Link
+from console.supervisor.child_state import ChildState
+from console.supervisor.link import Channel, Link
 from console.supervisor.owner import Owner
 
 
 class Lent(Owner):
     """An owner whose child is the process at the other end; it ends with it."""
 
-    def __init__(self, end: Frames):
-        super().__init__(lambda end, charge: 0)
+    def __init__(self, end: Channel):
+        super().__init__(lambda channel, state: 0)
         self._given = end
 
     def _fork(self) -> None:
         self._attach(-1, self._given)
 
-    def _judge(self) -> None:
-        if self._link is None:
+    def _kill_silent_child(self) -> None:
+        if self._channel is None:
             self._result = 0
 
 
@@ -37,7 +36,7 @@ def begin() -> Link:
             [sys.executable, "-m", "tests.owners", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),), cwd=Path(__file__).parents[1],
         )  # fmt: skip
-    return Link(Frames(ours), Charge(identity={"pid": owner.pid}))
+    return Link(Channel(ours), ChildState(identity={"pid": owner.pid}))
 
 
 _others: list[socket.socket] = []
@@ -47,16 +46,16 @@ def absent() -> Link:
     """Returns a link to an owner that takes everything and answers nothing."""
     ours, theirs = socket.socketpair()
     _others.append(theirs)
-    return Link(Frames(ours), Charge(identity={}))
+    return Link(Channel(ours), ChildState(identity={}))
 
 
 def end(link: Link) -> None:
     """Ends the owner at the other end."""
-    link._end.close()
+    link._channel.close()
 
 
 if __name__ == "__main__":
     become_subreaper()
     given = socket.socket(fileno=int(sys.argv[1]))
     given.setblocking(False)
-    sys.exit(Lent(Frames(given)).run())
+    sys.exit(Lent(Channel(given)).run())

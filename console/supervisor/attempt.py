@@ -1,11 +1,10 @@
-"""One attempt at a run: its processes, what they tell, and the state that follows from it."""
+"""One attempt of a run: its processes, their records, and the state that follows from them."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,8 +14,10 @@ from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
 from console.sources import liveness, oom_counts
 from console.supervisor.ends import Ends
+from console.supervisor.former_run import FormerRun
 from console.supervisor.monitor import Watching
 from console.supervisor.parts import Upkeep
+from console.supervisor.recovery import ENDINGS
 from console.supervisor.run_files import Files, News, Rest
 from console.supervisor.sampling import Sampler
 from console.supervisor.services import AttemptOwner, RunContext
@@ -26,29 +27,26 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 Stage = Literal["prepare", "run", "collect", "over"]
-ENDINGS = ("halt", "restart", "stop", "kill")
-"""The requests that end an attempt, each stronger than the one before."""
 ENDED_FROM_HERE = ENDINGS[1:]
-"""In these the supervisor itself ends the ranks."""
+"""The actions in which the supervisor itself ends the ranks."""
 AGENT_LOST, UNPREPARED, STUCK = "torchrun-gone", "restart-waits", "not-ended"
 PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
 COLLECT_S = 60.0
-"""For so long the records of an attempt that has ended are read; what is left then is unknown."""
+"""The longest time in which the records of an attempt that has ended are read."""
 LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
-"""Records that were read so long ago do not confirm what the pulses show."""
+"""Records that were read longer ago do not confirm the pulses."""
 
 
 class Attempt:
     """Owns the processes of one attempt; `tick` moves it on, `decided` is its state.
 
-    With `held`, a former supervisor's document, the attempt takes over the processes that are there
-    instead of starting.
+    With `former` it adopts the living processes of a run instead of starting torchrun.
     """
 
     def __init__(
         self, context: RunContext, run: AttemptOwner, number: int,
-        held: Mapping[str, Any] | None = None,
+        former: FormerRun | None = None,
     ):  # fmt: skip
         self._context, self._run, self._number = context, run, number
         self.path, self._world = context.path, context.phase.nproc
@@ -60,10 +58,9 @@ class Attempt:
         self.known = Facts(world=self._world)
         """Facts from requests and events; `facts` adds those from processes and records."""
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
-        if held is None:
+        if former is None:
             self._reducer.settle()
-        kept = link.kept(self.path / rundir.SUPERVISOR) or {}
-        late = held is not None and not kept
+        late = former is not None and not former.is_stored
         self.watching = Watching(context, run, self._heads, late)
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
@@ -74,29 +71,35 @@ class Attempt:
         self._begun = time.monotonic()
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
-        counts = jsonl.mapping(kept, "oom") if held and kept.get("attempt") == number else {}
-        self.oom_before = OomCounts(**counts) if counts else oom_counts.snapshot()
-        """Counts of the kernel from before the ranks ran."""
+        self.oom_before = self._former_oom_counts(former) or oom_counts.snapshot()
+        """The kernel's counts of processes killed for memory, before the attempt."""
         self._on_disk: int | None = 0
-        self._caught_up, self._cut_short = held is None, False
+        self._caught_up, self._cut_short = former is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
         self._again_at = math.inf
-        """Time of the next attempt at the work that the directory did not answer (monotonic s)."""
+        """The time at which work in the directory that failed is tried again (monotonic s)."""
         self._is_ours = False
-        """The run directory was found to be this run's: what fails in it from then on may pass."""
-        if held is None or link.began(self.path, context.home, number):
+        """The run directory is this run's; an error in it may then be temporary."""
+        if former is None or link.has_no_processes(self.path, context.home, number):
             self._begin_preparing()
         else:
-            self._adopt(held)
+            self._adopt(former)
 
-    def _adopt(self, held: Mapping[str, Any]) -> None:
-        """Takes over the processes that are there, from an owner that is gone or with this one."""
+    def _former_oom_counts(self, former: FormerRun | None) -> OomCounts | None:
+        """Returns the counts from before the attempt, where a former child stored them."""
+        if former is None or not former.is_stored or former.state.get("attempt") != self._number:
+            return None
+        counts = jsonl.mapping(former.state, "oom")
+        return OomCounts(**counts) if counts else None
+
+    def _adopt(self, former: FormerRun) -> None:
+        """Finds the living processes, and gives them to the owner unless it owns them."""
         context, link = self._context, self._context.services.link
-        self.tree.adopt(held, self.path, self._number)
-        if not link.holds(context.home, self._number):
+        self.tree.adopt(former.state, self.path, self._number)
+        if not link.owns(context.home, self._number):
             _, environment = self._run.command(self._number)
-            link.hold(self.tree.agent_pid, environment, self._grace_s)
+            link.adopt(self.tree.agent_pid, environment, self._grace_s)
         self.stage = "run"
         self._sample()
 
@@ -105,47 +108,47 @@ class Attempt:
     def tick(self) -> None:
         """Does what is due; never waits."""
         if self.stage == "run":
-            self._watch_it()
+            self._watch_processes()
         elif self.stage != "over" and time.monotonic() >= self._again_at:
             self._again_at = math.inf
-            (self._begin_preparing if self.stage == "prepare" else self._read_on)()
+            (self._begin_preparing if self.stage == "prepare" else self._read_rest)()
 
     def end(self, action: str, by: str) -> str:
-        """Halts, stops or kills the ranks, unless as much was asked before; returns the answer.
+        """Halts, stops or kills the ranks, unless as much was requested; returns the answer.
 
-        `.HALT` stands already: a halt is only recorded here.
+        The caller has written `.HALT`; this method only records a halt.
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
             return "the ranks have ended already; no further phase starts"
         asked, grace_s = self.known.asked, self._grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
-            return f"{asked} is under way, asked by {self.known.by}"
+            return f"{asked} is in progress, requested by {self.known.by}"
         self._learn(asked=action, by=by)
-        self._run.publish()  # first: whoever has to go on knows of it before a process does
+        self._run.publish()  # first: the next child has to know of it
         if action == "halt" and self.watching.verdict:
-            return (".HALT is written; the run is stalled, and ranks obey when all step again; "
-                    "stop ends them")  # fmt: skip
+            return (".HALT is written; the run is stalled, so it halts only when all ranks make "
+                    "progress again; stop ends it now")  # fmt: skip
         if action == "halt":
-            return ".HALT is written; all ranks stop at the same step and save"
+            return ".HALT is written; all ranks stop at the same step and save a checkpoint"
         if action == "kill":
             self.tree.kill()
             return "KILL is sent to every process of the run"
         self.tree.terminate(grace_s)
-        return f"TERM is sent; what is left after {grace_s:g} s is killed"
+        return f"TERM is sent; processes that live after {grace_s:g} s are killed"
 
     def abandon(self) -> None:
-        """Takes this attempt as over: all that there is to tell of it was told before."""
+        """Ends an attempt that a former process has already reported as over."""
         self.stage = "over"
         self.tree.close()
 
     def decided(self) -> tuple[State, str]:
-        """Returns the state that the facts give; the last one until the rest is read in time."""
+        """Returns the state that follows from the facts; the last one while records are read."""
         since_end_s = time.monotonic() - self._ended_at
         if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
-            untold: State = "crashed" if self.stage == "over" else self._decided[0]
+            fallback: State = "crashed" if self.stage == "over" else self._decided[0]
             self._decided = self._observers.once(
-                "the state", lambda: decide(self.facts()), (untold, "its state cannot be decided")
+                "the state", lambda: decide(self.facts()), (fallback, "its state cannot be decided")
             )
         return self._decided
 
@@ -164,32 +167,32 @@ class Attempt:
 
     def _begin(self, log_fd: int | None, error: Exception | None) -> None:
         if log_fd is None:
-            self._take_unprepared(f"the run directory cannot be prepared: {error}", error)
+            self._retry_or_end(f"cannot prepare the run directory: {error}", error)
             return
-        if self.stage != "prepare":  # it was given up meanwhile
+        if self.stage != "prepare":  # the attempt was abandoned meanwhile
             os.close(log_fd)
             return
         self._alerts.clear(UNPREPARED, "the run directory can be read again")
         try:
             self._spawn(log_fd)
         except (OSError, ValueError) as error:
-            self._never_began(f"torchrun cannot be started: {error}")
+            self._end_unstarted(f"cannot start torchrun: {error}")
         finally:
             os.close(log_fd)
 
-    def _take_unprepared(self, why: str, error: Exception | None) -> None:
-        """Tries again later where a restart meets a directory that does not answer as it should."""
+    def _retry_or_end(self, why: str, error: Exception | None) -> None:
+        """Prepares again later where a restart finds a directory that may work again; else ends."""
         passes = isinstance(error, OSError) or (self._is_ours and isinstance(error, RefusedError))
         if self._number == 1 or not passes or self.known.asked:
-            self._never_began(why)
+            self._end_unstarted(why)
             return
         self._again_at = time.monotonic() + PREPARE_AGAIN_S
-        self._alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} waits for it", "crit")
+        self._alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} begins when it can", "crit")
 
     def _spawn(self, log_fd: int) -> None:
         if self.known.asked:
             asked, by = self.known.asked, self.known.by
-            self._never_began(f"{asked} was asked by {by} before the start")
+            self._end_unstarted(f"{asked} requested by {by} before the start")
             return
         self.tree.spawn(*self._run.command(self._number), log_fd, self._grace_s)
         self._begun, self.stage = time.monotonic(), "run"
@@ -197,22 +200,22 @@ class Attempt:
         self._run.event("phase", f"{name}: torchrun started as pid {self.tree.agent_pid}")
         self._run.publish()
 
-    def _never_began(self, why: str) -> None:
+    def _end_unstarted(self, why: str) -> None:
         self._learn(failure=why)
         self._begin_collecting()
 
-    def _watch_it(self) -> None:
+    def _watch_processes(self) -> None:
         changed = self.tree.look()
         if self.tree.enforce():
-            self._run.event("note", f"KILL after {self._grace_s:g} s of grace", "warn")
-        self._watch_agent()
+            self._run.event("note", f"KILL is sent: {self._grace_s:g} s of grace are over", "warn")
+        self._watch_torchrun()
         self._watch_ranks()
         now = time.monotonic()
         if int(now) != int(self._sampled):
             self._sampled = now
             self._sample()
             self._watch_stuck()
-            if not self.tree.agent_over:  # the logs of an end are left whole
+            if not self.tree.agent_over:  # the last logs stay complete
                 self._upkeep.look(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()
@@ -225,28 +228,28 @@ class Attempt:
             text = f"KILL does not end pid {', '.join(stuck)}: state D waits for a disk or a driver"
             self._alerts.raise_(STUCK, text, "crit")
 
-    def _watch_agent(self) -> None:
+    def _watch_torchrun(self) -> None:
         asked = self.known.asked in ENDED_FROM_HERE
         if self.tree.agent_over and self.tree.alive() and not asked:
             left = liveness.still_run("rank", [worker.rank for worker in self.tree.alive()])
             status = self.tree.agent_status
-            how = "nobody saw how" if status is None else status
-            self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) is gone "
-                       f"({how}); {left}", "crit")  # fmt: skip
+            how = "exit code not known" if status is None else f"exit {status}"
+            self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) has "
+                       f"exited ({how}); {left}", "crit")  # fmt: skip
 
     def _watch_ranks(self) -> None:
-        """Ends the other ranks within the grace time after one has failed, by its exit alone.
+        """Ends the other ranks within the grace time after the exit of a rank that failed.
 
-        torchrun does so too, but may send KILL 30 s later, or never where it is stopped or gone.
+        torchrun does so too, but may send KILL 30 s later, or never if it is stopped or has exited.
         """
         if self.known.ending or self.known.asked in ENDED_FROM_HERE:
             return
         failed, grace_s = self._ends.failed(), self._grace_s
         if failed and self.tree.alive():
             self.tree.expire(grace_s)
-            ends = "the others wait for it" if self.tree.agent_over else "torchrun ends the others"
-            self._learn(ending=f"rank {', '.join(map(str, failed))} is gone, {ends}; what is left "
-                        f"after {grace_s:g} s is killed")  # fmt: skip
+            others = "the others wait" if self.tree.agent_over else "torchrun ends the others"
+            self._learn(ending=f"rank {', '.join(map(str, failed))} failed, {others}; ranks that "
+                        f"live after {grace_s:g} s are killed")  # fmt: skip
             self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _sample(self) -> None:
@@ -262,7 +265,7 @@ class Attempt:
             self._directory.put(self._samples, jsonl.encode(sample))
         ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
         ending = ending or (self.tree.agent_over and not self.tree.alive())
-        # What is usual is not known before the records of a run that was taken over are read.
+        # The usual duration of a step is not known before the records of an adopted run are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
         halting = self.known.halt_wanted
         looked = self._observers.run(
@@ -273,29 +276,29 @@ class Attempt:
             self.watching.forget()
 
     def _unread(self) -> str:
-        """Says why the records confirm nothing, "" when they do."""
+        """Says why the records cannot confirm the pulses, "" when they can."""
         if self._context.live.path is None:
-            return "without shared memory pulses and records come through the same directory"
+            return "without shared memory, pulses and records are files of one directory"
         if self._directory.failing:
-            return f"the run directory takes no records ({self._directory.failing})"
+            return f"cannot write records to the run directory ({self._directory.failing})"
         if self._directory.blocked_s() > RECORDS_OLD_S:
             return "the run directory does not answer"
         if self.behind or time.monotonic() - self._records_at > RECORDS_OLD_S:
-            return "the records are not read up to their end"
+            return "the records have not been read to their end"
         return ""
 
     def _begin_collecting(self) -> None:
         self.decided()
         self.stage, self._ended_at = "collect", time.monotonic()
-        self._read_on()
+        self._read_rest()
 
-    def _read_on(self) -> None:
-        """Reads the next part of what is left of the records, then what is read once."""
-        self._directory.job(lambda: self.files.look(True), self._take_part, self.path)
+    def _read_rest(self) -> None:
+        """Reads the next part of the remaining records."""
+        self._directory.job(lambda: self.files.look(True), self._add_part, self.path)
 
-    def _take_part(self, news: News | None, error: Exception | None) -> None:
-        """Takes a part; what cannot be read now is asked for again for a while."""
-        unread = f"the run directory cannot be read: {error}"
+    def _add_part(self, news: News | None, error: Exception | None) -> None:
+        """Adds a part of the records, and reads the next; an unreadable part is read again."""
+        unread = f"cannot read the run directory: {error}"
         if news is not None:
             self.take(news)
             unread = news.unread
@@ -306,11 +309,11 @@ class Attempt:
             self._learn(failure=self.known.failure or unread)
         behind = news is not None and news.behind
         if behind and not self._cut_short and time.monotonic() - self._ended_at <= COLLECT_S:
-            self._read_on()
+            self._read_rest()
             return
         if behind:
-            left = "the records of this attempt are too many to read: gates may be unknown"
-            self._run.event("note", left, "warn")
+            text = "the attempt has too many records to read all: gates may be unknown"
+            self._run.event("note", text, "warn")
         self._directory.job(self.files.rest, self._conclude, self.path)
 
     def _conclude(self, rest: Rest | None, _: object) -> None:
@@ -326,7 +329,7 @@ class Attempt:
     # --- facts ---------------------------------------------------------------------------------
 
     def take(self, news: News) -> None:
-        """Takes in what a look at the run's files found."""
+        """Adds the new content of the run's files."""
         self.behind = news.behind
         taken = self._observers.run("records", lambda: self._take_records(news), False)
         if not self._caught_up and news.disk and not news.behind:
@@ -344,10 +347,10 @@ class Attempt:
         return True
 
     def checkpoint(self, former: int) -> int:
-        """Returns the step of the newest checkpoint at its end, 0 without one.
+        """Returns the step of the newest checkpoint at the attempt's end, 0 without one.
 
-        One that is newer than the `former` attempt's is on disk and in a record. A program that
-        records nothing has only the disk.
+        A checkpoint that is newer than `former` needs a directory and a record; for a program
+        without records the directory is enough.
         """
         recorded = max(former, self.saved)
         if self._on_disk is None:
@@ -359,11 +362,11 @@ class Attempt:
         """The step of the newest checkpoint that a record names, 0 without one."""
         return max((head.saved for head in self._heads().values()), default=0)
 
-    def _learn(self, **told: Any) -> None:
-        self.known = replace(self.known, **told)
+    def _learn(self, **facts: Any) -> None:
+        self.known = replace(self.known, **facts)
 
     def facts(self) -> Facts:
-        """Returns everything that the state depends on."""
+        """Returns the facts from which the state follows."""
         tree, heads, verdict = self.tree, self._heads(), self.watching.verdict
         codes = [heads[rank].code if rank in heads else None for rank in range(self._world)]
         return replace(
@@ -379,17 +382,17 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        """The newest step that a pulse or a record tells of."""
+        """The newest step in a pulse or a record."""
         pulsed = max((seen.step for seen in self._sampler.seen), default=0)
         recorded = (head.step for head in self._heads().values())
         return max(pulsed, self._pulses.newest, *recorded)
 
     def workers(self) -> list[dict[str, Any]]:
-        """Returns the ranks as supervisor.json holds them."""
+        """Returns `workers` of supervisor.json."""
         return self._ends.documents(self.facts().culprit())
 
     def document(self) -> dict[str, Any]:
-        """Returns what supervisor.json holds of the attempt."""
+        """Returns the keys of supervisor.json that describe the attempt."""
         agent, verdict = self.tree.agent, self.watching.verdict
         return {
             "torchrun": {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None,

@@ -1,6 +1,6 @@
-"""The working process of a supervisor: all that reads, writes, judges and decides for a launch.
+"""The working process of a supervisor: it reads, writes and decides for a launch.
 
-It is forked from the owner of the processes, which replaces it when it ends too soon.
+The owner of the processes forks it, and replaces it when it ends too soon.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from pathlib import Path
 from console import settings
 from console.sources.nvml import Nvml
 from console.supervisor import launch_spec, lock
-from console.supervisor.child_state import Charge
-from console.supervisor.frames import Frames
+from console.supervisor.child_state import ChildState
 from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
-from console.supervisor.link import Link
+from console.supervisor.link import Channel, Link
 from console.supervisor.rundir_io import Directory
 from console.supervisor.services import Services
 from trainers.contract import rundir
@@ -34,10 +33,10 @@ OPEN_FILES = 64
 """Most open files of a supervisor, beside two for each rank: process and pulse."""
 
 
-def open_more_files(ranks: int) -> None:
-    """Raises the limit of open files to what is allowed; the owner and torchrun keep theirs.
+def raise_file_limit(ranks: int) -> None:
+    """Raises the soft limit of open files to the hard one; the owner and torchrun keep theirs.
 
-    Raises RefusedError where that many ranks cannot be watched.
+    Raises RefusedError where the hard limit is too low for that many ranks.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -50,71 +49,78 @@ def open_more_files(ranks: int) -> None:
 
 
 def _wake(fd: int) -> None:
-    """Ends the main loop's wait; a pipe that is full has woken it already."""
+    """Ends the main loop's wait; a full pipe has ended it already."""
     with contextlib.suppress(BlockingIOError):
         os.write(fd, b"\0")
 
 
-def supervise(path: Path, adopt: str | None, held_lock: lock.Held, link: Link) -> None:
-    """Runs the phases of a launch, or goes on with one that a former process supervised.
+def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link: Link) -> None:
+    """Runs the phases of a launch, from its start or from where a former process left it.
 
-    `adopt` holds the settings of who asked for it, as JSON. Raises ContractError when plan.json
-    cannot be used.
+    `adopt` holds the settings of the operator who adopts it, as JSON. Raises ContractError when
+    plan.json cannot be used.
     """
-    record = link.kept(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
-    given, held = launch_spec.load(path, record), link.kept(path / rundir.PLAN_STATE)
+    record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
+    spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)
     if adopt is not None:
-        given = replace(given, operator=settings.parse(json.loads(adopt), "--adopt"))
-        held = held or rundir.read_json(path / rundir.PLAN_STATE) or {}
-    open_more_files(max(phase.nproc for phase in given.plan.phases))
+        spec = replace(spec, operator=settings.parse(json.loads(adopt), "--adopt"))
+        former = former or rundir.read_json(path / rundir.PLAN_STATE) or {}
+    raise_file_limit(max(phase.nproc for phase in spec.plan.phases))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     poller = select.poll()
     for fd in (wake_read, link.fd):
         poller.register(fd, select.POLLIN)
-    directory, nvml = Directory(lambda: _wake(wake_write), held_lock.lost), Nvml()
+    directory, nvml = Directory(lambda: _wake(wake_write), launch_lock.lost), Nvml()
     nvml.start()
     hooks = Hooks(
-        given.operator, path, lambda *told: directory.event(path, 1, *told),
+        spec.operator, path, lambda *told: directory.event(path, 1, *told),
         lambda work: directory.job(work, lambda *_: None),
     )  # fmt: skip
-    services = Services(directory, nvml, poller, hooks, held_lock.token, link)
+    services = Services(directory, nvml, poller, hooks, launch_lock.token, link)
     try:
-        link.hear()
-        launch = Launch(path, given, services, held)
-        link.keep(path / rundir.PLAN, record or {})
+        link.receive()
+        launch = Launch(path, spec, services, former)
+        link.store(path / rundir.PLAN, record or {})
         while not launch.over:
-            link.beat()
+            link.send_alive()
             ready = [fd for fd, _ in poller.poll(math.ceil(launch.pause_s * 1000))]
             if wake_read in ready:
                 os.read(wake_read, 4096)
             if link.fd in ready:
-                link.hear()
-            for number in link.charge.asked:
-                launch.end("stop", f"{signal.Signals(number).name} to the supervisor")
-            if link.charge.asked:
-                link.obeyed()
+                link.receive()
+            _handle_signals(launch, link)
             launch.tick()
     except EOFError:
         raise
     except BaseException:
         directory.close(CRASH_FLUSH_S)
         raise
-    link.close()
+    link.closing()
     nvml.stop()
     hooks.close()
     directory.close(FLUSH_S)
 
 
-def main(path: Path, adopt: str | None, held: lock.Held, end: Frames, charge: Charge) -> int:
-    """Returns the exit code of this process: 0 when the launch has ended, whatever became of it."""
-    link = Link(end, charge)
+def _handle_signals(launch: Launch, link: Link) -> None:
+    """Stops the launch if the owner received TERM or INT."""
+    for number in link.state.signals:
+        launch.end("stop", f"{signal.Signals(number).name} to the supervisor")
+    if link.state.signals:
+        link.signals_handled()
+
+
+def main(
+    path: Path, adopt: str | None, launch_lock: lock.LaunchLock, channel: Channel, state: ChildState
+) -> int:
+    """Returns the exit code of this process: 0 when the launch has ended, in whatever state."""
+    link = Link(channel, state)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # a program inherits no handler
     try:
-        supervise(path, adopt, held, link)
-    except EOFError:  # the owner is gone, and so is this process in a moment
+        supervise(path, adopt, launch_lock, link)
+    except EOFError:  # the owner has ended; the kernel ends this process
         return 1
     except ContractError as error:
-        with contextlib.suppress(OSError):  # the log may lie on a disk that takes nothing
+        with contextlib.suppress(OSError):  # the log's disk may be full
             print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code
     return 0

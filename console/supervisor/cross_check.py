@@ -1,40 +1,37 @@
-"""A new supervisor believes no document of a former one alone.
+"""Checks the documents of a former supervisor against each other before an adoption.
 
-An act that one document asks for needs a second one that says the same: an event, a file, another
-document. What only one says is left out, and a sentence says so; where two that should be equal
-differ, nothing is taken over.
+An action that one document demands needs a second record that confirms it: an event, a file, or
+another document. An unconfirmed entry is ignored, with a warning; where two documents that must be
+equal differ, the launch is not adopted.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from console.sources import launches, process
+from console.sources import launches, liveness, process
 from console.supervisor import recovery
-from console.supervisor.attempt import ENDINGS
 from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
 from console.supervisor.next_flags import set_words
-from trainers.contract import environ, jsonl, rundir
+from console.supervisor.recovery import NOT_ADOPTED
+from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
-NOT_BEFORE = "nothing is taken over before they agree"
 GROWING = ("watch", "restart")
-"""Copies in which a former version may lack a key: what is there is compared."""
+"""Mappings that may lack a key in the document of an older version: only its keys are compared."""
 
 
-class Witness:
-    """The newest events of a launch and its runs, and the files beside them."""
+class Evidence:
+    """The newest events of a launch and its runs, and their `.HALT` and gates.json files."""
 
     def __init__(self, launch: Path, runs: Sequence[Path]):
         self._launch = launch
-        self._events = {
-            folder: recovery.events(folder, launch) for folder in (launch, *runs)
-        }  # fmt: skip
+        self._events = {folder: recovery.events(folder, launch) for folder in (launch, *runs)}
 
-    def answered(self) -> dict[str, Path]:
+    def answered_requests(self) -> dict[str, Path]:
         """Returns the ids of the requests that were answered, with their mailboxes."""
         return {
             jsonl.text(record, "request"): folder / rundir.REQUESTS
@@ -42,115 +39,139 @@ class Witness:
             for record in records if record.get("kind") == "answer"
         }  # fmt: skip
 
-    def asks(self, action: str, run: Path) -> bool:
-        """Says whether a request, a watch rule or a `.HALT` asked for the end of a run."""
+    def confirms_end(self, action: str, run: Path) -> bool:
+        """Says whether a request, a watch rule or a `.HALT` demanded the end of a run."""
         folders = (self._launch, run)
         if action == "halt" and any(os.path.lexists(each / rundir.HALT) for each in folders):
             return True
         records = [each for folder in folders for each in self._events.get(folder, ())]
-        refused = {each.get("request") for each in records if each.get("ok") is False}
+        rejected = {each.get("request") for each in records if each.get("ok") is False}
         newest = max((jsonl.integer(each, "attempt") or 0 for each in records), default=0)
-        asked = (each for each in records if each.get("action") == action)
+        demands = (each for each in records if each.get("action") == action)
         return any(
-            (each.get("kind") == "request" and each.get("request") not in refused)
+            (each.get("kind") == "request" and each.get("request") not in rejected)
             or (each.get("kind") == "watch" and each.get("attempt") == newest)
-            for each in asked
+            for each in demands
         )
 
-    def sets(self, name: str, value: str, phase: str) -> bool:
-        """Says whether an operator set a flag for a phase, and did not take that back."""
+    def confirms_flag(self, name: str, value: str, phase: str) -> bool:
+        """Says whether the last done request on a flag of a phase set this value."""
         records = self._events[self._launch]
-        asked = {each.get("request") for each in records if each.get("kind") == "request"}
+        requests = {each.get("request") for each in records if each.get("kind") == "request"}
         answer = ("answer", "set-flag", True)
-        done = [jsonl.text(each, "text") for each in records if each.get("request") in asked
-                and (each.get("kind"), each.get("action"), each.get("ok")) == answer]  # fmt: skip
-        about, ends = (f"{name}=", f"{name} "), (f" for {phase}", f" for {phase} only")
-        last = [text for text in done if text.startswith(about) and text.endswith(ends)][-1:]
+        answers = [
+            jsonl.text(each, "text") for each in records if each.get("request") in requests
+            and (each.get("kind"), each.get("action"), each.get("ok")) == answer
+        ]  # fmt: skip
+        starts, ends = (f"{name}=", f"{name} "), (f" for {phase}", f" for {phase} only")
+        last = [text for text in answers if text.startswith(starts) and text.endswith(ends)][-1:]
         return last == [set_words(name, value, phase)]
 
-    def became(self, state: str, run: Path) -> bool:
-        """Says whether the last event on the state of a run, or its gates.json, says the same."""
-        told = [jsonl.text(each, "state") for each in self._events[run]
-                if each.get("kind") == "state" and each.get("state")]  # fmt: skip
+    def confirms_state(self, state: str, run: Path) -> bool:
+        """Says whether the last event on the state of a run, or its gates.json, agrees."""
+        states = [jsonl.text(each, "state") for each in self._events[run]
+                  if each.get("kind") == "state" and each.get("state")]  # fmt: skip
         ended = state in recovery.FINAL and (run / rundir.GATES).exists()
-        return ended or told[-1:] == [state]
+        return ended or states[-1:] == [state]
 
 
 def of_launch(
-    held: Mapping[str, Any], given: LaunchSpec, index: int, runs: Sequence[Path], witness: Witness
+    plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
+    evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Returns what of plan_state.json is believed, and a sentence on each thing that is not.
+    """Returns the confirmed entries of plan_state.json, and a warning on each other one.
 
-    Raises RefusedError where plan.json, or the runs, say otherwise.
+    Raises RefusedError where plan.json or the runs contradict it.
     """
     run = runs[index]
-    check_plan(held, given)
+    check_plan(plan_state, spec)
     for former in range(index):
-        check_copies(recovery.document(runs[former], rundir.RUN), given, former)
-    recovery.check_phase(index, runs, held.get("state") == "waiting")
-    doubts, ended_by = [], jsonl.text(held, "ended_by")
+        check_copies(recovery.document(runs[former], rundir.RUN), spec, former)
+    check_phase(index, runs, plan_state.get("state") == "waiting")
+    warnings, ended_by = [], jsonl.text(plan_state, "ended_by")
     action = ended_by.partition(" ")[0]
-    document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
-    if ended_by and not (witness.asks(action, run) or document.get("asked") == action):
-        doubts.append(_alone(rundir.PLAN_STATE, ended_by[:200]))
+    state = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
+    if ended_by and not (evidence.confirms_end(action, run) or state.get("asked") == action):
+        warnings.append(_unconfirmed(rundir.PLAN_STATE, ended_by[:200]))
         ended_by = ""
-    begun = (run / rundir.RUN).exists()
-    following = given.plan.phases[index + begun :]
+    has_begun = (run / rundir.RUN).exists()
+    following = spec.plan.phases[index + has_begun :]
     flags = {}
-    for name, entry in recovery.next_flags(held).items():
-        if following and witness.sets(name, entry["value"], following[0].name):
+    for name, entry in recovery.next_flags(plan_state).items():
+        if following and evidence.confirms_flag(name, entry["value"], following[0].name):
             flags[name] = entry
         else:
-            told = f"{name}={entry['value']} for the next phase"
-            doubts.append(_alone(rundir.PLAN_STATE, told))
-    return {**held, "ended_by": ended_by, "next_flags": flags}, doubts
+            claim = f"{name}={entry['value']} for the next phase"
+            warnings.append(_unconfirmed(rundir.PLAN_STATE, claim))
+    return {**plan_state, "ended_by": ended_by, "next_flags": flags}, warnings
 
 
 def of_run(
-    run: Path, given: LaunchSpec, index: int
+    run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns run.json, what of supervisor.json is believed, and a sentence on what is not.
+    """Returns run.json, the confirmed entries of supervisor.json, and a warning on each other one.
 
-    Raises RefusedError where plan.json, or the processes that live, say otherwise.
+    Raises RefusedError where plan.json or the living processes contradict them.
     """
-    held, record = (recovery.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN))
+    document, record = (recovery.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN))
     launches.check_in_place(run)
-    witness = Witness(run.parent, [run])
-    check_copies(record, given, index)
-    check_flags(record, given, index, witness)
-    doubts, asked, state = [], jsonl.text(held, "asked"), jsonl.text(held, "state")
-    plan = rundir.read_json(run.parent / rundir.PLAN_STATE) or {}
-    by_plan = jsonl.text(plan, "ended_by").startswith(f"{asked} asked by ")
-    if asked in ENDINGS and not (by_plan or witness.asks(asked, run)):
-        doubts.append(_alone(rundir.SUPERVISOR, f"{asked} was asked"))
-        held |= {"asked": "", "asked_by": ""}
+    evidence = Evidence(run.parent, [run])
+    check_copies(record, spec, index)
+    check_flags(record, spec, index, evidence)
+    warnings, asked = [], jsonl.text(document, "asked")
+    plan_state = rundir.read_json(run.parent / rundir.PLAN_STATE) or {}
+    by_plan = jsonl.text(plan_state, "ended_by").startswith(f"{asked} asked by ")
+    if asked in recovery.ENDINGS and not (by_plan or evidence.confirms_end(asked, run)):
+        warnings.append(_unconfirmed(rundir.SUPERVISOR, f"{asked} was requested"))
+        document |= {"asked": "", "asked_by": ""}
+    state = jsonl.text(document, "state")
     final = state in recovery.FINAL or state == "restarting"
-    if final and not witness.became(state, run):
-        doubts.append(_alone(rundir.SUPERVISOR, f"the run is {state}"))
-        held |= {"state": ""}
-    return record, held, doubts
+    if final and not evidence.confirms_state(state, run):
+        warnings.append(_unconfirmed(rundir.SUPERVISOR, f"the run is {state}"))
+        document |= {"state": ""}
+    return record, document, warnings
 
 
-def _alone(name: str, told: str) -> str:
-    return f"{name} says: {told}; no second record says so, so it is not believed"
+def _unconfirmed(name: str, claim: str) -> str:
+    return f"{name} says: {claim}; no second record confirms it, so it is ignored"
 
 
-def check_plan(held: Mapping[str, Any], given: LaunchSpec) -> None:
-    """Raises RefusedError where plan_state.json repeats plan.json otherwise."""
-    mine = [phase.name for phase in given.plan.phases]
-    theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(held, "phases")]
+def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
+    """Raises RefusedError where the phase in plan_state.json is not the newest one.
+
+    A later phase has begun, or processes of another phase live.
+    """
+    for number, run in enumerate(runs):
+        if number > index and (run / rundir.RUN).exists():
+            raise RefusedError(
+                f"{rundir.PLAN_STATE} says that phase {index + 1} was the last, but {run.name} has "
+                "begun; correct the document"
+            )
+        if (number != index or waiting) and (living := liveness.living_in(run)):
+            expected = "no phase runs" if waiting else f"phase {index + 1} runs"
+            raise RefusedError(
+                f"{rundir.PLAN_STATE} says that {expected}, but of {run.name} {living}; end it, or "
+                "correct the document"
+            )
+
+
+def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
+    """Raises RefusedError where plan_state.json and plan.json differ."""
+    mine = [phase.name for phase in spec.plan.phases]
+    theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(plan_state, "phases")]
     differ = ["phases"] * (bool(theirs) and mine != theirs)
-    differ += ["between"] * (held.get("between", given.plan.between) != given.plan.between)
-    _refuse(differ, rundir.PLAN_STATE)
+    differ += ["between"] * (plan_state.get("between", spec.plan.between) != spec.plan.between)
+    _check_none(differ, rundir.PLAN_STATE)
 
 
-def check_copies(record: Mapping[str, Any], given: LaunchSpec, index: int) -> None:
-    """Raises RefusedError where run.json repeats plan.json otherwise; what it lacks is no copy."""
-    phase = given.plan.phases[index]
-    command = {"argv": argv(phase, given.plan.watch.grace_s, Path())}
-    copies = jsonl.decode(jsonl.encode({**given.copies(index), **command})) or {}
-    _refuse([name for name, mine in copies.items()
-             if name in record and not _same(name, mine, record[name])], rundir.RUN)  # fmt: skip
+def check_copies(record: Mapping[str, Any], spec: LaunchSpec, index: int) -> None:
+    """Raises RefusedError where a key of run.json differs from plan.json."""
+    phase = spec.plan.phases[index]
+    command = {"argv": argv(phase, spec.plan.watch.grace_s, Path())}
+    copies = jsonl.decode(jsonl.encode({**spec.copies(index), **command})) or {}
+    common = copies.keys() & record.keys()
+    differ = sorted(name for name in common if not _same(name, copies[name], record[name]))
+    _check_none(differ, rundir.RUN)
 
 
 def _same(name: str, mine: Any, theirs: Any) -> bool:
@@ -162,10 +183,10 @@ def _same(name: str, mine: Any, theirs: Any) -> bool:
 
 
 def program(words: Any) -> list[str]:
-    """Returns the program and its arguments from a command of torchrun, [] for any other.
+    """Returns the program and its arguments from a command of torchrun, [] for any other command.
 
-    Options of torchrun may be of another version; a config is named without its folder, which
-    depends on the working directory.
+    The options of torchrun are left out: another version may have others. A config is named
+    without its folder, which depends on the working directory.
     """
     if not isinstance(words, list) or LOG_DIR not in words:
         return []
@@ -174,41 +195,43 @@ def program(words: Any) -> list[str]:
     return [Path(word).name if before[i] == "--config" else word for i, word in enumerate(found)]
 
 
-def _refuse(differ: Sequence[str], name: str) -> None:
+def _check_none(differ: Sequence[str], name: str) -> None:
     if differ:
         named = ", ".join(differ)
-        raise RefusedError(f"{rundir.PLAN} and {name} differ in {named}; {NOT_BEFORE}")
+        raise RefusedError(f"{rundir.PLAN} and {name} differ in {named}; {NOT_ADOPTED}")
 
 
-def check_flags(record: Mapping[str, Any], given: LaunchSpec, index: int, witness: Witness) -> None:
-    """Raises RefusedError for a flag in run.json that the plan or the living processes deny.
+def check_flags(
+    record: Mapping[str, Any], spec: LaunchSpec, index: int, evidence: Evidence
+) -> None:  # fmt: skip
+    """Raises RefusedError for a flag in run.json that the plan or the living processes contradict.
 
-    An operator's flag is in no plan: the answer to the request, or a living process, confirms it.
+    No plan has a flag of an operator: the answer to the request, or a living process, confirms it.
     """
-    planned, phase = given.flags(index, {}), given.plan.phases[index].name
-    held, born = jsonl.mapping(record, "flags"), list(_born(record))
-    for name in sorted({*planned, *held}):
-        entry = jsonl.mapping(held, name)
-        value = jsonl.text(entry, "value") if name in held else None
-        meant = planned[name].value if name in planned else None
-        living = [environment.get(name) for environment in born]
+    planned, phase = spec.flags(index, {}), spec.plan.phases[index].name
+    recorded = jsonl.mapping(record, "flags")
+    environments = [
+        process.environment(pid)
+        for pid in process.with_token(recovery.token(record), recovery.home(record))
+    ]
+    for name in sorted({*planned, *recorded}):
+        entry = jsonl.mapping(recorded, name)
+        value = jsonl.text(entry, "value") if name in recorded else None
+        in_plan = planned[name].value if name in planned else None
+        living = [environment.get(name) for environment in environments]
         by_operator = jsonl.text(entry, "origin").startswith("operator ") and value in living
-        agreed = value == meant or by_operator
-        agreed = agreed or (value is not None and witness.sets(name, value, phase))
-        others = f"{rundir.PLAN} says {_said(name, meant)}" if not agreed else ""
-        if agreed and living and value not in living:
-            others = f"the processes of the run were born with {_said(name, living[0])}"
-        if others:
-            raise RefusedError(f"{rundir.RUN} says {_said(name, value)}, {others}; {NOT_BEFORE}")
+        confirmed = value == in_plan or by_operator
+        confirmed = confirmed or (
+            value is not None and evidence.confirms_flag(name, value, phase)
+        )  # fmt: skip
+        other = "" if confirmed else f"{rundir.PLAN} says {_flag_words(name, in_plan)}"
+        if confirmed and living and value not in living:
+            other = f"the processes of the run have {_flag_words(name, living[0])}"
+        if other:
+            raise RefusedError(
+                f"{rundir.RUN} says {_flag_words(name, value)}, {other}; {NOT_ADOPTED}"
+            )
 
 
-def _said(name: str, value: str | None) -> str:
+def _flag_words(name: str, value: str | None) -> str:
     return f"no {name}" if value is None else f"{name}={value}"
-
-
-def _born(record: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yields the environments that the living processes of a run were born with."""
-    for pid in process.with_token(recovery.token(record)):
-        found = process.environment(pid)
-        if found.get(environ.RUN_DIR) == recovery.home(record):
-            yield found

@@ -1,4 +1,4 @@
-"""The ends of an attempt's ranks: by the kernel, else by their records, logs and pulses."""
+"""How the ranks of an attempt ended: by the kernel, else by their records, logs and pulses."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from console.supervisor.tree import Tree, Worker
 from trainers.contract import jsonl
 
 LATE_END_S = 5.0
-"""For so long torchrun has time to reap a rank, and the last record of a rank to arrive."""
+"""The time that torchrun has to reap a rank, and the last record of a rank to arrive."""
 
 
 class Ends:
-    """Says how the ranks of one attempt ended; `last_words` are read when all have ended."""
+    """Returns how the ranks of one attempt ended; `last_words` are read when all have ended."""
 
     def __init__(self, tree: Tree, heads: Callable[[], Mapping[int, Head]], pulses: LastPulses):
         self._tree, self._heads, self._pulses = tree, heads, pulses
         self.last_words: Mapping[int, LastWords] = {}
 
     def of(self, worker: Worker) -> End:
-        """Returns how a rank ended: as the kernel, else as it said itself."""
+        """Returns how a rank ended."""
         step = self._pulses.step(worker.rank, worker.handle.pid)
         head = self._heads().get(worker.rank, NO_RECORDS)
         return end_of(worker, head, self.last_words.get(worker.rank), step)
 
     def so_far(self) -> list[End]:
-        """Returns the ends that there are."""
+        """Returns the ends of the ranks that have ended."""
         over = [each for each in self._tree.workers.values() if each.over_ts is not None]
         return [self.of(worker) for worker in over]
 
     def failed(self) -> list[int]:
-        """Returns the ranks that have failed: by the kernel, or by end and last record of each."""
+        """Returns the ranks that failed, by their exit code or by exit and last record."""
         return sorted(rank for rank, each in self._tree.workers.items() if self._has_failed(each))
 
     def _has_failed(self, worker: Worker) -> bool:
@@ -49,13 +49,13 @@ class Ends:
         return late and self._heads().get(worker.rank, NO_RECORDS).code not in (None, 0)
 
     def conclude(self, last_words: Mapping[int, LastWords]) -> None:
-        """Takes the last words and pulses of all ranks."""
+        """Stores the ends of the logs and the last pulses of all ranks."""
         self.last_words = last_words
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.take_all(pids, self._tree.nproc)
 
     def documents(self, blamed: End | None) -> list[dict[str, Any]]:
-        """Returns the ranks as supervisor.json holds them."""
+        """Returns `workers` of supervisor.json."""
         found = []
         for _, worker in sorted(self._tree.workers.items()):
             record = worker.as_dict()
@@ -68,17 +68,17 @@ class Ends:
 
 
 def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int = 0) -> End:
-    """Returns how a rank ended: what the kernel says, its records, and its log once it was read.
+    """Returns how a rank ended, from its exit, its records, and the end of its log if it was read.
 
-    Its last record tells the exit code that nobody saw; exit 0 then needs a second source. `step`
-    is that of its pulse: a crash takes the records with it that were not yet written.
+    The last record gives an exit code that the kernel did not report; exit 0 then needs a second
+    source. `step` is that of the pulse: a crash loses the records that were not yet written.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
     doubt = "" if worker.seen or worker.vouched else _doubt(worker, head, step)
     if doubt:
         code = signal = None
     elif not worker.seen and not code:
-        code = head.code  # nobody saw a good end: the rank itself has to say so
+        code = head.code  # exit 0 needs the record of the rank
     last, record = words or LastWords(), head.last.record
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return End(
@@ -90,12 +90,12 @@ def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int
 
 
 def _doubt(worker: Worker, head: Head, step: int) -> str:
-    """Says why a good end that a rank announces, and nobody saw, is not believed."""
+    """Says why exit 0 in the last record of a rank is not accepted, "" where it is."""
     recorded = head.step
     claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")
     if head.code != 0 or (step == recorded and not claimed):
         return ""
     if claimed:
-        return f"its last record says exit 0, and a log or a document alone says {claimed}"
+        return f"its last record says exit 0, but a log or a document says {claimed}"
     pulse = f"its pulse is of step {step}" if step else "it has no pulse"
-    return f"its last record says exit 0 at step {recorded}, nobody saw that, and {pulse}"
+    return f"its last record says exit 0 at step {recorded}, no process observed it, and {pulse}"

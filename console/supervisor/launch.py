@@ -1,4 +1,4 @@
-"""A launch: its phases one after the other, and what is asked of it."""
+"""A launch: its phases in sequence, and the requests to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.status_text import missed
-from console.supervisor import cross_check, recovery, requests, shm
+from console.supervisor import cross_check, former_run, recovery, requests, shm
 from console.supervisor.alerts import Alerts
 from console.supervisor.dump import Dumps
 from console.supervisor.launch_spec import LaunchSpec
@@ -28,32 +28,32 @@ from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
-"""Files that are written into the run directory for the ranks."""
+"""The file in the run directory by which each of these actions reaches the ranks."""
 
 
 class Launch:
-    """Owns plan_state.json and the sequence of phases; `tick` moves everything on.
+    """Owns plan_state.json and the sequence of phases; `tick` moves them on.
 
-    With `held`, the plan_state.json of a supervisor that is gone, it goes on where that one was.
+    With `former`, the plan_state.json of a former process, it continues that launch.
     """
 
     def __init__(
         self,
         path: Path,
-        given: LaunchSpec,
+        spec: LaunchSpec,
         services: Services,
-        held: Mapping[str, Any] | None = None,
+        former: Mapping[str, Any] | None = None,
     ):
-        self.path, self.spec = path, given
+        self.path, self.spec = path, spec
         self.state: Literal["running", "waiting", "ended"] = "running"
         self.why = ""
         self.run: Run | None = None
         self._index = -1
         self._services, self._directory = services, services.directory
-        self._phases = given.entries()
-        self._next_flags = NextFlags(given)
-        kept = services.link.kept(path / rundir.PLAN_STATE) or {}
-        since_ns = jsonl.integer(kept, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
+        self._phases = spec.entries()
+        self._next_flags = NextFlags(spec)
+        stored = services.link.stored(path / rundir.PLAN_STATE) or {}
+        since_ns = jsonl.integer(stored, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
         self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
         self._dumps = Dumps(self._directory)
         self._acts = Acts(self._directory, self._dumps, self.end)
@@ -64,32 +64,32 @@ class Launch:
         )  # fmt: skip
         self._ended_by = ""
         self._numbers: dict[Path, int] = {}
-        """The last attempt of each run that is over."""
-        self._last_look = self.over = False
+        """The newest attempt of each run that is over."""
+        self._last_poll = self.over = False
         self._refreshed = 0.0
         self._actions: Mapping[str, Execute] = {
             "dump": self._do_dump, "halt": self._do_halt, "stop": self._do_end,
             "kill": self._do_end, "ack": self._do_ack, "note": self._do_note,
-            "checkpoint": self._do_ask, "profile": self._do_ask,
+            "checkpoint": self._do_write_file, "profile": self._do_write_file,
             "set-flag": self._do_set_flag, "proceed": self._do_proceed,
         }  # fmt: skip
         self._directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
-        if held is None:
+        if former is None:
             shm.sweep()
             self._start(0)
         else:
-            self._adopt(held)
+            self._continue(former)
 
     @property
     def pause_s(self) -> float:
-        """For how long nothing is due; what is done once a second is due when one begins."""
+        """Seconds until the next tick; work that is done once a second starts with the second."""
         if self._quiet and not self._lookout.under_way:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)
 
     @property
     def _quiet(self) -> bool:
-        """Says whether nothing is due before the next second unless it wakes the main loop."""
+        """Says whether nothing but a wake-up needs a tick before the next second."""
         return self._pace_s == QUIET_S and not self._services.hooks.busy
 
     @property
@@ -99,12 +99,13 @@ class Launch:
         return self.run.pace_s if self.run else QUIET_S if self.state == "waiting" else IDLE_S
 
     def tick(self) -> None:
-        """Does what is due; never waits.
+        """Does the work that is due; never waits.
 
-        What a look finds wakes the main loop: where that is soon enough, all is done then at once.
+        The result of a poll wakes the main loop. While nothing else is due, that tick does the
+        work.
         """
         self._directory.deliver()
-        if self._look_around() and self._quiet:
+        if self._start_poll() and self._quiet:
             return
         self._observers.run("stack dumps", lambda: self._dumps.poll(self._mailbox.answer), None)
         self._observers.run("alert hook", self._services.hooks.poll, None)
@@ -123,17 +124,17 @@ class Launch:
 
     @property
     def _observers(self) -> Observers:
-        """The observers of the run, between phases the observers of the launch."""
+        """The observers of the run; between phases those of the launch."""
         return self._own_observers if self.run is None else self.run.observers
 
     def end(self, action: str, by: str) -> str:
         """Ends the running phase, and the plan with it; returns the answer."""
         if self.run is None:
             if self.state != "ended":
-                self._end(f"{action} asked by {by} before the next phase")
-            return "the plan has ended; nothing was running"
-        self._ended_by = self._ended_by or f"{action} asked by {by}"
-        self._publish()  # first: it confirms to whoever has to go on what was asked
+                self._end(f"{action} requested by {by} before the next phase")
+            return "the plan has ended; no phase was running"
+        self._ended_by = self._ended_by or f"{action} requested by {by}"
+        self._publish()  # first: an adoption needs it as a second record of the request
         return self.run.end(action, by)
 
     # --- phases --------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class Launch:
         self._index = index
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
-        # Before the run: whoever takes over has to know of it.
+        # Before the run: the next child has to know of it.
         self._publish()
         run, pending = self.path / entry["dir"], self._next_flags.values()
         try:
@@ -150,52 +151,61 @@ class Launch:
         except UsageError as error:
             entry |= {"state": "failed", "why": str(error), "result": "fail"}
             return self._end(f"{entry['name']} cannot start: {error}")
-        self._next_flags.held = {}
+        self._next_flags.pending = {}
         self.state, self.why = "running", ""
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"
         self._event("phase", f"{entry['name']} starts")
         return self._publish()
 
-    def _adopt(self, held: Mapping[str, Any]) -> None:
-        """Takes over from a supervisor that is gone, at the phase that it was in.
+    def _continue(self, former: Mapping[str, Any]) -> None:
+        """Continues the launch that a former process left, at the phase in plan_state.json.
 
-        Raises ContractError when what it left cannot be believed.
+        Raises ContractError where its documents contradict each other.
         """
-        self._index = min(max(0, jsonl.integer(held, "phase") or 0), len(self._phases) - 1)
-        runs, link = [self.path / entry["dir"] for entry in self._phases], self._services.link
-        doubts = []
-        if link.kept(self.path / rundir.PLAN_STATE) is None:
-            witness = cross_check.Witness(self.path, runs)
-            held, doubts = cross_check.of_launch(held, self.spec, self._index, runs, witness)
-        for mine, theirs in zip(self._phases, recovery.phases(held), strict=False):
-            mine |= theirs
-        self._next_flags.held = recovery.next_flags(held)
-        self._ended_by = jsonl.text(held, "ended_by")[:400]
-        # Queued before the first look at the mailboxes.
+        link, runs = self._services.link, [self.path / entry["dir"] for entry in self._phases]
+        self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
+        warnings: list[str] = []
+        if link.stored(self.path / rundir.PLAN_STATE) is None:
+            evidence = cross_check.Evidence(self.path, runs)
+            former, warnings = cross_check.of_launch(
+                former, self.spec, self._index, runs, evidence
+            )  # fmt: skip
+        for entry, progress in zip(self._phases, recovery.phases(former), strict=False):
+            entry |= progress
+        self._next_flags.pending = recovery.next_flags(former)
+        self._ended_by = jsonl.text(former, "ended_by")[:400]
+        # Queued before the first poll of the mailboxes.
         self._directory.job(
-            lambda: cross_check.Witness(self.path, runs).answered(),
+            lambda: cross_check.Evidence(self.path, runs).answered_requests(),
             lambda answered, _: self._mailbox.remember(answered or {}),
         )
-        if held.get("state") == "ended":  # a former child of this owner has said so
-            self.state, self.why = "ended", jsonl.text(held, "why")[:400]
-            return self._publish()
-        mishap, told = link.charge.mishap, "a new supervisor takes over from one that is gone"
-        if mishap:
-            told = f"the supervisor's working process {mishap}: a new one goes on"
-        self._event("state", told, "warn")
-        for doubt in doubts:
-            self._event("note", doubt, "warn")
-        last, run = self._index + 1 == len(self._phases), runs[self._index]
-        if held.get("state") == "waiting" and not last:
-            self.state, self.why = "waiting", jsonl.text(held, "why")[:400]
-        elif link.kept(run / rundir.RUN) or (run / rundir.RUN).exists():
-            self.run = Run(self._services, self.spec, self._index, run, {}, adopt=True)
-            if not mishap:
-                self.run.event("note", "a new supervisor watches this run", "warn")
+        if former.get("state") != "ended":
+            self._note_continuation(warnings)
+            self._continue_phase(former, runs[self._index])
         else:
-            return self._start(self._index)
-        return self._publish()
+            self.state, self.why = "ended", jsonl.text(former, "why")[:400]
+        self._publish()
+
+    def _note_continuation(self, warnings: Sequence[str]) -> None:
+        end = self._services.link.state.former_end
+        text = "a new supervisor adopts the launch; the former one has died"
+        if end:
+            text = f"the supervisor's working process {end}; a new one has replaced it"
+        self._event("state", text, "warn")
+        for warning in warnings:
+            self._event("note", warning, "warn")
+
+    def _continue_phase(self, former: Mapping[str, Any], run: Path) -> None:
+        """Waits for confirmation again, continues the run of the phase, or starts it."""
+        is_last, link = self._index + 1 == len(self._phases), self._services.link
+        if former.get("state") == "waiting" and not is_last:
+            self.state, self.why = "waiting", jsonl.text(former, "why")[:400]
+        elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
+            found = former_run.read(link, run, self.spec, self._index)
+            self.run = Run(self._services, self.spec, self._index, run, {}, found)
+        else:
+            self._start(self._index)
 
     def _end_of_phase(self, run: Run) -> None:
         result = gates.overall(run.gates)
@@ -208,11 +218,11 @@ class Launch:
             "steps": self._steps(run) or 0, "ended_ts": time.time(),
         }  # fmt: skip
         name = entry["name"]
-        judged = f", gates {result}" if run.gates else ""
-        self._event("phase", f"{name} {run.state}{judged}: {run.why}")
-        refusal = self._why_not_on(run, result)
-        if refusal:
-            self._end(f"{name}: {refusal}")
+        gate_words = f", gates {result}" if run.gates else ""
+        self._event("phase", f"{name} {run.state}{gate_words}: {run.why}")
+        reason = self._why_no_next(run, result)
+        if reason:
+            self._end(f"{name}: {reason}")
         elif self._index + 1 == len(self._phases):
             self._end("all phases are done")
         elif self.spec.plan.between == "ask":
@@ -223,13 +233,13 @@ class Launch:
         else:
             self._start(self._index + 1)
 
-    def _why_not_on(self, run: Run, result: str) -> str:
-        """Says why the plan ends here, "" when the next phase may start."""
+    def _why_no_next(self, run: Run, result: str) -> str:
+        """Says why the plan ends after this run, "" when the next phase may start."""
         if run.state != "completed":
             return f"{run.state}: {run.why}"
         if result != "pass":
             return missed(run.gates)
-        return self._ended_by or (f"{rundir.HALT} is there" * run.attempt.known.halt_file)
+        return self._ended_by or (f"{rundir.HALT} exists" * run.attempt.known.halt_file)
 
     def _end(self, why: str) -> None:
         self.state, self.why = "ended", why
@@ -241,45 +251,45 @@ class Launch:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def _look_around(self) -> bool:
-        """Begins the next look if it is due; says whether it did."""
+    def _start_poll(self) -> bool:
+        """Starts the next poll of the files if it is due; returns whether it did."""
         every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
         begun = self._lookout.begin(runs, attempt, every_s)
-        self._last_look = self.state == "ended" if begun else self._last_look
+        self._last_poll = self.state == "ended" if begun else self._last_poll
         return begun
 
     def _take_requests(self, found: Sequence[Request]) -> None:
-        """Nobody's question is left without an answer: after the end it looks until none is new."""
+        """Executes requests; the launch is over when a poll after the end finds no new one."""
         new = self._mailbox.take(found, self._execute)
-        self.over = self._last_look and not new
+        self.over = self._last_poll and not new
 
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
             return False, f"the plan has ended: {self.why}", []
         execute = partial(self._actions[request.action], request)
-        refusal = False, f"the supervisor failed at it, see {rundir.SUPERVISOR_LOG}", []
-        return self._observers.once("requests", execute, refusal)
+        failure = False, f"the supervisor failed to execute it, see {rundir.SUPERVISOR_LOG}", []
+        return self._observers.once("requests", execute, failure)
 
     def _addressed(self, request: Request) -> Run | None:
-        """Returns the run of this phase, None when the request lies in a former one's mailbox."""
+        """Returns the running phase's run, None where the request is in another mailbox."""
         run = self.run
         return run if run and request.path.parent.parent == run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
-        """Leaves `.HALT` first; the answer follows."""
+        """Writes `.HALT`; the answer follows."""
         if self.run is None:
             return self._do_end(request)
         self._acts.halt(self.run, request.by, partial(self._mailbox.answer, request))
         return None
 
-    def _do_ask(self, request: Request) -> Outcome | None:
+    def _do_write_file(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None or not run.attempt.tree.handles():
-            return False, "no rank is running that could do it", []
+            return False, f"no rank is running that can do a {request.action}", []
         name = FILES[request.action]
-        text = f"{name} is written; a trainer of this project obeys at the end of its step"
+        text = f"{name} is written; a trainer of this project reads it at the end of its step"
         self._directory.ask(
             run.path, name, request.by,
             lambda why: self._mailbox.answer(request, (not why, why or text, [])),
@@ -311,7 +321,7 @@ class Launch:
         name, value = request.args["name"], request.args.get("value")
         index = self._index + 1
         if index >= len(self._phases):
-            return False, "there is no next phase, so no process could be born with the flag", []
+            return False, "there is no next phase: the flag would have no effect", []
         done, text = self._next_flags.set(index, name, value, request.by)
         self._publish()
         return done, text, []
@@ -319,17 +329,17 @@ class Launch:
     def _do_proceed(self, request: Request) -> Outcome:
         if self.state != "waiting":
             now = self._phases[self._index]["name"]
-            return False, f"{now} is still running, the plan does not wait; nothing was started", []
+            return False, f"{now} is still running; no phase was started", []
         phase, wanted = self._phases[self._index + 1]["name"], request.args.get("phase")
         if wanted not in (None, phase):
-            return False, f"the next phase is {phase!r}, not {wanted!r}; nothing was started", []
+            return False, f"the next phase is {phase!r}, not {wanted!r}; no phase was started", []
         self._start(self._index + 1)
         return True, f"{phase} starts", []
 
     def _do_dump(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None:
-            return False, "no rank is running, so there is no stack", []
+            return False, "no rank is running, so there are no stacks", []
         return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
 
     # --- records -------------------------------------------------------------------------------
@@ -338,7 +348,7 @@ class Launch:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
-        """Returns how many steps of this phase survived, as last told until that is read."""
+        """Returns the number of completed steps; until the records are read, the last number."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
     def _publish(self) -> None:
@@ -351,10 +361,10 @@ class Launch:
         self._services.publish(self.path / rundir.PLAN_STATE, {
             "v": VERSION, "launch": self.spec.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
-            "between": self.spec.plan.between, "next_flags": self._next_flags.held,
+            "between": self.spec.plan.between, "next_flags": self._next_flags.pending,
             "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
             "supervisor": {
-                **self._services.link.charge.identity, "token": self._services.lock_token,
+                **self._services.link.state.identity, "token": self._services.lock_token,
                 "child": rundir.identity(),
             },
             "live_dir": str(run.live) if run is not None and run.live else "",

@@ -26,7 +26,7 @@ Origins = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class FlagValue:
-    """A flag as a process is born with it, and who said so."""
+    """The value of a flag in the environment of a process, and its origin."""
 
     value: str
     origin: str
@@ -34,7 +34,7 @@ class FlagValue:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """A launch as data: `plan` already holds what `--flag`, `--set` and `--nproc` changed."""
+    """A launch as data; `plan` includes the changes by `--flag`, `--set` and `--nproc`."""
 
     launch: str
     plan: Plan
@@ -44,12 +44,12 @@ class LaunchSpec:
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
     created_ts: float = 0.0
-    """When plan.json was written, 0 before."""
+    """The time at which plan.json was written, 0 before."""
     operator: Settings = field(default_factory=Settings)
-    """Of the operator who launched, or who took the launch over; a plan cannot name one."""
+    """Settings of the operator who launched or adopted; a plan has none."""
 
     def as_dict(self, created_ts: float) -> dict[str, Any]:
-        """Returns plan.json: the plan's own keys and, beside them, the launch's."""
+        """Returns plan.json: the keys of the plan, and those of the launch."""
         return self.plan.as_dict() | {
             "v": VERSION, "launch": self.launch, "by": self.by, "created_ts": created_ts,
             "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
@@ -58,7 +58,7 @@ class LaunchSpec:
         } | asdict(self.operator)  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
-        """Returns the flags of a phase, the strongest source last to speak."""
+        """Returns the flags of a phase: `pending` replace those of the phase, these the plan's."""
         phase = self.plan.phases[index]
         found = {name: FlagValue(value, PLAN_ENV) for name, value in self.plan.env.items()}
         for name, value in phase.flags.items():
@@ -77,12 +77,12 @@ class LaunchSpec:
 
         config = project_file(phase.config) if phase.config else None
         environment = {name: flag.value for name, flag in flags.items()}
-        said = dict.fromkeys(phase.set, PHASE_FLAGS) | dict(self.set_origins)
-        resolved = settings.resolve(config, environment, phase.set, phase.module, said)
+        origins = dict.fromkeys(phase.set, PHASE_FLAGS) | dict(self.set_origins)
+        resolved = settings.resolve(config, environment, phase.set, phase.module, origins)
         return resolved.as_dict()
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns the phases as plan_state.json holds them before the first one begins."""
+        """Returns `phases` of plan_state.json before the first phase begins."""
         return [
             {"name": phase.name, "state": "next" if i == 0 else "later", "why": "", "result": "",
              "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}
@@ -90,7 +90,7 @@ class LaunchSpec:
         ]  # fmt: skip
 
     def copies(self, index: int) -> dict[str, Any]:
-        """Returns what run.json repeats of plan.json: who takes over compares them."""
+        """Returns the keys of run.json that repeat plan.json; an adoption compares them."""
         phase = self.plan.phases[index]
         return {
             "launch": self.launch, "plan": self.plan.name, "phase": phase.name, "index": index,
@@ -102,7 +102,7 @@ class LaunchSpec:
     def run_record(
         self, index: int, run: Path, flags: Mapping[str, FlagValue], contract: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Returns run.json of a phase: what is started, with what, and why.
+        """Returns run.json of a phase: its command, environment, flags and settings.
 
         Raises UsageError when settings and flags do not fit together.
         """
@@ -121,34 +121,34 @@ class LaunchSpec:
         }  # fmt: skip
 
 
-def load(launch: Path, kept: Mapping[str, Any] | None = None) -> LaunchSpec:
-    """Returns the orders in a launch directory, or in a plan.json that was `kept`.
+def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
+    """Returns the launch in plan.json of a launch directory, or in a `stored` plan.json.
 
     Raises NotFoundError or UsageError.
     """
-    record = kept or rundir.read_json(launch / rundir.PLAN)
+    record = stored or rundir.read_json(launch / rundir.PLAN)
     if record is None:
         raise NotFoundError(f"{launch} holds no readable {rundir.PLAN}")
     own = {each.name for each in fields(Plan)}
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
 
-    told = ("flag_origins", "set_origins", "host", "git")
+    mappings = ("flag_origins", "set_origins", "host", "git")
     operator = {key: record[key] for key in own_settings.KEYS if key in record}
     return LaunchSpec(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
-        *(jsonl.mapping(record, key) for key in told),
+        *(jsonl.mapping(record, key) for key in mappings),
         created_ts=jsonl.number(record, "created_ts") or 0.0,
         operator=own_settings.parse(operator, rundir.PLAN),
     )  # fmt: skip
 
 
 def is_ours(phase: Phase) -> bool:
-    """Says whether the phase starts one of our trainers, whose settings we know."""
+    """Says whether the phase starts a trainer of this project, whose settings are known."""
     return not phase.script and phase.module.startswith("trainers.")
 
 
 def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
-    """Returns the command that starts a phase on one host; torchrun's own files go below `logs`."""
+    """Returns the command that starts a phase on one host; torchrun writes below `logs`."""
     words = [
         sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
@@ -164,7 +164,7 @@ def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
 
 
 def inherited() -> dict[str, str]:
-    """Returns the allow-listed environment, in which this project can be imported."""
+    """Returns the allow-listed environment with this project in PYTHONPATH."""
     found = environ.inherited()
     paths = [entry for entry in found.get("PYTHONPATH", "").split(":") if entry]
     if str(PROJECT) not in paths:
@@ -177,7 +177,7 @@ def environment(
 ) -> dict[str, str]:
     """Returns the whole environment of torchrun: allow-list, flags, contract, nothing else.
 
-    Our own trainers import nothing from the working directory, whoever filled it.
+    The trainers of this project import nothing from the working directory.
     """
     chosen = {name: flag.value for name, flag in flags.items()}
     ours = {"PYTHONSAFEPATH": "1"} if is_ours(phase) else {}
@@ -197,8 +197,8 @@ cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && ec
 def git_facts(folder: Path) -> dict[str, Any]:
     """Returns the commit of the code in a folder, {} where there is no git.
 
-    `diff` is a hash of the local changes, "" without any. The last line says that git succeeded:
-    a supervisor that reaps all its children may have taken the exit code.
+    `diff` is a hash of the local changes, "" without any. The last line of the output shows that
+    git succeeded: a supervisor reaps all its children, so the exit code may be lost.
     """
     try:
         done = subprocess.run(

@@ -1,108 +1,189 @@
-"""The child's end of the socket to the owner: what it asks for, and what it is told."""
+"""The socket between the owner of a launch and its child: the messages, and the child's end."""
 
 from __future__ import annotations
 
 import os
 import select
+import socket
+import struct
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from console.supervisor import frames
-from console.supervisor.child_state import DEATHS_OFF, Charge
-from console.supervisor.frames import Frames, Message
+from console.supervisor.child_state import MAX_OBSERVER_DEATHS, ChildState
 from trainers.contract import jsonl, rundir
 
-BEAT_EVERY_S = 2.0
+ALIVE_EVERY_S = 2.0
+HEAD = struct.Struct("!cI")
+READ_BYTES, MAX_FDS = 1 << 16, 8
+
+# From the child.
+ALIVE = b"B"
+CLOSING = b"C"
+"""The child closes its files, which may wait for a disk; its silence no longer counts."""
+STORE = b"K"
+"""A document for the next child: its path, a zero byte, its content."""
+SPAWN = b"S"
+"""A command as JSON, and the descriptor of its log."""
+ADOPT = b"H"
+"""Processes that were adopted instead of spawned: the fields of SPAWN as JSON, and torchrun's."""
+KILL_AFTER = b"E"
+"""The number of seconds after which the processes are killed."""
+HANDLED = b"O"
+"""The number of signals that the child has handled."""
+# From the owner.
+SPAWNED = b"P"
+"""A pid, and its pidfd."""
+NOT_SPAWNED = b"N"
+"""An errno."""
+REAPED = b"X"
+"""A pid and its exit code, as `Popen.returncode` has it."""
+SIGNAL = b"A"
+"""A signal that the owner received."""
+TERM_SENT = b"T"
+"""The owner sent TERM to the processes itself."""
+PID_AND_CODE = struct.Struct("!qq")
+KINDS_WITH_FD = frozenset((SPAWN, SPAWNED))
+
+
+class Message(NamedTuple):
+    """One message; the receiver closes `fd`."""
+
+    kind: bytes
+    data: bytes
+    fd: int = -1
+
+
+class Channel:
+    """One end of a socket of messages."""
+
+    def __init__(self, end: socket.socket):
+        self.socket = end
+        self._data = bytearray()
+        self._fds: deque[int] = deque()
+
+    def send(self, kind: bytes, data: bytes = b"", fd: int | None = None) -> None:
+        """Sends a whole message. Raises OSError where the other end does not read.
+
+        On a socket that does not block, the message has to be smaller than the socket's buffer.
+        """
+        frame = HEAD.pack(kind, len(data)) + data
+        sent = socket.send_fds(self.socket, [frame], [fd] if fd is not None else [])
+        if sent < len(frame):
+            self.socket.sendall(frame[sent:])
+
+    def receive(self) -> list[Message]:
+        """Returns the messages that one read completes. Raises OSError, EOFError at the end."""
+        data, fds, _, _ = socket.recv_fds(self.socket, READ_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        self._fds.extend(fds)
+        if not data:
+            raise EOFError
+        self._data += data
+        found = []
+        while len(self._data) >= HEAD.size:
+            kind, size = HEAD.unpack_from(self._data)
+            end = HEAD.size + size
+            if len(self._data) < end:
+                break
+            fd = self._fds.popleft() if kind in KINDS_WITH_FD and self._fds else -1
+            found.append(Message(kind, bytes(self._data[HEAD.size : end]), fd))
+            del self._data[:end]
+        return found
+
+    def close(self) -> None:
+        self.socket.close()
+        while self._fds:
+            os.close(self._fds.popleft())
 
 
 class Link:
-    """Owns what the owner told; every method but `spawn` returns at once.
+    """The child's end of the socket; every method but `spawn` returns at once.
 
-    While the owner takes nothing (it is stopped) the newest content of each document waits. An
-    owner that is gone has ended this process: the kernel sees to it.
+    Messages wait while the owner does not read (it is stopped). The kernel ends this process when
+    its owner ends.
     """
 
-    def __init__(self, end: Frames, charge: Charge):
-        self._end = end
-        self.charge = charge
-        """As the owner handed it over; what it told since is added."""
-        del charge.asked[charge.forwarded :]  # a signal just before the fork: the owner tells of it
+    def __init__(self, channel: Channel, state: ChildState):
+        self._channel = channel
+        self.state = state
+        """The state from the owner, updated by its messages."""
+        del state.signals[state.forwarded :]  # the owner sends the others as messages
         self._waiting: dict[object, tuple[bytes, bytes]] = {}
         """Messages that wait to be sent; of each document (by its path) only the newest content."""
-        self._beat = 0.0
+        self._alive_sent = 0.0
 
     @property
     def fd(self) -> int:
-        return self._end.socket.fileno()
+        return self._channel.socket.fileno()
 
-    def off(self) -> list[str]:
-        """Returns the observers in which former children ended again and again."""
-        return [name for name, count in self.charge.deaths.items() if count >= DEATHS_OFF]
+    def observers_off(self) -> list[str]:
+        """Returns the observers that are switched off, because former children died in them."""
+        deaths = self.state.observer_deaths
+        return [name for name, count in deaths.items() if count >= MAX_OBSERVER_DEATHS]
 
-    # --- told ----------------------------------------------------------------------------------
+    # --- the state from the owner --------------------------------------------------------------
 
-    def kept(self, path: Path) -> dict[str, Any] | None:
-        """Returns the document that a former child of this owner wrote last, None without."""
-        data = self.charge.kept.get(str(path))
+    def stored(self, path: Path) -> dict[str, Any] | None:
+        """Returns the newest document that a child of this owner stored, None without one."""
+        data = self.state.documents.get(str(path))
         return None if data is None else jsonl.decode(data)
 
-    def holds(self, home: str, attempt: int) -> bool:
-        """Says whether the owner holds the processes of an attempt since before this child."""
-        return self.charge.held == (home, str(attempt))
+    def owns(self, home: str, attempt: int) -> bool:
+        """Says whether the owner has owned the processes of an attempt since before this child."""
+        return self.state.attempt == (home, str(attempt))
 
-    def began(self, run: Path, home: str, attempt: int) -> bool:
-        """Says whether a former child began an attempt whose torchrun was never started."""
-        return self.kept(run / rundir.RUN) is not None and not self.holds(home, attempt)
+    def has_no_processes(self, run: Path, home: str, attempt: int) -> bool:
+        """Says whether a former child began an attempt and never started its torchrun."""
+        return self.stored(run / rundir.RUN) is not None and not self.owns(home, attempt)
 
-    def hear(self) -> None:
-        """Takes what the owner has said so far."""
+    def receive(self) -> None:
+        """Handles the messages that have arrived."""
         while select.select([self.fd], [], [], 0)[0]:
-            for message in self._end.receive():
-                self._take(message)
+            for message in self._channel.receive():
+                self._handle(message)
 
-    def _take(self, message: Message) -> None:
-        if message.kind == frames.REAPED:
-            pid, code = frames.PIDS.unpack(message.data)
-            self.charge.reaped(pid, code)
-        elif message.kind == frames.ASKED:
-            self.charge.asked.append(int(message.data))
-        elif message.kind == frames.TERMED:
-            self.charge.termed = True
+    def _handle(self, message: Message) -> None:
+        if message.kind == REAPED:
+            self.state.add_exit_code(*PID_AND_CODE.unpack(message.data))
+        elif message.kind == SIGNAL:
+            self.state.signals.append(int(message.data))
+        elif message.kind == TERM_SENT:
+            self.state.term_sent = True
 
-    # --- asked ---------------------------------------------------------------------------------
+    # --- requests to the owner -----------------------------------------------------------------
 
-    def beat(self) -> None:
-        """Says that this child works, every `BEAT_EVERY_S`; sends what waits."""
+    def send_alive(self) -> None:
+        """Sends every `ALIVE_EVERY_S` that this child works, and the messages that wait."""
         now = time.monotonic()
-        if now - self._beat >= BEAT_EVERY_S and not self._waiting:
-            self._beat = now
-            self._send(frames.BEAT)
+        if now - self._alive_sent >= ALIVE_EVERY_S and not self._waiting:
+            self._alive_sent = now
+            self._send(ALIVE)
         self._flush()
 
-    def obeyed(self) -> None:
-        """Says that every signal in `asked` was obeyed, and forgets them."""
-        self._send(frames.OBEYED, str(len(self.charge.asked)).encode())
-        self.charge.asked.clear()
+    def signals_handled(self) -> None:
+        """Sends that all signals of `state` were handled, and removes them."""
+        self._send(HANDLED, str(len(self.state.signals)).encode())
+        self.state.signals.clear()
 
-    def close(self) -> None:
-        """Says that from now on it may wait for a disk."""
-        self._send(frames.CLOSING)
+    def closing(self) -> None:
+        """Sends that from now on this child may wait for a disk."""
+        self._send(CLOSING)
 
-    def keep(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Gives the owner a document for the child that may follow."""
-        self._send(frames.KEEP, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
+    def store(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Sends a document, which the owner gives to the next child."""
+        self._send(STORE, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
 
-    def ending(self, grace_s: float) -> None:
-        """Says how long the processes still have: the owner kills what a dead child cannot."""
-        self._send(frames.ENDING, repr(grace_s).encode())
+    def kill_after(self, grace_s: float) -> None:
+        """Has the owner kill the processes that live after the grace time."""
+        self._send(KILL_AFTER, repr(grace_s).encode())
 
-    def hold(self, agent: int, environment: Mapping[str, str], grace_s: float) -> None:
-        """Gives the owner the processes of an attempt that was taken over."""
-        self.charge.agent = agent
-        named = {"agent": agent, "environment": dict(environment), "grace_s": grace_s}
-        self._send(frames.HOLDS, jsonl.encode(named))
+    def adopt(self, torchrun_pid: int, environment: Mapping[str, str], grace_s: float) -> None:
+        """Gives the owner the processes of an attempt that this supervisor did not start."""
+        self.state.torchrun_pid = torchrun_pid
+        named = {"agent": torchrun_pid, "environment": dict(environment), "grace_s": grace_s}
+        self._send(ADOPT, jsonl.encode(named))
 
     def spawn(
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
@@ -112,30 +193,35 @@ class Link:
         Raises OSError where it cannot be started.
         """
         command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s}
-        self.charge.exits.clear()
-        self.charge.termed = False
+        self.state.exit_codes.clear()
+        self.state.term_sent = False
         self._flush(wait=True)
-        self._end.send(frames.SPAWN, jsonl.encode(command), log_fd)
-        answer = None
-        while answer is None:
-            for message in self._end.receive():
-                if message.kind in (frames.SPAWNED, frames.NOT_SPAWNED):
-                    answer = message
-                else:
-                    self._take(message)
+        self._channel.send(SPAWN, jsonl.encode(command), log_fd)
+        answer = self._receive_answer()
         number = int(answer.data)
-        if answer.kind == frames.NOT_SPAWNED:
+        if answer.kind == NOT_SPAWNED:
             raise OSError(number, os.strerror(number), argv[0])
         if answer.fd < 0:
             raise RuntimeError("no descriptor to spare for torchrun")
-        self.charge.agent = number
+        self.state.torchrun_pid = number
         return number, answer.fd
+
+    def _receive_answer(self) -> Message:
+        """Waits for the answer to SPAWN; handles the other messages."""
+        answer = None
+        while answer is None:
+            for message in self._channel.receive():
+                if message.kind in (SPAWNED, NOT_SPAWNED):
+                    answer = message
+                else:
+                    self._handle(message)
+        return answer
 
     def _send(self, kind: bytes, data: bytes = b"", key: object = None) -> None:
         self._waiting[key or object()] = kind, data
         self._flush()
 
     def _flush(self, wait: bool = False) -> None:
-        """Sends what waits, in order, as far as the owner takes it."""
+        """Sends the messages that wait, in order, as far as the owner reads them."""
         while self._waiting and (wait or select.select([], [self.fd], [], 0)[1]):
-            self._end.send(*self._waiting.pop(next(iter(self._waiting))))
+            self._channel.send(*self._waiting.pop(next(iter(self._waiting))))

@@ -1,7 +1,7 @@
-"""The lock file of a launch: its owner, and the token of this ownership.
+"""The lock file of a launch: the process that owns it, and the token of this ownership.
 
-The flock says whether the owner lives, the token which owner it is: a copy of the directory has
-the token and no flock, another launch at the same path has another token.
+The flock says whether the owner lives, the token says which owner it is: a copy of the directory
+has the token and no flock, and another launch at the same path has another token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 16
 
 
 def is_held(launch: Path) -> bool:
-    """Says whether a process holds the lock of a launch directory; no process on another host."""
+    """Says whether a process of this host holds the lock of a launch directory."""
     fd = jsonl.open_regular(launch / rundir.LOCK)
     if fd is None:
         return False
@@ -39,35 +39,35 @@ def read(fd: int) -> dict[str, Any]:
 
 
 def claim(fd: int, launch: str, user: str) -> None:
-    """Names this process as the owner, with a new token. Raises OSError."""
-    held = {"user": user, "since_ts": time.time(), "launch": launch, "token": secrets.token_hex(8)}
-    _write(fd, rundir.identity() | held)
+    """Writes this process into the lock as its owner, with a new token. Raises OSError."""
+    owner = {"user": user, "since_ts": time.time(), "launch": launch, "token": secrets.token_hex(8)}
+    _write(fd, rundir.identity() | owner)
 
 
 def take_over(fd: int) -> str:
-    """Names this process as the owner in the place of its launcher; returns the token.
+    """Writes this process into the lock in the place of its launcher; returns the token.
 
     Raises OSError.
     """
-    held = read(fd)
-    _write(fd, held | rundir.identity())
-    return jsonl.text(held, "token")
+    owner = read(fd)
+    _write(fd, owner | rundir.identity())
+    return jsonl.text(owner, "token")
 
 
 def _write(fd: int, record: dict[str, Any]) -> None:
     """Replaces the content in place: the flock belongs to the file. A reader never finds half."""
     data = jsonl.encode(record)
     old = min(os.fstat(fd).st_size, MAX_BYTES)
-    # The room that the file has is kept until the new content stands: a full disk takes it.
+    # The blocks of the file are freed after the write: on a full disk they may be the last ones.
     os.pwrite(fd, data.ljust(old), 0)
     os.ftruncate(fd, len(data))
 
 
-class Held:
-    """The lock of a launch as its owner took it: which file it is, and the token in it.
+class LaunchLock:
+    """The lock of a launch that this process owns: which file it is, and the token in it.
 
-    A directory that was moved away, or put in the place of ours, may belong to another launch.
-    Raises OSError where the owner cannot be named in the lock.
+    A directory that was moved away, or put in its place, may belong to another launch. Raises
+    OSError where this process cannot be written into the lock.
     """
 
     def __init__(self, launch: Path, fd: int):
@@ -75,12 +75,12 @@ class Held:
         self._file, self.token, self._lost = os.fstat(fd), take_over(fd), ""
 
     def lost(self) -> str:
-        """Says why the directory at the path is not ours any more, "" while it is."""
+        """Says why the directory at the path is not this launch's any more, "" while it is."""
         try:
             same = os.path.samestat(os.stat(self._path), self._file)
         except (FileNotFoundError, NotADirectoryError):
             same = False
-        except OSError:  # it cannot be looked at now: what was known stays
+        except OSError:  # it cannot be read now: the last answer stays
             return self._lost
         if same:
             fd = jsonl.open_regular(self._path)

@@ -99,13 +99,13 @@ class Lookout:
 
     def _look_at(self, files: Files, heartbeats: bool) -> News | None:
         """Looks at a run's files; the owner knows where this process does not come back from it."""
-        if FILES_NAME in self._link.off():
+        if FILES_NAME in self._link.observers_off():
             return None
-        self._link.charge.notes.write(FILES, FILES_NAME)
+        self._link.state.activity.write(FILES, FILES_NAME)
         try:
             return files.look(heartbeats)
         finally:
-            self._link.charge.notes.write(FILES, "")
+            self._link.state.activity.write(FILES, "")
 
     def _glance(self) -> bool:
         """Says whether something has changed since the last time; on the directory's thread."""

@@ -12,38 +12,41 @@ from trainers.contract.errors import UsageError
 
 
 def set_words(name: str, value: str, phase: str) -> str:
-    """Returns the answer to a request that set a flag: who takes over looks for it."""
+    """Returns the answer to a request that set a flag; an adoption compares it with the flag."""
     return f"{name}={value} for {phase} only"
 
 
 class NextFlags:
-    """Owns the flags that wait for the next phase; they hold for that phase only."""
+    """Owns the flags that an operator set for the next phase, and for that phase only."""
 
-    def __init__(self, given: LaunchSpec):
-        self._orders = given
-        self.held: Mapping[str, dict[str, Any]] = {}
+    def __init__(self, spec: LaunchSpec):
+        self._spec = spec
+        self.pending: Mapping[str, dict[str, Any]] = {}
         """`next_flags` of plan_state.json."""
 
     def values(self) -> dict[str, FlagValue]:
         """Returns the flags with their origin, for the phase that starts."""
-        return {name: FlagValue(f["value"], f"operator {f['by']}") for name, f in self.held.items()}
+        return {
+            name: FlagValue(flag["value"], f"operator {flag['by']}")
+            for name, flag in self.pending.items()
+        }
 
     def set(self, index: int, name: str, value: str | None, by: str) -> tuple[bool, str]:
-        """Sets a flag for the phase `index`, or unsets it for None. Returns success and a sentence.
+        """Sets a flag of the phase `index`, or unsets it for None. Returns success and a sentence.
 
-        It is refused where it does not fit the settings of that phase.
+        A flag that does not fit the settings of that phase is rejected.
         """
-        phase = self._orders.plan.phases[index].name
-        changed = {held: flag for held, flag in self.held.items() if held != name}
+        phase = self._spec.plan.phases[index].name
+        changed = {key: flag for key, flag in self.pending.items() if key != name}
         try:
             if value is not None:
                 value = flags.format_value(flags.parse(name, value))
                 changed[name] = {"value": value, "by": by, "ts": time.time()}
-            given = {held: FlagValue(flag["value"], "operator") for held, flag in changed.items()}
-            self._orders.settings(index, self._orders.flags(index, given))
+            pending = {key: FlagValue(flag["value"], "operator") for key, flag in changed.items()}
+            self._spec.settings(index, self._spec.flags(index, pending))
         except UsageError as error:
             return False, str(error)
-        self.held = changed
+        self.pending = changed
         if value is None:
-            return True, f"{name} is as the plan says again for {phase}"
+            return True, f"{name} has its value from the plan again for {phase}"
         return True, set_words(name, value, phase)

@@ -87,12 +87,12 @@ class Observers:
 
     def _look(self, name: str, look: Callable[[], T]) -> T:
         """Looks; the owner knows in what this process was where it does not come back."""
-        before = self._link.charge.notes.read(MAIN)
-        self._link.charge.notes.write(MAIN, name)
+        before = self._link.state.activity.read(MAIN)
+        self._link.state.activity.write(MAIN, name)
         try:
             return look()
         finally:
-            self._link.charge.notes.write(MAIN, before)
+            self._link.state.activity.write(MAIN, before)
 
     def leave_out(self, name: str) -> None:
         """Switches off an observer that former processes ended in."""

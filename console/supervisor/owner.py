@@ -1,10 +1,10 @@
-"""The owner of a launch: the lock and the processes are its own, whatever becomes of the rest.
+"""The owner of a launch: it holds the lock and the processes, and replaces a child that fails.
 
-It touches no file of the run, beside the program that it starts, and understands nothing that a
-rank wrote. All that reads, writes, judges and
-decides runs in one child, which is forked from here. A child that ends, or says nothing for
-`SILENT_S`, is replaced; the next one goes on with the documents that are kept here. The owner
-itself acts where no child does: on TERM it ends the ranks within the grace time.
+The owner reads and writes no file of the run, except that it starts the program. It parses nothing
+that a rank wrote. The child, which is forked from here, reads, writes and decides. A child that
+ends, or sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that
+this process stores. The owner acts alone where no child does: after TERM it ends the ranks within
+the grace time.
 """
 
 from __future__ import annotations
@@ -26,98 +26,101 @@ from contextlib import suppress
 from typing import Any
 
 from console.sources import process
-from console.supervisor import frames
-from console.supervisor.child_state import FILES, MAIN, Charge
-from console.supervisor.frames import Frames, Message
+from console.supervisor import link
+from console.supervisor.child_state import FILES, MAIN, ChildState
+from console.supervisor.link import Channel, Message
 from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
-"""A child may say nothing for so long: while it works, before its first word, while it closes."""
+"""The longest silence of a child: while it works, before its first message, while it closes."""
 WAITS_S = (0.0, 2.0, 10.0, 60.0)
-"""Before a child is replaced for the first, second, third and each further time in a row."""
+"""The wait before a child is replaced for the first, second, third and each further time."""
 SETTLED_S = 60.0
-"""A child that has lived for so long begins a new row."""
-OBEY_S = 0.5
-"""A signal that the child has not taken after this time is obeyed here."""
+"""A child that has lived for this long resets the count of failures."""
+HANDLE_S = 0.5
+"""The owner handles a signal itself when the child has not done so after this time."""
 LATE_S = 0.5
 """The owner waits this long for the child to send KILL, and then sends it itself."""
-SCAN_EVERY_S, PATIENT_S, LOOK_S = 0.2, 0.1, 2.5
+SCAN_EVERY_S, RESEND_EVERY_S, POLL_S = 0.2, 0.1, 2.5
 
 
-Child = Callable[[Frames, Charge], int]
+ChildMain = Callable[[Channel, ChildState], int]
 """Runs in the child; returns its exit code."""
 
 
 class Owner:
     """Owns the processes of a launch; `run` returns when the launch has ended."""
 
-    def __init__(self, child: Child):
-        self._main = child
-        self._charge = Charge()
+    def __init__(self, child_main: ChildMain):
+        self._child_main = child_main
+        self._state = ChildState()
         self._pid = 0
-        self._link: Frames | None = None
+        """The pid of the child, 0 while there is none."""
+        self._channel: Channel | None = None
         self._unsent: deque[tuple[bytes, bytes]] = deque()
-        self._heard = self._born = self._again_at = 0.0
-        self._limit_s, self._failures, self._killed_as = FIRST_S, 0, ""
-        self._token, self._grace_s, self._is_ours = "", 0.0, False
-        self._obey_at = self._kill_at = math.inf
-        self._scan_at = self._judged = 0.0
+        self._received_at = self._forked_at = self._fork_at = 0.0
+        self._silent_limit_s, self._failures, self._killed_because = FIRST_S, 0, ""
+        self._token, self._grace_s, self._is_parent = "", 0.0, False
+        """Of the newest attempt; `_is_parent`: this process started its torchrun."""
+        self._handle_at = self._kill_at = math.inf
+        self._scan_at = self._checked_at = 0.0
         self._scan_s = SCAN_EVERY_S
         self._result: int | None = None
         self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
 
-    def ask(self, number: int) -> None:
-        """Takes a signal that ends the launch; called from its handler."""
-        self._charge.asked.append(number)
+    def add_signal(self, number: int) -> None:
+        """Stores a signal that ends the launch; called from the signal handler."""
+        self._state.signals.append(number)
 
     def run(self) -> int:
         """Returns the exit code of the supervisor."""
         while self._result is None:
             try:
-                self._look()
+                self._step()
             except Exception:  # no descriptor, process or memory to spare: tried again
                 time.sleep(SCAN_EVERY_S)
         return self._result
 
-    def _look(self) -> None:
-        if not self._pid and time.monotonic() >= self._again_at:
+    def _step(self) -> None:
+        if not self._pid and time.monotonic() >= self._fork_at:
             self._fork()
-        self._wait()
+        self._poll()
         self._reap()
-        self._pass_on()
-        self._judge()
-        self._guard()
+        self._send_queued()
+        self._kill_silent_child()
+        self._forward_signals()
+        self._enforce_deadlines()
 
     # --- the child -----------------------------------------------------------------------------
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
         owner = os.getpid()
-        self._charge.notes.clear()
-        # What comes from here on is told to the child, not forked into it.
-        self._charge.forwarded = len(self._charge.asked)
+        self._state.activity.clear()
+        # The child has these in its copy of the state; later ones are sent as messages.
+        self._state.forwarded = len(self._state.signals)
         with theirs:
             pid = os.fork()
             if pid == 0:
                 ours.close()
-                self._become_child(owner, Frames(theirs))
+                self._become_child(owner, Channel(theirs))
         ours.setblocking(False)
-        self._attach(pid, Frames(ours))
+        self._attach(pid, Channel(ours))
 
-    def _attach(self, pid: int, end: Frames) -> None:
-        self._pid, self._link, self._limit_s = pid, end, FIRST_S
+    def _attach(self, pid: int, channel: Channel) -> None:
+        self._pid, self._channel, self._silent_limit_s = pid, channel, FIRST_S
         self._unsent.clear()
-        self._heard = self._born = time.monotonic()
-        self._killed_as = ""
+        self._received_at = self._forked_at = time.monotonic()
+        self._killed_because = ""
 
-    def _drop_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
-    def _become_child(self, owner: int, link: Frames) -> None:
+    def _become_child(self, owner: int, channel: Channel) -> None:
         """Never returns. The kernel ends this process with its owner."""
         code = 1
         try:
@@ -125,10 +128,10 @@ class Owner:
             signal.set_wakeup_fd(-1)
             for fd in self._wakes:
                 os.close(fd)
-            for number in (signal.SIGTERM, signal.SIGINT):  # whoever means the supervisor
+            for number in (signal.SIGTERM, signal.SIGINT):  # they are meant for the supervisor
                 signal.signal(number, lambda got, _frame: os.kill(owner, got))
             if os.getppid() == owner:
-                code = self._main(link, self._charge)
+                code = self._child_main(channel, self._state)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -137,110 +140,112 @@ class Owner:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _wait(self) -> None:
-        """Waits for a signal, a word of the child, or until something is due."""
+    def _poll(self) -> None:
+        """Waits for a signal, a message of the child, or the next deadline."""
         now = time.monotonic()
-        silent_at = math.inf if self._killed_as else self._heard + self._limit_s
+        silent_at = math.inf if self._killed_because else self._received_at + self._silent_limit_s
         due = [
-            silent_at if self._pid else self._again_at, self._obey_at,
-            max(self._kill_at, self._scan_at), now + (PATIENT_S if self._unsent else LOOK_S),
+            silent_at if self._pid else self._fork_at, self._handle_at,
+            max(self._kill_at, self._scan_at), now + (RESEND_EVERY_S if self._unsent else POLL_S),
         ]  # fmt: skip
         poller = select.poll()
         poller.register(self._wakes[0], select.POLLIN)
-        if self._link is not None:
-            poller.register(self._link.socket, select.POLLIN)
+        if self._channel is not None:
+            poller.register(self._channel.socket, select.POLLIN)
         for fd, _ in poller.poll(math.ceil(max(0.0, min(due) - now) * 1000)):
             if fd == self._wakes[0]:
                 with suppress(BlockingIOError):
                     os.read(fd, 4096)
             else:
-                self._hear()
+                self._receive()
 
-    def _hear(self) -> bool:
-        """Takes what the child says; False when there is nothing more."""
-        if self._link is None:
+    def _receive(self) -> bool:
+        """Handles messages of the child; returns False when there are no more."""
+        if self._channel is None:
             return False
         try:
-            messages = self._link.receive()
+            messages = self._channel.receive()
         except BlockingIOError:
             return False
-        except (EOFError, OSError):  # its exit follows
-            self._drop_link()
+        except (EOFError, OSError):  # the child exits
+            self._close_channel()
             return False
-        self._heard = time.monotonic()
-        if self._limit_s == FIRST_S:
-            self._limit_s = SILENT_S
+        self._received_at = time.monotonic()
+        if self._silent_limit_s == FIRST_S:
+            self._silent_limit_s = SILENT_S
         for message in messages:
-            self._take(message)
+            self._handle(message)
         return True
 
-    def _take(self, message: Message) -> None:
-        kind, data = message.kind, message.data
-        if kind == frames.KEEP:
+    def _handle(self, message: Message) -> None:
+        kind, data, state = message.kind, message.data, self._state
+        if kind == link.STORE:
             path, _, content = data.partition(b"\0")
-            self._charge.kept[os.fsdecode(path)] = content
-        elif kind == frames.SPAWN:
+            state.documents[os.fsdecode(path)] = content
+        elif kind == link.SPAWN:
             self._spawn(json.loads(data), message.fd)
-        elif kind == frames.HOLDS:
+        elif kind == link.ADOPT:
             named = json.loads(data)
-            self._hold(named, named["agent"], False)
-        elif kind == frames.ENDING:
+            self._own_attempt(named, named["agent"], is_parent=False)
+        elif kind == link.KILL_AFTER:
             self._kill_at = min(self._kill_at, time.monotonic() + float(data) + LATE_S)
-        elif kind == frames.OBEYED:
-            del self._charge.asked[: int(data)]
-            self._charge.forwarded = max(0, self._charge.forwarded - int(data))
-            self._obey_at = math.inf
-        elif kind == frames.CLOSING:
-            self._limit_s = CLOSING_S
+        elif kind == link.HANDLED:
+            del state.signals[: int(data)]
+            state.forwarded = max(0, state.forwarded - int(data))
+            self._handle_at = math.inf
+        elif kind == link.CLOSING:
+            self._silent_limit_s = CLOSING_S
 
-    def _judge(self) -> None:
-        """Ends a child that says nothing. One that cannot end (state D) is waited for.
+    def _kill_silent_child(self) -> None:
+        """Kills a child that sends nothing. One in state D cannot end; the owner waits for it.
 
-        While this process was stopped itself nobody could hear the child.
+        Silence does not count while this process was stopped itself.
         """
-        before, self._judged = self._judged, time.monotonic()
-        if self._judged - before > 2 * LOOK_S:
-            self._heard = self._judged
-        if self._pid and not self._killed_as:
-            silent_s = self._judged - self._heard
-            if silent_s >= self._limit_s:
-                self._killed_as = f"said nothing for {silent_s:.0f} s"
+        before, self._checked_at = self._checked_at, time.monotonic()
+        if self._checked_at - before > 2 * POLL_S:
+            self._received_at = self._checked_at
+        if self._pid and not self._killed_because:
+            silent_s = self._checked_at - self._received_at
+            if silent_s >= self._silent_limit_s:
+                self._killed_because = f"was silent for {silent_s:.0f} s and was killed"
                 os.kill(self._pid, signal.SIGKILL)
 
     def _child_ended(self, code: int) -> None:
-        closing = self._limit_s == CLOSING_S
+        """Sets the result of the supervisor, or the time of the next fork."""
+        closing = self._silent_limit_s == CLOSING_S
         self._pid = 0
-        self._drop_link()
-        charge, now = self._charge, time.monotonic()
+        self._close_channel()
+        state, now = self._state, time.monotonic()
         if code == 0 and closing:
             self._result = 0
             return
-        never_began = not charge.kept and not charge.agent
-        if never_began and code > 0:
+        never_started = not state.documents and not state.torchrun_pid
+        if never_started and code > 0:
             self._result = code
             return
-        if now - self._born >= SETTLED_S:
+        if now - self._forked_at >= SETTLED_S:
             self._failures = 0
-            charge.deaths.clear()
-        ended = f"exit {code}" if code >= 0 else process.signal_name(-code)
-        name = charge.notes.read(MAIN) or charge.notes.read(FILES)
-        charge.mishap = self._killed_as or f"ended with {ended}"
+            state.observer_deaths.clear()
+        exit_words = f"exit {code}" if code >= 0 else process.signal_name(-code)
+        name = state.activity.read(MAIN) or state.activity.read(FILES)
+        state.former_end = self._killed_because or f"ended with {exit_words}"
         if name:
-            charge.mishap += f" in {name}"
-        charge.deaths = {name: charge.deaths.get(name, 0) + 1} if name else {}
-        self._again_at = now + WAITS_S[min(self._failures, len(WAITS_S) - 1)]
+            state.former_end += f" in {name}"
+        state.observer_deaths = {name: state.observer_deaths.get(name, 0) + 1} if name else {}
+        self._fork_at = now + WAITS_S[min(self._failures, len(WAITS_S) - 1)]
         self._failures += 1
-        if self._failures > len(WAITS_S) and not self._killed_as and not self._left():
+        given_up = self._failures > len(WAITS_S) and not self._killed_because
+        if given_up and not self._living():
             self._result = 1
 
-    def _pass_on(self) -> None:
-        """Sends what waits, as far as the child takes it."""
-        while self._unsent and self._link is not None:
+    def _send_queued(self) -> None:
+        """Sends the queued messages, as far as the child reads them."""
+        while self._unsent and self._channel is not None:
             try:
-                self._link.send(*self._unsent[0])
+                self._channel.send(*self._unsent[0])
             except BlockingIOError:
                 return
-            except OSError:  # its end follows
+            except OSError:  # the child exits
                 break
             self._unsent.popleft()
         self._unsent.clear()
@@ -248,7 +253,7 @@ class Owner:
     # --- the processes -------------------------------------------------------------------------
 
     def _spawn(self, command: Mapping[str, Any], log_fd: int) -> None:
-        """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in it."""
+        """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in torchrun."""
         argv, environment = command["argv"], command["environment"]
         actions = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -261,35 +266,35 @@ class Owner:
             )  # fmt: skip
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or errno.EINVAL
-            self._unsent.append((frames.NOT_SPAWNED, str(number).encode()))
+            self._unsent.append((link.NOT_SPAWNED, str(number).encode()))
             return
         finally:
             if log_fd >= 0:
                 os.close(log_fd)
-        self._hold(command, pid, True)
+        self._own_attempt(command, pid, is_parent=True)
         try:
             fd = os.pidfd_open(pid)
             try:
-                if self._link is not None:
-                    self._link.send(frames.SPAWNED, str(pid).encode(), fd)
+                if self._channel is not None:
+                    self._channel.send(link.SPAWNED, str(pid).encode(), fd)
             finally:
                 os.close(fd)
-        except OSError:  # a child that does not get it is replaced, and finds the process
+        except OSError:  # the next child finds the process in its state
             os.kill(self._pid, signal.SIGKILL)
 
-    def _hold(self, named: Mapping[str, Any], agent: int, is_ours: bool) -> None:
-        """Takes the processes of an attempt; `is_ours`: torchrun is a child of this process."""
-        charge, born = self._charge, named["environment"]
-        self._token, self._grace_s, self._is_ours = born[environ.TOKEN], named["grace_s"], is_ours
-        self._kill_at = math.inf
-        charge.agent, charge.termed = agent, False
-        charge.held = born[environ.RUN_DIR], born[environ.ATTEMPT]
-        charge.exits.clear()
+    def _own_attempt(self, named: Mapping[str, Any], torchrun_pid: int, is_parent: bool) -> None:
+        """Stores which processes belong to the newest attempt."""
+        state, environment = self._state, named["environment"]
+        self._token, self._grace_s = environment[environ.TOKEN], named["grace_s"]
+        self._is_parent, self._kill_at = is_parent, math.inf
+        state.torchrun_pid, state.term_sent = torchrun_pid, False
+        state.attempt = environment[environ.RUN_DIR], environment[environ.ATTEMPT]
+        state.exit_codes.clear()
 
     def _reap(self) -> None:
-        """Collects every child that ended: the child, torchrun, and ranks that it left behind.
+        """Reaps every process that ended: the child, torchrun, and orphaned ranks.
 
-        What the child said last is taken before its pid may be another's.
+        The last messages of a child are handled before its pid can be reused.
         """
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while True:
@@ -300,67 +305,71 @@ class Owner:
             if found is None:
                 return
             pid = found.si_pid
-            while pid == self._pid and self._hear():
+            while pid == self._pid and self._receive():
                 pass
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if pid == self._pid:
                 self._child_ended(code)
                 continue
-            self._charge.reaped(pid, code)
-            self._unsent.append((frames.REAPED, frames.PIDS.pack(pid, code)))
+            self._state.add_exit_code(pid, code)
+            self._unsent.append((link.REAPED, link.PID_AND_CODE.pack(pid, code)))
 
-    def _left(self) -> list[int]:
-        """Returns the processes of the newest attempt."""
+    def _living(self) -> list[int]:
+        """Returns the processes of the newest attempt that live."""
         if not self._token:
             return []
-        agent = [self._charge.agent] if self._agent_lives else []
-        return sorted({*process.with_token(self._token, self._charge.held[0]), *agent})
+        torchrun = [self._state.torchrun_pid] if self._torchrun_lives else []
+        return sorted({*process.with_token(self._token, self._state.attempt[0]), *torchrun})
 
     @property
-    def _agent_lives(self) -> bool:
+    def _torchrun_lives(self) -> bool:
         """Says whether torchrun is a child of this process that was not reaped."""
-        return self._is_ours and self._charge.agent not in self._charge.exits
+        return self._is_parent and self._state.torchrun_pid not in self._state.exit_codes
 
-    def _guard(self) -> None:
-        """Does what a child should have done: obeys TERM, kills what has outlived its grace."""
-        now, charge = time.monotonic(), self._charge
-        for number in charge.asked[charge.forwarded :]:
-            self._unsent.append((frames.ASKED, str(number).encode()))
-            charge.forwarded += 1
-            self._obey_at = min(self._obey_at, now + OBEY_S)
-            self._again_at = min(self._again_at, now)
-        if now >= self._obey_at:
-            self._kill_at = min(self._kill_at, self._obey_at - OBEY_S + self._grace_s)
-            self._obey_at = math.inf
+    def _forward_signals(self) -> None:
+        """Sends new signals to the child, and limits the time that it has to handle them."""
+        now, state = time.monotonic(), self._state
+        for number in state.signals[state.forwarded :]:
+            self._unsent.append((link.SIGNAL, str(number).encode()))
+            state.forwarded += 1
+            self._handle_at = min(self._handle_at, now + HANDLE_S)
+            self._fork_at = min(self._fork_at, now)
+
+    def _enforce_deadlines(self) -> None:
+        """Acts in the place of a child that has not: handles TERM, kills after the grace time."""
+        now = time.monotonic()
+        if now >= self._handle_at:
+            self._kill_at = min(self._kill_at, self._handle_at - HANDLE_S + self._grace_s)
+            self._handle_at = math.inf
             self._terminate()
         if now >= max(self._kill_at, self._scan_at):
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun; where it is gone, to the ranks that it left behind."""
-        self._charge.termed = True
-        self._unsent.append((frames.TERMED, b""))
-        if self._agent_lives:
-            os.kill(self._charge.agent, signal.SIGTERM)
+        """Sends TERM to torchrun; where it has exited, to the ranks that are left."""
+        self._state.term_sent = True
+        self._unsent.append((link.TERM_SENT, b""))
+        if self._torchrun_lives:
+            os.kill(self._state.torchrun_pid, signal.SIGTERM)
             return
-        left, mine = self._left(), process.children(os.getpid())
-        for pid in [pid for pid in left if pid in mine] or left:
+        living, mine = self._living(), process.children(os.getpid())
+        for pid in [pid for pid in living if pid in mine] or living:
             self._signal(pid, signal.SIGTERM)
 
     def _kill(self, now: float) -> None:
-        """Sends KILL to all that is left, and looks again, more and more rarely."""
-        if self._agent_lives:  # first: a look at a process in state D may take long
-            os.kill(self._charge.agent, signal.SIGKILL)
-        left = self._left()
-        for pid in left:
+        """Sends KILL to all processes of the attempt; the interval of the next scan doubles."""
+        if self._torchrun_lives:  # first: a scan over a process in state D may take long
+            os.kill(self._state.torchrun_pid, signal.SIGKILL)
+        living = self._living()
+        for pid in living:
             self._signal(pid, signal.SIGKILL)
-        if left:
-            self._scan_at, self._scan_s = now + self._scan_s, min(2 * self._scan_s, LOOK_S)
+        if living:
+            self._scan_at, self._scan_s = now + self._scan_s, min(2 * self._scan_s, POLL_S)
         else:
             self._kill_at, self._scan_s = math.inf, SCAN_EVERY_S
 
     def _signal(self, pid: int, number: int) -> None:
-        """Sends a signal to a process with the token, unless it is another one by now."""
+        """Sends a signal to a process, unless the pid belongs to one without the token by now."""
         handle = process.hold(pid, self._token)
         if handle is not None:
             handle.send(number)

@@ -1,4 +1,4 @@
-"""Decides whether a run that ended badly is started again, from the ends of its attempts."""
+"""The restart policy: whether the next attempt of a run begins, and why not."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from console.run_state import Facts, decide
 from trainers.contract import plan as plans
 from trainers.contract.plan import Restart
 
-AGAIN: frozenset[State] = frozenset(("crashed", "failed"))
-"""States after which a restart may help; an end that a person asked for is final."""
+RESTARTABLE: frozenset[State] = frozenset(("crashed", "failed"))
+"""States after which a restart may help; an end that an operator requested is final."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one attempt ended. `checkpoint` is the step of the newest one there was then, 0: none.
+    """The end of one attempt.
 
-    `signature` is what failed without what varies ("" where nothing failed by itself, as when a
-    signal from outside killed it); `hopeless` says that it will fail again, whatever happens.
+    `checkpoint` is the step of the newest checkpoint at that time, 0 without one. `signature` is
+    the error without its variable parts, "" where the attempt was killed from outside. `hopeless`
+    says that each further attempt fails with the same error.
     """
 
     state: State
@@ -30,71 +31,70 @@ class Ended:
     signature: str = ""
     hopeless: bool = False
     sha: str = ""
-    """The commit of the code that it ran."""
+    """The commit of its code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Start once more after `wait_s`; `origin` says in words from where."""
+    """The next attempt: it begins after `wait_s` at `origin`, a checkpoint or step 1."""
 
     wait_s: float
     origin: str
 
 
 def left(ended: Sequence[Ended], policy: Restart, saved: int = 0) -> int:
-    """Returns how often a run may be started again if this attempt crashed now.
+    """Returns the number of restarts left if the present attempt crashed now.
 
     `saved` is the step of the newest checkpoint of this attempt, 0 without one.
     """
     former = ended[-1].checkpoint if ended else 0
     now = Ended("crashed", "", max(saved, former))
-    return max(0, policy.attempts - _fruitless([*ended, now]))
+    return max(0, policy.attempts - _without_checkpoint([*ended, now]))
 
 
 def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
-    """Returns when to start again, or why not ("" where no policy wants it).
+    """Returns the next attempt, or why there is none ("" where the policy has no restart).
 
-    The budget is counted in attempts that brought no new checkpoint, and so is the back-off, which
-    doubles each time. The same error twice without a new checkpoint between is not tried again.
+    Only attempts without a new checkpoint use up the restarts, and each of them doubles the
+    back-off. The same error twice without a new checkpoint between ends the run.
     """
     last = ended[-1]
-    if policy.when == "never" or last.state not in AGAIN:
+    if policy.when == "never" or last.state not in RESTARTABLE:
         return ""
     if last.hopeless:
-        return "not restarted: it would fail in the same way"
-    if _same_again(ended):
+        return "not restarted: the same error would occur again"
+    if _same_error(ended):
         return "not restarted: the same error twice without a new checkpoint between"
-    fruitless = _fruitless(ended)
-    if fruitless >= policy.attempts:
-        plural = "s" if fruitless > 1 else ""
-        return f"not restarted: {fruitless} attempt{plural} without a new checkpoint"
-    wait_s = min(plans.LONGEST_BACKOFF_S, policy.backoff_s * 2 ** max(0, fruitless - 1))
+    count = _without_checkpoint(ended)
+    if count >= policy.attempts:
+        plural = "s" if count > 1 else ""
+        return f"not restarted: {count} attempt{plural} without a new checkpoint"
+    wait_s = min(plans.LONGEST_BACKOFF_S, policy.backoff_s * 2 ** max(0, count - 1))
     origin = f"the checkpoint of step {last.checkpoint}" if last.checkpoint else "step 1"
     return Again(wait_s, origin)
 
 
-def _same_again(ended: Sequence[Ended]) -> bool:
-    """Says whether the last attempt failed as the one before, and brought no new checkpoint."""
+def _same_error(ended: Sequence[Ended]) -> bool:
+    """Says whether the last two attempts had one error and no new checkpoint between them."""
     if len(ended) < 2 or not ended[-1].signature:
         return False
     last, former = ended[-1], ended[-2]
     return last.signature == former.signature and last.checkpoint <= former.checkpoint
 
 
-def _fruitless(ended: Sequence[Ended]) -> int:
-    """Returns how many of the last attempts in a row brought no new checkpoint."""
+def _without_checkpoint(ended: Sequence[Ended]) -> int:
+    """Returns the number of attempts since the last one that wrote a new checkpoint."""
     steps = (0, *(each.checkpoint for each in ended))
-    brought = [step > before for before, step in pairwise(steps)]
-    return [*reversed(brought), True].index(True)
+    new = [step > before for before, step in pairwise(steps)]
+    return [*reversed(new), True].index(True)
 
 
 def signature(facts: Facts) -> str:
-    """Returns why a run ended badly, the same text whenever it ends so again.
+    """Returns the error that ended an attempt, without steps, pids, ranks, addresses and sizes.
 
-    "" for an end from which nothing follows for the next attempt: a good one, one that was asked
-    for, a signal from outside, a lost peer, an end that nobody saw. Steps, pids, ranks, addresses
-    and sizes are not in it. Two attempts in a row with the same one, and no checkpoint between
-    them, ended of an error that a restart does not cure.
+    It is "" for an end that says nothing about the next attempt: success, a request, a signal from
+    outside, a lost peer, an unknown exit. Two attempts in a row with one signature and no
+    checkpoint between them have an error that a restart does not cure.
     """
     if not facts.over or decide(facts)[0] not in ("failed", "crashed"):
         return ""
@@ -107,10 +107,10 @@ def signature(facts: Facts) -> str:
 
 
 def deterministic(facts: Facts) -> bool:
-    """Says whether a run ended of an error that comes again at once: settings, usage, imports.
+    """Says whether an attempt ended with an error of settings, usage or imports.
 
-    Such an error refuses the first restart. It therefore needs an exit that the kernel reported and
-    an error record of the rank; an error that only a log shows is tried once more.
+    Such an error prevents the first restart. It therefore needs an exit that the kernel reported
+    and an error record of the rank; after an error that only a log shows, one restart follows.
     """
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:

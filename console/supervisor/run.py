@@ -1,4 +1,4 @@
-"""A run: its directory, its state, its sign of life, and its attempts one after the other."""
+"""A run: its directory, its state, its supervisor heartbeat, and its attempts in sequence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from console.sources.reading import Reading
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
-from console.supervisor import cross_check, launch_spec, recovery, restart
+from console.supervisor import former_run, launch_spec, recovery, restart
 from console.supervisor.alerts import Alerts
-from console.supervisor.attempt import ENDINGS, Attempt
+from console.supervisor.attempt import Attempt
+from console.supervisor.former_run import FormerRun
 from console.supervisor.git_commit import Commit
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
@@ -32,133 +33,120 @@ from trainers.contract import VERSION, environ, jsonl, rundir
 REFRESH_S = 5.0
 WARM_UP_BYTES = 256 << 10
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
-"""Between two looks while something changes fast, usually, and while nothing changes."""
+"""Seconds between two polls while something changes fast, usually, and while nothing changes."""
 NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
 class Run:
     """Owns supervisor.json, the events and the attempts of one phase; `tick` moves it on.
 
-    With `adopt` it goes on with the processes and records that are there. Raises UsageError when
-    the phase's settings and flags do not fit together, RefusedError when the records are of another
-    directory.
+    With `former` it continues the run that a former process left. Raises UsageError when the
+    phase's settings and flags do not fit together.
     """
 
     def __init__(
-        self, services: Services, given: LaunchSpec, index: int, path: Path,
-        pending: Mapping[str, FlagValue], adopt: bool = False,
+        self, services: Services, spec: LaunchSpec, index: int, path: Path,
+        pending: Mapping[str, FlagValue], former: FormerRun | None = None,
     ):  # fmt: skip
-        self.spec, self.path, self._index = given, path, index
-        self.phase, self.id = given.plan.phases[index], f"{given.launch}/{path.name}"
-        self.state: State = "starting"
+        self.spec, self.path, self._index = spec, path, index
+        self.phase, self.id = spec.plan.phases[index], f"{spec.launch}/{path.name}"
+        self.state: State = "running" if former else "starting"
         self.why = ""
         self.since_ts = time.time()
-        self.number = 1
-        self.over = self._final = False
+        self.number = former.number if former else 1
+        self.over = False
+        self._is_final = bool(former) and jsonl.text(former.state, "state") in recovery.FINAL
         self._services, self._directory, self._link = services, services.directory, services.link
-        self._ended: list[restart.Ended] = []
-        self._again_at: float | None = None
+        self._ended = former.ended if former else []
+        self._next_at: float | None = None
+        """The time at which the next attempt begins, None while no attempt is waited for."""
         self.gates: tuple[Gate, ...] = ()
-        self._told: dict[str, Any] = {}
+        self._published: dict[str, Any] = {}
         """The newest content of supervisor.json."""
-        self._refreshed = self._said = 0.0
+        self._published_at = self._status_at = 0.0
         self._begun = time.monotonic()
         self.alerts = Alerts(self.event, self._directory)
         self.observers = Observers(self.alerts, self._link)
-        self._flags = given.flags(index, pending)
-        held = self._read_held() if adopt else None
-        opened = jsonl.mapping(self._link.kept(path / rundir.SUPERVISOR) or {}, "alerts")
-        self.alerts.restore(opened, lambda name: name == REPLACED or name.startswith(ALERT))
-        self._context = self._shared(held)
+        if former and former.is_stored:
+            self.alerts.restore(
+                jsonl.mapping(former.state, "alerts"),
+                lambda name: name == REPLACED or name.startswith(ALERT),
+            )  # fmt: skip
+        self._flags = former.flags if former else spec.flags(index, pending)
+        self._context = self._shared_context(former)
         self.summary = self._context.reducer.summary
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
-        if held is not None:
-            # A snapshot on disk of a former supervisor is not believed: the records are read again.
-            self._snapshots.load(self._link.kept(path / rundir.SNAPSHOT))
-        if held is None:
-            self._record = given.run_record(index, path, self._flags, self._contract())
-            self._link.keep(path / rundir.RUN, self._record)
-        for name in self._link.off():
+        if former is None:
+            self._record = spec.run_record(index, path, self._flags, self._contract())
+            self._link.store(path / rundir.RUN, self._record)
+        else:
+            self._record = former.record
+            # Only from the owner: an adopting supervisor reads the records again.
+            self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
+        for name in self._link.observers_off():
             self.observers.leave_out(name)
         folder = launch_spec.code_folder(self.phase)
-        self._commit = Commit(folder, self.alerts, jsonl.mapping(held or {}, "git"))
-        self.attempt = self._attempt(held=held)
-        if held is not None:
-            self._go_on(held)
+        git = jsonl.mapping(former.state, "git") if former else {}
+        self._commit = Commit(folder, self.alerts, git)
+        self.attempt = self._new_attempt(former)
+        if former is not None:
+            self._continue(former)
         self.publish()
 
-    def _shared(self, held: Mapping[str, Any] | None) -> RunContext:
-        """Returns what is the same for all attempts; `held` is a former supervisor's document."""
+    def _shared_context(self, former: FormerRun | None) -> RunContext:
+        """Returns the objects that all attempts share."""
         path, world, plan = self.path, self.phase.nproc, self.spec.plan
-        if held is None:
+        if former is None:
             home, token = str(path.absolute()), secrets.token_hex(8)
             summary = Summary(world, 1, 0)
         else:
-            home, token = recovery.home(self._record), recovery.token(self._record)
-            is_kept = self._link.kept(path / rundir.RUN) is not None
-            summary = recovery.summary(held, None if is_kept else path, world, self.number)
+            home, token = former.home, former.token
+            checked_with = None if former.is_stored else path
+            summary = former_run.summary(former.state, checked_with, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
-        # A new reader begins before the snapshot's end: it has to learn what is usual.
+        # The reader starts before the snapshot's end, to learn how long steps usually take.
         reading = Reading(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
-        live = Live(token, world, self.number, path, held is not None)
-        if held is not None and live.path is None and self._link.began(path, home, self.number):
-            live.renew(self.number)  # no process has it yet
+        live = Live(token, world, self.number, path, former is not None)
+        if former and live.path is None and self._link.has_no_processes(path, home, self.number):
+            live.renew(self.number)
         actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
         return RunContext(
             self._services, path, home, token, self.phase, plan.watch, actions, live, reducer,
             reading, self.observers,
         )  # fmt: skip
 
-    def _go_on(self, held: Mapping[str, Any]) -> None:
-        """Goes on where the former supervisor, or the former child of this owner, was."""
-        self._link.keep(self.path / rundir.RUN, self._record)
+    def _continue(self, former: FormerRun) -> None:
+        """Continues the newest attempt, or the wait for the next one."""
+        # Only now: a next child that finds run.json and no processes in the owner starts torchrun.
+        self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.hold(self.path))
-        if not self._wait_on(held):
-            if (asked := jsonl.text(held, "asked")) in ENDINGS:
-                self.attempt.end(asked, jsonl.text(held, "asked_by", "?"))
+        for warning in former.warnings:
+            self.event("note", warning, "warn")
+        if not self._continue_waiting(former.state):
+            if (asked := jsonl.text(former.state, "asked")) in recovery.ENDINGS:
+                self.attempt.end(asked, jsonl.text(former.state, "asked_by", "?"))
             self._decide()
-        if mishap := self._link.charge.mishap:
-            said = f"; see {rundir.SUPERVISOR_LOG}" if mishap.startswith("ended with exit") else ""
+        if end := self._link.state.former_end:
+            log = f"; see {rundir.SUPERVISOR_LOG}" if end.startswith("ended with exit") else ""
             self.alerts.raise_(
-                REPLACED, f"the supervisor's working process {mishap}; the ranks go on, a new one "
-                f"watches them{said}", "crit",
+                REPLACED, f"the supervisor's working process {end}; a new one has replaced it, and "
+                f"the ranks keep running{log}", "crit",
             )  # fmt: skip
+        else:
+            self.event("note", "a new supervisor watches this run", "warn")
 
-    def _read_held(self) -> dict[str, Any]:
-        """Takes what a former child of this owner kept, else what a former supervisor left.
-
-        Returns its document.
-        """
-        record = self._link.kept(self.path / rundir.RUN)
-        held = self._link.kept(self.path / rundir.SUPERVISOR) or {}
-        if record is None:
-            record, held, doubts = cross_check.of_run(self.path, self.spec, self._index)
-            for doubt in doubts:
-                self.event("note", doubt, "warn")
-        self._record = record
-        self._flags = recovery.checked(jsonl.mapping(record, "flags"), "origin")
-        running = recovery.check_processes(record, held)
-        self._ended = recovery.ended(held)
-        told = min(jsonl.integer(held, "attempt") or 1, len(self._ended) + 1)
-        self.number = running or max(1, told)
-        if running or jsonl.text(held, "state") != "restarting":
-            del self._ended[self.number - 1 :]
-        self._final = jsonl.text(held, "state") in recovery.FINAL
-        self.state = "running"
-        return held
-
-    def _wait_on(self, held: Mapping[str, Any]) -> bool:
-        """Goes on waiting for the next attempt where the former supervisor waited."""
+    def _continue_waiting(self, state: Mapping[str, Any]) -> bool:
+        """Waits for the next attempt if the former process did; returns whether it did."""
         policy = self.spec.plan.restart
         if len(self._ended) < self.number or not (again := restart.after(self._ended, policy)):
             return False
         wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
-        self.since_ts = jsonl.number(held, "since_ts") or self.since_ts
+        self.since_ts = jsonl.number(state, "since_ts") or self.since_ts
         waited_s = liveness.age(self.since_ts) or 0.0
-        # Long enough for a look that finds `.HALT`.
-        self._again_at = time.monotonic() + max(1.0, wait_s - waited_s)
-        self.state, self.why = "restarting", jsonl.text(held, "why")[:400]
+        # At least 1 s, so that a `.HALT` is found before the attempt begins.
+        self._next_at = time.monotonic() + max(1.0, wait_s - waited_s)
+        self.state, self.why = "restarting", jsonl.text(state, "why")[:400]
         return True
 
     # --- what the launch calls -----------------------------------------------------------------
@@ -170,37 +158,37 @@ class Run:
 
     @property
     def is_read(self) -> bool:
-        """Says whether what former records add up to is known: a new process reads it first."""
+        """Says whether the counts of former records are known: a new process reads them first."""
         return self._snapshots.is_loaded
 
     @property
     def pace_s(self) -> float:
-        """Seconds until the next look; 1 s while all ranks live and run."""
+        """Seconds until the next tick; 1 s while all ranks live and run."""
         attempt, tree = self.attempt, self.attempt.tree
         changing = attempt.stage != "run" or self.state == "stopping" or tree.incomplete
-        if changing and self._again_at is None:
+        if changing and self._next_at is None:
             return BUSY_S
         whole = len(tree.alive()) == self.phase.nproc and not tree.agent_over
         return QUIET_S if whole and self.state == "running" and not attempt.behind else IDLE_S
 
     def tick(self) -> None:
         """Does what is due; never waits."""
-        if self._again_at is not None:
+        if self._next_at is not None:
             self._wait()
         elif not self.over:
             self.attempt.tick()
             self._decide()
         now = time.monotonic()
-        if int(now) != int(self._said):
+        if int(now) != int(self._status_at):
             self.observers.run("the run directory", self._watch_directory, None)
             self.observers.run("the snapshot", self._snapshots.look, None)
-            self._say_alive()
-        if now - self._refreshed >= REFRESH_S:
+            self._send_heartbeat()
+        if now - self._published_at >= REFRESH_S:
             self.publish()
 
     def _watch_directory(self) -> None:
         self.alerts.watch_writes()
-        if not self.over and self._again_at is None:
+        if not self.over and self._next_at is None:
             self._watch_memory()
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
@@ -218,10 +206,10 @@ class Run:
             self.alerts.clear(NO_MEMORY, "the run has shared memory again")
 
     def end(self, action: str, by: str) -> str:
-        """Halts, stops or kills the run, unless as much was asked before; returns the answer."""
-        if self._again_at is not None:
+        """Halts, stops or kills the run, unless as much was requested; returns the answer."""
+        if self._next_at is not None:
             self._conclude(*decide(Facts(before=self._ended[-1].why, asked=action, by=by)))
-            return "no rank was running; no further attempt starts"
+            return "no rank is running; no further attempt starts"
         answer = self.attempt.end(action, by)
         self._decide()
         return answer
@@ -230,7 +218,7 @@ class Run:
         """Appends to the run's events, under the attempt's number; alerts also reach the hook."""
         record = self._directory.event(self.path, self.number, kind, text, level, **more)
         if kind in ("alert", "clear"):
-            self._refreshed = 0.0  # the next process goes on with what is open
+            self._published_at = 0.0  # supervisor.json has the open alerts for the next child
         if kind == "alert" or (kind == "state" and level == "crit"):
             self._services.hooks.alert({"state": self.state} | record | {"run": self.id})
         return record
@@ -238,12 +226,12 @@ class Run:
     # --- attempts ------------------------------------------------------------------------------
 
     def _contract(self) -> dict[str, str]:
-        """Returns what the ranks are told about the run that they belong to."""
-        told = {
+        """Returns the variables that tell the ranks to which run they belong."""
+        variables = {
             environ.RUN_DIR: self._context.home, environ.RUN_ID: self.id,
             environ.ATTEMPT: str(self.number), environ.TOKEN: self._context.token,
         }  # fmt: skip
-        return told | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})
+        return variables | ({environ.LIVE_DIR: str(self.live)} if self.live is not None else {})
 
     def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
         """Returns the arguments and the environment of torchrun."""
@@ -251,46 +239,46 @@ class Run:
         environment = launch_spec.environment(self.phase, self._flags, self._contract())
         return launch_spec.argv(self.phase, grace_s, logs), environment
 
-    def _attempt(self, held: Mapping[str, Any] | None = None) -> Attempt:
-        attempt = Attempt(self._context, self, self.number, held)
-        self._commit.ask(held is None)
-        if held is None and self.live is None:
+    def _new_attempt(self, former: FormerRun | None = None) -> Attempt:
+        attempt = Attempt(self._context, self, self.number, former)
+        self._commit.ask(former is None)
+        if former is None and self.live is None:
             self.event(
-                "note", f"nothing can be made in {rundir.SHARED_MEMORY} "
-                f"({self._context.live.why}): the ranks' pulses come through the run directory, "
-                "four times a second, and a stall is only an alert; make room there (for a "
-                "container, a larger --shm-size)", "warn",
+                "note", f"cannot write to {rundir.SHARED_MEMORY} ({self._context.live.why}): the "
+                "ranks write their pulses to the run directory, four times a second, and a stall "
+                "only raises an alert; free space there (for a container, a larger --shm-size)",
+                "warn",
             )  # fmt: skip
         return attempt
 
     def prepare(self, number: int) -> None:
-        """Makes the run directory for the first attempt, checks it for a later one."""
+        """Creates the run directory for the first attempt, checks it for a later one."""
         if number > 1:
             return self._directory.check_token(self.path, self._context.token)
         aside = self._directory.make_run(self.path, self._record)
         if aside is not None:
-            text = f"a .HALT from before the start was set aside as {aside.name}"
+            text = f"a .HALT from before the start was renamed to {aside.name}"
             self.event("note", text, "warn")
         return None
 
     def _wait(self) -> None:
-        """Starts the next attempt when its time has come; a `.HALT` ends the waiting."""
+        """Starts the next attempt when it is due; a `.HALT` ends the run before that."""
         self.attempt.tick()
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(before=self._ended[-1].why, halt_file=True)))
-        elif self._again_at is not None and time.monotonic() >= self._again_at:
-            self._again_at = None
+        elif self._next_at is not None and time.monotonic() >= self._next_at:
+            self._next_at = None
             self.number += 1
             self.summary.attempts = self.number
             self._context.live.renew(self.number)
-            self.attempt = self._attempt()
+            self.attempt = self._new_attempt()
             self._decide()
 
     def _ended_as(self, state: State, why: str) -> restart.Ended:
         facts = self.attempt.facts()
         former = self._ended[-1].checkpoint if self._ended else 0
         if state == "stopped" and not self.attempt.known.asked:
-            state = "crashed"  # only torchrun's log says that somebody stopped it
+            state = "crashed"  # only torchrun's log says that it was stopped
         return restart.Ended(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
             restart.deterministic(facts), jsonl.text(self._commit.git, "sha"),
@@ -304,11 +292,11 @@ class Run:
             return self._become(state, why)
         self._ended.append(self._ended_as(state, why))
         known = self.attempt.known
-        ending = self._final or known.halt_wanted or not self.attempt.tree.spawned
+        ending = self._is_final or known.halt_wanted or not self.attempt.tree.spawned
         again = "" if ending else restart.after(self._ended, self.spec.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
-        self._again_at = time.monotonic() + again.wait_s
+        self._next_at = time.monotonic() + again.wait_s
         text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
         return self._become(*decide(Facts(before=why, again=text)))
 
@@ -323,45 +311,46 @@ class Run:
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
-        """Writes the last word; while the disk does not take it, it stands in shared memory."""
-        self._again_at, self.over = None, True
-        self.gates = held = gates.unknown(self.phase.gates, "the records were not read")
+        """Ends the run, writes its gates and its last state; on a full disk, to shared memory."""
+        self._next_at, self.over = None, True
+        self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:
-            self.gates = held = self.observers.once(
+            self.gates = self.observers.once(
                 "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
                 gates.unknown(self.phase.gates, "they could not be evaluated"),
             )  # fmt: skip
         self._directory.document(
             self.path / rundir.GATES,
-            {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(held),
-             "gates": [asdict(gate) for gate in held]},
+            {"v": VERSION, "run": self.id, "ts": time.time(), "result": gates.overall(self.gates),
+             "gates": [asdict(gate) for gate in self.gates]},
         )  # fmt: skip
         if self.is_read:
             self.observers.once("the snapshot", self._snapshots.write, None)
         self._become(state, why)
-        self._say_alive()
+        self._send_heartbeat()
         self.publish()
-        self._directory.call(self._leave_memory)
+        self._directory.call(self._remove_memory)
 
-    def _leave_memory(self) -> None:
+    def _remove_memory(self) -> None:
         if not self._directory.unwritten:
             self._context.live.remove()
 
     def publish(self) -> None:
         """Replaces supervisor.json."""
-        self._refreshed = time.monotonic()
+        self._published_at = time.monotonic()
         now = {
             "state": self.state, "why": self.why, "since_ts": self.since_ts, "attempt": self.number,
             "updated_ts": time.time(),
         }  # fmt: skip
-        self._told = self.observers.run(rundir.SUPERVISOR, self._document, self._told) | now
+        document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
+        self._published = document | now
         self._services.publish(
-            self.path / rundir.SUPERVISOR, self._told, alerts=self.alerts.open(),
+            self.path / rundir.SUPERVISOR, self._published, alerts=self.alerts.open(),
             oom=asdict(self.attempt.oom_before),
         )  # fmt: skip
 
     def _document(self) -> dict[str, Any]:
-        return dict(self._link.charge.identity) | self.attempt.document() | {
+        return dict(self._link.state.identity) | self.attempt.document() | {
             "v": VERSION, "run": self.id, "child": rundir.identity(),
             "lock_token": self._services.lock_token, "launch": self.spec.launch,
             "ended": [asdict(each) for each in self._ended],
@@ -371,26 +360,26 @@ class Run:
         }  # fmt: skip
 
     def _armed(self) -> dict[str, str]:
-        """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
+        """Returns the policy on a stall and on a crash, as a sentence and in a few words."""
         policy = self.spec.plan.restart
         action, text = self.attempt.watching.on_stall()
         if self._context.live.why and action in STRONG:
-            action, text = "warn", "if it stalls: alert only, there is no shared memory"
+            action, text = "warn", "on stall: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action
         if policy.when != "never":
             left = restart.left(self._ended, policy, self.attempt.saved)
-            then = f"restart, {left} left" if left else "no restart, none is left"
-            text, short = f"{text}; if it crashes: {then}", f"{short} ↻{left}"
+            text = f"{text}; on crash: " + (f"restart, {left} left" if left else "no restart left")
+            short = f"{short} ↻{left}"
         return {"armed": text, "armed_short": short}
 
-    def _say_alive(self) -> None:
-        """Replaces the sign of life: all of it also where the run directory takes no writes."""
-        self._said = time.monotonic()
-        self.observers.run("the sign of life", self._write_status, None)
+    def _send_heartbeat(self) -> None:
+        """Writes the supervisor heartbeat to shared memory, also while no disk can be written."""
+        self._status_at = time.monotonic()
+        self.observers.run("the supervisor heartbeat", self._write_status, None)
 
     def _write_status(self) -> None:
         self._context.live.write_status({
-            "v": VERSION, "ts": time.time(), "mono": self._said, "state": self.state,
+            "v": VERSION, "ts": time.time(), "mono": self._status_at, "state": self.state,
             "why": self.why, "since_ts": self.since_ts, "run": self.id,
             "blocked_s": round(self._directory.blocked_s(), 2),
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,

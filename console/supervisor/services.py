@@ -1,4 +1,4 @@
-"""Services that the parts of a launch share, and what the attempts of one run share."""
+"""Objects that are passed to the parts of a launch, and those that all attempts of a run share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainers.contract.plan import Phase, Watch
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Services that a launch shares: the run directory's thread, NVML, the main loop, the alert
+    """Objects of a launch: the run directory's thread, NVML, the main loop's poller, the alert
     hook, the token in the lock file, and the link to the owner of the processes."""
 
     directory: Directory
@@ -32,9 +32,9 @@ class Services:
     link: Link
 
     def publish(self, path: Path, record: Mapping[str, Any], **more: Any) -> None:
-        """Replaces a document; whoever has to go on with this launch gets it too, and `more`."""
+        """Replaces a document, and stores it with `more` in the owner, for the next child."""
         self.directory.document(path, record)
-        self.link.keep(path, {**record, **more})
+        self.link.store(path, {**record, **more})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +44,31 @@ class RunContext:
     services: Services
     path: Path
     home: str
-    """The run directory as its processes have it in their environment."""
+    """The run directory as the environment of its processes names it."""
     token: str
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """Actions of watch rules beside the plan's."""
+    """Actions of watch rules that replace those of the plan, by rule."""
     live: Live
     reducer: Reducer
     reading: Reading
-    """Reads the files that the reducer takes from, on the directory's thread."""
+    """Reads the files of records for the reducer, on the directory's thread."""
     observers: Observers
 
 
 class AttemptOwner(Protocol):
-    """The run, as far as its attempts need it."""
+    """The methods of a run that its attempts call."""
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
         """Appends to the run's events."""
         ...
 
     def publish(self) -> None:
-        """Replaces supervisor.json, when what it holds has changed."""
+        """Replaces supervisor.json."""
 
     def prepare(self, number: int) -> None:
-        """Makes the run directory ready for an attempt; runs on the directory's thread."""
+        """Prepares the run directory for an attempt; runs on the directory's thread."""
 
     def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
         """Returns the arguments and the environment of torchrun."""

@@ -80,7 +80,7 @@ class Snapshots:
             return
         self._alerts.clear(NO_HISTORY, "the history of the charts is written again")
         if found is not None:
-            self._services.link.keep(self._run / rundir.SNAPSHOT, found)
+            self._services.link.store(self._run / rundir.SNAPSHOT, found)
 
     def _add_history(self) -> None:
         """Writes the spans that ended; on the directory's thread.

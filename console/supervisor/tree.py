@@ -95,7 +95,7 @@ class Tree:
         self, token: str, nproc: int, poller: select.poll, link: Link, home: str = ""
     ):  # fmt: skip
         self.token, self.nproc, self._home, self._link = token, nproc, home, link
-        self._parent, self._poller = link.charge.identity.get("pid", 0), poller
+        self._parent, self._poller = link.state.identity.get("pid", 0), poller
         self.agent: process.Handle | None = None
         """torchrun, None before it was started."""
         self.agent_status: int | None = None
@@ -140,7 +140,7 @@ class Tree:
         of the attempt, goes first, and nobody else is a rank that has ended by the document. One
         that the owner kept is believed without its logs, which may lie on a disk that hangs.
         """
-        is_kept = self._link.kept(run / rundir.SUPERVISOR) is not None
+        is_kept = self._link.stored(run / rundir.SUPERVISOR) is not None
         is_kept = is_kept and held.get("attempt") == number
         entries, agent = jsonl.entries(held, "workers"), jsonl.mapping(held, "torchrun")
         told = {(jsonl.integer(entry, "start_ticks"), jsonl.integer(entry, "pid"))
@@ -176,7 +176,7 @@ class Tree:
         for worker in self.workers.values():
             worker.late = worker.late or (worker.over_ts is None and worker.handle.is_over())
         if self.agent is None:
-            pid = self._link.charge.agent or jsonl.integer(agent, "pid") or 0
+            pid = self._link.state.torchrun_pid or jsonl.integer(agent, "pid") or 0
             self.agent = process.Handle(pid, -1, 0)
             self._look_at_agent()
 
@@ -238,8 +238,8 @@ class Tree:
             return
         if self._kill_at == math.inf:
             self._kill_at = time.monotonic() + grace_s
-            self._link.ending(grace_s)
-        if self._link.charge.termed:
+            self._link.kill_after(grace_s)
+        if self._link.state.term_sent:
             return  # the owner did, where no child was there in time
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
@@ -257,7 +257,7 @@ class Tree:
             return
         if self._kill_at != 0.0:
             self._first_killed = time.monotonic()
-            self._link.ending(0.0)
+            self._link.kill_after(0.0)
         self._kill_at, self._killed = 0.0, time.monotonic()
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGKILL)
@@ -355,7 +355,7 @@ class Tree:
         The kernel tells of those that torchrun reaps, the owner of those that it left behind.
         """
         before, handle = (worker.over_ts, worker.seen, worker.unreaped), worker.handle
-        code = None if worker.seen else self._link.charge.exits.get(handle.pid)
+        code = None if worker.seen else self._link.state.exit_codes.get(handle.pid)
         if worker.over_ts is None:
             code = handle.exit_code() if code is None else code
             orphan = self.agent is not None and self.agent.is_over()
@@ -374,8 +374,9 @@ class Tree:
         agent = self.agent
         if agent is None or self.agent_over or not agent.is_over():
             return False
-        code = self._link.charge.exits.pop(agent.pid, agent.exit_code())
-        if code is None and self._link.charge.agent == agent.pid and self._waits_for_exit(agent):
+        code = self._link.state.exit_codes.pop(agent.pid, agent.exit_code())
+        is_reaped_here = self._link.state.torchrun_pid == agent.pid
+        if code is None and is_reaped_here and self._waits_for_exit(agent):
             return False
         self.agent_status, self.agent_over = code, True
         self._agent_over_at = time.monotonic()

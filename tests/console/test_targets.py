@@ -327,7 +327,8 @@ def test_a_document_that_cannot_be_read_is_said_and_no_action_is_done(
             assert "adopt" not in err
             assert "over" not in err
     code, err = said(capsys, "adopt", path)
-    assert (code, "cannot be read as a JSON document, so nothing is taken over" in err) == (4, True)
+    assert code == 4
+    assert "cannot be read as a JSON document, so the launch is not adopted" in err
     assert not (path / "0-first" / rundir.HALT).exists()
     assert cli.main(["status", str(path)]) == 1
     assert f"{rundir.PLAN_STATE} cannot be read as a JSON object" in capsys.readouterr().out

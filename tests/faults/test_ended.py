@@ -49,7 +49,7 @@ def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, o
     order(orders, 0, "deaf")
     victim = run.pids()[1]
     words = scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), names_rank_1)
-    assert words.startswith("rank 1 is gone, torchrun ends the others")
+    assert words.startswith("rank 1 failed, torchrun ends the others")
     assert status(run.path)[1]["state"] in ("stopping", "crashed")
     run.wait_end()
     why = scene.ended(run, "crashed", 5)

@@ -78,7 +78,7 @@ def believed_plan(launch):
     runs = [launch / "0-one", launch / "1-two"]
     held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
     return cross_check.of_launch(
-        held, launch_spec.load(launch), 0, runs, cross_check.Witness(launch, runs)
+        held, launch_spec.load(launch), 0, runs, cross_check.Evidence(launch, runs)
     )
 
 
@@ -87,8 +87,8 @@ def believed_plan(launch):
     [
         *((action, (), "", False) for action in ("halt", "restart", "stop", "kill")),
         ("kill", (KILL,), "", True), ("kill", (KILL, REFUSED), "", False),
-        ("stop", (KILL,), "", False), ("kill", (), "kill asked by x", True),
-        ("stop", (), "kill asked by x", False), ("restart", (RULE,), "", True),
+        ("stop", (KILL,), "", False), ("kill", (), "kill requested by x", True),
+        ("stop", (), "kill requested by x", False), ("restart", (RULE,), "", True),
         ("restart", (RULE, {"kind": "note", "attempt": 2}), "", False),
     ],
 )  # fmt: skip
@@ -101,7 +101,7 @@ def test_an_end_is_asked_again_where_a_second_record_says_so(
     tell(run, *told)
     _, held, doubts = believed(launch)
     assert held["asked"] == (asked if is_believed else "")
-    assert [f"{asked} was asked; no second record says so" in doubt for doubt in doubts] == (
+    assert [f"{asked} was requested; no second record confirms it" in doubt for doubt in doubts] == (
         [] if is_believed else [True]
     )
 
@@ -115,11 +115,11 @@ def test_a_halt_file_confirms_a_halt_and_nothing_more(launch, folder):
 
 
 def test_an_end_of_the_plan_needs_the_document_of_the_run_or_an_event(launch):
-    change(launch / rundir.PLAN_STATE, ended_by="stop asked by x")
+    change(launch / rundir.PLAN_STATE, ended_by="stop requested by x")
     held, doubts = believed_plan(launch)
     assert (held["ended_by"], len(doubts)) == ("", 1)
     change(launch / "0-one" / rundir.SUPERVISOR, asked="stop")
-    assert believed_plan(launch)[0]["ended_by"] == "stop asked by x"
+    assert believed_plan(launch)[0]["ended_by"] == "stop requested by x"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_plan_that_says_otherwise_than_the_run_is_not_taken_over(launch, chang
     for key, value in changed.items():
         changed[key] = plan[key] | value if isinstance(value, dict) else value
     change(launch / rundir.PLAN, **changed)
-    with pytest.raises(RefusedError, match=rf"differ in {named}; nothing is taken over before"):
+    with pytest.raises(RefusedError, match=rf"differ in {named}; the launch is not adopted"):
         believed(launch)
     change(launch / "0-one" / rundir.RUN, **{named: ...})
     assert believed(launch)[2] == []
@@ -162,14 +162,14 @@ def test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process(launch, monkeyp
     with pytest.raises(RefusedError, match=r"says NSA_LR=9\.5, plan\.json says no"):
         believed(launch)
     environment = born["environment"] | {"NSA_LR": "9.5"}
-    monkeypatch.setattr(process, "with_token", lambda token: [1])
+    monkeypatch.setattr(process, "with_token", lambda token, home: [1])
     monkeypatch.setattr(process, "environment", lambda pid: environment)
     assert believed(launch)[0]["flags"]["NSA_LR"]["value"] == "9.5"
     tell(launch, SET, DONE | {"text": "NSA_LR=9.5 for one only"})
     environment["NSA_LR"] = "0.1"
-    with pytest.raises(RefusedError, match=r"were born with NSA_LR=0\.1"):
+    with pytest.raises(RefusedError, match=r"have NSA_LR=0\.1"):
         believed(launch)
-    monkeypatch.setattr(process, "with_token", lambda token: [])
+    monkeypatch.setattr(process, "with_token", lambda token, home: [])
     assert believed(launch)[0]["flags"]["NSA_LR"]["value"] == "9.5"
     change(run / rundir.RUN, flags={})
     with pytest.raises(RefusedError, match=r"says no OMP_NUM_THREADS, plan\.json says"):
@@ -187,7 +187,7 @@ SAID = "NSA_LR=0.5 for two only"
         ((SET, DONE | {"text": SAID.replace("two", "one")}), False),
         ((SET, DONE | {"text": SAID}, DONE | {"text": "NSA_LR=0.7 for two only"}), False),
         ((SET, DONE | {"text": SAID},
-          DONE | {"text": "NSA_LR is as the plan says again for two"}), False),
+          DONE | {"text": "NSA_LR has its value from the plan again for two"}), False),
     ],
 )  # fmt: skip
 def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(launch, told, is_believed):
@@ -202,7 +202,7 @@ def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(launch, told,
 def test_the_words_that_confirm_a_flag_are_those_of_the_answer(launch):
     answer = NextFlags(launch_spec.load(launch)).set(1, "NCCL_DEBUG", "warn", "x")[1]
     tell(launch, SET, DONE | {"text": answer})
-    assert cross_check.Witness(launch, []).sets("NCCL_DEBUG", "WARN", "two")
+    assert cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", "two")
 
 
 @pytest.mark.parametrize("state", ["completed", "killed", "restarting"])
@@ -256,10 +256,10 @@ def worker(code=None, signal_name=None, **more):
         (worker(0, seen=True), 0, "completed", ""),
         (worker(0, vouched=True), 0, "completed", ""),
         (worker(), 9, "completed", ""),
-        (worker(), 0, "lost", "nobody saw that, and it has no pulse"),
-        (worker(), 4, "lost", "nobody saw that, and its pulse is of step 4"),
-        (worker(7), 9, "lost", "a log or a document alone says exit 7"),
-        (worker(None, "SIGKILL"), 9, "lost", "a log or a document alone says SIGKILL"),
+        (worker(), 0, "lost", "no process observed it, and it has no pulse"),
+        (worker(), 4, "lost", "no process observed it, and its pulse is of step 4"),
+        (worker(7), 9, "lost", "but a log or a document says exit 7"),
+        (worker(None, "SIGKILL"), 9, "lost", "but a log or a document says SIGKILL"),
         (worker(7, vouched=True), 9, "crashed", "(exit 7)"),
         (worker(7, seen=True), 9, "crashed", "(exit 7)"),
     ],
@@ -304,7 +304,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
     change(started.run() / rundir.SUPERVISOR, asked="kill", asked_by="x", state="completed",
            ended=[hopeless], attempt=2)  # fmt: skip
     flag = {"NSA_LR": {"value": "9.5", "by": "x", "ts": 1}}
-    change(started.path / rundir.PLAN_STATE, phase=0, next_flags=flag, ended_by="stop asked by x")
+    change(started.path / rundir.PLAN_STATE, phase=0, next_flags=flag, ended_by="stop requested by x")
     request = {"v": 1, "id": "old", "action": "kill", "args": {"yes": True}, "by": "x", "ts": 4e9}
     rundir.write_json(started.run() / rundir.REQUESTS / "old.json", request)
     actions.adopt(started.path)
@@ -313,7 +313,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin):
     assert started.pids() == pids
     assert all(process.state(pid) in "RSD" for pid in pids.values())
     notes = [e["text"] for i in (None, 0) for e in started.events(i) if e["kind"] == "note"]
-    assert sum("no second record says so" in text for text in notes) == 4
+    assert sum("no second record confirms it" in text for text in notes) == 4
     assert "restart, 1 left" in started.state()["armed"]
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed", "completed"]

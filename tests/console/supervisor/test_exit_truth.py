@@ -68,7 +68,7 @@ class Trial:
 
     def look(self) -> bool:
         """Takes what is new; says whether there is more."""
-        self.link.hear()
+        self.link.receive()
         self.tree.look()
         news = self.files.look(heartbeats=True)
         for batch in news.batches:

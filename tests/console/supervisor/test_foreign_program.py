@@ -94,7 +94,7 @@ def test_the_live_directory_of_the_former_phase_is_gone(launched):
     assert Path(launched.state(1)["live_dir"]).is_dir()
 
 
-def test_the_sign_of_life_is_written_every_second(launched):
+def test_the_supervisor_heartbeat_is_written_every_second(launched):
     path = Path(launched.state(1)["live_dir"]) / rundir.LIVE_STATUS
     first = launched.wait(lambda: (s := rundir.read_json(path)) and s["state"] == "running" and s)
     launched.wait(lambda: rundir.read_json(path)["mono"] > first["mono"], 3)

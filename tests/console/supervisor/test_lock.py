@@ -61,7 +61,7 @@ def test_a_lock_that_holds_something_else_has_no_token(tmp_path, content):
 
 def test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing(tmp_path, begin):
     """The plan takes the last free block, so that the lock finds none."""
-    given = actions.prepare(begin.options(phase("one", "member.py", 1), nproc=1)).orders
+    given = actions.prepare(begin.options(phase("one", "member.py", 1), nproc=1)).spec
     assert len(json.dumps(given.as_dict(0.0), indent=1)) < 4096
     with tmpfs(tmp_path, 1) as mount:
         room = os.statvfs(mount)
@@ -93,7 +93,7 @@ def test_what_another_one_took_over_and_ended_meanwhile_is_not_taken_over(tmp_pa
 
 def test_an_adopt_on_a_full_disk_ends_no_rank(tmp_path, begin, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
-    given = actions.prepare(begin.options(phase("one", "member.py", 100_000), nproc=1)).orders
+    given = actions.prepare(begin.options(phase("one", "member.py", 100_000), nproc=1)).spec
     with tmpfs(tmp_path, 4) as mount:
         launcher.start(mount / "launch", given)
         started = begin.adopt(mount / "launch")

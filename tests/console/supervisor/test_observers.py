@@ -19,13 +19,13 @@ ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
 """At the start all is well."""
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
-    "watch rules": "watching.Watching.look",
+    "watch rules": "monitor.Watching.look",
     "records": "attempt.Attempt._take_records",
     "files": "follow.Files.look",
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",
     "the run directory": "alerts.Alerts.watch_writes",
-    "the sign of life": "live.Live.write_status",
+    "the supervisor heartbeat": "live.Live.write_status",
     "the snapshot": "snapshots.Snapshots.look",
     "supervisor.json": "attempt.Attempt.workers",
 }

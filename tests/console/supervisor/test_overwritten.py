@@ -72,7 +72,7 @@ def wait(tree, reached, timeout_s: float = 20.0) -> None:
     until = time.monotonic() + timeout_s
     while not reached():
         assert time.monotonic() < until, tree.workers
-        tree._link.hear()
+        tree._link.receive()
         tree.look()
         time.sleep(0.01)
 

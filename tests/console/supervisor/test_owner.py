@@ -17,11 +17,10 @@ from console import actions
 from console.model import STALL
 from console.sources import liveness, process
 from console.sources.run import RunSource
-from console.supervisor import frames
+from console.supervisor import link as links
 from console.supervisor import owner as owner_module
-from console.supervisor.child_state import Charge
-from console.supervisor.frames import Frames
-from console.supervisor.link import Link
+from console.supervisor.child_state import ChildState
+from console.supervisor.link import Channel, Link
 from console.supervisor.run import REPLACED
 from tests import broken
 from tests.launches import STUB, Started, phase
@@ -31,11 +30,11 @@ WAITS = "owners.WAITS_S"
 SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(60)"
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
-    "watch rules": "watching.Watching.look",
+    "watch rules": "monitor.Watching.look",
     "records": "attempt.Attempt._take_records",
-    "files": "follow.Files.look",
+    "files": "run_files.Files.look",
     "the run directory": "alerts.Alerts.watch_writes",
-    "the sign of life": "live.Live.write_status",
+    "the supervisor heartbeat": "shm.Live.write_status",
     "the snapshot": "snapshots.Snapshots.look",
     "supervisor.json": "attempt.Attempt.workers",
 }
@@ -84,7 +83,7 @@ def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, harm
     ended = started.wait_end(120)
     assert started.state()["state"] == "completed", ended
     told = alerts_of(started, REPLACED)
-    how = "ended with SIGSEGV" if harm == SEGFAULT else "said nothing for"
+    how = "ended with SIGSEGV" if harm == SEGFAULT else "was silent for"
     assert f"the supervisor's working process {how}" in told[0]
     assert f"in {name}" in told[0]
     assert "supervisor.log" not in told[0]  # it holds nothing of a signal or a silence
@@ -223,7 +222,7 @@ def test_a_term_is_obeyed_by_the_next_where_the_first_dies_of_it(broken_at):
 
 
 def test_an_end_stays_an_end_where_the_last_words_were_cut_short(broken_at):
-    started = broken_at("directory.Directory.close", count=2, between="ask")
+    started = broken_at("rundir_io.Directory.close", count=2, between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")
     owner = started.plan_state["supervisor"]
     os.kill(owner["pid"], signal.SIGTERM)
@@ -238,7 +237,8 @@ def test_a_request_that_kills_who_executes_it_is_refused_and_the_others_are_serv
     started = broken_at("launch.Launch._do_note", harm)
     started.wait_steps(3)
     poisoned = started.ask("note", text="poison")
-    assert (poisoned["ok"], "the supervisor failed at it" in poisoned["text"]) == (False, True)
+    assert not poisoned["ok"]
+    assert "the supervisor failed to execute it" in poisoned["text"]
     assert started.ask("note", text="food")["ok"]
     assert started.ask("stop")["ok"]
     assert started.wait_end()["phases"][0]["state"] == "stopped"
@@ -272,8 +272,8 @@ def test_open_alerts_go_on_in_the_next_process_and_are_cleared_there(begin):
 def test_memory_that_the_kernel_freed_before_a_replacement_explains_the_end(begin, tmp_path):
     counters = tmp_path / "vmstat"
     counters.write_text("oom_kill 5\n")
-    setup = "from console.sources import kernel; kernel.MOUNTS = os.devnull; "
-    setup += f"kernel.VMSTAT = pathlib.Path({str(counters)!r})"
+    setup = "from console.sources import oom_counts; oom_counts.MOUNTS = os.devnull; "
+    setup += f"oom_counts.VMSTAT = pathlib.Path({str(counters)!r})"
     shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", setup)
     started = begin(phase("one", "member.py", 100_000), shell=shell, nproc=2)
     started.wait_steps(3)
@@ -310,15 +310,15 @@ def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
 def test_what_a_child_said_last_is_taken_whatever_its_size():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    owner = owner_module.Owner(lambda end, charge: 0)
-    owner._attach(-1, Frames(ours))
+    owner = owner_module.Owner(lambda channel, state: 0)
+    owner._attach(-1, Channel(ours))
     for name, size in (("small", 1), ("large", 120_000), ("small", 2)):
         content = json.dumps({"size": size, "pad": "x" * size})
-        Frames(theirs).send(frames.KEEP, f"{name}\0{content}".encode())
+        Channel(theirs).send(links.STORE, f"{name}\0{content}".encode())
     theirs.close()
-    while owner._hear():
+    while owner._receive():
         pass
-    kept = {name: json.loads(data)["size"] for name, data in owner._charge.kept.items()}
+    kept = {name: json.loads(data)["size"] for name, data in owner._state.documents.items()}
     assert kept == {"small": 2, "large": 120_000}
 
 
@@ -326,5 +326,5 @@ def test_a_signal_that_came_just_before_the_fork_is_obeyed_once():
     """The owner tells of each that it had not counted as told when it forked."""
     ours, _ = socket.socketpair()
     term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
-    link = Link(Frames(ours), Charge(identity={}, asked=[term, interrupt], forwarded=1))
-    assert link.charge.asked == [term]
+    link = Link(Channel(ours), ChildState(identity={}, signals=[term, interrupt], forwarded=1))
+    assert link.state.signals == [term]

@@ -37,7 +37,7 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
         assert started.ask("halt")["ok"]
     ended = started.wait_end()
     assert [phase["state"] for phase in ended["phases"]] == ["completed", "later"]
-    why = {"request": "halt asked by tester", "file": ".HALT is there"}[how]
+    why = {"request": "halt requested by tester", "file": ".HALT exists"}[how]
     assert ended["why"] == f"one: {why}"
     state = RunSource(started.path).poll()
     assert state.launch is not None
@@ -54,7 +54,7 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     answer = started.wait(lambda: [e for e in started.events(0) if e["kind"] == "answer"], 5)
     assert (answer[0]["request"], answer[0]["ok"]) == ("late", False)
     assert started.ask("halt")["ok"]
-    assert started.wait_end()["why"] == "halt asked by tester before the next phase"
+    assert started.wait_end()["why"] == "halt requested by tester before the next phase"
 
 
 @pytest.mark.parametrize(("how", "state", "code"), [("TERM", "lost", 5), ("stop", "stopped", 4)])
@@ -77,7 +77,7 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
         assert actions.send(started.path, "stop", {}, "tester")
     ended = started.wait_end(30)
     assert [phase["state"] for phase in ended["phases"]] == [state, "later"], ended
-    assert how == "stop" or "the run directory cannot be read" in ended["why"]
+    assert how == "stop" or "cannot read the run directory" in ended["why"]
     seen = RunSource(started.path).poll()
     assert (seen.state, status_text.exit_code(seen)) == (state, code)
     assert seen.launch is not None

@@ -16,7 +16,7 @@ from console import actions, status_text
 from console.model import State
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import recovery, restart
+from console.supervisor import former_run, restart
 from console.supervisor.restart import Again, Ended
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import environ, jsonl, rundir
@@ -68,7 +68,7 @@ def test_the_same_error_twice_is_not_tried_again_unless_it_came_further():
 
 
 def test_what_can_never_work_is_not_tried_twice():
-    assert "same way" in str(restart.after([crashed(hopeless=True)], CRASH))
+    assert "same error would occur again" in str(restart.after([crashed(hopeless=True)], CRASH))
 
 
 def test_what_was_ended_for_a_restart_is_restarted_where_there_is_a_policy():
@@ -263,7 +263,7 @@ def test_a_plan_that_starts_another_program_than_the_run_is_not_taken_over(lost)
     evil = plan["phases"][0] | {"script": str(PROGRAMS / "agent.py")}
     rundir.write_json(lost.path / rundir.PLAN, plan | {"phases": [evil]})
     try:
-        with pytest.raises(RefusedError, match="nothing is taken over before they agree"):
+        with pytest.raises(RefusedError, match="the launch is not adopted"):
             actions.adopt(lost.path)
     finally:
         rundir.write_json(lost.path / rundir.PLAN, plan)
@@ -274,8 +274,8 @@ def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say
     (tmp_path / rundir.EVENTS).write_bytes(jsonl.encode(stall) * 2)
     for told, counted in ((0, 2), (5, 5)):
         held = {"attempt": 1, "stalls": told}
-        assert recovery.summary(held, tmp_path, 1, 1).stalls == counted
-    assert recovery.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
+        assert former_run.summary(held, tmp_path, 1, 1).stalls == counted
+    assert former_run.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
 
 
 def test_a_copy_is_not_taken_over_and_does_not_touch_the_processes_of_the_original(lost):

@@ -1,0 +1,108 @@
+"""A run as a former process left it: a child of the same owner, or a supervisor that has died."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from console.model import STALL
+from console.sources import documents, process
+from console.sources.summary import Summary
+from console.supervisor import cross_check, recovery
+from console.supervisor.launch_spec import FlagValue, LaunchSpec
+from console.supervisor.link import Link
+from console.supervisor.restart import Ended
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract.errors import RefusedError
+
+MAX_ENDED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class FormerRun:
+    """The documents of a run, and the attempt at which it continues."""
+
+    record: dict[str, Any]
+    """run.json."""
+    state: dict[str, Any]
+    """supervisor.json, {} where none was written."""
+    is_stored: bool
+    """A former child stored both documents in the owner; otherwise they were read from the run
+    directory, and checked."""
+    warnings: Sequence[str]
+    """A sentence on each entry of the documents that was ignored."""
+    flags: Mapping[str, FlagValue]
+    number: int
+    """The newest attempt."""
+    ended: list[Ended]
+    """The attempts that ended; the newest is one of them while the next has not begun."""
+
+    @property
+    def home(self) -> str:
+        return recovery.home(self.record)
+
+    @property
+    def token(self) -> str:
+        return recovery.token(self.record)
+
+
+def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
+    """Returns a run from the documents in the owner, else from those in its directory.
+
+    Raises RefusedError or UsageError where the run cannot be adopted.
+    """
+    stored, warnings = link.stored(run / rundir.RUN), []
+    if stored is not None:
+        record, state = stored, link.stored(run / rundir.SUPERVISOR) or {}
+    else:
+        record, state, warnings = cross_check.of_run(run, spec, index)
+    flags = recovery.flags(jsonl.mapping(record, "flags"), "origin")
+    living, ended = newest_living_attempt(record, state), ended_attempts(state)
+    written = min(jsonl.integer(state, "attempt") or 1, len(ended) + 1)
+    number = living or max(1, written)
+    if living or jsonl.text(state, "state") != "restarting":
+        del ended[number - 1 :]
+    return FormerRun(record, state, stored is not None, warnings, flags, number, ended)
+
+
+def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+    """Returns the newest attempt that has processes, 0 without any.
+
+    Raises RefusedError where the token in run.json is that of another run: processes with it name
+    another run directory, or supervisor.json names the shared memory of another token.
+    """
+    token, mine = recovery.token(record), recovery.home(record)
+    environments = [process.environment(pid) for pid in process.with_token(token)]
+    others = [home for each in environments if (home := each.get(environ.RUN_DIR, mine)) != mine]
+    live = jsonl.text(state, "live_dir")
+    if others or (live and not live.endswith(f"-{token}")):
+        other = f", {others[0]}" if others else ""
+        raise RefusedError(
+            f"{rundir.RUN} of {mine} holds the token of another run{other}; {recovery.NOT_ADOPTED}"
+        )
+    numbers = [each.get(environ.ATTEMPT, "") for each in environments if environ.RUN_DIR in each]
+    return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
+
+
+def ended_attempts(state: Mapping[str, Any]) -> list[Ended]:
+    """Returns how the attempts ended, from supervisor.json."""
+    entries = jsonl.entries(state, "ended")[-MAX_ENDED:]
+    return [each for entry in entries if (each := documents.read(Ended, entry)).state]
+
+
+def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
+    """Returns the counts of the former attempts; the records are read again.
+
+    A count that supervisor.json lacks stays unknown. The number of stalls is compared with the
+    events of `run`, unless that is None.
+    """
+    stalls = jsonl.integer(state, "stalls")
+    if stalls is not None and run is not None:
+        alerts = [(each.get("kind"), each.get("alert")) for each in recovery.events(run, run)]
+        stalls = max(stalls, alerts.count(("alert", STALL)))
+    has_attempt = jsonl.integer(state, "attempt") is not None
+    found = Summary(world, attempt if has_attempt else None, stalls)
+    found.take_document(state)
+    return found
