@@ -56,7 +56,7 @@ class Started:
 
     def child(self) -> int:
         """Returns the pid of the process that works for the supervisor."""
-        owner = self.wait(lambda: self.plan_state.get("supervisor", {}).get("pid"))
+        owner = self.owner["pid"]
         mine = Path(f"/proc/{owner}/cmdline").read_bytes()
 
         def found() -> int:
@@ -68,10 +68,36 @@ class Started:
 
         return self.wait(found)
 
+    @property
+    def owner(self) -> dict[str, Any]:
+        """The identity of the supervisor's owner."""
+        return self.wait(lambda: self.plan_state.get("supervisor"))
+
+    def kill_supervisor(self) -> dict[str, Any]:
+        """Kills the supervisor and waits for its end; returns the identity that it had."""
+        former = self.owner
+        os.kill(former["pid"], signal.SIGKILL)
+        self.wait(lambda: not rundir.is_alive(former), 10)
+        return former
+
+    def replace_supervisor(self) -> None:
+        """Kills the supervisor, and waits until one that adopts the launch has published."""
+        former = self.kill_supervisor()
+        actions.adopt(self.path)
+        self.wait(lambda: self.state().get("pid") not in (None, former["pid"]))
+
+    def wait_gone(self, timeout_s: float = 60.0) -> None:
+        """Waits until no process with the token of the run lives."""
+        self.wait(lambda: not process.with_token(self.token()), timeout_s)
+
+    def alerts(self, name: str, index: int = 0) -> list[dict[str, Any]]:
+        """Returns the events that raised or cleared an alert."""
+        return [event for event in self.events(index) if event.get("alert") == name]
+
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Stops both processes of the supervisor for a while."""
-        pids = (self.plan_state["supervisor"]["pid"], self.child())
+        pids = (self.owner["pid"], self.child())
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:

@@ -120,7 +120,7 @@ def of_run(
     check_flags(record, spec, index, evidence)
     warnings, asked = [], jsonl.text(document, "asked")
     plan_state = rundir.read_json(run.parent / rundir.PLAN_STATE) or {}
-    by_plan = jsonl.text(plan_state, "ended_by").startswith(f"{asked} asked by ")
+    by_plan = jsonl.text(plan_state, "ended_by").startswith(f"{asked} ")
     if asked in recovery.ENDINGS and not (by_plan or evidence.confirms_end(asked, run)):
         warnings.append(_unconfirmed(rundir.SUPERVISOR, f"{asked} was requested"))
         document |= {"asked": "", "asked_by": ""}

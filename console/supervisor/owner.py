@@ -207,7 +207,7 @@ class Owner:
         if self._pid and not self._killed_because:
             silent_s = self._checked_at - self._received_at
             if silent_s >= self._silent_limit_s:
-                self._killed_because = f"was silent for {silent_s:.0f} s and was killed"
+                self._killed_because = f"was killed after {silent_s:.0f} s of silence"
                 os.kill(self._pid, signal.SIGKILL)
 
     def _child_ended(self, code: int) -> None:

@@ -183,7 +183,7 @@ def test_a_directory_of_a_finished_launch_is_refused_by_name(tmp_path):
     (done / rundir.PLAN).write_text('{"launch": "tested-1"}')
     (done / rundir.LOCK).touch()
     (done / rundir.PLAN_STATE).write_text('{"state": "ended"}')
-    with pytest.raises(RefusedError, match="holds the launch tested-1, which is over"):
+    with pytest.raises(RefusedError, match="holds the launch tested-1, which has ended"):
         actions.launch(options(tmp_path, run_dir=done), "tester")
 
 
@@ -194,7 +194,7 @@ def test_a_plan_file_of_somebody_is_no_launch_that_never_began(tmp_path):
         (folder / rundir.PLAN).write_text(content)
         if lock:
             (folder / rundir.LOCK).touch()
-        with pytest.raises(RefusedError, match="which is over"):
+        with pytest.raises(RefusedError, match="which has ended"):
             actions.launch(options(tmp_path, run_dir=folder), "tester")
         assert (folder / rundir.PLAN).read_text() == content
 

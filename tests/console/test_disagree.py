@@ -261,7 +261,7 @@ def test_a_lock_that_a_stranger_holds_is_not_said_to_be_the_supervisors(alone, c
         fcntl.flock(stranger, fcntl.LOCK_SH)
         code, err = said(capsys, "adopt", alone)
     assert code == 4
-    assert f"(pid {owner['pid']}) is gone, but another process holds its lock" in err
+    assert f"(pid {owner['pid']}) has died, but another process holds its lock" in err
 
 
 def test_each_stopped_rank_is_named_by_the_signal_that_lets_it_go_on():

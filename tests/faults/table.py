@@ -14,7 +14,7 @@ RUN, CHECKPOINT = f"{TRAINERS}/test_run.py", f"{TRAINERS}/test_checkpoint.py"
 ACTIONS, TRUTH = f"{CONSOLE}/test_actions.py", f"{CONSOLE}/supervisor/test_truth.py"
 TARGETS, NVML = f"{CONSOLE}/test_targets.py", f"{CONSOLE}/sources/test_nvml.py"
 SAVER, RESUME = f"{TRAINERS}/test_saver.py", f"{TRAINERS}/test_resume.py"
-TUI, BELIEF = f"{CONSOLE}/tui", f"{CONSOLE}/supervisor/test_belief.py"
+TUI, CROSS_CHECK = f"{CONSOLE}/tui", f"{CONSOLE}/supervisor/test_cross_check.py"
 PARSING, TAILING = (
     f"{TRAINERS}/contract/test_flags_and_plan.py",
     f"{TRAINERS}/contract/test_jsonl.py",
@@ -173,11 +173,11 @@ ROWS: tuple[Row, ...] = (
             "test_a_command_imports_nothing_from_the_working_directory",
         )),
     Row("x", "A", "one file of a launch altered while nobody supervises it", elsewhere=(
-        f"{BELIEF}::test_what_one_file_alone_says_ends_nothing_at_a_take_over",
-        f"{BELIEF}::test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it",
-        f"{BELIEF}::test_a_plan_that_says_otherwise_than_the_run_is_not_taken_over",
-        f"{BELIEF}::test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process",
-        f"{BELIEF}::test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed",
+        f"{CROSS_CHECK}::test_what_one_file_alone_says_ends_nothing_at_a_take_over",
+        f"{CROSS_CHECK}::test_an_end_that_nobody_saw_is_a_good_one_where_the_pulses_confirm_it",
+        f"{CROSS_CHECK}::test_a_plan_that_says_otherwise_than_the_run_is_not_taken_over",
+        f"{CROSS_CHECK}::test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process",
+        f"{CROSS_CHECK}::test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed",
         f"{CONSOLE}/supervisor/test_watching.py::"
         "test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change",
     )),

@@ -113,7 +113,7 @@ def test_a_launch_that_is_killed_at_any_step_is_complete_or_never_was(
         complete = took_place(folder)
         outcomes[complete] += 1
         if complete:
-            with pytest.raises(RefusedError, match=r"is in use by|which is over"):
+            with pytest.raises(RefusedError, match=r"is in use by|which has ended"):
                 again(folder, plan, monkeypatch)
         else:
             try:
@@ -155,7 +155,7 @@ def test_of_two_launches_into_one_directory_exactly_one_wins(full, scene, begin,
         outcomes = dict(results.get() for _ in racers)
         started = begin.adopt(folder)
         assert outcomes["won"] == str(folder)
-        assert re.search(r"is in use by|which is over", outcomes["refused"]), outcomes
+        assert re.search(r"is in use by|which has ended", outcomes["refused"]), outcomes
         started.wait_end()
         assert supervisors(folder) == 1
     scene.note(f"exactly one of two won, {races} times; the other: {outcomes['refused'][-60:]}")

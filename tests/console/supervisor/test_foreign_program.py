@@ -72,7 +72,7 @@ def test_the_next_phase_waits_for_proceed_and_is_born_with_the_flag(launched):
     refused = launched.ask("proceed")
     assert (refused["ok"], "one is still running" in refused["text"]) == (False, True)
     pid = launched.plan_state["supervisor"]["pid"]
-    with pytest.raises(RefusedError, match=rf"has a supervisor .*pid {pid} .* to take over$"):
+    with pytest.raises(RefusedError, match=rf"has a supervisor .*pid {pid} .* without one$"):
         actions.adopt(launched.path)
     launched.wait(lambda: launched.plan_state["state"] == "waiting")
     assert launched.plan_state["phases"][0]["result"] == "pass"

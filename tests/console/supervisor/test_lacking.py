@@ -91,7 +91,7 @@ def test_a_supervisor_that_cannot_be_started_is_not_a_directory_that_cannot_be_w
     prepared = actions.prepare(options)
     monkeypatch.setattr(launcher.subprocess, "Popen", refuse)
     with pytest.raises(
-        ContractError, match=r"the supervisor cannot be started: Resource temporarily unavailable"
+        ContractError, match=r"cannot start the supervisor: Resource temporarily unavailable"
     ):
         launcher.start(tmp_path / "x", prepared.spec)
     assert not (tmp_path / "x").exists()

@@ -87,7 +87,7 @@ def test_what_another_one_took_over_and_ended_meanwhile_is_not_taken_over(tmp_pa
         assert adopted.running(), "it waits for the lock"
         held = rundir.read_json(path / rundir.PLAN_STATE) or {}
         rundir.write_json(path / rundir.PLAN_STATE, held | {"state": "ended"})
-    with pytest.raises(RefusedError, match="has ended; there is nothing to take over"):
+    with pytest.raises(RefusedError, match="has ended; there is nothing to adopt"):
         adopted.result()
 
 
@@ -106,7 +106,7 @@ def test_an_adopt_on_a_full_disk_ends_no_rank(tmp_path, begin, monkeypatch):
             while stream.write(bytes(4096)):
                 pass
         monkeypatch.setattr(launcher, "READY_S", 3.0)
-        with pytest.raises(ContractError, match="it and the ranks go on"):
+        with pytest.raises(ContractError, match="the ranks keep running"):
             launcher.adopt(started.path, Settings())
         filler.unlink()
         started.wait(lambda: rundir.is_alive(started.plan_state["supervisor"]))

@@ -21,11 +21,11 @@ OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
     "watch rules": "monitor.Watching.look",
     "records": "attempt.Attempt._take_records",
-    "files": "follow.Files.look",
+    "files": "run_files.Files.look",
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",
     "the run directory": "alerts.Alerts.watch_writes",
-    "the supervisor heartbeat": "live.Live.write_status",
+    "the supervisor heartbeat": "shm.Live.write_status",
     "the snapshot": "snapshots.Snapshots.look",
     "supervisor.json": "attempt.Attempt.workers",
 }

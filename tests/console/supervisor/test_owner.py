@@ -1,6 +1,6 @@
-"""The owner of a launch outlives what works for it: real supervisors, killed and frozen on purpose.
+"""The owner of a launch replaces its child: real supervisors, killed and frozen on purpose.
 
-The working process is broken from inside where an observer is at work, or gets a signal.
+The working process is broken from inside, in an observer, or gets a signal.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import time
 
 import pytest
 
@@ -26,69 +25,45 @@ from tests import broken
 from tests.launches import STUB, Started, phase
 from trainers.contract import rundir
 
-WAITS = "owners.WAITS_S"
 SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(60)"
-OBSERVERS = {
-    "processes and pulses": "sampling.Sampler.sample",
-    "watch rules": "monitor.Watching.look",
-    "records": "attempt.Attempt._take_records",
-    "files": "run_files.Files.look",
-    "the run directory": "alerts.Alerts.watch_writes",
-    "the supervisor heartbeat": "shm.Live.write_status",
-    "the snapshot": "snapshots.Snapshots.look",
-    "supervisor.json": "attempt.Attempt.workers",
-}
-MIDDLE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
+ONCE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
 STEPS, GRACE_S = 900, 2.0
 CASES = [
-    *((name, SEGFAULT, ALWAYS) for name in OBSERVERS),
-    ("watch rules", SEGFAULT, "len(begun) == 1"), ("watch rules", HANG, ALWAYS),
-    ("records", HANG, MIDDLE),
-]  # fmt: skip
+    ("files", "run_files.Files.look", SEGFAULT, ALWAYS),
+    ("supervisor.json", "attempt.Attempt.workers", SEGFAULT, ALWAYS),
+    ("processes and pulses", "sampling.Sampler.sample", SEGFAULT, ONCE),
+    ("watch rules", "monitor.Watching.look", HANG, ALWAYS),
+    ("records", "attempt.Attempt._take_records", HANG, ONCE),
+]
 
 
 @pytest.fixture(scope="module")
 def launched(begin, tmp_path_factory):
     """A launch for each way to break, all at the same time."""
     begun = {}
-    for name, harm, when in CASES:
+    for name, method, harm, when in CASES:
         silent_s = 3 if harm == HANG else owner_module.SILENT_S
-        setup = f"owners.SILENT_S, {WAITS} = {silent_s}, (0.0, 0.3, 0.5, 5.0)"
+        setup = f"owners.SILENT_S, owners.WAITS_S = {silent_s}, (0.0, 0.3, 0.5, 5.0)"
         folder = tmp_path_factory.mktemp("broken")
-        shell = broken.shell(folder, OBSERVERS[name], f"if {when}: {harm}", setup)
+        shell = broken.shell(folder, method, f"if {when}: {harm}", setup)
         one = phase("one", "member.py", STEPS, nproc=1, gates={"loss_finite": True})
-        begun[name, harm, when] = begin(one, shell=shell, watch={"grace_s": GRACE_S})
+        begun[name] = begin(one, shell=shell, watch={"grace_s": GRACE_S})
     return begun
 
 
-def owner_of(started: Started) -> int:
-    return started.wait(lambda: started.plan_state.get("supervisor", {}).get("pid"))
-
-
-def alerts_of(started: Started, name: str) -> list[str]:
-    return [e["text"] for e in started.events(0) if (e["kind"], e.get("alert")) == ("alert", name)]
-
-
-def wait_replaced(started: Started, former: int) -> int:
-    """Returns the pid of the next working process when it has taken over."""
-    return started.wait(
-        lambda: (pid := started.child()) != former and started.state()["child"]["pid"] == pid
-        and alerts_of(started, REPLACED) and pid
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "harm", "when"), CASES)
-def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, harm, when):
-    started = launched[name, harm, when]
+@pytest.mark.parametrize(("name", "method", "harm", "when"), CASES)
+def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, method, harm, when):
+    started = launched[name]
     ended = started.wait_end(120)
     assert started.state()["state"] == "completed", ended
-    told = alerts_of(started, REPLACED)
-    how = "ended with SIGSEGV" if harm == SEGFAULT else "was silent for"
-    assert f"the supervisor's working process {how}" in told[0]
-    assert f"in {name}" in told[0]
-    assert "supervisor.log" not in told[0]  # it holds nothing of a signal or a silence
+    text = started.alerts(REPLACED)[0]["text"]
+    how = "ended with SIGSEGV" if harm == SEGFAULT else "was killed after"
+    assert f"the supervisor's working process {how}" in text
+    assert f"in {name}" in text
+    assert "supervisor.log" not in text  # it has nothing on a signal or a silence
     if when == ALWAYS:
-        assert "switched off" in alerts_of(started, f"observer-{name.replace(' ', '-')}")[0]
+        (off,) = started.alerts(f"observer-{name.replace(' ', '-')}")[:1]
+        assert "switched off" in off["text"]
     assert not process.with_token(started.token())
 
 
@@ -102,97 +77,95 @@ def running(begin):
     return started
 
 
-def test_requests_are_served_after_the_working_process_was_killed_twice(running):
-    for _ in range(2):
-        child = running.child()
-        os.kill(child, signal.SIGKILL)
-        wait_replaced(running, child)
-    pids = running.pids()
-    assert running.ask("note", text="is served")["ok"]
-    assert running.state()["state"] == "running"
-    began = time.monotonic()
-    assert running.ask("stop")["ok"]
-    running.wait(lambda: not process.with_token(running.token()))
-    assert time.monotonic() - began < GRACE_S + 30
-    ended = running.wait_end()
-    assert ended["phases"][0]["state"] == "stopped"
-    assert running.pids() == pids
+def wait_replaced(started: Started, former: int) -> None:
+    """Waits until the child that follows `former` has published."""
+    started.wait(
+        lambda: (pid := started.child()) != former and started.state()["child"]["pid"] == pid
+        and started.alerts(REPLACED)
+    )  # fmt: skip
 
 
-def test_term_ends_the_ranks_while_the_working_process_is_stopped(running):
-    child, owner = running.child(), owner_of(running)
-    os.kill(child, signal.SIGSTOP)
-    os.kill(owner, signal.SIGTERM)
-    running.wait(lambda: not process.with_token(running.token()), GRACE_S + 10)
-    assert process.state(child) == "T"
+def kill_child(started: Started) -> None:
+    child = started.child()
     os.kill(child, signal.SIGKILL)
-    assert "SIGTERM to the supervisor" in running.wait_end()["why"]
+    wait_replaced(started, child)
+
+
+def test_requests_are_executed_after_the_working_process_was_killed_twice(running):
+    pids = running.pids()
+    for _ in range(2):
+        kill_child(running)
+    assert running.ask("note", text="still works")["ok"]
+    assert running.state()["state"] == "running"
+    assert running.ask("stop")["ok"]
+    running.wait_gone(GRACE_S + 30)
+    assert running.wait_end()["phases"][0]["state"] == "stopped"
+    assert running.pids() == pids
 
 
 def test_a_rank_that_ends_while_nobody_works_has_its_exit_and_the_run_goes_on(running):
     child = running.child()
-    rank = running.pids()[1]
     os.kill(child, signal.SIGSTOP)
-    os.kill(rank, signal.SIGKILL)
+    os.kill(running.pids()[1], signal.SIGKILL)
     os.kill(child, signal.SIGKILL)
     ended = running.wait_end()
     assert ended["phases"][0]["state"] == "crashed"
     assert "rank 1 was killed by SIGKILL" in ended["why"]
 
 
-def test_the_working_process_ends_with_its_owner(running):
-    child, owner = running.child(), owner_of(running)
-    os.kill(owner, signal.SIGKILL)
-    running.wait(lambda: process.state(child) in (process.GONE, "Z"))
-    assert process.with_token(running.token())
-
-
 def test_documents_that_ranks_overwrote_do_not_reach_the_next_process(running):
-    """What a restarted process goes on with is what its owner keeps."""
+    """The next child starts with the documents that its owner stores."""
     child = running.child()
     os.kill(child, signal.SIGSTOP)
     for path in (running.run() / rundir.RUN, running.run() / rundir.SUPERVISOR,
                  running.path / rundir.PLAN_STATE, running.path / rundir.PLAN):  # fmt: skip
         path.write_text("[garbage")
     os.kill(child, signal.SIGKILL)
-    for told in (lambda: running.state(), lambda: running.plan_state):
-        running.wait(lambda told=told: told().get("state") == "running")
+    for document in (lambda: running.state(), lambda: running.plan_state):
+        running.wait(lambda read=document: read().get("state") == "running")
     running.ask("stop")
     assert running.wait_end()["phases"][0]["state"] == "stopped"
 
 
 def test_a_run_that_ends_well_while_nobody_works_is_completed(begin):
-    """The owner saw torchrun's exit code, and each rank recorded its own end."""
+    """The owner reaps torchrun, and each rank recorded its own end."""
     started = begin(
         phase("one", "member.py", 150, gates={"loss_finite": True}), shell=STUB, nproc=2
     )
     started.wait_steps(3)
     child = started.child()
     os.kill(child, signal.SIGSTOP)
-    started.wait(lambda: not process.with_token(started.token()))
+    started.wait_gone()
     os.kill(child, signal.SIGKILL)
     ended = started.wait_end()["phases"][0]
     assert (ended["state"], ended["result"]) == ("completed", "pass"), ended
 
 
-def test_one_torchrun_runs_after_an_adoption_whatever_becomes_of_the_working_process(running):
-    owner, pids = owner_of(running), running.pids()
-    torchrun = running.state()["torchrun"]
-    os.kill(owner, signal.SIGKILL)
-    running.wait(lambda: not rundir.is_alive(running.plan_state["supervisor"]))
-    actions.adopt(running.path)
-    running.wait(lambda: owner_of(running) != owner)
-    child = running.child()
+def check_term_while_the_child_is_stopped(started: Started) -> None:
+    child = started.child()
+    os.kill(child, signal.SIGSTOP)
+    os.kill(started.owner["pid"], signal.SIGTERM)
+    started.wait_gone(GRACE_S + 10)
+    assert process.state(child) == "T"
     os.kill(child, signal.SIGKILL)
-    wait_replaced(running, child)
-    assert running.ask("note", text="is served")["ok"]
+    assert "SIGTERM to the supervisor" in started.wait_end()["why"]
+
+
+def test_term_ends_the_ranks_while_the_working_process_is_stopped(running):
+    check_term_while_the_child_is_stopped(running)
+
+
+def test_one_torchrun_runs_after_an_adoption_whatever_becomes_of_the_working_process(running):
+    child, torchrun, pids = running.child(), running.state()["torchrun"], running.pids()
+    running.kill_supervisor()
+    running.wait(lambda: process.state(child) in (process.GONE, "Z"))
+    assert set(pids.values()) <= set(process.with_token(running.token()))
+    actions.adopt(running.path)
+    kill_child(running)
+    assert running.ask("note", text="still works")["ok"]
     assert (running.state()["torchrun"], running.pids()) == (torchrun, pids)
     assert running.state()["attempt"] == 1
-    os.kill(running.child(), signal.SIGSTOP)
-    os.kill(owner_of(running), signal.SIGTERM)
-    running.wait(lambda: not process.with_token(running.token()), GRACE_S + 10)
-    os.kill(running.child(), signal.SIGKILL)
-    assert "SIGTERM to the supervisor" in running.wait_end()["why"]
+    check_term_while_the_child_is_stopped(running)
 
 
 FIRST_TIME = "mark.exists() or (mark.touch(), ctypes.string_at(0))"
@@ -200,10 +173,11 @@ FIRST_TIME = "mark.exists() or (mark.touch(), ctypes.string_at(0))"
 
 @pytest.fixture
 def broken_at(begin, tmp_path):
-    """Starts a launch whose working process dies in one function."""
+    """Starts a launch whose working process dies in one method."""
 
     def start(method, harm=FIRST_TIME, count=1, **plan):
-        setup = f"{WAITS}, mark = (0.0, 0.3, 0.5, 2.0), pathlib.Path({str(tmp_path / 'mark')!r})"
+        mark = f"pathlib.Path({str(tmp_path / 'mark')!r})"
+        setup = f"owners.WAITS_S, mark = (0.0, 0.3, 0.5, 2.0), {mark}"
         shell = broken.shell(tmp_path, method, harm, setup)
         steps = 100_000 if count == 1 else 3
         phases = [phase(f"phase{n}", "member.py", steps, nproc=1) for n in range(count)]
@@ -212,19 +186,19 @@ def broken_at(begin, tmp_path):
     return start
 
 
-def test_a_term_is_obeyed_by_the_next_where_the_first_dies_of_it(broken_at):
+def test_a_term_is_handled_by_the_next_child_where_the_first_dies_of_it(broken_at):
     started = broken_at("launch.Launch.end")
     started.wait_steps(3)
-    os.kill(owner_of(started), signal.SIGTERM)
+    os.kill(started.owner["pid"], signal.SIGTERM)
     ended = started.wait_end()
     assert ended["phases"][0]["state"] == "stopped"
     assert "SIGTERM to the supervisor" in ended["why"]
 
 
-def test_an_end_stays_an_end_where_the_last_words_were_cut_short(broken_at):
+def test_an_end_stays_an_end_where_the_child_dies_in_its_last_writes(broken_at):
     started = broken_at("rundir_io.Directory.close", count=2, between="ask")
     started.wait(lambda: started.plan_state.get("state") == "waiting")
-    owner = started.plan_state["supervisor"]
+    owner = started.owner
     os.kill(owner["pid"], signal.SIGTERM)
     started.wait(lambda: not rundir.is_alive(owner), 20)
     state = started.plan_state
@@ -232,7 +206,7 @@ def test_an_end_stays_an_end_where_the_last_words_were_cut_short(broken_at):
     assert len([e for e in started.events() if e["text"].startswith("phase0 completed")]) == 1
 
 
-def test_a_request_that_kills_who_executes_it_is_refused_and_the_others_are_served(broken_at):
+def test_a_request_that_kills_the_child_is_rejected_and_the_others_are_executed(broken_at):
     harm = "given[0].args['text'] == 'poison' and ctypes.string_at(0)"
     started = broken_at("launch.Launch._do_note", harm)
     started.wait_steps(3)
@@ -254,16 +228,16 @@ def test_open_alerts_go_on_in_the_next_process_and_are_cleared_there(begin):
     os.kill(rank, signal.SIGSTOP)
 
     def stall() -> list[str]:
-        return [e["kind"] for e in started.events(0) if e.get("alert") == STALL]
+        return [event["kind"] for event in started.alerts(STALL)]
 
-    started.wait(stall)
-    time.sleep(1.5)  # the next tick gives it to the owner
+    started.wait_state("stalled")
+    started.wait(lambda: started.state().get("stalls") == 1 and stall())
     os.kill(child, signal.SIGKILL)
     wait_replaced(started, child)
     started.wait_state("stalled")
     live = liveness.live_directory(started.state())
-    told = rundir.read_json(live / rundir.LIVE_STATUS)["alerts"]
-    assert STALL in [alert["alert"] for alert in told]
+    open_alerts = rundir.read_json(live / rundir.LIVE_STATUS)["alerts"]
+    assert STALL in [alert["alert"] for alert in open_alerts]
     assert (stall(), started.state()["stalls"]) == (["alert"], 1)
     os.kill(rank, signal.SIGCONT)
     started.wait(lambda: stall() == ["alert", "clear"])
@@ -277,10 +251,8 @@ def test_memory_that_the_kernel_freed_before_a_replacement_explains_the_end(begi
     shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", setup)
     started = begin(phase("one", "member.py", 100_000), shell=shell, nproc=2)
     started.wait_steps(3)
-    child = started.child()
     counters.write_text("oom_kill 6\n")
-    os.kill(child, signal.SIGKILL)
-    wait_replaced(started, child)
+    kill_child(started)
     os.kill(started.pids()[1], signal.SIGKILL)
     assert "the host ran out of memory (host-wide oom_kill 5 → 6)" in started.wait_end()["why"]
 
@@ -289,7 +261,7 @@ def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
     begin, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(liveness, "SUPERVISOR_SILENT_S", 3.0)
-    shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", f"{WAITS} = (60.0,)")
+    shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", "owners.WAITS_S = (60.0,)")
     started = begin(phase("one", "member.py", 100_000), shell=shell)
     started.wait_steps(3)
     source = RunSource(started.path)
@@ -300,14 +272,14 @@ def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
     assert not silent()
     os.kill(started.child(), signal.SIGKILL)
     (text,) = started.wait(silent)
-    owner = owner_of(started)
-    assert text.startswith(f"the supervisor (pid {owner}) lives, but has written nothing ")
+    owner = started.owner["pid"]
+    assert f"the supervisor (pid {owner})" in text
     os.kill(owner, signal.SIGTERM)
     assert started.wait_end()["phases"][0]["state"] == "stopped"
     assert not silent()
 
 
-def test_what_a_child_said_last_is_taken_whatever_its_size():
+def test_the_last_messages_of_a_child_are_handled_whatever_their_size():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     owner = owner_module.Owner(lambda channel, state: 0)
@@ -318,13 +290,13 @@ def test_what_a_child_said_last_is_taken_whatever_its_size():
     theirs.close()
     while owner._receive():
         pass
-    kept = {name: json.loads(data)["size"] for name, data in owner._state.documents.items()}
-    assert kept == {"small": 2, "large": 120_000}
+    sizes = {name: json.loads(data)["size"] for name, data in owner._state.documents.items()}
+    assert sizes == {"small": 2, "large": 120_000}
 
 
-def test_a_signal_that_came_just_before_the_fork_is_obeyed_once():
-    """The owner tells of each that it had not counted as told when it forked."""
+def test_a_signal_that_came_just_before_the_fork_is_handled_once():
+    """The owner sends each signal that it had not counted as sent when it forked."""
     ours, _ = socket.socketpair()
     term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
-    link = Link(Channel(ours), ChildState(identity={}, signals=[term, interrupt], forwarded=1))
-    assert link.state.signals == [term]
+    state = ChildState(identity={}, signals=[term, interrupt], forwarded=1)
+    assert Link(Channel(ours), state).state.signals == [term]

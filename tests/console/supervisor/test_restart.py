@@ -1,13 +1,11 @@
-"""Runs that are started again: by their policy, and by a new supervisor. Real processes."""
+"""Runs that are started again, by their policy and by a new supervisor. Real processes."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
@@ -25,19 +23,39 @@ from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Restart
 
 CRASH = Restart("crash", attempts=3, backoff_s=10)
+FOREIGN_TOKEN = "fedcba9876543210"
 
 
 def crashed(checkpoint=0, state: State = "crashed", **more):
     return Ended(state, "why", checkpoint, **more)
 
 
-@pytest.mark.parametrize("state", ["halted", "stopped", "killed", "completed"])
-def test_what_somebody_ended_is_not_started_again(state):
-    assert restart.after([crashed(state=state)], CRASH) == ""
+@pytest.mark.parametrize(
+    ("ended", "policy", "says"),
+    [
+        *(([crashed(state=state)], CRASH, "")
+          for state in ("halted", "stopped", "killed", "completed")),
+        ([crashed()], Restart(), ""),
+        ([crashed(20)] * 4, CRASH, "not restarted: 3 attempts without a new checkpoint"),
+        ([crashed(signature="x")] * 2, CRASH,
+         "not restarted: the same error twice without a new checkpoint between"),
+        ([crashed(hopeless=True)], CRASH, "not restarted: the same error would occur again"),
+    ],
+)  # fmt: skip
+def test_a_run_is_not_restarted(ended, policy, says):
+    assert restart.after(ended, policy) == says
 
 
-def test_nothing_is_started_again_without_a_policy():
-    assert restart.after([crashed()], Restart()) == ""
+@pytest.mark.parametrize(
+    ("ended", "policy"),
+    [
+        ([crashed()], Restart("stall")), ([crashed(20)] * 3, CRASH),
+        *(([crashed(signature="x"), other], CRASH)
+          for other in (crashed(5, signature="x"), crashed(signature="y"), crashed())),
+    ],
+)  # fmt: skip
+def test_a_run_is_restarted(ended, policy):
+    assert isinstance(restart.after(ended, policy), Again)
 
 
 def test_the_back_off_doubles_without_progress_and_begins_anew_with_it():
@@ -53,254 +71,6 @@ def test_the_back_off_doubles_without_progress_and_begins_anew_with_it():
     assert restart.left(ended, CRASH) == 2
 
 
-def test_three_attempts_without_a_new_checkpoint_are_enough():
-    ended = [crashed(20), crashed(20), crashed(20), crashed(20)]
-    assert isinstance(restart.after(ended[:3], CRASH), Again)
-    assert restart.after(ended, CRASH) == "not restarted: 3 attempts without a new checkpoint"
-    assert restart.left(ended, CRASH) == 0
-
-
-def test_the_same_error_twice_is_not_tried_again_unless_it_came_further():
-    first, same = crashed(signature="x"), crashed(signature="x")
-    assert "the same error twice" in str(restart.after([first, same], CRASH))
-    for other in (crashed(5, signature="x"), crashed(signature="y"), crashed()):
-        assert isinstance(restart.after([first, other], CRASH), Again)
-
-
-def test_what_can_never_work_is_not_tried_twice():
-    assert "same error would occur again" in str(restart.after([crashed(hopeless=True)], CRASH))
-
-
-def test_what_was_ended_for_a_restart_is_restarted_where_there_is_a_policy():
-    wanted = [crashed()]
-    assert restart.after(wanted, Restart()) == ""
-    assert isinstance(restart.after(wanted, Restart("stall")), Again)
-
-
-def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin):
-    started = begin(
-        phase("one", "member.py", 150), restart={"when": "crash", "backoff_s": 0.5},
-    )  # fmt: skip
-    started.wait_steps(3)
-    first = started.pids()
-    os.kill(first[1], signal.SIGKILL)
-    waiting = started.wait(
-        lambda: [e for e in started.events(0) if e.get("state") == "restarting"]
-    )  # fmt: skip
-    assert "rank 1 was killed by SIGKILL" in waiting[0]["text"]
-    assert "attempt 2 begins in 0.5 s from step 1" in waiting[0]["text"]
-    again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
-    assert "restart, 1 left" in again["armed"]
-    assert again["armed_short"].endswith(" ↻1")
-    ended = started.wait_end()
-    assert ended["phases"][0]["state"] == "completed"
-    assert set(started.pids().values()).isdisjoint(first.values())
-    for attempt in (1, 2):
-        assert (rundir.logs(started.run(), attempt) / rundir.TORCHRUN_LOG).exists()
-    records = rundir.heartbeat(started.run(), 0).read_text()
-    assert '"attempt":1' in records.replace(" ", "")
-    assert '"attempt":2' in records.replace(" ", "")
-    assert (RunSource(started.path).poll().attempt) == 2
-
-
-def test_a_program_that_always_fails_is_given_up_and_halt_ends_the_waiting(begin):
-    looping = begin(
-        phase("one", "member.py", 100_000, "leave"), shell=STUB,
-        restart={"when": "crash", "attempts": 2, "backoff_s": 0},
-    )  # fmt: skip
-    ended = looping.wait_end(90)
-    assert "not restarted" in ended["why"]
-    assert looping.state()["state"] == "crashed"
-    waits = begin(
-        phase("one", "member.py", 100_000, "leave"), shell=STUB,
-        restart={"when": "crash", "backoff_s": 600},
-    )  # fmt: skip
-    waits.wait_state("restarting")
-    assert waits.ask("halt")["ok"]
-    assert waits.wait_end(10)["phases"][0]["state"] == "halted"
-    assert not process.with_token(waits.token())
-
-
-def test_a_new_supervisor_takes_over_what_lives_and_goes_on_with_the_plan(begin):
-    started = begin(
-        phase("one", "member.py", 250), phase("two", "member.py", 5), shell=STUB,
-    )  # fmt: skip
-    started.wait_steps(3)
-    with pytest.raises(RefusedError, match="has a supervisor"):
-        actions.adopt(started.path)
-    owner, pids = started.plan_state["supervisor"]["pid"], started.pids()
-    os.kill(owner, signal.SIGKILL)
-    started.wait(lambda: RunSource(started.path).poll().state == "unsupervised", 10)
-    assert "a new supervisor watches" in actions.adopt(started.run())
-    state = started.wait(lambda: (s := started.state())["pid"] != owner and s)
-    assert (state["state"], started.pids()) == ("running", pids)
-    step = RunSource(started.path).poll().step
-    started.wait(lambda: (RunSource(started.path).poll().step or 0) > step + 5)
-    assert started.ask("dump")["ok"]
-    ended = started.wait_end()
-    assert [p["state"] for p in ended["phases"]] == ["completed", "completed"]
-    with pytest.raises(RefusedError, match="has ended"):
-        actions.adopt(started.path)
-
-
-def test_ranks_that_lost_supervisor_and_torchrun_are_found_shown_and_reaped(begin):
-    started = begin(phase("one", "member.py", 100_000), shell=STUB)
-    started.wait_steps(3)
-    token = started.token()
-    owner = started.plan_state["supervisor"]
-    os.kill(owner["pid"], signal.SIGKILL)
-    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(owner), 10)
-    actions.adopt(started.path)
-    alert = started.wait(lambda: [e for e in started.events(0) if e.get("alert")], 10)
-    assert "ranks 0, 1 still run" in alert[0]["text"]
-    begun = time.monotonic()
-    assert started.ask("stop")["ok"]
-    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
-    assert time.monotonic() - begun < 15
-    assert not process.with_token(token)
-
-
-def test_a_rank_that_fails_after_torchrun_is_gone_ends_the_others_and_the_next_attempt_begins(
-    begin,
-):
-    started = begin(
-        phase("one", "member.py", 100_000), restart={"when": "crash", "backoff_s": 0.5},
-        watch={"grace_s": 1}, shell=STUB,
-    )  # fmt: skip
-    started.wait_steps(3)
-    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
-    started.wait(lambda: [e for e in started.events(0) if e.get("alert") == "torchrun-gone"], 10)
-    os.kill(started.pids()[1], signal.SIGKILL)
-    state = started.wait(lambda: s if (s := started.state())["attempt"] == 2 else None, 20)
-    assert "rank 1 was killed by SIGKILL" in state["ended"][0]["why"]
-    assert started.ask("stop")["ok"]
-    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
-
-
-def test_a_launch_that_ends_while_its_lock_is_waited_for_is_not_taken_over(begin):
-    started = begin(phase("one", "member.py", 100_000), shell=STUB)
-    started.wait_steps(1)
-    state, pids = started.plan_state, started.pids()
-    for pid in (state["supervisor"]["pid"], started.state()["torchrun"]["pid"], *pids.values()):
-        os.kill(pid, signal.SIGKILL)
-    started.wait(lambda: not process.with_token(started.token()), 10)
-    started.wait(lambda: not rundir.is_alive(state["supervisor"]), 10)
-    held = os.open(started.path / rundir.LOCK, os.O_RDWR)
-    fcntl.flock(held, fcntl.LOCK_EX)
-
-    def end() -> None:
-        rundir.write_json(started.path / rundir.PLAN_STATE, state | {"state": "ended"})
-        os.close(held)
-
-    threading.Timer(1.0, end).start()
-    with pytest.raises(RefusedError, match="has ended; there is nothing to take over"):
-        actions.adopt(started.path)
-
-
-def test_what_was_asked_is_asked_again_by_who_takes_over(begin):
-    """The supervisor dies in the grace of a stop: the next one ends what is deaf to TERM."""
-    started = begin(
-        phase("one", "member.py", 100_000, "deaf"), shell=STUB, restart="crash",
-        watch={"grace_s": 4, "stall_floor_s": 60},
-    )  # fmt: skip
-    started.wait_steps(3)
-    assert started.ask("stop")["ok"]
-    owner = started.plan_state["supervisor"]
-    started.wait(lambda: started.state()["asked"] == "stop")
-    os.kill(owner["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(owner), 10)
-    actions.adopt(started.path)
-    ended = started.wait_end(30)
-    assert ended["phases"][0]["state"] == "stopped"
-    assert not process.with_token(started.token())
-
-
-@pytest.fixture(scope="module")
-def lost(begin):
-    """A run whose supervisor is gone and whose document lags behind."""
-    started = begin(phase("one", "member.py", 100_000), shell=STUB)
-    started.wait_steps(3)
-    owner = started.plan_state["supervisor"]
-    os.kill(owner["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(owner), 10)
-    return started
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [({"host": "elsewhere"}, "adopt it there"), ({"boot_id": "before"}, "add --yes to mean it")],
-)
-def test_what_another_host_or_boot_supervised_is_not_taken_over(lost, changed, says):
-    state = lost.plan_state
-    rundir.write_json(
-        lost.path / rundir.PLAN_STATE, state | {"supervisor": state["supervisor"] | changed}
-    )
-    with pytest.raises(RefusedError, match=says):
-        actions.adopt(lost.path)
-    rundir.write_json(lost.path / rundir.PLAN_STATE, state)
-
-
-def test_the_token_of_another_run_is_refused_and_its_processes_are_left_alone(lost):
-    other = subprocess.Popen(
-        ["sleep", "60"], env={environ.TOKEN: "fedcba9876543210", environ.RUN_DIR: "/elsewhere/0-x"}
-    )
-    born = rundir.read_json(lost.run() / rundir.RUN)
-    forged = born | {"environment": born["environment"] | {environ.TOKEN: "fedcba9876543210"}}
-    try:
-        rundir.write_json(lost.run() / rundir.RUN, forged)
-        with pytest.raises(RefusedError, match="holds the token of another run"):
-            actions.adopt(lost.path)
-        assert other.poll() is None
-    finally:
-        rundir.write_json(lost.run() / rundir.RUN, born)
-        other.kill()
-        other.wait()
-
-
-def test_a_plan_that_starts_another_program_than_the_run_is_not_taken_over(lost):
-    plan = rundir.read_json(lost.path / rundir.PLAN)
-    evil = plan["phases"][0] | {"script": str(PROGRAMS / "agent.py")}
-    rundir.write_json(lost.path / rundir.PLAN, plan | {"phases": [evil]})
-    try:
-        with pytest.raises(RefusedError, match="the launch is not adopted"):
-            actions.adopt(lost.path)
-    finally:
-        rundir.write_json(lost.path / rundir.PLAN, plan)
-
-
-def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say(tmp_path):
-    stall = {"kind": "alert", "alert": "stall", "ts": 1.0}
-    (tmp_path / rundir.EVENTS).write_bytes(jsonl.encode(stall) * 2)
-    for told, counted in ((0, 2), (5, 5)):
-        held = {"attempt": 1, "stalls": told}
-        assert former_run.summary(held, tmp_path, 1, 1).stalls == counted
-    assert former_run.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
-
-
-def test_a_copy_is_not_taken_over_and_does_not_touch_the_processes_of_the_original(lost):
-    copy = lost.path.with_name("copy")
-    shutil.copytree(lost.path, copy)
-    with pytest.raises(ContractError, match="is a copy, or was moved"):
-        actions.adopt(copy)
-    assert set(lost.pids().values()) <= set(process.with_token(lost.token()))
-
-
-def test_living_processes_are_believed_and_not_a_document_that_lags_behind(lost):
-    pids = lost.pids()
-    state = lost.state()
-    rundir.write_json(
-        lost.run() / rundir.SUPERVISOR, state | {"torchrun": None, "workers": [], "attempt": 0}
-    )
-    actions.adopt(lost.path)
-    assert lost.wait(lambda: lost.state()["pid"] != state["pid"] and lost.pids()) == pids
-    time.sleep(3)  # longer than leftover processes are given
-    assert lost.state()["state"] == "running"
-    assert lost.ask("halt")["ok"]
-    assert lost.wait_end()["phases"][0]["state"] == "halted"
-    assert [w["exit"]["code"] for w in lost.state()["workers"]] == [0, 0]
-
-
 def test_the_policy_in_the_guide_is_one_that_a_plan_takes(tmp_path):
     guide = (PROGRAMS.parents[1] / "docs" / "guide.md").read_text()
     (line,) = [line.strip() for line in guide.splitlines() if line.strip().startswith("restart: {")]
@@ -309,31 +79,203 @@ def test_the_policy_in_the_guide_is_one_that_a_plan_takes(tmp_path):
     assert plans.load(path).restart == Restart("crash", 3, 10.0)
 
 
-def waiting(begin, backoff_s: float):
-    """A run between two attempts, whose first ended because rank 1 left with 7."""
+def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin):
+    started = begin(phase("one", "member.py", 150), restart={"when": "crash", "backoff_s": 0.5})
+    started.wait_steps(3)
+    first = started.pids()
+    os.kill(first[1], signal.SIGKILL)
+    (waiting,) = started.wait(
+        lambda: [e for e in started.events(0) if e.get("state") == "restarting"]
+    )
+    assert "rank 1 was killed by SIGKILL" in waiting["text"]
+    assert "attempt 2 begins in 0.5 s from step 1" in waiting["text"]
+    again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
+    assert "restart, 1 left" in again["armed"]
+    assert again["armed_short"].endswith(" ↻1")
+    assert started.wait_end()["phases"][0]["state"] == "completed"
+    assert set(started.pids().values()).isdisjoint(first.values())
+    records = rundir.heartbeat(started.run(), 0).read_bytes().splitlines()
+    assert {jsonl.decode(line)["attempt"] for line in records} == {1, 2}
+    for attempt in (1, 2):
+        assert (rundir.logs(started.run(), attempt) / rundir.TORCHRUN_LOG).exists()
+    assert RunSource(started.path).poll().attempt == 2
+
+
+def test_a_rank_that_fails_after_torchrun_has_exited_ends_the_others_and_a_new_attempt_begins(
+    begin,
+):
+    started = begin(
+        phase("one", "member.py", 100_000), restart={"when": "crash", "backoff_s": 0.5},
+        watch={"grace_s": 1}, shell=STUB,
+    )  # fmt: skip
+    started.wait_steps(3)
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
+    (alert,) = started.wait(lambda: started.alerts("torchrun-gone"), 10)
+    assert "ranks 0, 1 still run" in alert["text"]
+    os.kill(started.pids()[1], signal.SIGKILL)
+    state = started.wait(lambda: (s := started.state())["attempt"] == 2 and s, 20)
+    assert "rank 1 was killed by SIGKILL" in state["ended"][0]["why"]
+    assert started.ask("stop")["ok"]
+    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
+
+
+def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin):
+    started = begin(phase("one", "member.py", 250), phase("two", "member.py", 5), shell=STUB)
+    started.wait_steps(3)
+    with pytest.raises(RefusedError, match="has a supervisor"):
+        actions.adopt(started.path)
+    pids, former = started.pids(), started.kill_supervisor()
+    started.wait(lambda: RunSource(started.path).poll().state == "unsupervised", 10)
+    assert "a new supervisor watches" in actions.adopt(started.run())
+    state = started.wait(lambda: (s := started.state())["pid"] != former["pid"] and s)
+    assert (state["state"], started.pids()) == ("running", pids)
+    step = RunSource(started.path).poll().step
+    started.wait(lambda: (RunSource(started.path).poll().step or 0) > step + 5)
+    assert started.ask("dump")["ok"]
+    ended = started.wait_end()
+    assert [p["state"] for p in ended["phases"]] == ["completed", "completed"]
+    with pytest.raises(RefusedError, match="has ended; there is nothing to adopt"):
+        actions.adopt(started.path)
+
+
+def test_a_stop_is_continued_by_the_supervisor_that_adopts(begin):
+    """The supervisor dies in the grace of a stop: the next one kills the ranks that ignore TERM."""
+    started = begin(
+        phase("one", "member.py", 100_000, "deaf"), shell=STUB, restart="crash",
+        watch={"grace_s": 4, "stall_floor_s": 60},
+    )  # fmt: skip
+    started.wait_steps(3)
+    assert started.ask("stop")["ok"]
+    started.wait(lambda: started.state()["asked"] == "stop")
+    started.kill_supervisor()
+    actions.adopt(started.path)
+    assert started.wait_end(30)["phases"][0]["state"] == "stopped"
+    assert not process.with_token(started.token())
+
+
+@pytest.fixture(scope="module")
+def lost(begin):
+    """A run whose supervisor has died and whose ranks live."""
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
+    started.wait_steps(3)
+    started.kill_supervisor()
+    return started
+
+
+def refused_with(launch, path, changed, says):
+    """Adopts a launch of which one document is changed for a while."""
+    record = rundir.read_json(path)
+    rundir.write_json(path, record | changed)
+    try:
+        with pytest.raises(RefusedError, match=says):
+            actions.adopt(launch.path)
+    finally:
+        rundir.write_json(path, record)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"supervisor": {"host": "elsewhere"}}, "adopt it there"),
+        ({"supervisor": {"boot_id": "before"}}, "add --yes to confirm"),
+        ({"v": 99}, "of another version"),
+    ],
+)
+def test_a_launch_of_another_host_boot_or_version_is_not_adopted(lost, changed, says):
+    state = lost.plan_state
+    merged = {key: state[key] | value if isinstance(value, dict) else value
+              for key, value in changed.items()}  # fmt: skip
+    refused_with(lost, lost.path / rundir.PLAN_STATE, merged, says)
+
+
+def test_the_token_of_another_run_is_refused_and_its_processes_are_left_alone(lost):
+    environment = rundir.read_json(lost.run() / rundir.RUN)["environment"]
+    forged = {"environment": environment | {environ.TOKEN: FOREIGN_TOKEN}}
+    foreign = {environ.TOKEN: FOREIGN_TOKEN, environ.RUN_DIR: "/elsewhere/0-x"}
+    with subprocess.Popen(["sleep", "60"], env=foreign) as other:
+        path = lost.run() / rundir.RUN
+        refused_with(lost, path, forged, "holds the token of another run")
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_plan_that_starts_another_program_than_the_run_is_not_adopted(lost):
+    path = lost.path / rundir.PLAN
+    evil = rundir.read_json(path)["phases"][0] | {"script": str(PROGRAMS / "agent.py")}
+    refused_with(lost, path, {"phases": [evil]}, "differ in argv; the launch is not adopted")
+
+
+def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say(tmp_path):
+    stall = {"kind": "alert", "alert": "stall", "ts": 1.0}
+    (tmp_path / rundir.EVENTS).write_bytes(jsonl.encode(stall) * 2)
+    for written, counted in ((0, 2), (5, 5)):
+        state = {"attempt": 1, "stalls": written}
+        assert former_run.summary(state, tmp_path, 1, 1).stalls == counted
+    assert former_run.summary({"attempt": 1}, tmp_path, 1, 1).stalls is None
+
+
+def test_a_copy_is_not_adopted_and_the_processes_of_the_original_live_on(lost):
+    copy = lost.path.with_name("copy")
+    shutil.copytree(lost.path, copy)
+    with pytest.raises(ContractError, match="is a copy, or was moved"):
+        actions.adopt(copy)
+    assert set(lost.pids().values()) <= set(process.with_token(lost.token()))
+
+
+def test_living_processes_count_and_not_a_document_that_lags_behind_or_holds_garbage(lost):
+    pids, state = lost.pids(), lost.state()
+    (lost.run() / rundir.EVENTS).unlink()
+    os.mkfifo(lost.run() / rundir.EVENTS)
+    wrong = {"rank": 0, "pid": [1], "start_ticks": {}}
+    garbage = {"torchrun": {"pid": {}}, "workers": [wrong, 7], "attempt": 0}
+    rundir.write_json(lost.run() / rundir.SUPERVISOR, state | garbage)
+    actions.adopt(lost.path)
+    assert lost.wait(lambda: lost.state()["pid"] != state["pid"] and lost.pids()) == pids
+    step = RunSource(lost.path).poll().step  # 150 steps last longer than leftovers are given
+    lost.wait(lambda: (RunSource(lost.path).poll().step or 0) > step + 150)
+    assert lost.state()["state"] == "running"
+    assert lost.ask("halt")["ok"]
+    assert lost.wait_end()["phases"][0]["state"] == "halted"
+    assert [w["exit"]["code"] for w in lost.state()["workers"]] == [0, 0]
+
+
+def waiting(begin, backoff_s: float, attempts: int = 2):
+    """A run between two attempts, whose first ended because rank 1 exited with 7."""
     started = begin(
         phase("one", "member.py", 100_000, "leave"), shell=STUB,
-        restart={"when": "crash", "attempts": 2, "backoff_s": backoff_s},
+        restart={"when": "crash", "attempts": attempts, "backoff_s": backoff_s},
     )  # fmt: skip
     started.wait_state("restarting")
     return started
 
 
+def test_a_program_that_always_fails_is_given_up(begin):
+    looping = waiting(begin, 0.1)
+    assert "not restarted" in looping.wait_end(90)["why"]
+    assert looping.state()["state"] == "crashed"
+
+
+def test_a_halt_ends_the_wait_for_the_next_attempt(begin):
+    started = waiting(begin, 600)
+    assert started.ask("halt")["ok"]
+    assert started.wait_end(10)["phases"][0]["state"] == "halted"
+    assert not process.with_token(started.token())
+
+
 @pytest.mark.slow
-def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
+def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(begin):
     started = waiting(begin, 4)
-    owner, before = started.plan_state["supervisor"], started.state()
-    time.sleep(1)
-    os.kill(owner["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(owner), 10)
-    # A document alone refuses no restart for which the former supervisor waited.
+    before = started.state()
+    started.wait(lambda: time.time() - before["since_ts"] > 1)
+    started.kill_supervisor()
+    # A document alone prevents no restart for which the former supervisor waited.
     before["ended"] = [before["ended"][0] | {"hopeless": True}]
     rundir.write_json(started.run() / rundir.SUPERVISOR, before)
     actions.adopt(started.path)
     after = started.wait(lambda: (s := started.state())["pid"] != before["pid"] and s)
-    assert (after["state"], after["why"]) == ("restarting", before["why"])
-    assert after["ended"] == before["ended"]
-    assert after["since_ts"] == before["since_ts"]
+    for key in ("why", "ended", "since_ts"):
+        assert after[key] == before[key]
+    assert after["state"] == "restarting"
     ended = started.wait_end(60)
     assert "rank 1: no reason given" in ended["why"]
     assert "not restarted: 2 attempts without a new checkpoint" in ended["why"]
@@ -345,24 +287,12 @@ def test_who_takes_over_between_two_attempts_waits_on_and_knows_why(begin):
     assert begun - max(adopted, before["since_ts"] + 4) < 1.2
 
 
-def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_takes_a_halt(
-    begin, tmp_path
-):
-    script = tmp_path / "seven.py"
-    script.write_text("import sys\nfrom trainers.contract.member import join\n"
-                      "join().step(1)\nsys.exit(7)\n")  # fmt: skip
-    started = begin(
-        {"name": "one", "script": str(script), "nproc": 1}, shell=STUB,
-        restart={"when": "crash", "attempts": 3, "backoff_s": 600},
-    )  # fmt: skip
-    started.wait_state("restarting")
-    owner = started.plan_state["supervisor"]
-    os.kill(owner["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(owner), 10)
+def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_takes_a_halt(begin):
+    started = waiting(begin, 600, attempts=3)
+    started.kill_supervisor()
     state = RunSource(started.path).poll()
     assert (state.state, status_text.exit_code(state)) == ("lost", 5)
     assert "attempt 2 does not begin without one" in state.why
-    assert state.why.endswith("(exit 7)")
     assert actions.send(started.path, "halt", {}, "tester") == ""
     long_ago = started.state() | {"since_ts": time.time() - 3600}
     rundir.write_json(started.run() / rundir.SUPERVISOR, long_ago)
@@ -380,25 +310,3 @@ def test_an_attempt_waits_for_a_directory_that_is_away(begin):
     away.rename(run)
     started.wait_end(60)
     assert started.state()["attempt"] == 2
-
-
-def test_documents_that_nobody_can_believe_are_not_taken_over(begin):
-    started = begin(phase("one", "member.py", 100_000), shell=STUB)
-    started.wait_steps(1)
-    owner = started.plan_state["supervisor"]
-    os.kill(owner["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(owner), 10)
-    state = started.plan_state
-    rundir.write_json(started.path / rundir.PLAN_STATE, state | {"v": 99})
-    with pytest.raises(RefusedError, match="of another version"):
-        actions.adopt(started.path)
-    rundir.write_json(started.path / rundir.PLAN_STATE, state)
-    (started.run() / rundir.EVENTS).unlink()
-    os.mkfifo(started.run() / rundir.EVENTS)
-    wrong = {"rank": 0, "pid": [1], "start_ticks": {}}
-    document = started.state() | {"workers": [wrong, 7], "torchrun": {"pid": {}}}
-    rundir.write_json(started.run() / rundir.SUPERVISOR, document)
-    actions.adopt(started.path)
-    started.wait(lambda: [worker["rank"] for worker in started.state()["workers"]] == [0, 1])
-    assert started.ask("stop")["ok"]
-    assert started.wait_end(20)["phases"][0]["state"] == "stopped"
