@@ -1,4 +1,4 @@
-"""How runs end: killed, raised, deaf to TERM, orphaned, stopped. Real signals, real torchrun."""
+"""How runs end: a hang that is stopped, and a launcher that dies. Real signals, real torchrun."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
 from console.sources import process
+from tests.launches import PROGRAMS, phase, write_plan
 from trainers.contract import heartbeat, jsonl, rundir
 
-from .conftest import PROGRAMS, phase, write_plan
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from console import actions
+options = actions.LaunchOptions(plan=sys.argv[1], root=Path(sys.argv[2]))
+print(actions.launch(options, "tester"), flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_rank_that_hangs_is_named_with_who_waits_and_term_to_the_supervisor_stops_all(begin):
@@ -27,50 +33,31 @@ def test_a_rank_that_hangs_is_named_with_who_waits_and_term_to_the_supervisor_st
     assert "rank 0 waits in backward" in verdict["sentence"]
     answer = started.ask("halt")["text"]
     assert answer.startswith(".HALT is written; the run is stalled")
-    assert "stop ends them" in answer
-    os.kill(started.plan_state["supervisor"]["pid"], signal.SIGTERM)
+    assert "stop ends it now" in answer
+    os.kill(started.owner["pid"], signal.SIGTERM)
     ended = started.wait_end(20)
     assert started.state()["state"] == "stopped"
     assert "SIGTERM to the supervisor" in ended["why"]
     assert not process.with_token(started.token())
 
 
-@pytest.fixture(scope="module")
-def orphan(begin, tmp_path_factory):
-    """A launch whose launcher was killed, and whose session got SIGHUP, right after it began."""
-    folder = tmp_path_factory.mktemp("orphan")
-    plan = write_plan(folder, phases=[
-        phase("one", "member.py", 60, gates={"steps_done": 59, "loss_finite": True}),
-    ])  # fmt: skip
-    program = (
-        "import sys, time\nfrom pathlib import Path\nfrom console import actions\n"
-        f"o = actions.LaunchOptions(plan={str(plan)!r}, root=Path({str(folder)!r}))\n"
-        "print(actions.launch(o, 'tester'), flush=True)\ntime.sleep(600)\n"
-    )
+def test_a_run_outlives_its_launcher_and_completes_with_whole_records(begin, tmp_path):
+    """The launcher is killed, and its session gets SIGHUP, right after the launch began."""
+    gates = {"steps_done": 59, "loss_finite": True}
+    plan = write_plan(tmp_path, phases=[phase("one", "member.py", 60, gates=gates)])
     launcher = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
-        start_new_session=True, cwd=PROGRAMS.parents[1],
+        [sys.executable, "-c", LAUNCHER, str(plan), str(tmp_path)], stdout=subprocess.PIPE,
+        text=True, start_new_session=True, cwd=PROGRAMS.parents[1],
     )  # fmt: skip
-    path = launcher.stdout.readline().strip()
-    os.killpg(launcher.pid, signal.SIGHUP)
-    os.killpg(launcher.pid, signal.SIGKILL)
+    started = begin.adopt(launcher.stdout.readline().strip())
+    for number in (signal.SIGHUP, signal.SIGKILL):
+        os.killpg(launcher.pid, number)
     launcher.wait()
-    return begin.adopt(path)
-
-
-def test_a_run_outlives_its_launcher_and_completes(orphan):
-    ended = orphan.wait_end()
-    assert [p["state"] for p in ended["phases"]] == ["completed"]
+    ended = started.wait_end()
     assert ended["why"] == "all phases are done"
-    assert ended["phases"][0]["result"] == "pass"
-
-
-def test_the_state_changes_are_all_in_the_events(orphan):
-    changes = [e["state"] for e in orphan.events(0) if e["kind"] == "state"]
+    assert [(p["state"], p["result"]) for p in ended["phases"]] == [("completed", "pass")]
+    changes = [e["state"] for e in started.events(0) if e["kind"] == "state"]
     assert changes == ["running", "completed"]
-
-
-def test_nothing_is_left_unread_in_the_heartbeats(orphan):
-    reader = jsonl.Tail(rundir.heartbeat(orphan.run(), 0), heartbeat.accept)
+    reader = jsonl.Tail(rundir.heartbeat(started.run(), 0), heartbeat.accept)
     assert reader.poll()
     assert reader.skipped == 0

@@ -34,7 +34,7 @@ def test_a_run_on_full_shared_memory_says_so_and_completes(begin, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     notes = [event["text"] for event in started.events(0) if event["kind"] == "note"]
     assert len(notes) == 1
-    assert notes[0].startswith("nothing can be made in /dev/shm (No space left on device)")
+    assert notes[0].startswith("cannot write to /dev/shm (No space left on device)")
     assert rundir.heartbeat(started.run(), 0).read_bytes().count(b"progress") == 20
 
 
@@ -57,9 +57,8 @@ def limit_files(memory, count: int) -> None:
 
 def test_ranks_have_a_live_directory_only_with_room_for_all_of_them(memory):
     limit_files(memory, 7)
-    live = Live(
-        "0123456789abcdef", 3, 1, memory
-    )  # three pulses, three stacks, the board, and the folder
+    # One too few for three pulses, three stacks, the board, and the folder.
+    live = Live("0123456789abcdef", 3, 1, memory)
     assert (live.path, live.why) == (None, "No space left on device")
     assert os.listdir(memory) == []
     limit_files(memory, 20)

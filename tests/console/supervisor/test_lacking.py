@@ -1,4 +1,4 @@
-"""Launches where threads, processes, descriptors or the working directory are lacking."""
+"""Launches without threads, processes, descriptors or a working directory to spare."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The lock of a launch: who holds it stands in it before there is a supervisor, or none starts."""
+"""The lock of a launch: its owner is written into it before the supervisor starts."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,7 +83,7 @@ def test_what_another_one_took_over_and_ended_meanwhile_is_not_taken_over(tmp_pa
         directory.told(path, rundir.lock_token(path), **directory.DEAD)
         adopted = pool.submit(launcher.adopt, path, Settings())
         time.sleep(0.3)
-        assert adopted.running(), "it waits for the lock"
+        assert adopted.running(), "adopt waits for the lock"
         held = rundir.read_json(path / rundir.PLAN_STATE) or {}
         rundir.write_json(path / rundir.PLAN_STATE, held | {"state": "ended"})
     with pytest.raises(RefusedError, match="has ended; there is nothing to adopt"):
@@ -98,9 +97,8 @@ def test_an_adopt_on_a_full_disk_ends_no_rank(tmp_path, begin, monkeypatch):
         launcher.start(mount / "launch", given)
         started = begin.adopt(mount / "launch")
         started.wait_steps(3)
-        pids, former = started.pids(), started.plan_state["supervisor"]
-        os.kill(former["pid"], signal.SIGKILL)
-        started.wait(lambda: not rundir.is_alive(former))
+        pids = started.pids()
+        started.kill_supervisor()
         filler = mount / "filler"
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
             while stream.write(bytes(4096)):

@@ -1,4 +1,4 @@
-"""Ranks that overwrote their environment, as setproctitle does: no token tells of them any more."""
+"""Ranks that overwrote their environment, as setproctitle does: they have no token any more."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import pytest
 
 from console import actions
 from console.sources import process
-from console.supervisor import launch_spec as given
-from console.supervisor import shm
+from console.supervisor import launch_spec, shm
 from console.supervisor.tree import Tree
 from tests import owners
 from tests.faults.scene import order
@@ -42,7 +41,7 @@ def run(tmp_path):
 def tree(run, orders):
     """Two ranks that have overwritten their environment."""
     token = secrets.token_hex(8)
-    environment = given.inherited() | {
+    environment = launch_spec.inherited() | {
         environ.RUN_DIR: str(run), environ.RUN_ID: "test", environ.ATTEMPT: "1",
         environ.TOKEN: token,
     }  # fmt: skip
@@ -89,7 +88,7 @@ def test_an_attempt_is_not_over_while_a_rank_lives_and_kill_reaches_it(tree):
     assert {worker.signal for worker in tree.workers.values()} == {"SIGKILL"}
 
 
-def test_who_takes_over_finds_them_by_what_the_document_and_the_kernel_say(tree, run):
+def test_an_adoption_finds_them_by_the_document_and_the_kernel(tree, run):
     tree.agent.send(signal.SIGKILL)
     wait(tree, lambda: tree.agent_over)
     workers = [worker.as_dict() for worker in tree.workers.values()]
@@ -104,9 +103,9 @@ def test_who_takes_over_finds_them_by_what_the_document_and_the_kernel_say(tree,
 
 
 def test_a_stranger_with_a_copied_token_is_no_rank(run):
-    """Rank 1 is gone when the new supervisor comes; somebody else has its environment."""
+    """Rank 1 exited before the adoption, and another program has its environment."""
     token = secrets.token_hex(8)
-    environment = given.inherited() | {
+    environment = launch_spec.inherited() | {
         environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "1", "LOCAL_RANK": "1",
     }  # fmt: skip
     with subprocess.Popen(["sleep", "60"], env=environment) as copied:
@@ -146,13 +145,12 @@ def test_a_document_cannot_name_a_stranger(stranger, run):
     handle.close()
     for change in ({"start_ticks": 1}, {"boot_id": "before"}, {"host": "elsewhere"}, {"pid": -1}):
         assert process.hold_named(known | change, other.parent.parent, other) is None
-    assert process.hold_named(known, run, own) is None
-    (own / "rank0.log").hardlink_to(other / "rank0.log")
-    assert process.hold_named(known, run, own) is None
-    (own / "rank0.log").unlink()
-    (own / "rank0.log").symlink_to(other / "rank0.log")
-    assert process.hold_named(known, run, own) is None
-    (own / "rank0.log").unlink()
+    log = own / "rank0.log"
+    for link in (None, log.hardlink_to, log.symlink_to):
+        if link is not None:
+            link(other / "rank0.log")
+        assert process.hold_named(known, run, own) is None
+        log.unlink(missing_ok=True)
     own.rmdir()
     own.symlink_to(other)
     assert process.hold_named(known, run, own) is None
@@ -161,19 +159,20 @@ def test_a_document_cannot_name_a_stranger(stranger, run):
 def test_a_new_supervisor_goes_on_with_them_dumps_them_and_ends_them(begin, orders):
     started = begin(phase("one", "obedient.py", 100_000, orders), shell=STUB)
     started.wait_steps(3)
-    pids, owner = started.pids(), started.plan_state["supervisor"]
+    pids = started.pids()
     for rank in (0, 1):
         order(orders, rank, "bare")
         started.wait(lambda rank=rank: not process.environment(pids[rank]))
     os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
-    os.kill(owner["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(owner), 10)
+    former = started.kill_supervisor()
     shm.sweep(0.0)  # as another launch does, and one that still looks when the new one begins
     looking = os.open(started.state()["live_dir"], os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_EX)
     threading.Timer(1.0, os.close, [looking]).start()
     actions.adopt(started.path)
-    state = started.wait(lambda: (s := started.state())["pid"] != owner["pid"] and s)
+    (alert,) = started.wait(lambda: started.alerts("torchrun-gone"), 10)
+    assert "ranks 0, 1 still run" in alert["text"]
+    state = started.wait(lambda: (s := started.state())["pid"] != former["pid"] and s)
     assert [worker["exit"] for worker in state["workers"]] == [None, None]
     assert state["live_dir"]
     answer = started.ask("dump")

@@ -1,4 +1,4 @@
-"""Where a plan ends: a halt is never lost between phases, no question is left without an answer."""
+"""The end of a plan: a halt counts between phases too, and every request is answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainers.contract import rundir
 
 
 def sleeper(folder: Path, name: str, seconds: float) -> dict[str, object]:
-    """A phase of one process that knows nothing of us."""
+    """A phase of one process that is not instrumented."""
     script = folder / f"{name}.py"
     script.write_text(f"import time\nprint('begun', flush=True)\ntime.sleep({seconds})\n")
     return {"name": name, "script": str(script), "nproc": 1}

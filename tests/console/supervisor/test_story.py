@@ -1,4 +1,4 @@
-"""How long a rank may stay in a phase follows from what its records tell of that phase."""
+"""The stall limit of a phase follows from the records of that phase; no record breaks the watchdog."""
 
 from __future__ import annotations
 

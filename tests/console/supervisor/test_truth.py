@@ -1,4 +1,4 @@
-"""What a reader says when the supervisor, torchrun or the disk fails: the truth, at once."""
+"""The state that a reader shows when the supervisor, torchrun or the disk fails."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from console import actions, status_text
-from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import shm
+from tests.launches import phase
+from tests.mounts import tmpfs
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
-
-from .conftest import phase
 
 
 def look(started, index=0):
@@ -27,20 +26,15 @@ def look(started, index=0):
 def test_a_start_without_its_supervisor_is_unsupervised_halts_and_is_cleared_away(begin):
     started = begin(phase("one", "member.py", 100_000))
     started.wait(lambda: (started.state().get("torchrun") or {}).get("pid"))
-    supervisor, token = started.plan_state["supervisor"], started.token()
-    os.kill(supervisor["pid"], signal.SIGKILL)
-    started.wait(lambda: not rundir.is_alive(supervisor))
+    started.kill_supervisor()
     assert not started.pids()
-    (leaked,) = Path("/dev/shm").glob(f"nsa-console-*-{token}")
-    while (
-        process.with_token(token) and not started.run().joinpath("heartbeat_rank1.jsonl").exists()
-    ):
-        state = look(started)
-        assert state.state == "unsupervised", state.why
-        assert "still run" in state.why
-        time.sleep(0.1)
+    (leaked,) = Path("/dev/shm").glob(f"nsa-console-*-{started.token()}")
+    state = look(started)
+    assert state.state == "unsupervised", state.why
+    assert "still run" in state.why
+    started.wait(started.run().joinpath("heartbeat_rank1.jsonl").exists)
     (started.run() / rundir.HALT).touch()
-    started.wait(lambda: not process.with_token(token))
+    started.wait_gone()
     state = RunSource(started.path).poll()
     assert (state.state, "halted at step" in state.why) == ("halted", True), state.why
     assert state.launch is not None
@@ -83,13 +77,8 @@ def test_a_signal_to_torchrun_stops_a_program_that_knows_nothing_of_us(begin, tm
 @pytest.fixture
 def small(tmp_path):
     """A file system whose size can be changed while it is in use."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    mount = tmp_path / "small"
-    mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "none", str(mount)], check=True)
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+    with tmpfs(tmp_path, 2048) as mount:
+        yield mount
 
 
 def resize(mount: Path, size_bytes: int) -> None:
