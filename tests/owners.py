@@ -1,4 +1,4 @@
-"""A real owner in a process of its own, for a tree of processes that is tested by itself."""
+"""A real owner in a process of its own, for tests of a process tree without a supervisor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from console.supervisor.owner import Owner
 
 
 class Lent(Owner):
-    """An owner whose child is the process at the other end; it ends with it."""
+    """An owner whose child is the process at the other end of the socket; it ends with it."""
 
     def __init__(self, end: Channel):
         super().__init__(lambda channel, state: 0)
-        self._given = end
+        self._test_end = end
 
     def _fork(self) -> None:
-        self._attach(-1, self._given)
+        self._attach(-1, self._test_end)
 
     def _kill_silent_child(self) -> None:
         if self._channel is None:
@@ -43,7 +43,7 @@ _others: list[socket.socket] = []
 
 
 def absent() -> Link:
-    """Returns a link to an owner that takes everything and answers nothing."""
+    """Returns a link to an owner that never answers."""
     ours, theirs = socket.socketpair()
     _others.append(theirs)
     return Link(Channel(ours), ChildState(identity={}))

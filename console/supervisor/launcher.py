@@ -22,7 +22,6 @@ from console.settings import Settings
 from console.sources import launches, liveness, process
 from console.supervisor import lock, recovery
 from console.supervisor.launch_spec import LaunchSpec, inherited
-from console.supervisor.rundir_io import event_record
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
@@ -45,8 +44,6 @@ class Claim:
 
     def __init__(self, directory: Path, adopt: bool = False):
         self.directory = directory
-        self.cleared = ""
-        """The name of an interrupted launch whose files were removed."""
         self._adopt = adopt
         self._created = not directory.exists()
         self.fd = -1
@@ -116,7 +113,6 @@ class Claim:
         written = {name for name in others if not name.startswith(HALF_WRITTEN)}
         readable = bool(launch) or rundir.PLAN not in others
         if self._adopt or (rundir.LOCK in names and readable and written <= BEFORE_THE_START):
-            self.cleared = launch
             return
         if rundir.PLAN not in others:
             raise RefusedError(
@@ -191,10 +187,6 @@ def start(directory: Path, spec: LaunchSpec) -> None:
     try:
         rundir.write_json(directory / rundir.PLAN, record)
         lock.claim(claim.fd, spec.launch, process.user_name())
-        if claim.cleared:
-            text = f"removed the files of the launch {claim.cleared}, which never started"
-            with os.fdopen(rundir.open_append(directory / rundir.EVENTS), "wb") as events:
-                events.write(jsonl.encode(event_record(1, "note", text, "warn", by="launcher")))
         _start_supervisor(directory, claim.fd)
     except (OSError, ContractError) as error:
         claim.undo()

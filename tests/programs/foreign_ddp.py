@@ -1,4 +1,4 @@
-"""A DDP program that is not ours; the three lines with `join` and `run` make it a member."""
+"""A foreign DDP program; the three lines with `join` and `run` make its ranks instrumented."""
 
 import os
 import sys

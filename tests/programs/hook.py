@@ -1,4 +1,4 @@
-"""A hook under test: `hook.py FOLDER [MODE] …` keeps what it was told in FOLDER, one file a run."""
+"""A hook under test: `hook.py FOLDER [MODE] …` writes its input to FOLDER, one file a run."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""A member without torch: ranks step in lockstep through a shared file, as in a collective.
+"""A contract process without torch; its ranks step together through a shared file.
 
 `member.py STEPS [MODE]`: `raise` makes rank 1 raise at step 5, `hang` makes it sleep at step 30,
-`deaf` makes all ranks ignore TERM, `leave` makes rank 1 leave with code 7 at step 5.
+`deaf` makes all ranks ignore TERM, `leave` makes rank 1 exit with code 7 at step 5.
 """
 
 import mmap

@@ -1,7 +1,7 @@
-"""A member without torch that does to itself what it is told: `obedient.py STEPS FOLDER`.
+"""A contract process without torch that executes orders of a test: `obedient.py STEPS FOLDER`.
 
-The ranks step in lockstep through a shared file, as in a collective. A rank that finds
-`FOLDER/rank{R}` takes it away and does, in its forward, what stands in it (see `DEEDS`).
+The ranks step together through a shared file, as in a collective. A rank that finds
+`FOLDER/rank{R}` removes it, and in its forward executes the order in it (see `ORDERS`).
 """
 
 import ctypes
@@ -22,7 +22,7 @@ true_time = time.time
 
 
 def hold_the_gil(seconds: str) -> None:
-    """Waits in C without giving the GIL away, also when a dump is asked."""
+    """Waits in C with the GIL, also when a dump is requested."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     until = struct.pack("ll", int(true_time() + float(seconds)), 0)
     native.pthread_mutex_lock(mutex)
@@ -42,39 +42,39 @@ def shift_the_clock(seconds: str) -> None:
 
 
 def die_in_a_line(_: str) -> None:
-    """Leaves the first half of a record, as a kill between two writes does."""
+    """Writes half a record and exits, as after a kill between two writes."""
     fd = rundir.open_append(rundir.heartbeat(run.run, run.rank))
     os.write(fd, json.dumps({"v": 1, "rank": run.rank, "msg": "progress"}).encode()[:20])
     os._exit(3)
 
 
 def write_through(path: str) -> None:
-    """Writes and waits for the disk in the main thread."""
+    """Writes synchronously in the main thread."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_SYNC, 0o600)
     os.write(fd, b"x" * 4096)
     os.close(fd)
 
 
 def stray(path: str) -> None:
-    """Starts what bears no token and belongs to no session of the run; leaves its pid."""
+    """Starts a process without the token and session of the run; writes its pid."""
     child = subprocess.Popen(["sleep", "600"], env={}, start_new_session=True)
     rundir.write_atomic(Path(path), str(child.pid))
 
 
 def overwrite_environment(_: str) -> None:
-    """Leaves nothing of the environment that it was born with, as setproctitle does."""
+    """Overwrites the environment of this process, as setproctitle does."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[47]), int(fields[48])
     ctypes.memset(begin, 0, end - begin)
 
 
 def mute(_: str) -> None:
-    """Leaves the pulse as it is, whatever comes."""
+    """Stops writing the pulse."""
     run.pulse._write = lambda now: None
 
 
 def speak(words: str) -> None:
-    """Prints where torchrun's own lines stand."""
+    """Appends a line to torchrun's log."""
     path = rundir.logs(run.run, run.attempt) / rundir.TORCHRUN_LOG
     fd = rundir.open_append(path)
     os.write(fd, f"{words}\n".encode())
@@ -90,7 +90,7 @@ def claim(fields: str) -> None:
     os.close(fd)
 
 
-DEEDS = {
+ORDERS = {
     "mute": mute,
     "speak": speak,
     "claim": claim,
@@ -111,17 +111,17 @@ DEEDS = {
 }
 
 
-def obey(path: Path) -> None:
+def execute_order(path: Path) -> None:
     try:
         order, _, words = path.read_text().partition(" ")
         path.unlink()
     except FileNotFoundError:
         return
-    DEEDS[order](words)
+    ORDERS[order](words)
 
 
 figures: dict[str, object] = {}
-"""What the records of this rank say instead of the truth."""
+"""False values for the records of this rank."""
 steps, folder = int(sys.argv[1]), Path(sys.argv[2])
 run = join()
 path = Path(run.live or run.run) / "lockstep"
@@ -132,7 +132,7 @@ with path.open("r+b") as stream:
 for step in range(1, steps + 1):
     if run.step(step, **{"loss": 1.0 / step, "grad_norm": 1.0} | figures):
         break
-    obey(folder / f"rank{run.rank}")
+    execute_order(folder / f"rank{run.rank}")
     time.sleep(0.02)
     run.pulse.set(step, "backward")
     struct.pack_into("<q", board, 8 * run.rank, step)

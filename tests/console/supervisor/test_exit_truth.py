@@ -25,11 +25,9 @@ from console.supervisor.run_files import Files
 from console.supervisor.sampling import Sampler
 from console.supervisor.tree import Tree
 from tests import owners
+from tests.launches import PROGRAMS, SMALL_TORCHRUN
 from trainers.contract import environ, rundir
 
-from .conftest import PROGRAMS
-
-AGENT = (sys.executable, str(PROGRAMS / "agent.py"), "2")
 TORCHRUN = (
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
     "--max-restarts", "0", "--shutdown-timeout", "2",
@@ -136,7 +134,7 @@ def line_of(text: str) -> int:
 
 
 def test_a_native_crash_names_the_signal_and_the_frame_that_python_was_in(begin):
-    facts = begin(AGENT, "native").ended()
+    facts = begin(SMALL_TORCHRUN, "native").ended()
     state, why = decide(facts)
     assert state == "crashed"
     line = line_of("ctypes.string_at(0)")
@@ -161,7 +159,7 @@ def test_a_rank_that_leaves_a_real_group_is_named_and_not_the_one_that_lost_it(b
 
 
 def test_an_exception_is_named_with_its_line_and_comes_back_as_the_same_signature(begin):
-    facts, again = begin(AGENT, "raise").ended(), begin(AGENT, "raise").ended()
+    facts, again = begin(SMALL_TORCHRUN, "raise").ended(), begin(SMALL_TORCHRUN, "raise").ended()
     line = line_of("raise ValueError")
     state, why = decide(facts)
     assert state == "crashed"
@@ -171,7 +169,7 @@ def test_an_exception_is_named_with_its_line_and_comes_back_as_the_same_signatur
 
 
 def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(begin):
-    trial = begin(AGENT, "wait")
+    trial = begin(SMALL_TORCHRUN, "wait")
     trial.wait_steps()
     trial.tree.agent.send(signal.SIGSTOP)
     trial.kill(1)
@@ -195,7 +193,7 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(begin)
 
 
 def test_a_rank_whose_parent_is_gone_still_tells_how_it_ended(begin):
-    trial = begin(AGENT, "wait")
+    trial = begin(SMALL_TORCHRUN, "wait")
     trial.wait_steps()
     trial.tree.agent.send(signal.SIGKILL)
     trial.wait(lambda: trial.tree.agent_status is not None)

@@ -8,7 +8,6 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -20,10 +19,8 @@ from console.supervisor import launch_spec, shm
 from console.supervisor.tree import Tree
 from tests import owners
 from tests.faults.scene import order
-from tests.launches import PROGRAMS, STUB, phase
+from tests.launches import PROGRAMS, SMALL_TORCHRUN, STUB, phase
 from trainers.contract import environ, rundir
-
-AGENT = (sys.executable, str(PROGRAMS / "agent.py"), "2", str(PROGRAMS / "obedient.py"))
 
 
 @pytest.fixture
@@ -48,7 +45,8 @@ def tree(run, orders):
     link = owners.begin()
     found = Tree(token, 2, select.poll(), link)
     log = rundir.open_append(rundir.logs(run, 1) / rundir.TORCHRUN_LOG)
-    found.spawn((*AGENT, "100000", str(orders)), environment, log, 10.0)
+    argv = (*SMALL_TORCHRUN, str(PROGRAMS / "obedient.py"), "100000", str(orders))
+    found.spawn(argv, environment, log, 10.0)
     os.close(log)
     wait(found, lambda: len(found.workers) == 2)
     for rank in (0, 1):

@@ -201,7 +201,7 @@ def test_the_token_of_another_run_is_refused_and_its_processes_are_left_alone(lo
 
 def test_a_plan_that_starts_another_program_than_the_run_is_not_adopted(lost):
     path = lost.path / rundir.PLAN
-    evil = rundir.read_json(path)["phases"][0] | {"script": str(PROGRAMS / "agent.py")}
+    evil = rundir.read_json(path)["phases"][0] | {"script": str(PROGRAMS / "ends.py")}
     refused_with(lost, path, {"phases": [evil]}, "differ in argv; the launch is not adopted")
 
 

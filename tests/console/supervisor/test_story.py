@@ -1,4 +1,4 @@
-"""The stall limit of a phase follows from the records of that phase; no record breaks the watchdog."""
+"""The stall limit of a phase follows from its records, and no record breaks the watchdog."""
 
 from __future__ import annotations
 
