@@ -52,7 +52,7 @@ class Ends:
         """Takes the last words and pulses of all ranks."""
         self.last_words = last_words
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
-        self._pulses.take_all(pids, self._tree.nproc)
+        self._pulses.read_all(pids, self._tree.nproc)
 
     def documents(self, blamed: End | None) -> list[dict[str, Any]]:
         """Returns the ranks as supervisor.json holds them."""
@@ -74,7 +74,7 @@ def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int
     is that of its pulse: a crash takes the records with it that were not yet written.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
-    doubt = "" if worker.seen or worker.vouched else _doubt(worker, head, step)
+    doubt = "" if worker.seen or worker.confirmed else _doubt(worker, head, step)
     if doubt:
         code = signal = None
     elif not worker.seen and not code:

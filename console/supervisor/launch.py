@@ -11,18 +11,24 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.status_text import missed
-from console.supervisor import cross_check, recovery, requests, shm
+from console.supervisor import cross_check, recovery, shm
 from console.supervisor.alerts import Alerts
 from console.supervisor.dump import Dumps
+from console.supervisor.inbox import (
+    FILES_NAME,
+    Execute,
+    Inbox,
+    Outcome,
+    Poller,
+    Request,
+    disk_ns,
+)
 from console.supervisor.launch_spec import LaunchSpec
-from console.supervisor.lookout import FILES_NAME, Lookout
-from console.supervisor.mailbox import Execute, Mailbox, Outcome
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
-from console.supervisor.policy import Acts
-from console.supervisor.requests import Request
+from console.supervisor.policy import Policy
 from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
-from console.supervisor.rundir_io import LOOK_EVERY_S
+from console.supervisor.rundir_io import POLL_EVERY_S
 from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
@@ -53,13 +59,13 @@ class Launch:
         self._phases = given.entries()
         self._next_flags = NextFlags(given)
         kept = services.link.kept(path / rundir.PLAN_STATE) or {}
-        since_ns = jsonl.integer(kept, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
-        self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
+        since_ns = jsonl.integer(kept, "requests_ns") or disk_ns(path / rundir.LOCK)
+        self._mailbox = Inbox(self._directory, self._attempt_in, since_ns)
         self._dumps = Dumps(self._directory)
-        self._acts = Acts(self._directory, self._dumps, self.end)
+        self._policy = Policy(self._directory, self._dumps, self.end)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
-        self._lookout = Lookout(
-            self._directory, path, self._take_requests, lambda: self._acts.take_halt(self.run),
+        self._lookout = Poller(
+            self._directory, path, self._take_requests, lambda: self._policy.halt_launch(self.run),
             services.link,
         )  # fmt: skip
         self._ended_by = ""
@@ -83,7 +89,7 @@ class Launch:
     @property
     def pause_s(self) -> float:
         """For how long nothing is due; what is done once a second is due when one begins."""
-        if self._quiet and not self._lookout.under_way:
+        if self._quiet and not self._lookout.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)
 
@@ -113,7 +119,7 @@ class Launch:
         if self.run is not None:
             before = self.run.state
             self.run.tick()
-            self._acts.begin(self.run)
+            self._policy.apply(self.run)
             if self.run.over:
                 self._end_of_phase(self.run)
             elif self.run.state != before:
@@ -175,7 +181,7 @@ class Launch:
         # Queued before the first look at the mailboxes.
         self._directory.job(
             lambda: cross_check.Witness(self.path, runs).answered(),
-            lambda answered, _: self._mailbox.remember(answered or {}),
+            lambda answered, _: self._mailbox.restore(answered or {}),
         )
         if held.get("state") == "ended":  # a former child of this owner has said so
             self.state, self.why = "ended", jsonl.text(held, "why")[:400]
@@ -243,16 +249,16 @@ class Launch:
 
     def _look_around(self) -> bool:
         """Begins the next look if it is due; says whether it did."""
-        every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
+        every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else POLL_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
-        begun = self._lookout.begin(runs, attempt, every_s)
+        begun = self._lookout.start(runs, attempt, every_s)
         self._last_look = self.state == "ended" if begun else self._last_look
         return begun
 
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Nobody's question is left without an answer: after the end it looks until none is new."""
-        new = self._mailbox.take(found, self._execute)
+        new = self._mailbox.execute(found, self._execute)
         self.over = self._last_look and not new
 
     def _execute(self, request: Request) -> Outcome | None:
@@ -271,7 +277,7 @@ class Launch:
         """Leaves `.HALT` first; the answer follows."""
         if self.run is None:
             return self._do_end(request)
-        self._acts.halt(self.run, request.by, partial(self._mailbox.answer, request))
+        self._policy.halt(self.run, request.by, partial(self._mailbox.answer, request))
         return None
 
     def _do_ask(self, request: Request) -> Outcome | None:
@@ -280,7 +286,7 @@ class Launch:
             return False, "no rank is running that could do it", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project obeys at the end of its step"
-        self._directory.ask(
+        self._directory.ask_ranks(
             run.path, name, request.by,
             lambda why: self._mailbox.answer(request, (not why, why or text, [])),
         )  # fmt: skip
@@ -330,7 +336,7 @@ class Launch:
         run = self._addressed(request)
         if run is None:
             return False, "no rank is running, so there is no stack", []
-        return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
+        return self._dumps.request(run.path, run.live, run.attempt.tree.handles(), request)
 
     # --- records -------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Run:
             self._record = given.run_record(index, path, self._flags, self._contract())
             self._link.keep(path / rundir.RUN, self._record)
         for name in self._link.off():
-            self.observers.leave_out(name)
+            self.observers.switch_off(name)
         folder = launch_spec.code_folder(self.phase)
         self._commit = Commit(folder, self.alerts, jsonl.mapping(held or {}, "git"))
         self.attempt = self._attempt(held=held)
@@ -112,7 +112,7 @@ class Run:
     def _go_on(self, held: Mapping[str, Any]) -> None:
         """Goes on where the former supervisor, or the former child of this owner, was."""
         self._link.keep(self.path / rundir.RUN, self._record)
-        self._directory.call(lambda: self._directory.hold(self.path))
+        self._directory.call(lambda: self._directory.set_run(self.path))
         if not self._wait_on(held):
             if (asked := jsonl.text(held, "asked")) in ENDINGS:
                 self.attempt.end(asked, jsonl.text(held, "asked_by", "?"))
@@ -193,18 +193,18 @@ class Run:
         now = time.monotonic()
         if int(now) != int(self._said):
             self.observers.run("the run directory", self._watch_directory, None)
-            self.observers.run("the snapshot", self._snapshots.look, None)
+            self.observers.run("the snapshot", self._snapshots.poll, None)
             self._say_alive()
         if now - self._refreshed >= REFRESH_S:
             self.publish()
 
     def _watch_directory(self) -> None:
-        self.alerts.watch_writes()
+        self.alerts.check_directory()
         if not self.over and self._again_at is None:
             self._watch_memory()
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
-        if self._commit.take():
+        if self._commit.poll():
             self.publish()
 
     def _watch_memory(self) -> None:
@@ -253,7 +253,7 @@ class Run:
 
     def _attempt(self, held: Mapping[str, Any] | None = None) -> Attempt:
         attempt = Attempt(self._context, self, self.number, held)
-        self._commit.ask(held is None)
+        self._commit.read(held is None)
         if held is None and self.live is None:
             self.event(
                 "note", f"nothing can be made in {rundir.SHARED_MEMORY} "
@@ -373,7 +373,7 @@ class Run:
     def _armed(self) -> dict[str, str]:
         """Returns what happens by itself when the run stalls or crashes, also in a word or two."""
         policy = self.spec.plan.restart
-        action, text = self.attempt.watching.on_stall()
+        action, text = self.attempt.monitor.on_stall()
         if self._context.live.why and action in STRONG:
             action, text = "warn", "if it stalls: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action

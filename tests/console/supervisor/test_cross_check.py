@@ -254,13 +254,13 @@ def worker(code=None, signal_name=None, **more):
     ("ended", "pulse_step", "state", "says"),
     [
         (worker(0, seen=True), 0, "completed", ""),
-        (worker(0, vouched=True), 0, "completed", ""),
+        (worker(0, confirmed=True), 0, "completed", ""),
         (worker(), 9, "completed", ""),
         (worker(), 0, "lost", "nobody saw that, and it has no pulse"),
         (worker(), 4, "lost", "nobody saw that, and its pulse is of step 4"),
         (worker(7), 9, "lost", "a log or a document alone says exit 7"),
         (worker(None, "SIGKILL"), 9, "lost", "a log or a document alone says SIGKILL"),
-        (worker(7, vouched=True), 9, "crashed", "(exit 7)"),
+        (worker(7, confirmed=True), 9, "crashed", "(exit 7)"),
         (worker(7, seen=True), 9, "crashed", "(exit 7)"),
     ],
 )
@@ -279,7 +279,7 @@ def test_torchruns_log_names_no_rank_that_the_run_does_not_have():
     line = b"rank : %d (local_rank: 0)\n exitcode : 9 (pid: 4242)\n"
     tree = Tree("x", 2, select.poll(), owners.absent())
     tree.take_log(line % 7 + line % 1)
-    assert [(rank, w.code, w.vouched) for rank, w in tree.workers.items()] == [(1, 9, False)]
+    assert [(rank, w.code, w.confirmed) for rank, w in tree.workers.items()] == [(1, 9, False)]
 
 
 def end_supervisor(started) -> None:

@@ -19,14 +19,14 @@ ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
 """At the start all is well."""
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
-    "watch rules": "watching.Watching.look",
+    "watch rules": "monitor.Monitor.poll",
     "records": "attempt.Attempt._take_records",
-    "files": "follow.Files.look",
+    "files": "run_files.Files.look",
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",
-    "the run directory": "alerts.Alerts.watch_writes",
-    "the sign of life": "live.Live.write_status",
-    "the snapshot": "snapshots.Snapshots.look",
+    "the run directory": "alerts.Alerts.check_directory",
+    "the sign of life": "shm.Live.write_status",
+    "the snapshot": "snapshots.Snapshots.poll",
     "supervisor.json": "attempt.Attempt.workers",
 }
 STEPS, GATES = 900, ("loss_finite", "no_stall")

@@ -31,12 +31,12 @@ WAITS = "owners.WAITS_S"
 SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(60)"
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
-    "watch rules": "watching.Watching.look",
+    "watch rules": "monitor.Monitor.poll",
     "records": "attempt.Attempt._take_records",
-    "files": "follow.Files.look",
-    "the run directory": "alerts.Alerts.watch_writes",
-    "the sign of life": "live.Live.write_status",
-    "the snapshot": "snapshots.Snapshots.look",
+    "files": "run_files.Files.look",
+    "the run directory": "alerts.Alerts.check_directory",
+    "the sign of life": "shm.Live.write_status",
+    "the snapshot": "snapshots.Snapshots.poll",
     "supervisor.json": "attempt.Attempt.workers",
 }
 MIDDLE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
