@@ -37,7 +37,7 @@ def watchdog(options: argparse.Namespace) -> int:
         now = source.poll()
         if now is not None and source.of is not None:
             if dog is None or watched != source.of:
-                watched, dog = source.of, _watchdog(source.watch, options.halt, options.interval)
+                watched, dog = source.of, watch_rules(source.watch, options.halt, options.interval)
             for change in dog.look(now):
                 _report(change, source.of[0], halted, options)
         if source.over:
@@ -46,7 +46,7 @@ def watchdog(options: argparse.Namespace) -> int:
         time.sleep(options.interval)
 
 
-def _watchdog(watch: Watch, halt: bool, interval_s: float) -> Watchdog:
+def watch_rules(watch: Watch, halt: bool, interval_s: float) -> Watchdog:
     """Returns the rules with halt as their only action, with `halt`, else with none."""
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
