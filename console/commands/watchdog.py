@@ -1,4 +1,4 @@
-"""`nsa-console watchdog`: the watch rules alone, over any run directory, without a supervisor."""
+"""`nsa-console watchdog`: evaluates the watch rules on a run directory without its supervisor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainers.contract.plan import Watch
 
 
 def watchdog(options: argparse.Namespace) -> int:
-    """Holds the watch rules against a run until it ends; returns the exit code of its end."""
+    """Evaluates the watch rules on a run until it ends; returns the exit code of its end."""
     path = launches.find(options.run, options.root, act=options.halt)
     if options.halt:
         rundir.check_ours(path)
         launches.check_in_place(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    source = offline.Contract(path)
+    source = offline.OfflineRun(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()
@@ -37,26 +37,27 @@ def watchdog(options: argparse.Namespace) -> int:
         now = source.poll()
         if now is not None and source.of is not None:
             if dog is None or watched != source.of:
-                watched, dog = source.of, _watchdog(source.watch, options.halt, options.interval)
+                watched, dog = source.of, watch_rules(source.watch, options.halt, options.interval)
             for change in dog.look(now):
-                _take(change, source.of[0], halted, options)
+                _report(change, source.of[0], halted, options)
         if source.over:
-            _tell(options.json, {"kind": "end", "text": clean(source.over)})
+            _print(options.json, {"kind": "end", "text": clean(source.over)})
             return source.exit_code
         time.sleep(options.interval)
 
 
-def _watchdog(watch: Watch, halt: bool, interval_s: float) -> Watchdog:
-    """Returns the rules with no action but a halt, and that only where it was asked for."""
+def watch_rules(watch: Watch, halt: bool, interval_s: float) -> Watchdog:
+    """Returns the rules with halt as their only action, with `halt`, else with none."""
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
     wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}
     return Watchdog(replace(watch, rules=rules), wanted, interval_s)
 
 
-def _take(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
+def _report(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
+    """Prints a change, and halts the run once if that is its action."""
     rule = change.rule
-    told = {
+    record = {
         "kind": change.kind, "rule": rule.name, "level": change.level, "action": change.action,
         "value": change.value, "unit": rule.unit, "text": clean(change.text),
     }  # fmt: skip
@@ -64,24 +65,24 @@ def _take(change: Change, run: Path, halted: set[Path], options: argparse.Namesp
         if run in halted:
             return
         halted.add(run)
-        told["text"] = f"{_halt(run, rule.anomaly or rule.name)}: {told['text']}"
-    _tell(options.json, told)
+        record["text"] = f"{_halt(run, rule.anomaly or rule.name)}: {record['text']}"
+    _print(options.json, record)
 
 
 def _halt(run: Path, anomaly: str) -> str:
-    """Writes `.anomaly_type` and `.HALT`, unless somebody halts already; returns what was done."""
+    """Writes `.HALT` and `.anomaly_type`, unless `.HALT` exists; returns a sentence."""
     if (run / rundir.HALT).exists():
-        return f"{rundir.HALT} is there already"
+        return f"{rundir.HALT} already exists"
     actions.halt(run, f"watchdog {actions.who()}")
-    # A full disk takes the empty .HALT, and may not take its reason.
+    # An empty .HALT fits on a full disk, its reason may not.
     with contextlib.suppress(OSError):
         rundir.write_atomic(run / rundir.ANOMALY, f"{anomaly}\n")
     return f"{rundir.HALT} is written"
 
 
-def _tell(as_json: bool, told: dict[str, Any]) -> None:
+def _print(as_json: bool, record: dict[str, Any]) -> None:
     if as_json:
-        return emit({"ts": time.time()} | told)
-    names = [told.get("level", ""), told["kind"], told.get("rule", "")]
+        return emit({"ts": time.time()} | record)
+    names = [record.get("level", ""), record["kind"], record.get("rule", "")]
     words = " ".join(name for name in names if name)
-    return say(f"{time.strftime('%H:%M:%S')} {words}: {told['text']}")
+    return say(f"{time.strftime('%H:%M:%S')} {words}: {record['text']}")

@@ -11,11 +11,11 @@ from trainers.contract.recorder import REPLACED
 
 DROPPED, MOVED = "dropped", "own-directory"
 SETTLED_S = 10.0
-"""After so long without a lost record the directory is believed to take them again."""
+"""The alert on dropped records is cleared after this time without another one."""
 
 
 class Alerts:
-    """Owns what is open; `event` writes it down."""
+    """Owns the open alerts; `event` writes each change into the run's events."""
 
     def __init__(self, event: Callable[..., dict[str, Any]], directory: Directory):
         self._event, self._directory = event, directory
@@ -23,20 +23,20 @@ class Alerts:
         self._dropped, self._dropped_at = directory.dropped, 0.0
 
     def restore(self, held: Mapping[str, dict[str, Any]], gone: Callable[[str], bool]) -> None:
-        """Opens the alerts of a former process again; those that are `gone` with it are cleared."""
+        """Opens the alerts of a former process again, and clears those that ended with it."""
         self._open |= held
         for name in filter(gone, held):
-            self.clear(name, "it was of a working process that was replaced")
+            self.clear(name, "it concerned a working process that was replaced")
 
     def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> bool:
-        """Opens an alert; False when it is open."""
+        """Opens an alert; returns False when it is already open."""
         if name in self._open:
             return False
         self._open[name] = self._event("alert", text, level, alert=name, key=key)
         return True
 
-    def retell(self, name: str, text: str) -> None:
-        """Gives an open alert another text; it was raised once, and its event stays as it is."""
+    def update(self, name: str, text: str) -> None:
+        """Replaces the text of an open alert, without another event."""
         self._open[name] = self._open[name] | {"text": text}
 
     def clear(self, name: str, text: str) -> None:
@@ -52,8 +52,8 @@ class Alerts:
         """Returns the events of the open alerts by name."""
         return dict(self._open)
 
-    def watch_writes(self) -> None:
-        """Raises an alert while the run directory does not take records; notes files replaced."""
+    def check_directory(self) -> None:
+        """Raises alerts on dropped records and a replaced directory; reports replaced files."""
         while self._directory.replaced:
             path = self._directory.replaced.popleft()
             self._event("note", f"{path.parent.name}/{path.name} {REPLACED}", "warn")
@@ -61,12 +61,12 @@ class Alerts:
         if lost:
             self.raise_(MOVED, lost, "crit")
         else:
-            self.clear(MOVED, "the launch directory is at its place again")
+            self.clear(MOVED, "the launch directory is back at its path")
         now, dropped = time.monotonic(), self._directory.dropped
         if dropped > self._dropped:
             self._dropped, self._dropped_at = dropped, now
-            reason = self._directory.trouble or "it is too slow"
-            self.raise_(DROPPED, f"the run directory does not take all records ({reason}): "
-                        "figures and gates may lack some")  # fmt: skip
+            reason = self._directory.trouble or "the disk is too slow"
+            text = f"records are dropped ({reason}): figures and gates may be incomplete"
+            self.raise_(DROPPED, text)
         elif now - self._dropped_at >= SETTLED_S:
-            self.clear(DROPPED, "the run directory takes records again")
+            self.clear(DROPPED, "no record is dropped any more")

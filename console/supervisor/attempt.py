@@ -15,7 +15,7 @@ from console.run_state import Facts, decide
 from console.sources import liveness, oom_counts
 from console.supervisor.ends import Ends
 from console.supervisor.former_run import FormerRun
-from console.supervisor.monitor import Watching
+from console.supervisor.monitor import Monitor
 from console.supervisor.parts import Upkeep
 from console.supervisor.recovery import ENDINGS
 from console.supervisor.run_files import Files, News, Rest
@@ -61,7 +61,7 @@ class Attempt:
         if former is None:
             self._reducer.settle()
         late = former is not None and not former.is_stored
-        self.watching = Watching(context, run, self._heads, late)
+        self.monitor = Monitor(context, run, self._heads, late)
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
         self.behind = False
         self.files = Files(self.path, number, self._world, context.reading)
@@ -126,7 +126,7 @@ class Attempt:
             return f"{asked} is in progress, requested by {self.known.by}"
         self._learn(asked=action, by=by)
         self._run.publish()  # first: the next child has to know of it
-        if action == "halt" and self.watching.verdict:
+        if action == "halt" and self.monitor.verdict:
             return (".HALT is written; the run is stalled, so it halts only when all ranks make "
                     "progress again; stop ends it now")  # fmt: skip
         if action == "halt":
@@ -216,7 +216,7 @@ class Attempt:
             self._sample()
             self._watch_stuck()
             if not self.tree.agent_over:  # the last logs stay complete
-                self._upkeep.look(self._run.event)
+                self._upkeep.poll(self._run.event)
         if self.tree.is_over():
             self._begin_collecting()
         elif changed:
@@ -260,7 +260,7 @@ class Attempt:
         )  # fmt: skip
         if sample is None:
             self._sampler.clear()
-            self.watching.forget()
+            self.monitor.reset()
         else:
             self._directory.put(self._samples, jsonl.encode(sample))
         ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
@@ -270,10 +270,10 @@ class Attempt:
         halting = self.known.halt_wanted
         looked = self._observers.run(
             "watch rules",
-            lambda: self.watching.look(self._sampler, seen, ending, halting, self._unread()), False,
+            lambda: self.monitor.poll(self._sampler, seen, ending, halting, self._unread()), False,
         )  # fmt: skip
         if not looked:
-            self.watching.forget()
+            self.monitor.reset()
 
     def _unread(self) -> str:
         """Says why the records cannot confirm the pulses, "" when they can."""
@@ -322,7 +322,7 @@ class Attempt:
         self._on_disk = rest.checkpoint
         self._ends.conclude(rest.last)
         self._learn(oom=oom_counts.since(self.oom_before), agent_signal=rest.agent_signal)
-        self.watching.verdict, self.stage = None, "over"
+        self.monitor.verdict, self.stage = None, "over"
         self._alerts.clear_all("the attempt has ended")
         self.tree.close()
 
@@ -367,7 +367,7 @@ class Attempt:
 
     def facts(self) -> Facts:
         """Returns the facts from which the state follows."""
-        tree, heads, verdict = self.tree, self._heads(), self.watching.verdict
+        tree, heads, verdict = self.tree, self._heads(), self.monitor.verdict
         codes = [heads[rank].code if rank in heads else None for rank in range(self._world)]
         return replace(
             self.known, over=self.stage == "over", collecting=self.stage == "collect",
@@ -393,7 +393,7 @@ class Attempt:
 
     def document(self) -> dict[str, Any]:
         """Returns the keys of supervisor.json that describe the attempt."""
-        agent, verdict = self.tree.agent, self.watching.verdict
+        agent, verdict = self.tree.agent, self.monitor.verdict
         return {
             "torchrun": {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None,
             "workers": self.workers(), "asked": self.known.asked, "asked_by": self.known.by,

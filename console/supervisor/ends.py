@@ -52,7 +52,7 @@ class Ends:
         """Stores the ends of the logs and the last pulses of all ranks."""
         self.last_words = last_words
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
-        self._pulses.take_all(pids, self._tree.nproc)
+        self._pulses.read_all(pids, self._tree.nproc)
 
     def documents(self, blamed: End | None) -> list[dict[str, Any]]:
         """Returns `workers` of supervisor.json."""
@@ -74,7 +74,7 @@ def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int
     source. `step` is that of the pulse: a crash loses the records that were not yet written.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
-    doubt = "" if worker.seen or worker.vouched else _doubt(worker, head, step)
+    doubt = "" if worker.seen or worker.confirmed else _doubt(worker, head, step)
     if doubt:
         code = signal = None
     elif not worker.seen and not code:

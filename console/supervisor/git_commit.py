@@ -1,4 +1,4 @@
-"""The commit of the code that a run starts, asked for in a thread: git may take seconds."""
+"""The commit of the code that a run starts, read in a thread because git may take seconds."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ CODE_CHANGED = "code-changed"
 
 
 class Commit:
-    """Owns the commit of the newest attempt; `git` is {} where it is not known."""
+    """Owns the commit of the newest attempt; `git` is {} where it is not available."""
 
     def __init__(self, folder: Path, alerts: Alerts, git: Mapping[str, Any]):
         self.git, self._folder, self._alerts = git, folder, alerts
         self._found: deque[tuple[Mapping[str, Any], bool]] = deque()
 
-    def ask(self, begins: bool) -> None:
-        """Asks git; an attempt that was taken over keeps the commit that it began with."""
+    def read(self, begins: bool) -> None:
+        """Starts git; an attempt that was adopted keeps the commit with which it began."""
         folder, found = self._folder, self._found
         threading.Thread(
             target=lambda: found.append((launch_spec.git_facts(folder), begins)), name="git",
             daemon=True,
         ).start()  # fmt: skip
 
-    def take(self) -> bool:
-        """Takes an answer of git and says whether there was one; another commit is an alert."""
+    def poll(self) -> bool:
+        """Returns whether git has answered since the last call; alerts on another commit."""
         if not self._found:
             return False
         (git, begins), former = self._found.popleft(), self.git

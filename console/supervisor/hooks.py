@@ -1,6 +1,6 @@
-"""The operator's program that is run on alerts: one at a time, in bounded time, rarely.
+"""Runs the operator's alert hook: one process at a time, with a time limit and a minimum interval.
 
-`timeout` of coreutils ends a program that hangs, also when the supervisor is gone.
+`timeout` of coreutils ends a hook that hangs, also after the supervisor has died.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from console.supervisor.launch_spec import inherited
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 LIMIT_S, GRACE_S = 10.0, 2.0
-"""A program gets TERM after the limit and KILL after the grace."""
+"""A hook gets TERM after the limit, and KILL after the grace."""
 SPARE_S, LAST_OUTPUT_S = 5.0, 0.5
 POLL_S = 0.02
-WELL = "ok"
-SAID_FAILURES = 3
+OK = "ok"
+REPORTED_FAILURES = 3
 MAX_TEXT, MAX_EARLIER = 1000, 16
 LOG, MAX_LOG_BYTES, MAX_OUTPUT_BYTES = "hooks.log", 1 << 20, 32 << 10
 CHUNK_BYTES = 1 << 16
 
 
 class Hooks:
-    """Owns the alerts that wait and the one run that is under way.
+    """Owns the alerts that wait for the hook, and the hook that runs.
 
-    `event(kind, text, level)` writes an event beside the launch's mailbox. `log(work)` runs what
-    writes into the launch directory, where that may hang.
+    `event(kind, text, level)` writes an event of the launch. `log(work)` calls a function that
+    writes into the launch directory, on a thread that may hang.
     """
 
     def __init__(
@@ -54,34 +54,34 @@ class Hooks:
         self._next_at = 0.0
 
     def alert(self, record: Mapping[str, Any]) -> None:
-        """Takes an event (with `run` and `state`, where there are any) to be told to the hook."""
+        """Queues an event for the hook if its level is one of the operator's settings."""
         if self._argv and jsonl.text(record, "level") in self._settings.hook_levels:
             self._waiting.append(record)
             self._count += 1
 
     @property
     def busy(self) -> bool:
-        """Says whether something runs or waits to be told."""
+        """Returns whether a hook runs or an alert waits."""
         return self._run is not None or self._count > 0
 
     def poll(self) -> None:
-        """Does what is due; never waits."""
+        """Reports a hook that has ended, and starts the next when it is due; never waits."""
         if self._run is not None:
             if not self._run.done():
                 return
             ended, self._run = self._run, None
-            self._take_end(*ended.result())
+            self._report(*ended.result())
         if self._count and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + self._settings.hook_every_s
-            alert = told(list(self._waiting), self._count)
+            alert = document(list(self._waiting), self._count)
             self._waiting.clear()
             self._count = 0
             self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
 
     def close(self) -> None:
-        """Lets the run under way end, and tells once what waits, however short ago the last was.
+        """Waits for the hook that runs, and runs it once more for the alerts that wait.
 
-        Takes at most as long as two runs may.
+        Returns after the time limit of two hooks at the latest.
         """
         self._next_at = 0.0
         until = time.monotonic() + 2 * (self._limit_s + GRACE_S + SPARE_S)
@@ -89,28 +89,31 @@ class Hooks:
             self.poll()
             time.sleep(POLL_S)
 
-    def _take_end(self, how: str, output: bytes) -> None:
+    def _report(self, how: str, output: bytes) -> None:
         name = self._argv[0]
         self._log(lambda: write_log(self._folder, f"{name}: {how}", output))
-        if how == WELL:
-            if self._failures >= SAID_FAILURES:
+        if how == OK:
+            if self._failures >= REPORTED_FAILURES:
                 self._event("hook", f"the alert hook {name} works again", "info")
             self._failures = 0
             return
         self._failures += 1
         text = f"the alert hook {name} {how}; see {LOG}"
-        if self._failures == SAID_FAILURES:
-            text += f"; it failed {SAID_FAILURES} times in a row, further failures are not reported"
-        if self._failures <= SAID_FAILURES:
+        if self._failures == REPORTED_FAILURES:
+            text += (
+                f"; it failed {REPORTED_FAILURES} times in a row, further failures are not reported"
+            )
+        if self._failures <= REPORTED_FAILURES:
             self._event("hook", text, "warn")
 
 
 def run(
     argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float
 ) -> tuple[str, bytes]:
-    """Runs the program once; returns how it ended, and the beginning of what it printed.
+    """Runs the hook once; returns how it ended, and the first bytes of its output.
 
-    The group gets KILL before its first process is reaped: its number is still ours then.
+    Its process group gets KILL before its leader is reaped, so that the group's number cannot be
+    that of a stranger.
     """
     begun = time.monotonic()
     with os.fdopen(os.memfd_create("alert"), "r+b", buffering=0) as stdin:
@@ -130,20 +133,20 @@ def run(
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
-    reader.join(LAST_OUTPUT_S)  # a process that left the group may hold the pipe open
+    reader.join(LAST_OUTPUT_S)  # a process that left the group may keep the pipe open
     if time.monotonic() - begun >= limit_s:
         return f"took longer than {limit_s:g} s and was ended", bytes(output)
-    return f"returned {code}" if code else WELL, bytes(output)
+    return f"exited (code {code})" if code else OK, bytes(output)
 
 
 def _drain(out: IO[bytes], output: bytearray) -> None:
-    """Reads what is printed and keeps the beginning."""
+    """Reads all output and stores its first bytes."""
     while data := out.read(CHUNK_BYTES):
         output += data[: MAX_OUTPUT_BYTES - len(output)]
 
 
 def write_log(folder: Path, text: str, output: bytes) -> None:
-    """Appends one run to the log, which begins anew when it is too long. Raises OSError."""
+    """Appends one run of the hook to the log, and truncates a long log first. Raises OSError."""
     with os.fdopen(rundir.open_append(folder / LOG), "wb") as log:
         if os.fstat(log.fileno()).st_size > MAX_LOG_BYTES:
             log.truncate(0)
@@ -151,8 +154,8 @@ def write_log(folder: Path, text: str, output: bytes) -> None:
         log.write(f"{stamp} UTC {text}\n".encode("utf-8", "replace") + output)
 
 
-def told(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    """Returns what a hook reads on stdin: the newest alert, how many there were, the earlier."""
+def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
+    """Returns the stdin of a hook: the newest alert, the count, the texts of earlier alerts."""
     newest = records[-1]
     texts = {key: _line(newest, key) for key in ("level", "text", "run", "state")}
     return {

@@ -11,18 +11,24 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.status_text import missed
-from console.supervisor import cross_check, former_run, recovery, requests, shm
+from console.supervisor import cross_check, former_run, recovery, shm
 from console.supervisor.alerts import Alerts
 from console.supervisor.dump import Dumps
+from console.supervisor.inbox import (
+    FILES_NAME,
+    Execute,
+    Inbox,
+    Outcome,
+    Poller,
+    Request,
+    disk_ns,
+)
 from console.supervisor.launch_spec import LaunchSpec
-from console.supervisor.lookout import FILES_NAME, Lookout
-from console.supervisor.mailbox import Execute, Mailbox, Outcome
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.observers import Observers
-from console.supervisor.policy import Acts
-from console.supervisor.requests import Request
+from console.supervisor.policy import Policy
 from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
-from console.supervisor.rundir_io import LOOK_EVERY_S
+from console.supervisor.rundir_io import POLL_EVERY_S
 from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
@@ -53,13 +59,13 @@ class Launch:
         self._phases = spec.entries()
         self._next_flags = NextFlags(spec)
         stored = services.link.stored(path / rundir.PLAN_STATE) or {}
-        since_ns = jsonl.integer(stored, "requests_ns") or requests.disk_ns(path / rundir.LOCK)
-        self._mailbox = Mailbox(self._directory, self._attempt_in, since_ns)
+        since_ns = jsonl.integer(stored, "requests_ns") or disk_ns(path / rundir.LOCK)
+        self._inbox = Inbox(self._directory, self._attempt_in, since_ns)
         self._dumps = Dumps(self._directory)
-        self._acts = Acts(self._directory, self._dumps, self.end)
+        self._policy = Policy(self._directory, self._dumps, self.end)
         self._own_observers = Observers(Alerts(self._event, self._directory), services.link)
-        self._lookout = Lookout(
-            self._directory, path, self._take_requests, lambda: self._acts.take_halt(self.run),
+        self._poller = Poller(
+            self._directory, path, self._take_requests, lambda: self._policy.halt_launch(self.run),
             services.link,
         )  # fmt: skip
         self._ended_by = ""
@@ -83,7 +89,7 @@ class Launch:
     @property
     def pause_s(self) -> float:
         """Seconds until the next tick; work that is done once a second starts with the second."""
-        if self._quiet and not self._lookout.under_way:
+        if self._quiet and not self._poller.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)
 
@@ -107,14 +113,14 @@ class Launch:
         self._directory.deliver()
         if self._start_poll() and self._quiet:
             return
-        self._observers.run("stack dumps", lambda: self._dumps.poll(self._mailbox.answer), None)
+        self._observers.run("stack dumps", lambda: self._dumps.poll(self._inbox.answer), None)
         self._observers.run("alert hook", self._services.hooks.poll, None)
         while self._directory.mistakes:
             self._observers.failed(FILES_NAME, self._directory.mistakes.popleft())
         if self.run is not None:
             before = self.run.state
             self.run.tick()
-            self._acts.begin(self.run)
+            self._policy.apply(self.run)
             if self.run.over:
                 self._end_of_phase(self.run)
             elif self.run.state != before:
@@ -178,7 +184,7 @@ class Launch:
         # Queued before the first poll of the mailboxes.
         self._directory.job(
             lambda: cross_check.Evidence(self.path, runs).answered_requests(),
-            lambda answered, _: self._mailbox.remember(answered or {}),
+            lambda answered, _: self._inbox.restore(answered or {}),
         )
         if former.get("state") != "ended":
             self._note_continuation(warnings)
@@ -209,7 +215,7 @@ class Launch:
 
     def _end_of_phase(self, run: Run) -> None:
         result = gates.overall(run.gates)
-        self._dumps.abandon(self._mailbox.answer)
+        self._dumps.abandon(self._inbox.answer)
         self._numbers[run.path] = run.number
         entry, self.run = self._phases[self._index], None
         entry |= {
@@ -253,16 +259,16 @@ class Launch:
 
     def _start_poll(self) -> bool:
         """Starts the next poll of the files if it is due; returns whether it did."""
-        every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else LOOK_EVERY_S
+        every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else POLL_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
-        begun = self._lookout.begin(runs, attempt, every_s)
+        begun = self._poller.start(runs, attempt, every_s)
         self._last_poll = self.state == "ended" if begun else self._last_poll
         return begun
 
     def _take_requests(self, found: Sequence[Request]) -> None:
         """Executes requests; the launch is over when a poll after the end finds no new one."""
-        new = self._mailbox.take(found, self._execute)
+        new = self._inbox.execute(found, self._execute)
         self.over = self._last_poll and not new
 
     def _execute(self, request: Request) -> Outcome | None:
@@ -281,7 +287,7 @@ class Launch:
         """Writes `.HALT`; the answer follows."""
         if self.run is None:
             return self._do_end(request)
-        self._acts.halt(self.run, request.by, partial(self._mailbox.answer, request))
+        self._policy.halt(self.run, request.by, partial(self._inbox.answer, request))
         return None
 
     def _do_write_file(self, request: Request) -> Outcome | None:
@@ -290,9 +296,9 @@ class Launch:
             return False, f"no rank is running that can do a {request.action}", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project reads it at the end of its step"
-        self._directory.ask(
+        self._directory.ask_ranks(
             run.path, name, request.by,
-            lambda why: self._mailbox.answer(request, (not why, why or text, [])),
+            lambda why: self._inbox.answer(request, (not why, why or text, [])),
         )  # fmt: skip
         return None
 
@@ -340,7 +346,7 @@ class Launch:
         run = self._addressed(request)
         if run is None:
             return False, "no rank is running, so there are no stacks", []
-        return self._dumps.ask(run.path, run.live, run.attempt.tree.handles(), request)
+        return self._dumps.request(run.path, run.live, run.attempt.tree.handles(), request)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -362,7 +368,7 @@ class Launch:
             "v": VERSION, "launch": self.spec.launch, "state": self.state, "why": self.why,
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self.spec.plan.between, "next_flags": self._next_flags.pending,
-            "ended_by": self._ended_by, "requests_ns": self._mailbox.since_ns,
+            "ended_by": self._ended_by, "requests_ns": self._inbox.since_ns,
             "supervisor": {
                 **self._services.link.state.identity, "token": self._services.lock_token,
                 "child": rundir.identity(),

@@ -1,4 +1,4 @@
-"""The watchdog over one attempt: its sample, pulses and records, once a second."""
+"""Monitors one attempt once a second: its verdict, its alerts and the actions that are due."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trainers.contract import VERSION, jsonl, rundir
 
 LONGEST_STILL_S = 1e9
 HALT_PENDING = "halt-pending"
-PULSE, UNSEEN_LOOKS = "pulse", 3
-"""The alert on pulses that say nothing, and how many looks in a row they have to."""
+PULSE, DOUBTFUL_POLLS = "pulse", 3
+"""The alert on pulses that cannot be trusted, and the polls in a row after which it is raised."""
 
 
-class Watching:
-    """Owns the verdict on one attempt, and what its rules want done; raises and clears alerts.
+class Monitor:
+    """Owns the verdict on one attempt and the actions that are due; raises and clears alerts.
 
-    One that comes `late`, to ranks that run already, acts on no stall before it has seen each pulse
-    change: what it finds may be a copy.
+    A `late` monitor starts while the ranks already run. It acts on no stall until it has seen each
+    pulse change, because what it reads may be a copy.
     """
 
     def __init__(
@@ -40,104 +40,89 @@ class Watching:
         self._dog = Watchdog(context.watch, context.actions)
         self._dog.restore(self._alerts.open())
         self._ending = False
-        self._unseen_looks = 0
+        self._doubtful_polls = 0
         self._late = late
-        self._found: dict[int, tuple[int, int, int]] = {}
-        """Where each pulse was first seen."""
+        self._first_positions: dict[int, tuple[int, int, int]] = {}
+        """The position of each pulse at the first poll."""
         self._changing: set[int] = set()
         """The ranks whose pulse has changed since."""
-        self._acts: list[Change] = []
+        self._actions: list[Change] = []
 
     def on_stall(self) -> tuple[str, str]:
-        """Returns what a stall is answered with, and the sentence that also says when."""
+        """Returns the action on a stall, and the sentence that also says when it is due."""
         return self._dog.stall_action, self._dog.stall_words()
 
-    def look(
+    def poll(
         self, now: Sampler, seen: Sequence[Seen], ending: bool, halting: bool, unread: str
     ) -> bool:
-        """Takes the last sample; `seen` is empty while no rank is known or to be waited for.
+        """Applies the watch rules to the last sample; returns True.
 
-        Nothing more is done to ranks that are being ended. `unread` says why the records are not
-        up to date, "" when they are.
+        `seen` is empty while no rank runs or its records are not read yet. No action is due on
+        ranks that are `ending`. `unread` says why the records are not up to date, "" when they are.
         """
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
-            self._judge(seen, halting)
+            self._diagnose(seen, halting)
         found = readings(
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
             stall_doubt=unread or unchanged or disagreement(seen, self._watch),
         )  # fmt: skip
         for change in self._dog.look(found):
-            if change.kind != "act" or not ending:
-                self._take(change)
+            if change.kind == "act":
+                if not ending:
+                    self._add_action(change)
+            else:
+                self._update_alerts(change)
         return True
 
-    def _judge(self, seen: Sequence[Seen], halting: bool) -> None:
-        """Takes the verdict on the ranks; of none that were seen nothing is known."""
-        self._watch_pulses(seen)
-        self._take_verdict(diagnose(seen, self._watch, time.time()))
+    def reset(self) -> None:
+        """Drops the verdict and its alerts, because no sample was taken."""
+        self.verdict = None
+        for alert in (STALL, HALT_PENDING, PULSE):
+            self._alerts.clear(alert, "the watch rules are not evaluated")
+
+    def is_raised(self, rule: str) -> bool:
+        """Returns whether a rule is raised now; it may have been cleared since it acted."""
+        return rule in self._dog.open()
+
+    def pop_actions(self) -> list[Change]:
+        """Returns the actions that became due since the last call."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # --- the verdict ---------------------------------------------------------------------------
+
+    def _diagnose(self, seen: Sequence[Seen], halting: bool) -> None:
+        self._check_pulses(seen)
+        self._set_verdict(diagnose(seen, self._watch, time.time()))
         if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
-            text = "a halt was asked for; ranks stop at the end of a step, and this run is stalled"
+            text = "a halt was requested; ranks stop at the end of a step, and this run is stalled"
             self._alerts.raise_(HALT_PENDING, text, "crit", "K")
         else:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
 
-    def forget(self) -> None:
-        """Takes the verdict back: nobody has looked."""
-        self.verdict = None
-        for alert in (STALL, HALT_PENDING, PULSE):
-            self._alerts.clear(alert, "the watch rules do not look")
-
-    def _watch_pulses(self, seen: Sequence[Seen]) -> None:
-        """Raises an alert while the pulse of a rank says nothing: no stall of it can be seen."""
-        unseen = [each for each in seen if each.doubt]
-        self._unseen_looks = self._unseen_looks + 1 if unseen else 0
-        if self._unseen_looks >= UNSEEN_LOOKS:
-            text = f"{doubted(unseen)}: no stall can be seen there, and none is acted upon"
+    def _check_pulses(self, seen: Sequence[Seen]) -> None:
+        """Raises an alert while a stall cannot be detected because a pulse cannot be trusted."""
+        doubtful = [each for each in seen if each.doubt]
+        self._doubtful_polls = self._doubtful_polls + 1 if doubtful else 0
+        if self._doubtful_polls >= DOUBTFUL_POLLS:
+            text = f"{doubted(doubtful)}: a stall there cannot be detected, and no action is taken"
             self._alerts.raise_(PULSE, text, "crit")
-        elif not unseen:
-            self._alerts.clear(PULSE, "every rank has a pulse that fits its records")
+        elif not doubtful:
+            self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
 
     def _unchanged(self, seen: Sequence[Seen]) -> str:
-        """Says which pulse has not changed since a supervisor came that came late."""
+        """Says which pulse has not changed since a late supervisor started, "" when all have."""
         for each in seen:
-            if each.phase and self._found.setdefault(each.rank, each.position) != each.position:
+            first = self._first_positions
+            if each.phase and first.setdefault(each.rank, each.position) != each.position:
                 self._changing.add(each.rank)
         for each in seen if self._late else ():
             if each.phase != "exit" and each.rank not in self._changing:
-                return f"the pulse of rank {each.rank} has not changed since this supervisor came"
+                return f"the pulse of rank {each.rank} has not changed since this supervisor began"
         return ""
 
-    def is_raised(self, rule: str) -> bool:
-        """Says whether a rule is raised at this moment: its cause may have gone since it acted."""
-        return rule in self._dog.open()
-
-    def take_acts(self) -> list[Change]:
-        """Returns what the rules want done since the last call."""
-        acts, self._acts = self._acts, []
-        return acts
-
-    def _take(self, change: Change) -> None:
-        """Takes what a rule says; a stall has its alert from the verdict."""
-        rule = change.rule
-        if change.kind == "act":
-            text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
-            self._run.event("watch", text, "crit", rule=rule.name, action=change.action)
-            self._alerts.clear(f"{rule.name}-withheld", "the second source agrees")
-            self._acts.append(change)
-        elif change.kind == "withhold":
-            self._alerts.raise_(f"{rule.name}-withheld", change.text, "crit")
-        elif change.kind == "clear" and rule.name == STALL:
-            self._alerts.clear(f"{STALL}-withheld", change.text)
-        elif rule.name == STALL:
-            return
-        elif change.kind == "raise":
-            self._alerts.raise_(rule.name, change.text, change.level)
-        else:
-            self._alerts.clear(rule.name, change.text)
-            self._alerts.clear(f"{rule.name}-withheld", change.text)
-
-    def _take_verdict(self, verdict: Verdict | None) -> None:
+    def _set_verdict(self, verdict: Verdict | None) -> None:
         before, self.verdict = self.verdict, verdict
         if verdict is None:
             why = "the ranks are being ended" if self._ending else "the ranks step again"
@@ -153,8 +138,33 @@ class Watching:
         if self._alerts.raise_(STALL, verdict.sentence, "crit", "3"):
             self._context.reducer.summary.count_stall()
         else:
-            self._alerts.retell(STALL, verdict.sentence)
+            self._alerts.update(STALL, verdict.sentence)
         self._run.publish()
+
+    # --- the watch rules -----------------------------------------------------------------------
+
+    def _add_action(self, change: Change) -> None:
+        rule = change.rule
+        text = f"{change.action}, by the watch rule {rule.name}: {change.text}"
+        self._run.event("watch", text, "crit", rule=rule.name, action=change.action)
+        self._alerts.clear(_withheld(rule.name), "the second source agrees")
+        self._actions.append(change)
+
+    def _update_alerts(self, change: Change) -> None:
+        """Raises or clears the alerts of a rule; the verdict does so for the stall itself."""
+        name = change.rule.name
+        if change.kind == "withhold":
+            self._alerts.raise_(_withheld(name), change.text, "crit")
+        elif change.kind == "clear":
+            self._alerts.clear(_withheld(name), change.text)
+            if name != STALL:
+                self._alerts.clear(name, change.text)
+        elif name != STALL:
+            self._alerts.raise_(name, change.text, change.level)
+
+
+def _withheld(rule: str) -> str:
+    return f"{rule}-withheld"
 
 
 def readings(
@@ -162,19 +172,20 @@ def readings(
     gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
     csv: Progress | None = None, stall_doubt: str = "",
 ) -> Readings:  # fmt: skip
-    """Returns one moment from samples and records; `here` says that the ranks are on this host.
+    """Returns the readings of one moment from samples and records.
 
-    `csv` and `stall_doubt` are what the second sources say, as in `Readings`.
+    `here` says that the ranks are on this host. `csv` and `stall_doubt` come from the second
+    sources, as in `Readings`.
     """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
-    told_ts = [jsonl.number(head.last.record, "ts") or 0.0 for head in heads.values()]
+    record_ts = [jsonl.number(head.last.record, "ts") or 0.0 for head in heads.values()]
     return Readings(
         mono=time.monotonic(), ts=time.time(),
         seen=tuple(each for each in seen if 0 <= each.still_s < LONGEST_STILL_S),
         records_only=records_only,
         fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
         progress={r: p for r, head in heads.items() if (p := head.pace.progress)},
-        newest_ts=max(told_ts, default=None), csv=csv, stall_doubt=stall_doubt,
+        newest_ts=max(record_ts, default=None), csv=csv, stall_doubt=stall_doubt,
         rss_mib=rss_mib, host_total_mib=total_mib, host_free_mib=free_mib, gpus=gpus,
         disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
     )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Observers of a run: an exception in one is an alert that names it, never the end of the ranks.
+"""Runs the observers of a run so that an exception in one raises an alert and ends no rank.
 
-The ranks do not depend on an observer. One that fails is left out, tried again later, and switched
-off when it goes on failing. The code that owns processes (the tree of an attempt, the order of
-phases) does not run here.
+An observer that fails is skipped, tried again later, and switched off after repeated failures. The
+code that owns processes (the process tree of an attempt, the order of phases) is no observer.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from trainers.contract import rundir
 
 T = TypeVar("T")
 ALERT = "observer-"
-"""The alert on an observer is named so, and then as the observer."""
+"""The prefix of the name of an alert on an observer; the name of the observer follows."""
 WAITS_S = (2.0, 10.0, math.inf)
-"""Rest of an observer after its first, second and third failure in a row, in seconds."""
+"""Seconds for which an observer is skipped after its first, second and third failure in a row."""
 SETTLED_S = 60.0
-"""One that has worked for so long after a failure has had none."""
+"""The count of failures starts again after this time without a failure."""
 
 
 @dataclass(slots=True)
@@ -35,12 +34,13 @@ class _Health:
     failures: int = 0
     failed_at: float = 0.0
     again_at: float = 0.0
-    """It rests until then; infinity: it is switched off."""
-    told_at: float = -math.inf
+    """The observer is skipped until then; infinity: it is switched off."""
+    traced_at: float = -math.inf
+    """When its traceback was last written."""
 
 
 class Observers:
-    """Owns which observers of a run have failed; `alerts` says so."""
+    """Owns the failures of the observers of a run, and raises an alert on each."""
 
     def __init__(
         self, alerts: Alerts, link: Link, waits_s: tuple[float, ...] = WAITS_S,
@@ -48,22 +48,23 @@ class Observers:
     ):  # fmt: skip
         self.alerts, self._link = alerts, link
         self._waits_s, self._settled_s = waits_s, settled_s
-        self._held: dict[str, _Health] = {}
+        self._health: dict[str, _Health] = {}
 
     def run(self, name: str, look: Callable[[], T], otherwise: T) -> T:
-        """Returns what `look` returns; `otherwise` where it raises, rests or is switched off."""
-        health = self._held.setdefault(name, _Health())
+        """Returns the result of `look`, `otherwise` where it raises or is skipped."""
+        health = self._health.setdefault(name, _Health())
         now = time.monotonic()
         if now < health.again_at:
             return otherwise
         try:
             result = self._look(name, look)
         except Exception as mistake:
-            rest_s = self._waits_s[min(health.failures, len(self._waits_s) - 1)]
+            wait_s = self._waits_s[min(health.failures, len(self._waits_s) - 1)]
             health.failures += 1
-            health.failed_at, health.again_at = now, now + rest_s
-            off = "it is switched off, " if rest_s == math.inf else ""
-            self.failed(name, mistake, off or f"tried again in {rest_s:g} s, ")
+            health.failed_at, health.again_at = now, now + wait_s
+            is_off = wait_s == math.inf
+            then = "it is switched off" if is_off else f"it is tried again in {wait_s:g} s"
+            self.failed(name, mistake, f"{then}, ")
             return otherwise
         if health.failures and now - health.failed_at >= self._settled_s:
             health.failures = 0
@@ -71,11 +72,11 @@ class Observers:
         return result
 
     def once(self, name: str, look: Callable[[], T], otherwise: T) -> T:
-        """Returns the same for what cannot rest: an answer that somebody waits for, an end.
+        """Returns the result of `look`, `otherwise` when it raises; the next call runs it again.
 
-        What former processes ended in is left out once.
+        An observer in which former processes died is skipped once.
         """
-        health = self._held.get(name)
+        health = self._health.get(name)
         if health is not None and health.again_at == math.inf:
             health.again_at = 0.0
             return otherwise
@@ -86,7 +87,7 @@ class Observers:
             return otherwise
 
     def _look(self, name: str, look: Callable[[], T]) -> T:
-        """Looks; the owner knows in what this process was where it does not come back."""
+        """Runs an observer, with a note for the owner in case this process dies in it."""
         before = self._link.state.activity.read(MAIN)
         self._link.state.activity.write(MAIN, name)
         try:
@@ -94,26 +95,26 @@ class Observers:
         finally:
             self._link.state.activity.write(MAIN, before)
 
-    def leave_out(self, name: str) -> None:
-        """Switches off an observer that former processes ended in."""
-        self._held[name] = _Health(again_at=math.inf)
-        text = f"{name}: the supervisor's working process ended in it again and again; it is"
+    def switch_off(self, name: str) -> None:
+        """Switches off an observer in which former processes died."""
+        self._health[name] = _Health(again_at=math.inf)
+        text = f"{name}: the supervisor's working process died repeatedly in this observer; it is"
         self.alerts.raise_(_alert(name), f"{text} switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
-        """Says that an observer failed; its traceback goes into the supervisor's log.
+        """Raises the alert on an observer, and writes its traceback into the supervisor's log.
 
-        One that fails again and again writes there at most once in `settled_s`.
+        Without `then`, the traceback is written at most once in `settled_s`.
         """
-        health, now = self._held.setdefault(name, _Health()), time.monotonic()
-        if then or now - health.told_at >= self._settled_s:
-            health.told_at = now
-            with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+        health, now = self._health.setdefault(name, _Health()), time.monotonic()
+        if then or now - health.traced_at >= self._settled_s:
+            health.traced_at = now
+            with contextlib.suppress(OSError):  # the disk of the log may be full
                 traceback.print_exception(mistake)
         words = clean(f"{type(mistake).__name__}: {mistake}", 200)
         text = f"{name}: the observer failed ({words}); {then}see {rundir.SUPERVISOR_LOG}"
         if not self.alerts.raise_(_alert(name), text, "crit"):
-            self.alerts.retell(_alert(name), text)
+            self.alerts.update(_alert(name), text)
 
 
 def _alert(name: str) -> str:

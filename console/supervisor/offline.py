@@ -1,7 +1,7 @@
-"""A run directory watched from outside: with a supervisor or without, of either system.
+"""Readings of a run directory without its supervisor, for runs of this and the legacy system.
 
-What a rank does comes from its pulse, from the supervisor's last sample while that is young, or
-else from the age of its records.
+The state of a rank comes from its pulse, from the supervisor's last sample while that is recent, or
+from the age of its records.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
 
 WRITTEN = ("*.csv", "*.log", "logs/attempt*/rank*.log", "checkpoints/*", "checkpoint_*", "tb/*")
-"""Files that a training of either system writes beside its records."""
+"""Files that a training of either system writes besides its records."""
 ENDING = frozenset(("halting", "stopping", "restarting"))
-"""In these, ranks may stand still: they are being ended."""
+"""In these states ranks may make no progress, because they are being ended."""
 
 
-def other_files_rest(run: Path) -> str:
-    """Says why a run whose records stopped may go on all the same, "" when nothing else goes on.
+def stall_doubt(run: Path) -> str:
+    """Returns why a run whose records stopped may not be stalled, "" when other files confirm it.
 
-    Asks the times of what a training writes beside its records: CSV files, logs, checkpoints. What
-    was written a little after the newest record, and nothing since for longer, goes on no more.
+    The other files are CSV files, logs and checkpoints. They confirm a stall when the last write
+    was shortly after the newest record, and longer ago than that.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
     if others is None or records is None:
-        return "nothing but its records shows whether the run goes on"
+        return "only its records show whether the run makes progress"
     late_s, since_s = others[0] - records[0], time.time() - others[0]
     if late_s > RECORDS_LATE_S and since_s < late_s:
         return f"{others[1].name} was written {late_s:.0f} s after the newest record"
@@ -64,27 +64,27 @@ def _disk(disk: Disk) -> dict[str, float]:
     return {}
 
 
-class Contract:
-    """A run, or a launch's current one; `over` says how the run ended, "" while it has not."""
+class OfflineRun:
+    """A run, or the current run of a launch; `over` says how it ended, "" while it has not."""
 
     over, exit_code = "", 0
 
     def __init__(self, path: Path):
         self._path, self._source = path, RunSource(path, reads="end")
         self.of: tuple[Path, int] | None = None
-        """The run and the attempt of the last readings, `watch` its limits."""
+        """The run and the attempt of the last readings."""
         self.watch = Watch()
         self._settled = False
 
-    def _follow(self, run: Path, attempt: int) -> None:
-        """Begins anew with another run or attempt."""
+    def _open(self, run: Path, attempt: int) -> None:
+        """Starts with another run or attempt."""
         self.of, self._settled = (run, attempt), False
         self._old = legacy.is_one(run)
         self.watch = legacy.WATCH if self._old else _watch_of(run)
         self._disk, self._csv = Disk(run), NewestRow(run)
 
     def poll(self) -> Readings | None:
-        """Returns what is there now, None before the launch has a run."""
+        """Returns the readings of this moment, None before the launch has a run."""
         state, run = self._source.poll(), self._source.run_path
         if status_text.is_over(state):
             state = confirmed(RunSource(self._path))
@@ -93,7 +93,7 @@ class Contract:
         if run is None:
             return None
         if self.of != (run, state.attempt):
-            self._follow(run, state.attempt)
+            self._open(run, state.attempt)
         return self._readings(run, state)
 
     def _readings(self, run: Path, state: RunState) -> Readings:
@@ -103,7 +103,7 @@ class Contract:
             if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS), state.attempt))
         )  # fmt: skip
         if all(seen.doubt for seen in pulsed):
-            pulsed = ()  # they tell nothing, so the rhythm of the records has to
+            pulsed = ()  # no pulse can be trusted, so the records have to show it
         if pulsed:
             known = {seen.rank for seen in pulsed}
             pulsed += tuple(
@@ -116,7 +116,7 @@ class Contract:
         if not (self._settled or state.behind_bytes):
             self._settled = True
             self._source.reducer.settle()
-        doubt = disagreement(pulsed, self.watch) if pulsed else other_files_rest(run)
+        doubt = disagreement(pulsed, self.watch) if pulsed else stall_doubt(run)
         return readings(
             heads, () if idle else pulsed or _recorded(heads, self.watch), rss_mib,
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.look(), doubt,
@@ -124,7 +124,7 @@ class Contract:
 
 
 def _pulsed(rank: Rank, head: Head, attempt: int) -> Seen | None:
-    """Returns a rank by its pulse; None where the last that is known of it is old."""
+    """Returns a rank by its pulse, None where the pulse is old or missing."""
     held = rank.pulse
     if held is None or held.since_s is None:
         return None
@@ -138,13 +138,13 @@ def _pulsed(rank: Rank, head: Head, attempt: int) -> Seen | None:
 
 
 def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[Seen, ...]:
-    """Returns the ranks that record steps by their records; before any does, all of them."""
+    """Returns the ranks that record steps, all ranks before any does, by their records."""
     stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 
 
 def _watch_of(run: Path) -> Watch:
-    """Returns the limits that a run was born with, the usual ones where it says none."""
+    """Returns the limits in run.json, the defaults where it has none."""
     born = rundir.read_json(run / rundir.RUN) or {}
     try:
         return plan.section(Watch, jsonl.mapping(born, "watch"), rundir.RUN)

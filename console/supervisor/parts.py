@@ -1,6 +1,6 @@
-"""Files of an attempt that grow: logs are rotated, samples become numbered, compressed parts.
+"""Bounds the growing files of an attempt: rotates logs, and splits samples into compressed parts.
 
-`samples_H.jsonl` stays the name of the newest; `samples_H.jsonl.0001.gz` is the oldest part.
+`samples_H.jsonl` is always the newest part; `samples_H.jsonl.0001.gz` is the oldest.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from trainers.contract import jsonl, rundir
 
 PART_BYTES = 16 << 20
 CHUNK_BYTES, LEVEL = 1 << 18, 6
-LOOK_EVERY_S = 5.0
+POLL_EVERY_S = 5.0
 
 
 class Parts:
-    """Owns the parts of one file of records; `look` runs on the directory's thread.
+    """Owns the parts of one file of records; `poll` runs on the directory's thread.
 
-    One part at a time is compressed, in a thread of its own: a disk that hangs stops only that.
-    What was interrupted is taken up by the next look.
+    One part at a time is compressed in a separate thread, so that a hung disk blocks only that. The
+    next poll repeats a compression that was interrupted.
     """
 
     def __init__(self, directory: Directory, path: Path, part_bytes: int = PART_BYTES):
         self._directory, self._path, self._part_bytes = directory, path, part_bytes
         self._thread: threading.Thread | None = None
 
-    def look(self) -> None:
-        """Begins a new part when it is time. Raises OSError."""
+    def poll(self) -> None:
+        """Starts a new part when the current one is long enough. Raises OSError."""
         if jsonl.size_bytes(self._path) >= self._part_bytes:
             numbers = [number for number, _ in rundir.parts(self._path)]
             part = rundir.part(self._path, max(numbers, default=0) + 1)
@@ -52,7 +52,7 @@ class Parts:
             self._thread.start()
 
     def _compress(self, part: Path) -> None:
-        """Puts the compressed part in the place of the plain one; a full disk leaves that."""
+        """Replaces the plain part by a compressed one; on a full disk the plain part stays."""
         whole = part.with_name(part.name + rundir.GZIP)
         half = part.with_name(f".{whole.name}.tmp")
         try:
@@ -69,23 +69,25 @@ class Parts:
 
 
 class Upkeep:
-    """Bounds the logs and samples of one attempt; a look at them runs on the directory's thread."""
+    """Bounds the logs and samples of one attempt, on the directory's thread."""
 
     def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
         self._directory, self._run, self._due_at = directory, run, 0.0
         self._rotation, self._parts = Rotation(rundir.logs(run, attempt)), Parts(directory, samples)
 
-    def look(self, event: Callable[..., object]) -> None:
-        """Begins a look if it is time, never two at once; `event` gets what is to be told."""
+    def poll(self, event: Callable[..., object]) -> None:
+        """Starts a job if it is due, one at a time; calls `event` with each sentence to report."""
         if time.monotonic() >= self._due_at:
             self._due_at = math.inf
-            self._directory.job(self._look, partial(self._take, event), self._run)
+            self._directory.job(self._run_job, partial(self._report, event), self._run)
 
-    def _look(self) -> Sequence[str]:
-        self._parts.look()
-        return self._rotation.look()
+    def _run_job(self) -> Sequence[str]:
+        self._parts.poll()
+        return self._rotation.poll()
 
-    def _take(self, event: Callable[..., object], told: Sequence[str] | None, _: object) -> None:
-        self._due_at = time.monotonic() + LOOK_EVERY_S
-        for sentence in told or ():
+    def _report(
+        self, event: Callable[..., object], found: Sequence[str] | None, _: object
+    ) -> None:  # fmt: skip
+        self._due_at = time.monotonic() + POLL_EVERY_S
+        for sentence in found or ():
             event("note", sentence, "warn")

@@ -1,8 +1,7 @@
-"""Bounds the logs of an attempt: each is copied aside and cut while its writer goes on.
+"""Rotates the logs of an attempt while ranks write to them: copies a long log, then truncates it.
 
-Ranks and torchrun append (O_APPEND), so after the cut they write at the beginning. One former part
-is kept, `.1`. What they write between the last byte copied and the cut is lost. `look` runs on the
-directory's thread.
+Ranks and torchrun append (O_APPEND), so they write at the beginning after the log is truncated. One
+former part is stored as `.1`. Bytes written between the copy and the truncation are lost.
 """
 
 from __future__ import annotations
@@ -18,79 +17,77 @@ from trainers.contract import jsonl
 
 LOG_LIMIT = 64 << 20
 RESERVE_BYTES = 64 << 20
-"""A copy leaves this much free on the disk, for a checkpoint."""
+"""Free space that a copy leaves on the disk, for a checkpoint."""
 MAX_FILES = 4096
 CHUNK_BYTES = 1 << 20
 LONGEST = 2
-"""A log that grew beyond so many limits between two looks loses its beginning."""
+"""Of a log that is longer than this many limits, only the end is copied."""
 MIB = 1 << 20
 
 
 class Rotation:
-    """Rotates the logs in one folder (`rundir.logs`) that are longer than `limit_bytes`."""
+    """Rotates the logs of one folder (`rundir.logs`) that are longer than `limit_bytes`."""
 
     def __init__(
         self, folder: Path, limit_bytes: int = LOG_LIMIT, reserve_bytes: int = RESERVE_BYTES
     ):
         self._folder, self._limit, self._reserve = folder, limit_bytes, reserve_bytes
         self._longest = LONGEST * limit_bytes
-        self._refused: set[str] = set()
+        self._failed: set[str] = set()
 
-    def look(self) -> list[str]:
-        """Rotates one log that has grown too long; returns a sentence for what is to be told.
+    def poll(self) -> list[str]:
+        """Rotates at most one long log; returns a sentence to report, or [].
 
-        One a look: the thread that copies has requests and records to take as well.
+        Only one a poll, because the directory's thread also has to read requests and records.
         """
         at = jsonl.open_inside(self._folder, self._folder.parents[1])
         if at is None:
             return []
         try:
             names = [name for name in os.listdir(at)[:MAX_FILES] if name.endswith(".log")]
-            found = (self._look_at(at, name) for name in sorted(names))
+            found = (self._try(at, name) for name in sorted(names))
             return list(itertools.islice(filter(None, found), 1))
         except OSError:
             return []
         finally:
             os.close(at)
 
-    def _look_at(self, at: int, name: str) -> str:
-        """Rotates one file if it must be; "" when there is nothing to tell."""
+    def _try(self, at: int, name: str) -> str:
+        """Rotates one log if it is too long; returns a sentence to report, or ""."""
         try:
             status = os.stat(name, dir_fd=at, follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode) or status.st_size <= self._limit:
                 return ""
             text = self._rotate(at, name)
         except OSError as error:
-            text = (
-                f"{name} has grown too long and cannot be rotated ({error.strerror}); it grows on"
-            )
-            text = "" if name in self._refused else text
-            self._refused.add(name)
-        else:
-            self._refused.discard(name)
+            if name in self._failed:
+                return ""
+            self._failed.add(name)
+            return f"{name} is too long and cannot be rotated ({error.strerror}); it keeps growing"
+        self._failed.discard(name)
         return text
 
     def _rotate(self, at: int, name: str) -> str:
-        """Copies and cuts one log. Raises OSError, and then the log is as it was."""
+        """Copies and truncates one log. Raises OSError; the log is unchanged then."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(name, flags, dir_fd=at)
         try:
             status, space = os.fstat(fd), os.fstatvfs(at)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                raise OSError(errno.EMLINK, "it has a second name, a hard link")
+                raise OSError(errno.EMLINK, "it has a second hard link")
             start = max(0, status.st_size - self._longest)
             if space.f_bavail * space.f_frsize < status.st_size - start + self._reserve:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._copy_and_cut(at, name, fd, start)
+            self._copy_and_truncate(at, name, fd, start)
         finally:
             os.close(fd)
         without = f" without the first {start / MIB:.1f} MiB" if start else ""
-        return f"{name} was cut; {name}.1 has what was in it{without}"
+        return f"{name} was rotated: its content is in {name}.1{without}"
 
-    def _copy_and_cut(self, at: int, name: str, fd: int, start: int) -> None:
+    def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
         """Moves the content of an open log to `.1`.
 
-        The copy has its name before the cut, and then takes what came meanwhile.
+        The copy gets its name before the log is truncated, and then the bytes written meanwhile.
         """
         temporary = f".{name}.copy"
         with contextlib.suppress(FileNotFoundError):
@@ -109,7 +106,7 @@ class Rotation:
 
 
 def _copy(fd: int, out: int, start: int, end: int) -> int:
-    """Copies what is there and what comes meanwhile, not beyond `end`; returns how far it came."""
+    """Copies bytes from `start` to the end of the file, at most to `end`; returns its end."""
     while start < end and (sent := os.sendfile(out, fd, start, CHUNK_BYTES)):
         start += sent
     return start

@@ -84,7 +84,7 @@ class Run:
             # Only from the owner: an adopting supervisor reads the records again.
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
         for name in self._link.observers_off():
-            self.observers.leave_out(name)
+            self.observers.switch_off(name)
         folder = launch_spec.code_folder(self.phase)
         git = jsonl.mapping(former.state, "git") if former else {}
         self._commit = Commit(folder, self.alerts, git)
@@ -119,7 +119,7 @@ class Run:
         """Continues the newest attempt, or the wait for the next one."""
         # Only now: a next child that finds run.json and no processes in the owner starts torchrun.
         self._link.store(self.path / rundir.RUN, self._record)
-        self._directory.call(lambda: self._directory.hold(self.path))
+        self._directory.call(lambda: self._directory.set_run(self.path))
         for warning in former.warnings:
             self.event("note", warning, "warn")
         if not self._continue_waiting(former.state):
@@ -181,18 +181,18 @@ class Run:
         now = time.monotonic()
         if int(now) != int(self._status_at):
             self.observers.run("the run directory", self._watch_directory, None)
-            self.observers.run("the snapshot", self._snapshots.look, None)
+            self.observers.run("the snapshot", self._snapshots.poll, None)
             self._send_heartbeat()
         if now - self._published_at >= REFRESH_S:
             self.publish()
 
     def _watch_directory(self) -> None:
-        self.alerts.watch_writes()
+        self.alerts.check_directory()
         if not self.over and self._next_at is None:
             self._watch_memory()
         if time.monotonic() - self._begun >= SETTLED_S:
             self.alerts.clear(REPLACED, "the supervisor works again")
-        if self._commit.take():
+        if self._commit.poll():
             self.publish()
 
     def _watch_memory(self) -> None:
@@ -241,7 +241,7 @@ class Run:
 
     def _new_attempt(self, former: FormerRun | None = None) -> Attempt:
         attempt = Attempt(self._context, self, self.number, former)
-        self._commit.ask(former is None)
+        self._commit.read(former is None)
         if former is None and self.live is None:
             self.event(
                 "note", f"cannot write to {rundir.SHARED_MEMORY} ({self._context.live.why}): the "
@@ -362,7 +362,7 @@ class Run:
     def _armed(self) -> dict[str, str]:
         """Returns the policy on a stall and on a crash, as a sentence and in a few words."""
         policy = self.spec.plan.restart
-        action, text = self.attempt.watching.on_stall()
+        action, text = self.attempt.monitor.on_stall()
         if self._context.live.why and action in STRONG:
             action, text = "warn", "on stall: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action

@@ -16,7 +16,7 @@ from console.sources.reading import Batch, Reading, read_end
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
-"""Of records in one look: a backlog is read in parts, and memory stays flat."""
+"""Records read in one look: a backlog is read in parts, so that memory stays bounded."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")
@@ -24,7 +24,7 @@ DEATH = re.compile(rb"Received (1|2|3|15) death signal")
 
 @dataclass(slots=True)
 class News:
-    """The result of one look; `batches` are the new records of each file, of all attempts."""
+    """The result of one look; `batches` are the new records of each file."""
 
     batches: list[Batch] = field(default_factory=list)
     halt_file: bool = False
@@ -32,25 +32,25 @@ class News:
     csv: Progress | None = None
     """The newest row of training.csv."""
     behind: bool = False
-    """There are more records than one look reads."""
+    """More records wait than one look reads."""
     unread: str = ""
-    """Which heartbeat is there and cannot be read, "" for none."""
+    """The heartbeat file that exists and cannot be read, "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is read when all processes have ended; `last` are the last words of each rank."""
+    """What is read after all processes have ended; `last` is the crash log of each rank."""
 
     log: bytes = b""
     last: Mapping[int, LastWords] = field(default_factory=dict)
     checkpoint: int | None = None
-    """The step of the newest whole checkpoint, 0 without one, None where nobody can tell."""
+    """The step of the newest complete checkpoint, 0 without one, None if it is unreadable."""
     agent_signal: str = ""
-    """The signal that torchrun's log names: a claim that the exits have to confirm."""
+    """The signal that torchrun's log names; the exits have to confirm it."""
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the step of the newest whole checkpoint: 0 without one, None if it is unreadable."""
+    """Returns the step of the newest complete checkpoint, 0 without one, None if unreadable."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:
@@ -59,12 +59,12 @@ def newest_checkpoint(run: Path) -> int | None:
         return None
     name = documents.latest_checkpoint(run)
     step = name.removeprefix("step_")
-    there = step.isdecimal() and (run / rundir.CHECKPOINTS / name).is_dir()
-    return int(step) if there else None
+    exists = step.isdecimal() and (run / rundir.CHECKPOINTS / name).is_dir()
+    return int(step) if exists else None
 
 
 class Disk:
-    """The space below a run, and what of it its newest checkpoint takes."""
+    """The space on the disk of a run, and the size of its newest checkpoint."""
 
     def __init__(self, run: Path):
         self._run = run
@@ -73,7 +73,7 @@ class Disk:
     def look(self) -> dict[str, float]:
         """Returns `free_gib`, `total_gib` and, with a checkpoint, `checkpoint_gib`.
 
-        Raises OSError also where the directory is there and nothing in it can be read.
+        Raises OSError also where the directory exists and cannot be read.
         """
         space = os.statvfs(f"{self._run}/.")
         gib = space.f_frsize / (1 << 30)
@@ -91,7 +91,7 @@ class Disk:
 
 
 class NewestRow:
-    """The last whole row of training.csv: rank 0's figures by another way than its heartbeat."""
+    """The last complete row of training.csv, a second source on the figures of rank 0."""
 
     def __init__(self, run: Path):
         self._run, self._path = run, run / rundir.TRAINING_CSV
@@ -99,7 +99,7 @@ class NewestRow:
         self._row: Progress | None = None
 
     def look(self) -> Progress | None:
-        """Returns the row, None without one; the file is read when it has changed."""
+        """Returns the row, None without one; reads the file only when it has changed."""
         stamp = rundir.stamp(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
@@ -111,7 +111,7 @@ class NewestRow:
         *_, last = b"", *jsonl.read_bytes(self._path, ROW_BYTES, below=self._run).splitlines(True)
         names = first.decode("ascii", "replace").strip().split(",")
         if not names[0].isidentifier():
-            names = list(legacy.CSV_COLUMNS)  # it writes no header
+            names = list(legacy.CSV_COLUMNS)  # the legacy system writes no header
         cells = last.decode("ascii", "replace").strip().split(",")
         if not last.endswith(b"\n") or not cells[0].isdecimal() or len(cells) > len(names):
             return None
@@ -123,23 +123,23 @@ class NewestRow:
 
 
 class Files:
-    """Follows the files of one attempt; `look` and `rest` run on the directory's thread.
+    """Reads the files of one attempt; `look` and `rest` run on the directory's thread.
 
-    The records of a run are one `reading`: it goes on where the attempt before ended.
+    All attempts of a run share one `reading`, which continues where the last one ended.
     """
 
     def __init__(self, run: Path, attempt: int, world: int, reading: Reading):
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self.watched = (run / rundir.HALT,)
-        """A change of one of these calls for a `look` at once."""
+        """Files whose change makes a `look` due at once."""
         self._disk, self._csv = Disk(run), NewestRow(run)
         self._world, self._reading = world, reading
 
     def look(self, heartbeats: bool) -> News:
-        """Returns what is new; `heartbeats` False looks only for `.HALT`.
+        """Returns the news; reads only `.HALT` if `heartbeats` is False.
 
-        What may raise comes first: a record that was read is never lost.
+        Records are read last, so that an OSError loses none. Raises OSError.
         """
         news = News(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
@@ -150,7 +150,7 @@ class Files:
         return news
 
     def rest(self) -> Rest:
-        """Returns what is read once, when all processes have ended."""
+        """Returns what is read once, after all processes have ended."""
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}
         for rank in range(self._world):

@@ -1,4 +1,4 @@
-"""One sample a second: GPUs, processes, the ranks' pulses; the run directory is not touched."""
+"""Samples GPUs, processes and pulses once a second, without access to the run directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.contract.pulse import Pulse
 
 
 class Sampler:
-    """Turns the machine into the records of `samples_{host}.jsonl` and evidence for a verdict."""
+    """Makes the records of `samples_{host}.jsonl`, and the evidence for a verdict."""
 
     def __init__(self, nvml: Nvml, read_pulse: Callable[[int], Pulse | None]):
         self._nvml, self._read_pulse = nvml, read_pulse
@@ -33,13 +33,13 @@ class Sampler:
         self.seen: tuple[Seen, ...] = ()
 
     def clear(self) -> None:
-        """Forgets the last sample: nothing is known of this moment."""
+        """Drops the last sample, because this moment was not sampled."""
         self.seen, self.gpus, self.rss_mib = (), (), {}
 
     def sample(
         self, workers: Sequence[Worker], heads: Mapping[int, Head], attempt: int, begun: float
     ) -> dict[str, Any]:
-        """Returns one sample; `seen`, `gpus` and `rss_mib` then hold the same moment."""
+        """Returns one sample; sets `seen`, `gpus` and `rss_mib` to the same moment."""
         now = time.monotonic()
         rows, seen = [], []
         for worker in sorted(workers, key=lambda w: w.rank):
@@ -64,7 +64,7 @@ class Sampler:
         pid = worker.handle.pid
         ended = process.Use("Z" if worker.unreaped else process.GONE)
         use = self._meter.look(pid) if worker.over_ts is None else ended
-        # The kernel shows the main thread; the process has ended when its pidfd says so.
+        # /proc shows the main thread; only the pidfd says that the process has ended.
         state = "?" if worker.over_ts is None and use.state in ("Z", "X") else use.state
         found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:

@@ -1,4 +1,4 @@
-"""The memory-backed directory of one attempt, and the supervisor's sign of life in it."""
+"""The directory of one attempt in shared memory: pulses, stacks and the supervisor heartbeat."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _prefix() -> str:
 class Live:
     """Owns the live directory of an attempt; `path` is None where there is no shared memory.
 
-    A lock that ends with this process says that the directory has an owner. All that the ranks
-    write into lies there before they begin, so that all of them have it or none. `adopt` takes over
-    the directory of a supervisor that is gone; where there is none, the ranks have none either.
+    A lock, released when this process ends, marks the directory as owned. Every file is created
+    before the ranks start, so that all ranks have one or none has. `adopt` opens the directory of a
+    former supervisor.
 
-    Pulses are read through descriptors that are opened here: the ranks have the same files mapped,
-    also after somebody removed their names (logind does at logout, with `RemoveIPC=yes`).
+    Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
+    logout while the ranks still have the files mapped.
     """
 
     def __init__(self, token: str, nproc: int, attempt: int, run: Path, adopt: bool = False):
@@ -39,7 +39,7 @@ class Live:
         """The descriptor of each rank's pulse."""
         self.path: Path | None = None
         self.why = ""
-        """Why there is none."""
+        """Why `path` is None."""
         self._open(attempt, adopt)
 
     def _open(self, attempt: int, adopt: bool) -> None:
@@ -52,10 +52,10 @@ class Live:
                 unready.mkdir(mode=0o700)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._lock = os.open(unready, flags)
-            # Of one that is left behind only a sweep holds the lock, while it looks.
+            # Only a sweep locks the directory of a supervisor that died, and only briefly.
             fcntl.flock(self._lock, fcntl.LOCK_EX | (0 if adopt else fcntl.LOCK_NB))
             if not adopt:
-                self._furnish(unready, attempt)
+                self._create_files(unready, attempt)
             self._open_pulses(unready)
             self.path = unready.rename(path)
         except (OSError, RefusedError) as error:
@@ -64,8 +64,8 @@ class Live:
             if not adopt:
                 rundir.remove_tree(unready)
 
-    def _furnish(self, folder: Path, attempt: int) -> None:
-        """Takes the room for what each rank writes. Raises OSError where there is not enough."""
+    def _create_files(self, folder: Path, attempt: int) -> None:
+        """Creates the files of all ranks at full size. Raises OSError without enough memory."""
         pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
         for path in (*pulses, rundir.halt_board(folder, attempt)):
             pulse.mapped(path, pulse.SIZE_BYTES).close()
@@ -79,9 +79,9 @@ class Live:
                 self._pulses[rank] = fd
 
     def pulse(self, rank: int) -> pulse.Pulse | None:
-        """Returns the pulse of a rank, None where there is none to believe.
+        """Returns the pulse of a rank, None where it is not available.
 
-        Without shared memory it is the copy that the rank keeps in the run directory.
+        Without shared memory it is the copy that the rank writes into the run directory.
         """
         if self.path is None:
             return pulse.read(rundir.pulse(self._run, rank))
@@ -89,16 +89,16 @@ class Live:
         return None if fd is None else pulse.read_open(fd)
 
     def is_blank(self, rank: int) -> bool:
-        """Says whether a rank has a place for its pulse and has never written there."""
+        """Returns whether a rank has a file for its pulse and never wrote into it."""
         fd = self._pulses.get(rank)
         return fd is not None and pulse.is_blank(fd)
 
     def is_removed(self) -> bool:
-        """Says whether somebody removed or replaced the directory while it is in use."""
+        """Returns whether the directory was removed or replaced while it is in use."""
         return self._is_there() is False
 
     def _is_there(self) -> bool | None:
-        """Says whether the directory is at its path, None where it cannot be looked at now."""
+        """Returns whether the directory is at its path, None where that cannot be read."""
         if self.path is None:
             return None
         try:
@@ -117,12 +117,12 @@ class Live:
             self._lock = -1
 
     def renew(self, attempt: int) -> None:
-        """Makes the directory anew for the next attempt."""
+        """Replaces the directory by a new one for the next attempt."""
         self.remove()
         self._open(attempt, adopt=False)
 
     def remove(self) -> None:
-        """Removes the directory; what is already gone is fine."""
+        """Removes the directory, unless another one is at its path."""
         if self.path is not None:
             if self._is_there():
                 rundir.remove_tree(self.path)
@@ -130,56 +130,56 @@ class Live:
         self._unlock()
 
     def write_status(self, record: Mapping[str, Any]) -> None:
-        """Replaces the supervisor's sign of life; shared memory that is full costs only this."""
+        """Replaces the supervisor heartbeat; does nothing when shared memory is full."""
         if self.path is not None and not self.is_removed():
             with contextlib.suppress(OSError):
                 rundir.write_atomic(self.path / rundir.LIVE_STATUS, jsonl.encode(record))
 
 
 class LastPulses:
-    """The pulse of each rank when its process had ended: its last records may be lost.
+    """The pulse of each rank after its process ended, because its last records may be lost.
 
-    `take` gets each once: the rank and its pulse, None for a rank that never wrote one.
+    Calls `add` once for each rank with its pulse, with None for a rank that never wrote one.
     """
 
-    def __init__(self, live: Live, take: Callable[[int, pulse.Pulse | None], object]):
-        self._live, self._take = live, take
+    def __init__(self, live: Live, add: Callable[[int, pulse.Pulse | None], object]):
+        self._live, self._add = live, add
         self._found: dict[int, pulse.Pulse | None] = {}
 
     def step(self, rank: int, pid: int) -> int:
-        """Returns the step that an ended rank was at, 0 without a pulse of that process."""
+        """Returns the last step of an ended rank, 0 without a pulse of that process."""
         if rank not in self._found:
             found = self._live.pulse(rank)
             self._found[rank] = found if found is not None and found.pid == pid else None
             if self._found[rank] is not None:
-                self._take(rank, self._found[rank])
+                self._add(rank, self._found[rank])
         last = self._found[rank]
         return last.step if last is not None else 0
 
     @property
     def newest(self) -> int:
-        """The newest step that an ended rank was at, 0 without a pulse."""
+        """The newest last step of the ended ranks, 0 without a pulse."""
         return max((last.step for last in self._found.values() if last is not None), default=0)
 
-    def take_all(self, pids: Mapping[int, int], world: int) -> None:
-        """Takes those of all ranks; one that never wrote a pulse has written no record either."""
+    def read_all(self, pids: Mapping[int, int], world: int) -> None:
+        """Reads the pulses of all ranks; a rank that never wrote one wrote no record either."""
         for rank, pid in pids.items():
             self.step(rank, pid)
         for rank in range(world):
             if self._found.get(rank) is None and self._live.is_blank(rank):
-                self._take(rank, None)
+                self._add(rank, None)
 
 
-def _beats(path: Path) -> bool:
-    """Says whether a process of the pulses there lives: its token may be overwritten."""
+def _is_used(path: Path) -> bool:
+    """Returns whether a process of the pulses lives; its token may be overwritten."""
     pulses = map(pulse.read, path.glob("pulse_rank*"))
     return any(each and process.state(each.pid) not in (process.GONE, "Z") for each in pulses)
 
 
 def sweep(after_s: float = SWEPT_AFTER_S) -> None:
-    """Removes what killed supervisors of ours left behind, unless a rank of theirs still runs.
+    """Removes the directories of this user's dead supervisors whose ranks have ended.
 
-    A pulse in it is a second source on how its ranks ended, so it stays for `after_s`.
+    Each stays for `after_s`, because its pulses are a second source on how the ranks ended.
     """
     for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):
         try:
@@ -190,7 +190,7 @@ def sweep(after_s: float = SWEPT_AFTER_S) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if abs(time.time() - os.fstat(fd).st_mtime) < after_s:
                 continue
-            if not (process.with_token(path.name.removeprefix(_prefix())) or _beats(path)):
+            if not (process.with_token(path.name.removeprefix(_prefix())) or _is_used(path)):
                 rundir.remove_tree(path)
         except OSError:
             continue

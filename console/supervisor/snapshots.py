@@ -1,4 +1,4 @@
-"""Writes `snapshot.json` of a run, and the history of its series: so nobody replays its records."""
+"""Writes `snapshot.json` of a run and the history of its series, so that readers start there."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TOO_LONG, NO_HISTORY = "snapshot", "history"
 
 
 class Snapshots:
-    """Owns when they are written. The state is that of `reducer`, which the records go into.
+    """Writes the state of `reducer` when it is due.
 
-    The owner keeps a snapshot when the history before it is on disk: who goes on from there reads
-    the records of what is missing again, and writes it.
+    The owner process stores a snapshot once the history before it is on disk. The process that
+    continues from it reads the later records again.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class Snapshots:
         self._written = time.monotonic()
         self._is_waiting = False
         self.is_loaded = True
-        """False while what former records add up to is not read."""
+        """False until the snapshot of a former child has been read."""
 
     def load(self, held: Mapping[str, Any] | None) -> None:
-        """Begins with the snapshot that a former child left to the owner."""
+        """Starts from the snapshot that a former child sent to the owner."""
         self.is_loaded = False
         self._run_job(lambda: snapshot.load(self._run, held, self._reducer), None)
 
-    def look(self) -> None:
-        """Writes what is due, nothing while the disk does not answer; call it once a second."""
+    def poll(self) -> None:
+        """Writes what is due, nothing while a write waits for the disk; call it once a second."""
         if self._is_waiting:
             return
         if time.monotonic() - self._written >= EVERY_S:
@@ -51,9 +51,9 @@ class Snapshots:
             self._run_job(self._add_history, None)
 
     def write(self) -> None:
-        """Replaces the snapshot; one that would be too long is not written: the former one counts.
+        """Replaces the snapshot, after the lines of the history that it refers to.
 
-        The lines of the history come before it: it says up to which of them they are whole.
+        A snapshot that would be too long is not written; the former one stays valid.
         """
         self._written = time.monotonic()
         found = snapshot.document(self._reducer, self._name, time.time())
@@ -63,20 +63,19 @@ class Snapshots:
             self._services.directory.document(self._run / rundir.SNAPSHOT, found)
         else:
             text = (
-                f"{rundir.SNAPSHOT} would have {size:,} bytes, more than {most:,}: none is written"
+                f"{rundir.SNAPSHOT} is not written: it would have {size:,} bytes, more than "
+                f"{most:,}; readers parse all records since the last one"
             )
-            self._alerts.raise_(TOO_LONG, f"{text}, and who looks reads what came since", "warn")
+            self._alerts.raise_(TOO_LONG, text, "warn")
 
     def _run_job(self, work: Callable[[], object], found: Mapping[str, Any] | None) -> None:
         self._is_waiting = True
-        self._services.directory.job(work, partial(self._take_done, found), self._run)
+        self._services.directory.job(work, partial(self._finish, found), self._run)
 
-    def _take_done(
-        self, found: Mapping[str, Any] | None, _: object, error: Exception | None
-    ) -> None:
+    def _finish(self, found: Mapping[str, Any] | None, _: object, error: Exception | None) -> None:
         self._is_waiting, self.is_loaded = False, True
         if error is not None:
-            self._alerts.raise_(NO_HISTORY, f"the history of the charts is not written: {error}")
+            self._alerts.raise_(NO_HISTORY, f"cannot write the history of the charts: {error}")
             return
         self._alerts.clear(NO_HISTORY, "the history of the charts is written again")
         if found is not None:
@@ -85,7 +84,7 @@ class Snapshots:
     def _add_history(self) -> None:
         """Writes the spans that ended; on the directory's thread.
 
-        Raises OSError for one that is not on disk: it is written again the next time.
+        Raises OSError when a span cannot be written; the next call writes it again.
         """
         directory, ended = self._services.directory, self._reducer.series.ended
         while ended:

@@ -119,7 +119,7 @@ ROWS: tuple[Row, ...] = (
     Row("k", "B", "a run directory that cannot be read when an attempt begins"),
     Row("l", "B", "a stop of a stalled run"),
     Row("m", "B", "a request again after many others", elsewhere=(
-        f"{CONSOLE}/supervisor/test_mailbox.py::"
+        f"{CONSOLE}/supervisor/test_inbox.py::"
         "test_a_request_is_not_executed_again_after_many_others",
     )),
     Row("n", "B", ".HALT in the launch directory"),
@@ -178,13 +178,13 @@ ROWS: tuple[Row, ...] = (
         f"{CROSS_CHECK}::test_a_plan_that_says_otherwise_than_the_run_is_not_taken_over",
         f"{CROSS_CHECK}::test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process",
         f"{CROSS_CHECK}::test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed",
-        f"{CONSOLE}/supervisor/test_watching.py::"
+        f"{CONSOLE}/supervisor/test_monitor.py::"
         "test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change",
     )),
     Row("y", "B", "requests from before a take-over; clocks an hour ahead or late", elsewhere=(
-        f"{CONSOLE}/supervisor/test_mailbox.py::"
+        f"{CONSOLE}/supervisor/test_inbox.py::"
         "test_a_request_from_before_this_supervisor_is_not_executed",
-        f"{CONSOLE}/supervisor/test_mailbox.py::"
+        f"{CONSOLE}/supervisor/test_inbox.py::"
         "test_the_time_of_a_request_is_that_of_its_file_and_not_what_it_tells",
     )),
     Row("z", "A", "a call on a file of the run fails: EIO, ENOSPC, EMFILE, once or for good"),

@@ -128,7 +128,7 @@ def test_stop_ends_ranks_that_are_deaf_hold_the_gil_or_are_stopped(scene, run, o
     os.kill(run.pids()[0], signal.SIGSTOP)
     token, pids = run.token(), run.pids()
     assert run.ask("stop")["ok"]
-    assert "under way" in run.ask("stop", run.run())["text"]
+    assert "in progress" in run.ask("stop", run.run())["text"]
     sent = next(event["mono"] for event in run.events() if event["kind"] == "answer")
     run.wait(lambda: not process.with_token(token), 20, 0.02)
     seconds = time.monotonic() - sent

@@ -296,7 +296,7 @@ def test_no_attempt_begins_in_the_directory_of_another_run(scene, launch):
     rundir.write_json(started.run() / rundir.RUN, born)
     os.kill(started.pids()[1], signal.SIGKILL)
     ended = started.wait_end()
-    assert "belongs to another run; no further attempt begins" in ended["why"]
+    assert "belongs to another run; no further attempt starts" in ended["why"]
     assert not process.with_token(token)
     scene.note(ended["why"])
 

@@ -80,7 +80,7 @@ def test_a_rank_that_is_slower_is_named_and_never_killed(scene, begin):
 
 HOOK_SAYS = {
     "hang": "took longer than 10 s and was ended",
-    "fail": "returned 7",
+    "fail": "exited (code 7)",
     "flood": "",
 }  # fmt: skip
 

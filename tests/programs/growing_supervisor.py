@@ -11,7 +11,7 @@ from console.sources import snapshot  # noqa: E402
 from console.supervisor import parts, rotation, snapshots  # noqa: E402
 
 parts.Parts.__init__.__defaults__ = (100,)
-parts.LOOK_EVERY_S = 0.2
+parts.POLL_EVERY_S = 0.2
 rotation.Rotation.__init__.__defaults__ = (2048, 0)
 snapshot.HISTORY_BYTES = 100
 snapshots.EVERY_S = 0.5

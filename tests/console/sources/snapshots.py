@@ -124,7 +124,7 @@ class Observer:
     def read(self, limit_bytes: int = 1 << 30) -> None:
         for batch in self._reading.poll(limit_bytes):
             self.reducer.take(batch)
-        self._snapshots.look()
+        self._snapshots.poll()
 
     def write(self) -> None:
         self._snapshots.write()

@@ -249,13 +249,13 @@ def worker(code=None, signal_name=None, **more):
     ("ended", "pulse_step", "state", "says"),
     [
         (worker(0, seen=True), 0, "completed", ""),
-        (worker(0, vouched=True), 0, "completed", ""),
+        (worker(0, confirmed=True), 0, "completed", ""),
         (worker(), 9, "completed", ""),
         (worker(), 0, "lost", "no process observed it, and it has no pulse"),
         (worker(), 4, "lost", "no process observed it, and its pulse is of step 4"),
         (worker(7), 9, "lost", "but a log or a document says exit 7"),
         (worker(None, "SIGKILL"), 9, "lost", "but a log or a document says SIGKILL"),
-        (worker(7, vouched=True), 9, "crashed", "(exit 7)"),
+        (worker(7, confirmed=True), 9, "crashed", "(exit 7)"),
         (worker(7, seen=True), 9, "crashed", "(exit 7)"),
     ],
 )
@@ -274,7 +274,7 @@ def test_torchruns_log_names_no_rank_that_the_run_does_not_have():
     line = b"rank : %d (local_rank: 0)\n exitcode : 9 (pid: 4242)\n"
     tree = Tree("x", 2, select.poll(), owners.absent())
     tree.take_log(line % 7 + line % 1)
-    assert [(rank, w.code, w.vouched) for rank, w in tree.workers.items()] == [(1, 9, False)]
+    assert [(rank, w.code, w.confirmed) for rank, w in tree.workers.items()] == [(1, 9, False)]
 
 
 @pytest.mark.decision("stop", "lie")

@@ -20,7 +20,7 @@ from console.supervisor.hooks import (
     MAX_LOG_BYTES,
     MAX_OUTPUT_BYTES,
     Hooks,
-    told,
+    document,
     variables,
 )
 from trainers.contract import rundir
@@ -31,8 +31,8 @@ PROGRAM = Path(__file__).parents[2] / "programs" / "hook.py"
 HANG_GUARD_S = 30.0
 
 
-class Told:
-    """Hooks of one test, what its program was told, and the events that were written."""
+class Trial:
+    """Hooks of one test, the records of its program, and the events that were written."""
 
     def __init__(self, folder: Path, *words: str, program: str = "", **more):
         self.launch, self.kept = folder / "launch", folder / "kept"
@@ -49,6 +49,11 @@ class Told:
     def _log(self, work) -> None:
         with contextlib.suppress(OSError):
             work()
+
+    def run(self, **more) -> None:
+        """Runs the hook on one alert, and waits for its end."""
+        self.hooks.alert(alert(**more))
+        self.hooks.close()
 
     def records(self) -> list[dict]:
         return [json.loads(path.read_text()) for path in sorted(self.kept.glob("*.json"))]
@@ -75,10 +80,9 @@ def is_gone(pid: int) -> bool:
 def test_an_alert_is_told_in_the_environment_and_on_stdin(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "x")
     monkeypatch.setenv("NSA_CONSOLE_TOKEN", "of-the-run")
-    t = Told(tmp_path, "ok", "; rm -rf $HOME", "$(id)", "a b\nc")
-    t.hooks.alert(alert())
-    (kept,) = t.until(t.records)
-    t.hooks.close()
+    t = Trial(tmp_path, "ok", "; rm -rf $HOME", "$(id)", "a b\nc")
+    t.run()
+    (kept,) = t.records()
     assert kept["argv"][1:] == ["ok", "; rm -rf $HOME", "$(id)", "a b\nc"], "there is no shell"
     names = {k.removeprefix("NSA_ALERT_"): v for k, v in kept["env"].items() if "_ALERT_" in k}
     assert names == {
@@ -99,25 +103,22 @@ def test_an_alert_is_told_in_the_environment_and_on_stdin(tmp_path, monkeypatch)
 
 def test_what_a_run_says_cannot_break_out_of_its_variable():
     nasty = alert("a\x1b]52;c;aGk=\x07b\nLD_PRELOAD=/evil.so\0" + "x" * 5000, run="r\nx", ts="soon")
-    for each in (variables(told([nasty], 1)), told([nasty], 1)):
+    for each in (variables(document([nasty], 1)), document([nasty], 1)):
         for value in each.values():
             assert len(str(value)) <= 1000
             assert not any(ord(c) < 32 for c in str(value))
 
 
 def test_levels_that_were_not_asked_for_and_no_hook_start_nothing(tmp_path):
-    t = Told(tmp_path)
-    t.hooks.alert(alert(level="warn"))
-    nothing = Hooks(Settings(), tmp_path, lambda *e: t.events.append(e), t.hooks._log)
-    nothing.alert(alert())
-    for hooks in (t.hooks, nothing):
-        hooks.poll()
-        hooks.close()
+    t = Trial(tmp_path)
+    t.run(level="warn")
+    t.hooks = Hooks(Settings(), tmp_path, lambda *e: t.events.append(e), t._log)
+    t.run()
     assert (t.records(), t.events) == ([], [])
 
 
 def test_what_comes_meanwhile_is_told_at_once_with_its_count(tmp_path):
-    t = Told(tmp_path, hook_every_s=3600.0)
+    t = Trial(tmp_path, hook_every_s=3600.0)
     t.hooks.alert(alert("first"))
     t.until(t.records)
     for n in range(40):
@@ -135,10 +136,8 @@ def test_what_comes_meanwhile_is_told_at_once_with_its_count(tmp_path):
     assert json.loads(second["stdin"])["earlier"] == [f"flood {n}" for n in range(23, 39)]
 
 
-@pytest.fixture(scope="module")
-def hung(tmp_path_factory):
-    """A hook that ignores TERM and has a child, ended by its limit; how long each call took."""
-    t = Told(tmp_path_factory.mktemp("hung"), "hang", limit_s=0.5)
+def test_a_hook_that_hangs_is_ended_with_everything_it_started_and_nothing_waits_for_it(tmp_path):
+    t = Trial(tmp_path, "hang", limit_s=0.5)
     slowest = 0.0
 
     def measured() -> None:
@@ -149,34 +148,25 @@ def hung(tmp_path_factory):
 
     t.hooks.alert(alert())
     t.until(lambda: t.events, measured)
-    return t, slowest
-
-
-def test_a_hook_that_hangs_is_ended_with_everything_it_started(hung):
-    t, _ = hung
     (kept,) = t.records()
     assert is_gone(kept["pid"])
     assert is_gone(kept["child"])
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
     assert "took longer than 0.5 s and was ended" in text
-
-
-def test_nothing_waits_for_a_hook(hung):
-    assert hung[1] < 1.0, "the program ignored TERM for two seconds"
+    assert slowest < 1.0, "the program ignored TERM for two seconds"
 
 
 def test_what_a_hook_leaves_behind_is_ended(tmp_path):
-    t = Told(tmp_path, "leave")
-    t.hooks.alert(alert())
-    t.hooks.close()
+    t = Trial(tmp_path, "leave")
+    t.run()
     (kept,) = t.records()
     assert is_gone(kept["child"])
     assert t.events == []
 
 
 def test_a_hook_lives_no_longer_when_the_supervisor_is_gone(tmp_path):
-    t = Told(tmp_path, "hang", limit_s=0.5)
+    t = Trial(tmp_path, "hang", limit_s=0.5)
     child = os.fork()
     if child == 0:
         try:
@@ -191,14 +181,14 @@ def test_a_hook_lives_no_longer_when_the_supervisor_is_gone(tmp_path):
 
 def test_failures_are_told_three_times_and_then_only_that_it_works_again(tmp_path):
     works = tmp_path / "works"
-    t = Told(tmp_path, "fail-until", str(works))
+    t = Trial(tmp_path, "fail-until", str(works))
 
     def again() -> None:
         t.hooks.alert(alert())
 
     t.until(lambda: len(t.records()) >= 5, again)
     assert [level for _, _, level in t.events] == ["warn"] * 3
-    assert "returned 7" in t.events[0][1]
+    assert "exited (code 7)" in t.events[0][1]
     assert "3 times in a row" in t.events[2][1]
     works.touch()
     t.until(lambda: len(t.events) == 4, again)
@@ -214,42 +204,37 @@ def test_failures_are_told_three_times_and_then_only_that_it_works_again(tmp_pat
     ],
 )
 def test_a_hook_that_cannot_be_started_says_why(tmp_path, program, says):
-    t = Told(tmp_path, program=program)
-    t.hooks.alert(alert())
-    t.hooks.close()
+    t = Trial(tmp_path, program=program)
+    t.run()
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
-    assert f"the alert hook {program} returned 12" in text
+    assert f"the alert hook {program} exited (code 12" in text
     assert says in (t.launch / LOG).read_text()
 
 
 def test_the_log_of_hooks_stays_small(tmp_path):
-    t = Told(tmp_path, "flood")
-    t.hooks.alert(alert())
-    t.hooks.close()
+    t = Trial(tmp_path, "flood")
+    t.run()
     log = t.launch / LOG
     assert MAX_OUTPUT_BYTES < log.stat().st_size < MAX_OUTPUT_BYTES + 1000
     os.truncate(log, MAX_LOG_BYTES + 1)
-    t.hooks.alert(alert())
-    t.hooks.close()
+    t.run()
     assert log.stat().st_size < MAX_OUTPUT_BYTES + 1000
     assert t.events == []
 
 
 def test_the_log_is_not_written_through_a_link(tmp_path):
-    t = Told(tmp_path)
+    t = Trial(tmp_path)
     (tmp_path / "mine").write_text("precious")
     (t.launch / LOG).symlink_to(tmp_path / "mine")
-    t.hooks.alert(alert())
-    t.hooks.close()
+    t.run()
     assert (tmp_path / "mine").read_text() == "precious"
 
 
 def test_a_launch_directory_that_is_gone_is_only_a_failure(tmp_path):
-    t = Told(tmp_path)
+    t = Trial(tmp_path)
     shutil.rmtree(t.launch)
-    t.hooks.alert(alert())
-    t.hooks.close()
+    t.run()
     assert "cannot be started: No such file" in t.events[0][1]
 
 

@@ -13,7 +13,7 @@ from console.sources.series import Series
 from console.sources.summary import Summary
 from console.supervisor import monitor
 from console.supervisor.alerts import Alerts
-from console.supervisor.monitor import Watching
+from console.supervisor.monitor import Monitor
 from console.supervisor.rundir_io import Directory
 from trainers.contract.plan import Watch
 
@@ -38,7 +38,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
             seen = tuple(
                 Seen(rank, 100, "S", step, "forward", still, records_s=still) for rank in (0, 1)
             )
-            dog.look(SAMPLE, seen, ending=False, halting=False, unread="")
+            dog.poll(SAMPLE, seen, ending=False, halting=False, unread="")
 
     clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
     monkeypatch.setattr(monitor, "time", clock)
@@ -49,13 +49,13 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
         services=SimpleNamespace(directory=SimpleNamespace(document=lambda path, record: None)),
     )  # fmt: skip
     run = SimpleNamespace(event=event, publish=lambda: None)
-    dog = Watching(context, run, dict, late)
+    dog = Monitor(context, run, dict, late)
     looks(1000, step=50)
     directory.close()
-    assert [change.action for change in dog.take_acts()] == ([] if late else ["restart"])
+    assert [change.action for change in dog.pop_actions()] == ([] if late else ["restart"])
     withheld = [text for kind, name, text in events if name == "stall-withheld"]
-    assert ["rank 0 has not changed since this supervisor came" in text for text in withheld] == (
+    assert ["rank 0 has not changed since this supervisor began" in text for text in withheld] == (
         [True] if late else []
     )
     looks(2000, step=51)
-    assert [change.action for change in dog.take_acts()] == ["restart"]
+    assert [change.action for change in dog.pop_actions()] == ["restart"]

@@ -19,14 +19,14 @@ ALWAYS, ONCE = "len(begun) > 1", "len(begun) == 2"
 """At the start all is well."""
 OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
-    "watch rules": "monitor.Watching.look",
+    "watch rules": "monitor.Monitor.poll",
     "records": "attempt.Attempt._take_records",
     "files": "run_files.Files.look",
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",
-    "the run directory": "alerts.Alerts.watch_writes",
+    "the run directory": "alerts.Alerts.check_directory",
     "the supervisor heartbeat": "shm.Live.write_status",
-    "the snapshot": "snapshots.Snapshots.look",
+    "the snapshot": "snapshots.Snapshots.poll",
     "supervisor.json": "attempt.Attempt.workers",
 }
 STEPS, GATES = 900, ("loss_finite", "no_stall")
@@ -72,65 +72,75 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(launched, name
     assert ended["phases"][0]["result"] == ("pass" if whole else "unknown")
 
 
-def test_what_cannot_rest_writes_its_traceback_once_in_a_while(capfd):
-    directory = Directory()
-    alerts = Alerts(lambda kind, text, *_, **more: {"text": text}, directory)
-    observers = Observers(alerts, owners.absent())
-    try:
-        for _ in range(50):
-            assert observers.once("the state", lambda: 1 // 0, -1) == -1
-        assert capfd.readouterr().err.count("Traceback") == 1
-        text = alerts.open()["observer-the-state"]["text"]
-        assert text.startswith("the state: the observer failed (ZeroDivisionError: ")
-    finally:
-        directory.close()
+class Trial:
+    """Observers, the kinds of the events that they wrote, and the text of the open alert."""
+
+    def __init__(self, directory: Directory):
+        self.kinds: list[str] = []
+        self.alerts = Alerts(self._event, directory)
+
+    def _event(self, kind: str, text: str, *_: object, **more: object) -> dict[str, str]:
+        self.kinds.append(kind)
+        return {"text": text}
+
+    def observers(self, **more: float) -> Observers:
+        return Observers(self.alerts, owners.absent(), **more)
+
+    def text(self) -> str:
+        (alert,) = self.alerts.open().values()
+        return alert["text"]
 
 
-def test_the_traceback_of_another_mistake_is_written_while_the_alert_is_open(capfd):
+@pytest.fixture
+def trial():
     directory = Directory()
-    alerts = Alerts(lambda kind, text, level="info", **more: {"text": text}, directory)
-    observers = Observers(alerts, owners.absent(), settled_s=0.1)
-    for mistake in ("first", "second"):
-        observers.once("requests", partial(int, mistake), None)
-        time.sleep(0.2)
+    yield Trial(directory)
     directory.close()
+
+
+def test_an_open_alert_that_is_told_anew_is_not_raised_twice(trial):
+    assert trial.alerts.raise_("stall", "rank 0 is stopped", "crit", "3")
+    trial.alerts.update("stall", "rank 1 is behind")
+    assert not trial.alerts.raise_("stall", "rank 2 is behind", "crit", "3")
+    assert (trial.text(), trial.kinds) == ("rank 1 is behind", ["alert"])
+
+
+def test_what_is_never_skipped_writes_its_traceback_once_in_a_while(trial, capfd):
+    observers = trial.observers()
+    for _ in range(50):
+        assert observers.once("the state", lambda: 1 // 0, -1) == -1
+    assert capfd.readouterr().err.count("Traceback") == 1
+    assert trial.text().startswith("the state: the observer failed (ZeroDivisionError: ")
+    observers = trial.observers(settled_s=0.1)
+    for mistake in ("first", "second"):
+        observers.once("the state", partial(int, mistake), None)
+        time.sleep(0.2)
     written = capfd.readouterr().err
     assert written.count("'first'") == written.count("'second'") == 1
 
 
-def test_an_observer_rests_after_a_failure_and_is_switched_off_after_three():
-    directory = Directory()
-    raised: list[str] = []
-    alerts = Alerts(lambda kind, text, *_, **more: raised.append(kind) or {"text": text}, directory)
-    observers, calls = (
-        Observers(alerts, owners.absent(), waits_s=(0.1, 0.2, math.inf), settled_s=0.3),
-        [],
-    )
+def test_an_observer_is_skipped_after_a_failure_and_switched_off_after_three(trial):
+    observers, calls = trial.observers(waits_s=(0.1, 0.2, math.inf), settled_s=0.3), []
 
-    def look(fails: bool) -> str:
-        calls.append(fails)
-        if fails:
-            raise ArithmeticError("broken on purpose")
-        return "seen"
+    def run(fails: bool) -> str:
+        def look() -> str:
+            calls.append(fails)
+            if fails:
+                raise ArithmeticError("broken on purpose")
+            return "seen"
 
-    def text() -> str:
-        return alerts.open()["observer-it"]["text"]
+        return observers.run("it", look, "nothing")
 
-    try:
-        assert observers.run("it", lambda: look(True), "nothing") == "nothing"
-        assert observers.run("it", lambda: look(False), "nothing") == "nothing"
-        assert (len(calls), "tried again in 0.1 s" in text()) == (1, True)
-        time.sleep(0.15)
-        assert observers.run("it", lambda: look(False), "nothing") == "seen"
-        time.sleep(0.3)
-        assert observers.run("it", lambda: look(False), "nothing") == "seen"
-        assert raised == ["alert", "clear"]
-        for wait_s in (0.15, 0.25, 0.25):
-            observers.run("it", lambda: look(True), "nothing")
-            time.sleep(wait_s)
-        assert "it is switched off" in text()
-        count = len(calls)
-        assert observers.run("it", lambda: look(False), "nothing") == "nothing"
-        assert len(calls) == count
-    finally:
-        directory.close()
+    assert [run(True), run(False)] == ["nothing"] * 2
+    assert (len(calls), "tried again in 0.1 s" in trial.text()) == (1, True)
+    for wait_s in (0.15, 0.3):
+        time.sleep(wait_s)
+        assert run(False) == "seen"
+    assert trial.kinds == ["alert", "clear"]
+    for wait_s in (0.15, 0.25, 0.25):
+        run(True)
+        time.sleep(wait_s)
+    assert "it is switched off" in trial.text()
+    count = len(calls)
+    assert run(False) == "nothing"
+    assert len(calls) == count

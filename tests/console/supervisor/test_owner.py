@@ -32,7 +32,7 @@ CASES = [
     ("files", "run_files.Files.look", SEGFAULT, ALWAYS),
     ("supervisor.json", "attempt.Attempt.workers", SEGFAULT, ALWAYS),
     ("processes and pulses", "sampling.Sampler.sample", SEGFAULT, ONCE),
-    ("watch rules", "monitor.Watching.look", HANG, ALWAYS),
+    ("watch rules", "monitor.Monitor.poll", HANG, ALWAYS),
     ("records", "attempt.Attempt._take_records", HANG, ONCE),
 ]
 

@@ -32,14 +32,14 @@ def fill(path, count: int = COUNT) -> None:
     for number in range(count):
         directory.put(path, jsonl.encode(sample(number)))
         if number % 100 == 99:
-            directory.call(parts.look)
+            directory.call(parts.poll)
     drained = threading.Event()
     directory.call(drained.set)
     assert drained.wait(60)
     until = time.monotonic() + 20
     while any(p.suffix != rundir.GZIP for _, p in rundir.parts(path)):
         assert time.monotonic() < until
-        directory.call(parts.look)
+        directory.call(parts.poll)
         time.sleep(0.02)
     assert directory.close()
     assert not directory.replaced
@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_the_plain_part(tmp_path):
         filler.write_bytes(bytes((room.f_bavail - 2) * room.f_frsize))
         directory = Directory()
         parts = Parts(directory, path, PART_BYTES)
-        directory.call(parts.look)
+        directory.call(parts.poll)
         assert directory.close()
         assert parts._thread is not None
         parts._thread.join(20)

@@ -54,31 +54,27 @@ def test_a_short_log_is_left_alone_and_a_long_one_goes_on_in_a_new_file(run):
     append(short, b"hello\n")
     append(long, numbered(0, 1000))
     inode = long.stat().st_ino
-    (said,) = rotation(run).look()
-    assert said == "rank1.log was cut; rank1.log.1 has what was in it"
+    (said,) = rotation(run).poll()
+    assert said == "rank1.log was rotated: its content is in rank1.log.1"
     assert short.read_bytes() == b"hello\n"
     assert (long.stat().st_ino, long.stat().st_size) == (inode, 0)
     assert rundir.kept_log(long).read_bytes() == numbered(0, 1000)
     assert rundir.kept_log(long).stat().st_mode & 0o777 == 0o600
-    assert rotation(run).look() == []
+    assert rotation(run).poll() == []
 
 
-def test_one_former_part_is_kept_and_no_more(run):
+def test_one_former_part_is_kept_and_of_a_much_longer_log_its_end(run):
     log, rotates = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, rotation(run)
     for part in range(3):
         append(log, numbered(part * 1000, part * 1000 + 1000))
-        rotates.look()
+        rotates.poll()
     assert lines_of(rundir.kept_log(log))[0] == 2000
-    assert sorted(os.listdir(log.parent)) == ["torchrun.log", "torchrun.log.1"]
-
-
-def test_a_log_that_outgrew_its_rotation_keeps_its_end(run):
-    log = rundir.rank_log(run, 1, 0)
-    append(log, numbered(0, 5000))
-    (said,) = rotation(run).look()
+    append(log, numbered(3000, 8000))
+    (said,) = rotates.poll()
     assert "without the first 0.3 MiB" in said
     assert rundir.kept_log(log).stat().st_size == 2 * LIMIT
-    assert lines_of(rundir.kept_log(log))[-1] == 4999
+    assert lines_of(rundir.kept_log(log))[-1] == 7999
+    assert sorted(os.listdir(log.parent)) == ["torchrun.log", "torchrun.log.1"]
 
 
 def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
@@ -88,7 +84,7 @@ def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
     seen: set[int] = set()
     said: list[str] = []
     while writer.poll() is None:
-        if new := rotates.look():
+        if new := rotates.poll():
             said += new
             seen |= set(lines_of(rundir.kept_log(log)))
         time.sleep(0.001)
@@ -100,29 +96,17 @@ def test_a_writer_that_never_pauses_loses_lines_only_at_a_cut(run):
     assert not log.read_bytes().startswith(b"\0"), "the writer appends, so there is no hole"
 
 
-def test_what_is_written_during_the_copy_is_copied_too(run):
-    """The copy takes long enough for the writer; of five cuts at least one meets no line."""
-    log, limit = rundir.rank_log(run, 1, 0), 8 << 20
-    rotates = Rotation(rundir.logs(run, 1), limit, reserve_bytes=0)
-    slow = WRITER.replace("\n    os.write", "\n    time.sleep(1e-4); os.write").replace(
-        "sys", "sys, time", 1
-    )
-    writer = subprocess.Popen([sys.executable, "-c", slow, str(log), "1000000"])
-    lost = []
-    try:
-        for _ in range(5):
-            while not (log.exists() and lines_of(log)):
-                time.sleep(0.001)
-            append(log, b"\n" + b"x" * limit + b"\n")
-            assert rotates.look()
-            last = lines_of(rundir.kept_log(log))[-1]
-            while not (after := lines_of(log)):
-                time.sleep(0.001)
-            lost.append(after[0] - last - 1)
-    finally:
-        writer.kill()
-        writer.wait()
-    assert min(lost) == 0, lost
+def test_what_is_written_during_the_copy_is_copied_too(run, monkeypatch):
+    log, rename = rundir.rank_log(run, 1, 0), os.rename
+
+    def write_and_rename(*paths, **folders) -> None:
+        append(log, numbered(1000, 1001))
+        rename(*paths, **folders)
+
+    append(log, numbered(0, 1000))
+    monkeypatch.setattr(os, "rename", write_and_rename)
+    assert rotation(run).poll()
+    assert lines_of(rundir.kept_log(log)) == list(range(1001))
 
 
 def test_the_ranks_and_torchrun_append_so_that_a_cut_leaves_no_hole(run):
@@ -154,17 +138,17 @@ def test_nothing_is_cut_or_written_through_a_link(run, tmp_path_factory):
     (logs / ".rank2.log.copy").symlink_to(outside / "target")
     os.mkfifo(logs / "rank3.log")
     rotates = rotation(run)
-    said = rotates.look() + rotates.look()
+    said = rotates.poll() + rotates.poll()
     assert [text.split()[0] for text in said] == ["rank1.log", "rank2.log"]
     assert "hard link" in said[0]
-    assert rotates.look() == [], "what cannot be done is said once"
+    assert rotates.poll() == [], "what cannot be done is said once"
     for name in ("symbolic", "hard", "target"):
         assert (outside / name).read_bytes() == numbered(0, 1000)
     moved = run / "elsewhere"
     logs.rename(moved)
     logs.symlink_to(moved)
     append(moved / "rank2.log", numbered(0, 1000))
-    assert rotation(run).look() == []
+    assert rotation(run).poll() == []
 
 
 def test_a_disk_without_room_is_not_filled_further(tmp_path):
@@ -176,53 +160,45 @@ def test_a_disk_without_room_is_not_filled_further(tmp_path):
         append(log, b"e" * (1 << 20))
         rotates = Rotation(folder, 1 << 19, reserve_bytes=1 << 19)
         append(mount / "checkpoint", b"d" * (3 << 18))
-        (said,) = rotates.look()
+        (said,) = rotates.poll()
         assert "cannot be rotated (No space left on device" in said
-        assert rotates.look() == []
+        assert rotates.poll() == []
         assert sorted(os.listdir(folder)) == ["rank0.log", "rank0.log.1"]
         assert rundir.kept_log(log).read_bytes().startswith(b"aaa")
         assert log.read_bytes().startswith(b"eee")
         (mount / "checkpoint").unlink()
-        (said,) = rotates.look()
-        assert "was cut" in said
+        (said,) = rotates.poll()
+        assert "was rotated" in said
 
 
-def test_the_log_screen_goes_on_after_a_rotation(run):
+def numbers(lines) -> list[int]:
+    return [int(line.text.split()[1]) for line in lines]
+
+
+def test_readers_of_a_log_see_each_line_once_before_and_after_a_rotation(run):
     log, rotates, source = rundir.rank_log(run, 1, 0), rotation(run), LogSource(run)
     append(log, numbered(0, 800))
-    assert len(source.poll()) == 800
-    assert rotates.look()
+    assert numbers(source.poll()) == list(range(800))
+    assert rotates.poll()
     append(log, numbered(800, 805))
-    assert [line.text.split()[1] for line in source.poll()] == [f"{n:08d}" for n in range(800, 805)]
-    assert source.poll() == []
-
-
-def test_who_looks_after_a_cut_sees_what_was_before_it_once_and_also_without_a_newline(run):
-    log, rotates = rundir.rank_log(run, 1, 0), rotation(run)
-    append(log, numbered(0, 800))
-    assert rotates.look()
-    append(log, b"line 00000800 x\n")
-    source = LogSource(run)
-    assert [line.text.split()[1] for line in source.poll()] == [f"{n:08d}" for n in range(801)]
-    assert source.poll() == []
+    assert numbers(source.poll()) == list(range(800, 805))
+    later = LogSource(run)
+    assert numbers(later.poll()) == list(range(805))
+    assert later.poll() == source.poll() == []
     append(log, b"=" * LIMIT)
-    assert rotates.look()
+    assert rotates.poll()
     (line,) = LogSource(run).poll(over=True)[-1:]
     assert line.text.startswith("====")
 
 
-def test_the_supervisor_finds_torchruns_words_after_a_rotation(run):
-    log, files = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, Files(run, 1, 1, Reading(run))
-    append(log, numbered(0, 800))
-    append(log, b"W1121 Received 15 death signal\n")
-    assert rotation(run).look()
-    append(log, b"a line behind it\n")
-    assert files.rest().agent_signal == "SIGTERM"
-
-
-def test_an_exception_that_was_just_rotated_still_explains_the_end(run):
-    log = rundir.rank_log(run, 1, 0)
-    append(log, numbered(0, 800) + b"ValueError: the batch of step 5 is broken\n")
-    assert rotation(run).look()
-    files = Files(run, 1, 1, Reading(run))
-    assert files.rest().last[0].error == "ValueError: the batch of step 5 is broken"
+def test_the_supervisor_reads_the_end_of_a_run_from_rotated_logs(run):
+    torchrun, rank = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, rundir.rank_log(run, 1, 0)
+    append(torchrun, numbered(0, 800) + b"W1121 Received 15 death signal\n")
+    append(rank, numbered(0, 800) + b"ValueError: the batch of step 5 is broken\n")
+    rotates = rotation(run)
+    assert rotates.poll()
+    assert rotates.poll()
+    append(torchrun, b"a line behind it\n")
+    rest = Files(run, 1, 1, Reading(run)).rest()
+    assert rest.agent_signal == "SIGTERM"
+    assert rest.last[0].error == "ValueError: the batch of step 5 is broken"

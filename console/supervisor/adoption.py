@@ -1,0 +1,67 @@
+"""The processes of an attempt as the document of a former supervisor names them.
+
+The document may be older than the processes, and anybody can write a file or copy a token. So a
+process found by its token needs a second sign, and one that only the document names is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from console.sources import process
+from trainers.contract import jsonl, rundir
+
+
+class FormerProcesses:
+    """The processes that `document`, a former supervisor.json of attempt `number`, names.
+
+    With `is_stored` the owner process stored the document: it is trusted alone, and the logs are
+    not read, because their disk may hang.
+    """
+
+    def __init__(self, document: Mapping[str, Any], run: Path, number: int, is_stored: bool):
+        self._is_stored = is_stored and document.get("attempt") == number
+        self._place = {key: document.get(key) for key in ("boot_id", "host")}
+        self._run, self._logs = run, rundir.logs(run, number)
+        self.agent = jsonl.mapping(document, "torchrun")
+        self.workers = sorted(jsonl.entries(document, "workers"), key=_end_ts)
+        """The entries of the ranks, in the order in which they ended."""
+        named = (*self.workers, self.agent)
+        self._named = {
+            (jsonl.integer(each, "pid"), jsonl.integer(each, "start_ticks")) for each in named
+        }
+        ended = (each for each in self.workers if each.get("exit") is not None)
+        self._ended = {str(each.get("rank")) for each in ended}
+
+    def find(self, token: str, home: str) -> list[int]:
+        """Returns the living processes of the attempt by their token, the most certain first.
+
+        Those named in the document, or writing into a log of the attempt, come first. Any other
+        process may carry a copied token: it is left out when its rank has ended.
+        """
+        found = []
+        for pid in process.with_token(token, home):
+            ticks = rundir.start_ticks(pid)
+            if ticks is None:
+                continue
+            is_doubtful = not self._is_certain(pid, ticks)
+            if not (is_doubtful and process.environment(pid).get("RANK") in self._ended):
+                found.append((is_doubtful, ticks, pid))
+        return [pid for _, _, pid in sorted(found)]
+
+    def _is_certain(self, pid: int, ticks: int) -> bool:
+        if (pid, ticks) in self._named:
+            return True
+        return not self._is_stored and process.writes_into(pid, self._run, self._logs)
+
+    def hold(self, entry: Mapping[str, Any]) -> process.Handle | None:
+        """Returns a handle of the process that an entry names, None when it has ended."""
+        logs = None if self._is_stored else self._logs
+        return process.hold_named(self._place | dict(entry), self._run, logs)
+
+
+def _end_ts(entry: Mapping[str, Any]) -> float:
+    return jsonl.number(jsonl.mapping(entry, "exit"), "ts") or math.inf

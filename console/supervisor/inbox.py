@@ -1,0 +1,329 @@
+"""Polls the files that others write into a launch, and executes each request once.
+
+A request file may contain anything: its size is bounded, it must be a regular file of this user,
+and `console.request_schema` checks its arguments before anything is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from console.request_schema import Mailbox, check
+from console.supervisor.attempt import Attempt
+from console.supervisor.child_state import FILES
+from console.supervisor.link import Link
+from console.supervisor.run_files import Files, News
+from console.supervisor.rundir_io import Directory
+from trainers.contract import VERSION, jsonl, rundir
+from trainers.contract.errors import UsageError
+
+MAX_REQUEST_BYTES = 64 << 10
+MAX_REQUESTS_A_POLL = 64
+FILES_NAME = "files"
+"""The name of the observer that reads the files of a run."""
+SETTLED_S = 2.0
+"""Mailboxes are read at each poll for this time after a change: a second change can have the same
+time stamp."""
+UNREADABLE = "the request is not a JSON object of at most 64 KiB, or cannot be read; send it again"
+OLDER = "the request is older than this supervisor; send it again"
+EXECUTED = "a request with this id was executed already"
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request file. `error` says why it cannot be executed, "" when it can."""
+
+    path: Path
+    id: str
+    """The id in the file, else one made from the file's name."""
+    action: str
+    args: Mapping[str, Any]
+    by: str
+    error: str = ""
+    has_own_id: bool = False
+    """The id is the one in the file."""
+    written_ns: int = 0
+    """When the file was written, by the clock of the file system."""
+    found_ns: int = 0
+    """When the file was found, by the same clock."""
+
+    @property
+    def key(self) -> str:
+        """The id in the file, else the path: requests with one key are executed once."""
+        return self.id if self.has_own_id else str(self.path)
+
+    @property
+    def folder(self) -> Path:
+        """The run or launch directory to which the request was sent."""
+        return self.path.parent.parent
+
+
+Outcome = tuple[bool, str, list[str]]
+"""Whether the request was done, a sentence, and more lines."""
+Execute = Callable[[Request], Outcome | None]
+"""Executes a request; None when the outcome follows later."""
+
+
+def disk_ns(place: Path | int) -> int:
+    """Touches a file or folder; returns the time by the clock of its file system.
+
+    Returns the time of this host where the place cannot be touched.
+    """
+    try:
+        os.utime(place)
+        return os.stat(place).st_mtime_ns
+    except OSError:
+        return time.time_ns()
+
+
+def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
+    """Returns the requests in the mailbox of a run or launch, oldest name first.
+
+    Files come before anything else, so that other entries never delay them. A mailbox that is a
+    link is not read.
+    """
+    box = folder / rundir.REQUESTS
+    fd = jsonl.open_inside(box, folder)
+    if fd is None:
+        return []
+    try:
+        with os.scandir(fd) as entries:
+            found = [(not e.is_file(follow_symlinks=False), e.name) for e in entries]
+        names = [name for _, name in sorted(found) if not name.startswith(".")]
+        found_ns = disk_ns(fd) if names else 0
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    return [_read(box / name, mailbox, found_ns) for name in names[:MAX_REQUESTS_A_POLL]]
+
+
+def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
+    name = path.name.removesuffix(".json")
+    if not IDENTIFIER.fullmatch(name):
+        name = f"unnamed-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return Request(path, name, "", {}, "?", UNREADABLE)
+    if status.st_uid != os.geteuid():
+        return Request(path, name, "", {}, "?", "the request file belongs to another user")
+    record = rundir.read_json(path, MAX_REQUEST_BYTES, path.parents[1])
+    if record is None:
+        return Request(path, name, "", {}, "?", UNREADABLE)
+    action, args = jsonl.text(record, "action"), record.get("args", {})
+    by, error = jsonl.text(record, "by", "?")[:200], f"the request is not of version {VERSION}"
+    if record.get("v") == VERSION and isinstance(args, dict):
+        try:
+            args, error = check(action, args, mailbox), ""
+        except UsageError as wrong:
+            error = str(wrong)
+    given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
+    return Request(
+        path, given[0] if given else name, action[:80], args, by, error, given is not None,
+        status.st_mtime_ns, found_ns,
+    )  # fmt: skip
+
+
+def remove(path: Path) -> None:
+    """Removes a request of any file type; renames it where it cannot be removed."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError:
+        path.rename(path.with_name(f".refused-{os.urandom(4).hex()}"))
+
+
+class Inbox:
+    """Owns the keys of the requests that were seen; each key is executed once.
+
+    A request that is not newer than `since_ns`, the start of this supervisor, is rejected: an
+    earlier supervisor may have executed it. Only times of the file system are compared, never the
+    clock of a host or the time in a request.
+    """
+
+    def __init__(
+        self, directory: Directory, attempt_in: Callable[[Path], int], since_ns: int = 0
+    ):  # fmt: skip
+        self._directory, self._attempt_in = directory, attempt_in
+        self._seen: dict[str, tuple[Path | None, bool]] = {}
+        """By key: the file of the request, None once it is removed, and whether it is done."""
+        self.since_ns = since_ns
+
+    def restore(self, answered: Mapping[str, Path]) -> None:
+        """Marks requests as done that an earlier supervisor answered: mailbox by id."""
+        self._seen |= {name: (box, True) for name, box in answered.items()}
+
+    def execute(self, found: Sequence[Request], execute: Execute) -> bool:
+        """Executes the new requests and writes their answers; returns whether any was new."""
+        any_new = False
+        for request in found:
+            seen = self._seen.get(request.key)
+            if seen is not None and (seen[0] == request.path or not seen[1]):
+                continue
+            any_new = True
+            if seen is not None and not request.error:
+                self.answer(request, (False, EXECUTED, []))
+                continue
+            outcome = self._execute_new(request, execute)
+            if outcome is not None:
+                self.answer(request, outcome)
+        return any_new
+
+    def _execute_new(self, request: Request, execute: Execute) -> Outcome | None:
+        self._seen[request.key] = request.path, False
+        folder = request.folder
+        self._directory.event(
+            folder, self._attempt_in(folder), "request", f"{request.action or 'unknown action'} "
+            "requested", by=request.by, request=request.id, action=request.action,
+        )  # fmt: skip
+        # A file system clock that was set back proves nothing about the age.
+        is_older = request.written_ns <= self.since_ns <= request.found_ns
+        error = request.error or (OLDER if is_older else "")
+        return (False, error, []) if error else execute(request)
+
+    def answer(self, request: Request, outcome: Outcome) -> None:
+        """Writes the answer into the events of the run or launch, and removes the request."""
+        ok, text, detail = outcome
+        self._seen[request.key] = request.path, True
+        folder = request.folder
+        self._directory.event(
+            folder, self._attempt_in(folder), "answer", text, "info" if ok else "warn",
+            request=request.id, action=request.action, ok=ok, detail=detail, asked_by=request.by,
+        )  # fmt: skip
+        self._directory.job(
+            lambda: remove(request.path), lambda _, error: error or self._removed(request),
+            request.path,
+        )  # fmt: skip
+
+    def _removed(self, request: Request) -> None:
+        """Records that the next file with this name is another request."""
+        if self._seen.get(request.key) != (request.path, True):
+            return
+        if request.has_own_id:
+            self._seen[request.key] = None, True
+        else:
+            del self._seen[request.key]
+
+
+@dataclass(slots=True)
+class _Found:
+    """The result of one poll."""
+
+    requests: list[Request]
+    is_halted: bool
+    news: News | None = None
+
+
+class Poller:
+    """Polls the mailboxes of a launch, its `.HALT` and the files of the current attempt.
+
+    One poll runs at a time, on the directory's thread. A poll is due once a second, which also
+    reads heartbeats, and at once when a watched file or a mailbox changes. `execute` is called with
+    the requests; `halt` is called while a `.HALT` exists in the launch directory.
+    """
+
+    def __init__(
+        self, directory: Directory, launch: Path, execute: Callable[[list[Request]], object],
+        halt: Callable[[], object], link: Link,
+    ):  # fmt: skip
+        self._directory, self._link = directory, link
+        self._launch, self._execute, self._halt = launch, execute, halt
+        self._watched: list[Path] = []
+        self._stamps: list[object] = []
+        self.is_polling = False
+        self._polled_at = self._heartbeats_at = self._changed_at = 0.0
+        directory.check_for_changes = self._has_changed
+
+    def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
+        """Starts a poll if one is due, or the last is `every_s` ago; returns whether it did.
+
+        `runs` are the runs that have started, `attempt` is the current attempt.
+        """
+        now, changed = time.monotonic(), self._directory.changed
+        is_new_second = int(now) != int(self._heartbeats_at)
+        is_due = is_new_second or changed or now - self._polled_at >= every_s
+        if self.is_polling or not is_due:
+            return False
+        self._polled_at, self._directory.changed = now, False
+        heartbeats = is_new_second or (attempt is not None and attempt.behind)
+        self._heartbeats_at = now if heartbeats else self._heartbeats_at
+        folders = (self._launch, *runs)
+        files = attempt.files.watched if attempt is not None else ()
+        boxes = (folder / rundir.REQUESTS for folder in folders)
+        self._watched = [*boxes, self._launch / rundir.HALT, *files]
+        if attempt is not None and attempt.stage not in ("run", "over"):
+            attempt = None
+        self.is_polling = True
+        self._directory.job(
+            lambda: self._poll(folders, attempt, heartbeats), partial(self._finish, attempt)
+        )
+        return True
+
+    def _finish(self, attempt: Attempt | None, found: _Found | None, _: object) -> None:
+        self.is_polling = False
+        if found is None:
+            return self._execute([])
+        if attempt is not None and found.news is not None:
+            attempt.take(found.news)
+        if found.is_halted:
+            self._halt()
+        return self._execute(found.requests)
+
+    # --- on the directory's thread -------------------------------------------------------------
+
+    def _poll(self, folders: Sequence[Path], attempt: Attempt | None, heartbeats: bool) -> _Found:
+        self._has_changed()
+        requests = self._scan(folders)
+        found = _Found(requests, os.path.lexists(self._launch / rundir.HALT))
+        # Requests are executed also where the run directory is missing or cannot be parsed.
+        try:
+            if attempt is not None:
+                self._directory.check_run(attempt.path)
+                found.news = self._read_files(attempt.files, heartbeats)
+        except OSError:
+            pass
+        except Exception as mistake:
+            self._directory.mistakes.append(mistake)
+        return found
+
+    def _scan(self, folders: Sequence[Path]) -> list[Request]:
+        found: list[Request] = []
+        if time.monotonic() - self._changed_at > SETTLED_S:
+            return found
+        for folder in folders:
+            with suppress(OSError):
+                self._directory.check_run(folder)
+                found += scan(folder, "launch" if folder == self._launch else "run")
+        if found:
+            self._changed_at = time.monotonic()
+        return found
+
+    def _read_files(self, files: Files, heartbeats: bool) -> News | None:
+        """Reads a run's files, with a note for the owner in case this process dies in it."""
+        if FILES_NAME in self._link.observers_off():
+            return None
+        self._link.state.activity.write(FILES, FILES_NAME)
+        try:
+            return files.look(heartbeats)
+        finally:
+            self._link.state.activity.write(FILES, "")
+
+    def _has_changed(self) -> bool:
+        """Returns whether a watched file has another time stamp than at the last call."""
+        stamps: list[object] = [rundir.stamp(path) for path in self._watched]
+        if stamps == self._stamps:
+            return False
+        self._stamps, self._changed_at = stamps, time.monotonic()
+        return True
