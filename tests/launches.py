@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,10 +22,6 @@ from trainers.contract import rundir
 PROGRAMS = Path(__file__).with_name("programs")
 STUB: Mapping[str, str] = {"PYTHONPATH": str(PROGRAMS / "stub")}
 """Puts a small torchrun in the place of torch's, for programs that need no torch."""
-SMALL_TORCHRUN = (
-    sys.executable, str(PROGRAMS / "stub/torch/distributed/run.py"), "--nproc-per-node", "2",
-)  # fmt: skip
-"""The command of that small torchrun for two ranks; a program and its arguments follow."""
 ENDED = ("halted", "stopped", "completed", "failed", "crashed", "killed")
 
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
 
-from console.error_patterns import OomCounts
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
 from console.sources import liveness, oom_counts
@@ -71,7 +70,7 @@ class Attempt:
         self._begun = time.monotonic()
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
         self._ends = Ends(self.tree, self._heads, self._pulses)
-        self.oom_before = self._former_oom_counts(former) or oom_counts.snapshot()
+        self.oom_before = (former and former.oom_counts()) or oom_counts.snapshot()
         """The kernel's counts of processes killed for memory, before the attempt."""
         self._on_disk: int | None = 0
         self._caught_up, self._cut_short = former is None, False
@@ -85,13 +84,6 @@ class Attempt:
             self._begin_preparing()
         else:
             self._adopt(former)
-
-    def _former_oom_counts(self, former: FormerRun | None) -> OomCounts | None:
-        """Returns the counts from before the attempt, where a former child stored them."""
-        if former is None or not former.is_stored or former.state.get("attempt") != self._number:
-            return None
-        counts = jsonl.mapping(former.state, "oom")
-        return OomCounts(**counts) if counts else None
 
     def _adopt(self, former: FormerRun) -> None:
         """Finds the living processes, and gives them to the owner unless it owns them."""

@@ -3,129 +3,20 @@
 from __future__ import annotations
 
 import os
-import secrets
-import select
 import signal
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from console.run_state import Facts, decide
 from console.sources import liveness, oom_counts, process
-from console.sources.reading import Reading
-from console.sources.reducer import NO_RECORDS, Head, Reducer
-from console.sources.series import Series
-from console.supervisor import launch_spec
-from console.supervisor.ends import end_of
-from console.supervisor.restart import deterministic, signature
-from console.supervisor.run_files import Files
-from console.supervisor.sampling import Sampler
-from console.supervisor.tree import Tree
-from tests import owners
-from tests.launches import PROGRAMS, SMALL_TORCHRUN
-from trainers.contract import environ, rundir
-
-TORCHRUN = (
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-    "--max-restarts", "0", "--shutdown-timeout", "2",
-)  # fmt: skip
-
-
-class NoGpus:
-    def rows(self):
-        return ()
-
-
-class Trial:
-    """Two ranks of `ends.py` below an agent, followed as by an attempt, with an owner process."""
-
-    def __init__(self, folder: Path, agent: tuple[str, ...], mode: str):
-        self.run = folder / mode
-        logs = rundir.logs(self.run, 1)
-        logs.mkdir(parents=True)
-        token = secrets.token_hex(8)
-        environment = launch_spec.inherited() | {
-            "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", environ.RUN_DIR: str(self.run),
-            environ.RUN_ID: mode, environ.ATTEMPT: "1", environ.TOKEN: token,
-        }  # fmt: skip
-        self.poller = select.poll()
-        self.link, self.reducer = owners.begin(), Reducer(Series(keeps=False), timed=True)
-        self.tree = Tree(token, 2, self.poller, self.link)
-        self.poller.register(self.link.fd, select.POLLIN)
-        self.files = Files(self.run, 1, 2, Reading(self.run))
-        self.before = oom_counts.snapshot()
-        log = rundir.open_append(logs / rundir.TORCHRUN_LOG)
-        self.tree.spawn((*agent, str(PROGRAMS / "ends.py"), mode), environment, log, 10.0)
-        os.close(log)
-
-    def look(self) -> bool:
-        """Reads new exits and records; says whether more records wait."""
-        self.link.receive()
-        self.tree.look()
-        news = self.files.look(heartbeats=True)
-        for batch in news.batches:
-            self.reducer.take(batch)
-        return news.behind
-
-    @property
-    def heads(self) -> dict[int, Head]:
-        return self.reducer.heads(1)
-
-    def wait(self, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not reached():
-            assert time.monotonic() < deadline, self.tree.workers
-            self.look()
-            self.poller.poll(20)
-
-    def wait_steps(self) -> None:
-        self.wait(lambda: len(self.tree.workers) == 2 and set(self.heads) == {0, 1}
-                  and min(head.step for head in self.heads.values()) > 1)  # fmt: skip
-
-    def kill(self, rank: int) -> None:
-        self.tree.workers[rank].handle.send(signal.SIGKILL)
-
-    def ended(self) -> Facts:
-        """Waits for the end and returns its facts."""
-        self.wait(self.tree.is_over)
-        while self.look():
-            pass
-        rest = self.files.rest()
-        self.tree.take_log(rest.log)
-        ends = [
-            end_of(w, self.heads.get(r, NO_RECORDS), rest.last[r])
-            for r, w in self.tree.workers.items()
-        ]
-        return Facts(
-            spawned=True, over=True, world=2, agent_code=self.tree.agent_status, ends=ends,
-            order=tuple(self.tree.order), step=max(head.step for head in self.heads.values()),
-            halt_steps={rank: h.halt for rank, h in self.heads.items() if h.halt is not None},
-            reason=next((head.reason for head in self.heads.values() if head.reason), ""),
-            oom=oom_counts.since(self.before),
-        )  # fmt: skip
-
-    def clean(self) -> None:
-        if self.tree.agent_status is None:
-            self.tree.kill()
-            self.wait(self.tree.is_over)
-        self.tree.close()
-        owners.end(self.link)
+from tests.launches import PROGRAMS, STUB, phase
+from trainers.contract import rundir
 
 
 @pytest.fixture
-def begin(tmp_path_factory):
-    trials: list[Trial] = []
-
-    def started(agent: tuple[str, ...], mode: str) -> Trial:
-        trials.append(Trial(tmp_path_factory.mktemp("trial"), agent, mode))
-        return trials[-1]
-
-    yield started
-    for trial in trials:
-        trial.clean()
+def ending(begin):
+    """Starts two ranks of `ends.py` in a mode."""
+    return lambda mode, shell=STUB: begin(phase("one", "ends.py", mode), shell=shell)
 
 
 def line_of(text: str) -> int:
@@ -133,81 +24,69 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
-def test_a_native_crash_names_the_signal_and_the_frame_that_python_was_in(begin):
-    facts = begin(SMALL_TORCHRUN, "native").ended()
-    state, why = decide(facts)
+def last_end(started):
+    """Waits for the end; returns the state, the reason and the record of the attempt's end."""
+    ended = started.wait_end()["phases"][0]
+    return ended["state"], ended["why"], started.state()["ended"][-1]
+
+
+def test_a_native_crash_names_the_signal_and_the_frame_that_python_was_in(ending):
+    state, why, end = last_end(ending("native"))
     assert state == "crashed"
-    line = line_of("ctypes.string_at(0)")
+    place = f"forward (ends.py:{line_of('ctypes.string_at(0)')})"
     assert why.startswith("rank 1 crashed in native code (SIGSEGV) at step ")
-    assert f", in forward (ends.py:{line})" in why
-    assert signature(facts) == f"signal:SIGSEGV::forward (ends.py:{line})"
-    assert not deterministic(facts)
+    assert f", in {place}" in why
+    assert (end["signature"], end["hopeless"]) == (f"signal:SIGSEGV::{place}", False)
 
 
 @pytest.mark.slow
-def test_a_rank_that_leaves_a_real_group_is_named_and_not_the_one_that_lost_it(begin):
-    facts = begin(TORCHRUN, "early").ended()
-    state, why = decide(facts)
+def test_a_rank_that_leaves_a_real_group_is_named_and_not_the_one_that_lost_it(ending):
+    started = ending("early", {})
+    state, why, end = last_end(started)
     assert state == "crashed"
-    assert why == (
+    assert why.startswith(
         "rank 0 ended first, with exit 0 at step 5, while the others went on; "
         "rank 1 ended because of it"
     )
-    words = {end.rank: end.log for end in facts.ends}
-    assert "onnection" in words[1]
-    assert signature(facts) == "exit:0:left early"
+    assert end["signature"] == "exit:0:left early"
 
 
-def test_an_exception_is_named_with_its_line_and_comes_back_as_the_same_signature(begin):
-    facts, again = begin(SMALL_TORCHRUN, "raise").ended(), begin(SMALL_TORCHRUN, "raise").ended()
+def test_an_exception_is_named_with_its_line_and_has_a_signature_without_its_step(ending):
     line = line_of("raise ValueError")
-    state, why = decide(facts)
+    state, why, end = last_end(ending("raise"))
     assert state == "crashed"
     assert why.startswith(f"rank 1: ValueError: the batch of step 3 is broken (ends.py:{line})")
-    same = f"exit:1:ValueError: the batch of step # is broken:ends.py:{line}"
-    assert signature(facts) == signature(again) == same
+    assert end["signature"] == f"exit:1:ValueError: the batch of step # is broken:ends.py:{line}"
 
 
-def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(begin):
-    trial = begin(SMALL_TORCHRUN, "wait")
-    trial.wait_steps()
-    trial.tree.agent.send(signal.SIGSTOP)
-    trial.kill(1)
-    worker = trial.tree.workers[1]
-    trial.wait(lambda: worker.over_ts is not None)
-    trial.look()
-    assert process.state(worker.handle.pid) == "Z"
-    assert (worker.unreaped, worker.signal) == (True, "SIGKILL")
-    assert not rundir.is_alive(rundir.identity() | {
-        "pid": worker.handle.pid, "start_ticks": worker.handle.start_ticks,
-    })  # fmt: skip
-    assert liveness.exit_words(worker.as_dict(), {}) == "dead (unreaped), killed by SIGKILL"
-    sampler = Sampler(NoGpus(), lambda rank: None)
-    rows = sampler.sample(list(trial.tree.workers.values()), trial.heads, 1, 0.0)["ranks"]
-    assert [row["state"] for row in rows] == [rows[0]["state"], "Z"]
-    assert rows[0]["state"] in ("R", "S")
-    trial.tree.agent.send(signal.SIGCONT)
-    facts = trial.ended()
-    assert liveness.exit_words(worker.as_dict(), {}) == "killed by SIGKILL"
-    assert decide(facts)[1].startswith("rank 1 was killed by SIGKILL at step ")
+def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(ending):
+    started = ending("wait")
+    started.wait_steps(2)
+    torchrun, pid = started.state()["torchrun"]["pid"], started.pids()[1]
+    os.kill(torchrun, signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+
+    def rank() -> dict:
+        return started.state()["workers"][1]
+
+    started.wait(lambda: rank()["exit"])
+    assert process.state(pid) == "Z"
+    assert liveness.exit_words(rank(), {}) == "dead (unreaped), killed by SIGKILL"
+    assert not rundir.is_alive(rundir.identity() | {key: rank()[key] for key in
+                                                    ("pid", "start_ticks")})  # fmt: skip
+    started.wait(lambda: "Z" in [row["state"] for row in started.samples()[-1]["ranks"]])
+    os.kill(torchrun, signal.SIGCONT)
+    assert last_end(started)[1].startswith("rank 1 was killed by SIGKILL at step ")
+    assert liveness.exit_words(rank(), {}) == "killed by SIGKILL"
 
 
-def test_a_rank_whose_parent_is_gone_still_tells_how_it_ended(begin):
-    trial = begin(SMALL_TORCHRUN, "wait")
-    trial.wait_steps()
-    trial.tree.agent.send(signal.SIGKILL)
-    trial.wait(lambda: trial.tree.agent_status is not None)
-    trial.kill(1)
-    trial.wait(lambda: trial.tree.workers[1].over_ts is not None)
-    time.sleep(1)
-    trial.tree.workers[0].handle.send(signal.SIGTERM)
-    facts = trial.ended()
-    why = decide(facts)[1]
-    if trial.tree.workers[1].signal is None:
-        assert "rank 1 ended at step " in why
-        assert "its exit code is not known; its last record says progress" in why
-        pytest.skip("this kernel does not keep how a reaped process ended (Linux 6.15 does)")
-    assert why.startswith("rank 1 was killed by SIGKILL at step ")
+def test_a_rank_whose_parent_has_exited_has_an_exit_code(ending):
+    started = ending("wait")
+    started.wait_steps(2)
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
+    started.wait(lambda: started.alerts("torchrun-gone"))
+    os.kill(started.pids()[1], signal.SIGKILL)
+    assert last_end(started)[1].startswith("rank 1 was killed by SIGKILL at step ")
 
 
 def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,100 +13,121 @@ import pytest
 from console import actions, request_schema
 from console.plans import gates
 from console.sources import process
-from trainers.contract import rundir
+from tests.launches import PROGRAMS, phase
+from trainers.contract import jsonl, rundir
 from trainers.contract.dumps import END_MARK
 from trainers.contract.errors import RefusedError
 
-from .conftest import PROGRAMS, phase
-
 
 @pytest.fixture(scope="module")
-def launched(begin):
-    """Two phases that wait for each other; the tests below follow its life in order."""
-    started = begin(
-        phase("one", "foreign_ddp.py", 60, gates={"steps_done": 50, "no_stall": True}),
-        phase("two", "foreign_ddp.py", 100_000, gates={"steps_done": 1}),
-        between="ask",
-    )
+def running(begin):
+    started = begin(phase("one", "foreign_ddp.py", 100_000))
     started.wait_steps(3)
     return started
 
 
-def test_the_program_is_short_and_not_ours():
-    lines = (PROGRAMS / "foreign_ddp.py").read_text().splitlines()
-    code = [line for line in lines[2:] if line.strip()]
-    assert len(code) <= 25
-    assert sum("run" in line and ("join" in line or "run.step" in line) for line in code) == 2
-
-
-def test_ranks_are_found_and_sampled_every_second(launched):
-    assert sorted(launched.pids()) == [0, 1]
-    launched.wait(lambda: len([s for s in launched.samples() if s["ranks"]]) >= 3)
-    samples = launched.samples()
+def test_ranks_are_found_and_sampled_every_second(running):
+    assert sorted(running.pids()) == [0, 1]
+    running.wait(lambda: len([s for s in running.samples() if s["ranks"]]) >= 3)
+    samples = running.samples()
     seconds = [int(sample["mono"]) for sample in samples]
     assert len(set(seconds)) == len(seconds)
     assert seconds[-1] - seconds[0] < 2 * len(seconds)
-    newest = launched.samples()[-1]
-    assert newest["gpus"] == []
-    assert newest["disk"]["free_gib"] > 0
-    for row in newest["ranks"]:
-        assert row["state"] in "RSD"
+    assert samples[-1]["disk"]["free_gib"] > 0
+    for row in samples[-1]["ranks"]:
+        assert row["state"] in "RSDT"
         assert row["rss_mib"] > 50
         assert row["pulse"]["step"] >= 1
 
 
-def test_a_flag_for_the_next_phase_is_in_its_workers_and_not_in_this_ones(launched):
-    answer = launched.ask("set-flag", name="NCCL_DEBUG", value="warn")
-    assert (answer["ok"], answer["text"]) == (True, "NCCL_DEBUG=WARN for two only")
-    assert launched.ask("set-flag", name="NSA_DDP_BUCKET_MB", value=4)["ok"]
-    assert launched.ask("set-flag", name="NSA_DDP_BUCKET_MB")["ok"]
-    assert not launched.ask("set-flag", name="NCCL_DEBUG", value="shout")["ok"]
-    assert list(launched.plan_state["next_flags"]) == ["NCCL_DEBUG"]
-    for pid in launched.pids().values():
-        assert "NCCL_DEBUG" not in process.environment(pid)
-
-
-def test_the_next_phase_waits_for_proceed_and_is_born_with_the_flag(launched):
-    refused = launched.ask("proceed")
-    assert (refused["ok"], "one is still running" in refused["text"]) == (False, True)
-    pid = launched.plan_state["supervisor"]["pid"]
-    with pytest.raises(RefusedError, match=rf"has a supervisor .*pid {pid} .* without one$"):
-        actions.adopt(launched.path)
-    launched.wait(lambda: launched.plan_state["state"] == "waiting")
-    assert launched.plan_state["phases"][0]["result"] == "pass"
-    gates = rundir.read_json(launched.run(0) / rundir.GATES)["gates"]
-    assert {g["name"]: g["result"] for g in gates} == {"steps_done": "pass", "no_stall": "pass"}
-    assert not launched.ask("proceed", phase="three")["ok"]
-    assert launched.ask("proceed", phase="two")["ok"]
-    launched.wait_steps(5, index=1)
-    for pid in launched.pids(1).values():
-        assert process.environment(pid)["NCCL_DEBUG"] == "WARN"
-    flag = rundir.read_json(launched.run(1) / rundir.RUN)["flags"]["NCCL_DEBUG"]
-    assert flag == {"value": "WARN", "origin": "operator tester"}
-    assert "NCCL_DEBUG" not in rundir.read_json(launched.run(0) / rundir.RUN)["flags"]
-    assert launched.plan_state["next_flags"] == {}
-
-
-def test_the_supervisor_heartbeat_is_written_every_second_for_the_present_phase(launched):
-    assert not launched.state(0)["live_dir"]
-    path = Path(launched.state(1)["live_dir"]) / rundir.LIVE_STATUS
-    first = launched.wait(lambda: (s := rundir.read_json(path)) and s["state"] == "running" and s)
-    launched.wait(lambda: rundir.read_json(path)["mono"] > first["mono"], 3)
-    assert first["run"].endswith("1-two")
+def test_the_supervisor_heartbeat_is_written_every_second(running):
+    path = Path(running.state()["live_dir"]) / rundir.LIVE_STATUS
+    first = running.wait(lambda: rundir.read_json(path))
+    running.wait(lambda: rundir.read_json(path)["mono"] > first["mono"], 3)
+    assert first["run"].endswith("0-one")
     assert first["blocked_s"] < 1
 
 
-def test_the_document_names_every_key_that_is_written(launched):
-    """docs/run-directory.md is what other readers go by."""
+def test_a_dump_holds_the_stacks_of_both_ranks(running):
+    answer = running.ask("dump")
+    assert answer["ok"], answer
+    assert len(answer["detail"]) == 2
+    for rank in (0, 1):
+        text = next(running.run().glob(f"stackdump_rank{rank}_*.txt")).read_text()
+        assert "foreign_ddp.py" in text
+        assert END_MARK in text
+
+
+def test_sigusr1_to_the_whole_process_group_harms_nothing(running):
+    def step() -> int:
+        return running.samples()[-1]["ranks"][0]["pulse"]["step"]
+
+    before = running.wait(step)
+    agent, owner = running.state()["torchrun"]["pid"], running.owner["pid"]
+    for _ in range(20):
+        os.killpg(agent, signal.SIGUSR1)
+        for pid in running.pids().values():
+            os.killpg(pid, signal.SIGUSR1)
+        time.sleep(0.01)
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        os.kill(owner, number)
+    running.wait(lambda: step() > before + 10)
+    assert running.state()["state"] == "running"
+
+
+def test_a_stopped_rank_is_named_with_its_phase_and_cleared_when_it_continues(running):
+    pid = running.pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        verdict = running.wait_state("stalled", timeout_s=20)["verdict"]
+        assert (verdict["rank"], verdict["cause"], verdict["phase"]) == (1, "stopped", "forward")
+        assert "rank 1 is stopped" in verdict["sentence"]
+        assert "rank 0 waits" in verdict["sentence"]
+        assert list((running.run() / rundir.VERDICTS).iterdir())
+        alert = running.alerts("stall")[0]
+        assert (alert["kind"], alert["key"], alert["level"]) == ("alert", "3", "crit")
+        assert running.ask("ack", alert="stall")["ok"]
+        refused = running.ask("dump", rank=1)
+        assert not refused["ok"]
+        assert "stopped" in refused["text"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    running.wait_state("running", timeout_s=10)
+    assert running.state()["verdict"] is None
+    assert running.alerts("stall")[-1]["kind"] == "clear"
+
+
+def check_that_the_next_phase_gets_the_flag(started):
+    answer = started.ask("set-flag", name="NCCL_DEBUG", value="warn")
+    assert (answer["ok"], answer["text"]) == (True, "NCCL_DEBUG=WARN for two only")
+    assert started.ask("set-flag", name="NSA_DDP_BUCKET_MB", value=4)["ok"]
+    assert started.ask("set-flag", name="NSA_DDP_BUCKET_MB")["ok"]
+    assert not started.ask("set-flag", name="NCCL_DEBUG", value="shout")["ok"]
+    assert list(started.plan_state["next_flags"]) == ["NCCL_DEBUG"]
+    refused = started.ask("proceed")
+    assert (refused["ok"], "one is still running" in refused["text"]) == (False, True)
+    started.wait(lambda: started.plan_state["state"] == "waiting")
+    assert not started.ask("proceed", phase="three")["ok"]
+    assert started.ask("proceed", phase="two")["ok"]
+    started.wait_steps(5, index=1)
+    flags = [rundir.read_json(started.run(index) / rundir.RUN)["flags"] for index in (0, 1)]
+    assert "NCCL_DEBUG" not in flags[0]
+    assert flags[1]["NCCL_DEBUG"] == {"value": "WARN", "origin": "operator tester"}
+    for pid in started.pids(1).values():
+        assert process.environment(pid)["NCCL_DEBUG"] == "WARN"
+    assert started.plan_state["next_flags"] == {}
+
+
+def check_that_the_guide_names_every_key(started):
     text = (PROGRAMS.parents[1] / "docs" / "run-directory.md").read_text()
     words = set(re.findall(r"[a-z][a-z0-9_]*", text)) | set(gates.RULES)
-    run = launched.run(1)
+    run = started.run(1)
     written = [
-        *(rundir.read_json(launched.path / name) for name in (rundir.PLAN, rundir.PLAN_STATE)),
+        *(rundir.read_json(started.path / name) for name in (rundir.PLAN, rundir.PLAN_STATE)),
         *(rundir.read_json(run / name) for name in (rundir.RUN, rundir.SUPERVISOR)),
-        rundir.read_json(Path(launched.state(1)["live_dir"]) / rundir.LIVE_STATUS),
-        rundir.read_json(launched.run(0) / rundir.GATES),
-        *launched.events(), *launched.events(0), *launched.samples(1)[-1:],
+        rundir.read_json(Path(started.state(1)["live_dir"]) / rundir.LIVE_STATUS),
+        rundir.read_json(started.run(0) / rundir.GATES),
+        *started.events(), *started.events(0), *started.samples(1)[-1:],
     ]  # fmt: skip
     for record in written:
         assert {key for key in keys_of(record) if key.islower()} <= words
@@ -128,70 +148,30 @@ def keys_of(value):
             yield from keys_of(inner)
 
 
-def test_a_dump_holds_the_stacks_of_both_ranks(launched):
-    answer = launched.ask("dump")
-    assert answer["ok"], answer
-    assert len(answer["detail"]) == 2
-    for rank in (0, 1):
-        (path,) = launched.run(1).glob(f"stackdump_rank{rank}_*.txt")
-        text = path.read_text()
-        assert "foreign_ddp.py" in text
-        assert END_MARK in text
-    assert sum(e["kind"] == "answer" for e in launched.events(1)) == 1
-
-
-def test_sigusr1_to_the_whole_process_group_harms_nothing(launched):
-    before = launched.samples(1)[-1]["ranks"][0]["pulse"]["step"]
-    agent = launched.state(1)["torchrun"]["pid"]
-    for _ in range(20):
-        os.killpg(agent, signal.SIGUSR1)
-        for pid in launched.pids(1).values():
-            os.killpg(pid, signal.SIGUSR1)
-        time.sleep(0.01)
-    os.kill(launched.plan_state["supervisor"]["pid"], signal.SIGUSR1)
-    os.kill(launched.plan_state["supervisor"]["pid"], signal.SIGHUP)
-    launched.wait(lambda: launched.samples(1)[-1]["ranks"][0]["pulse"]["step"] > before + 10)
-    assert launched.state(1)["state"] == "running"
-
-
-def test_a_stopped_rank_is_named_with_its_phase_and_cleared_when_it_goes_on(launched):
-    pid = launched.pids(1)[1]
-    os.kill(pid, signal.SIGSTOP)
-    begun = time.monotonic()
-    try:
-        found = launched.wait_state("stalled", index=1, timeout_s=20)
-        assert time.monotonic() - begun < 20
-        verdict = found["verdict"]
-        assert (verdict["rank"], verdict["cause"], verdict["phase"]) == (1, "stopped", "forward")
-        assert "rank 1 is stopped" in verdict["sentence"]
-        assert "rank 0 waits" in verdict["sentence"]
-        assert list((launched.run(1) / rundir.VERDICTS).iterdir())
-        alert = next(e for e in launched.events(1) if e["kind"] == "alert")
-        assert (alert["alert"], alert["key"], alert["level"]) == ("stall", "3", "crit")
-        assert launched.ask("ack", alert="stall")["ok"]
-        refused = launched.ask("dump", rank=1)
-        assert not refused["ok"]
-        assert "stopped" in refused["text"]
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    launched.wait_state("running", index=1, timeout_s=10)
-    assert launched.state(1)["verdict"] is None
-    assert any(e["kind"] == "clear" and e["alert"] == "stall" for e in launched.events(1))
-
-
-def test_halt_stops_both_ranks_at_the_same_step_and_ends_the_plan(launched):
-    assert launched.ask("halt", launched.run(1))["ok"]
-    ended = launched.wait_end()
-    assert launched.state(1)["state"] == "halted"
+def test_two_phases_with_a_flag_between_them_and_a_halt(begin):
+    """One launch from its start to its end, as a second one would cost half a minute."""
+    started = begin(
+        phase("one", "foreign_ddp.py", 60, gates={"steps_done": 50, "no_stall": True}),
+        phase("two", "foreign_ddp.py", 100_000, gates={"steps_done": 1}),
+        between="ask",
+    )
+    started.wait_steps(3)
+    pid = started.owner["pid"]
+    with pytest.raises(RefusedError, match=rf"has a supervisor .*pid {pid} .* without one$"):
+        actions.adopt(started.path)
+    check_that_the_next_phase_gets_the_flag(started)
+    check_that_the_guide_names_every_key(started)
+    found = rundir.read_json(started.run(0) / rundir.GATES)["gates"]
+    assert {g["name"]: g["result"] for g in found} == {"steps_done": "pass", "no_stall": "pass"}
+    assert started.ask("halt", started.run(1))["ok"]
+    ended = started.wait_end()
+    assert [entry["state"] for entry in ended["phases"]] == ["completed", "halted"]
     assert "halted at step" in ended["why"]
-    judged = rundir.read_json(launched.run(1) / rundir.GATES)["result"]
-    assert ended["phases"][1]["result"] == judged
-    assert f"two halted, gates {judged}: " in [e["text"] for e in launched.events()][-2]
-    steps = set()
-    for rank in (0, 1):
-        lines = rundir.heartbeat(launched.run(1), rank).read_text().splitlines()
-        steps |= {r["step"] for r in map(json.loads, lines) if r["msg"] == "halt"}
-    assert len(steps) == 1
-    assert not process.with_token(launched.token(1))
-    assert not list(Path("/dev/shm").glob(f"*{launched.token(1)}*"))
-    launched.wait(lambda: not rundir.is_alive(ended["supervisor"]), 5)
+    records = [
+        jsonl.decode(line) for rank in (0, 1)
+        for line in rundir.heartbeat(started.run(1), rank).read_bytes().splitlines()
+    ]  # fmt: skip
+    assert len({r["step"] for r in records if r["msg"] == "halt"}) == 1
+    assert not process.with_token(started.token(1))
+    assert not list(Path("/dev/shm").glob(f"*{started.token(1)}*"))
+    started.wait(lambda: not rundir.is_alive(ended["supervisor"]), 5)

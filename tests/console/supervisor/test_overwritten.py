@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import threading
-import time
 
 import pytest
 
@@ -19,13 +18,8 @@ from console.supervisor import launch_spec, shm
 from console.supervisor.tree import Tree
 from tests import owners
 from tests.faults.scene import order
-from tests.launches import PROGRAMS, SMALL_TORCHRUN, STUB, phase
+from tests.launches import STUB, phase
 from trainers.contract import environ, rundir
-
-
-@pytest.fixture
-def orders(tmp_path_factory):
-    return tmp_path_factory.mktemp("orders")
 
 
 @pytest.fixture
@@ -35,69 +29,49 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def tree(run, orders):
-    """Two ranks that have overwritten their environment."""
-    token = secrets.token_hex(8)
-    environment = launch_spec.inherited() | {
-        environ.RUN_DIR: str(run), environ.RUN_ID: "test", environ.ATTEMPT: "1",
-        environ.TOKEN: token,
-    }  # fmt: skip
-    link = owners.begin()
-    found = Tree(token, 2, select.poll(), link)
-    log = rundir.open_append(rundir.logs(run, 1) / rundir.TORCHRUN_LOG)
-    argv = (*SMALL_TORCHRUN, str(PROGRAMS / "obedient.py"), "100000", str(orders))
-    found.spawn(argv, environment, log, 10.0)
-    os.close(log)
-    wait(found, lambda: len(found.workers) == 2)
-    for rank in (0, 1):
+def orders(tmp_path):
+    return tmp_path
+
+
+@pytest.fixture
+def bare(begin, orders):
+    """A run whose torchrun was killed and whose two ranks have overwritten their environment."""
+    started = begin(phase("one", "obedient.py", 100_000, orders), shell=STUB)
+    started.wait_steps(3)
+    for rank, pid in started.pids().items():
         order(orders, rank, "bare")
-        wait(found, lambda rank=rank: not environment_of(found, rank))
-    yield found
-    for worker in found.alive():
-        worker.handle.send(signal.SIGKILL)
-    found.kill()
-    wait(found, lambda: found.is_over() and not found.alive())
-    found.close()
-    owners.end(link)
+        started.wait(lambda pid=pid: not process.environment(pid))
+    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
+    return started
 
 
-def environment_of(tree, rank: int) -> dict[str, str]:
-    return process.environment(tree.workers[rank].handle.pid)
+def test_an_attempt_is_not_over_while_a_rank_lives_and_kill_reaches_all_processes(bare, orders):
+    (alert,) = bare.wait(lambda: bare.alerts("torchrun-gone"), 10)
+    assert "ranks 0, 1 still run" in alert["text"]
+    order(orders, 0, f"stray {orders / 'stray'}")
+    stray = int(bare.wait(lambda: (p := orders / "stray").exists() and p.read_text()))
+    assert bare.state()["state"] == "running"
+    assert bare.ask("kill", yes=True)["ok"]
+    assert bare.wait_end(20)["phases"][0]["state"] == "killed"
+    assert {worker["exit"]["signal"] for worker in bare.state()["workers"]} == {"SIGKILL"}
+    assert process.state(stray) in (process.GONE, "Z")
 
 
-def wait(tree, reached, timeout_s: float = 20.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < until, tree.workers
-        tree._link.receive()
-        tree.look()
-        time.sleep(0.01)
-
-
-def test_an_attempt_is_not_over_while_a_rank_lives_and_kill_reaches_it(tree):
-    tree.agent.send(signal.SIGKILL)
-    wait(tree, lambda: tree.agent_over)
-    for _ in range(5):
-        assert not tree.is_over()
-        tree.look()
-    assert len(tree.alive()) == 2
-    tree.kill()
-    wait(tree, tree.is_over)
-    assert {worker.signal for worker in tree.workers.values()} == {"SIGKILL"}
-
-
-def test_an_adoption_finds_them_by_the_document_and_the_kernel(tree, run):
-    tree.agent.send(signal.SIGKILL)
-    wait(tree, lambda: tree.agent_over)
-    workers = [worker.as_dict() for worker in tree.workers.values()]
-    held = rundir.identity() | {"workers": workers, "torchrun": None}
-    after = Tree(tree.token, 2, select.poll(), owners.absent())
-    after.adopt(held, run, 1)
-    assert [w.over_ts for w in after.workers.values()] == [None, None]
-    assert [w.as_dict() for w in after.workers.values()] == workers
-    after.kill()
-    wait(after, after.is_over)
-    after.close()
+def test_a_new_supervisor_adopts_them_dumps_them_and_halts_them(bare):
+    former = bare.kill_supervisor()
+    shm.sweep(0.0)  # as another launch does, also one that still holds the lock of the directory
+    looking = os.open(bare.state()["live_dir"], os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    threading.Timer(1.0, os.close, [looking]).start()
+    actions.adopt(bare.path)
+    state = bare.wait(lambda: (s := bare.state())["pid"] != former["pid"] and s)
+    assert [worker["exit"] for worker in state["workers"]] == [None, None]
+    assert state["live_dir"]
+    answer = bare.ask("dump")
+    assert answer["text"] == "stacks of 2 ranks dumped", answer
+    assert bare.ask("halt")["ok"]
+    assert bare.wait_end(20)["phases"][0]["state"] == "halted"
+    assert [worker["exit"]["code"] for worker in bare.state()["workers"]] == [0, 0]
 
 
 def test_a_stranger_with_a_copied_token_is_no_rank(run):
@@ -152,38 +126,3 @@ def test_a_document_cannot_name_a_stranger(stranger, run):
     own.rmdir()
     own.symlink_to(other)
     assert process.hold_named(known, run, own) is None
-
-
-def test_a_new_supervisor_goes_on_with_them_dumps_them_and_ends_them(begin, orders):
-    started = begin(phase("one", "obedient.py", 100_000, orders), shell=STUB)
-    started.wait_steps(3)
-    pids = started.pids()
-    for rank in (0, 1):
-        order(orders, rank, "bare")
-        started.wait(lambda rank=rank: not process.environment(pids[rank]))
-    os.kill(started.state()["torchrun"]["pid"], signal.SIGKILL)
-    former = started.kill_supervisor()
-    shm.sweep(0.0)  # as another launch does, and one that still looks when the new one begins
-    looking = os.open(started.state()["live_dir"], os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_EX)
-    threading.Timer(1.0, os.close, [looking]).start()
-    actions.adopt(started.path)
-    (alert,) = started.wait(lambda: started.alerts("torchrun-gone"), 10)
-    assert "ranks 0, 1 still run" in alert["text"]
-    state = started.wait(lambda: (s := started.state())["pid"] != former["pid"] and s)
-    assert [worker["exit"] for worker in state["workers"]] == [None, None]
-    assert state["live_dir"]
-    answer = started.ask("dump")
-    assert answer["text"] == "stacks of 2 ranks dumped", answer
-    assert started.ask("halt")["ok"]
-    assert started.wait_end(20)["phases"][0]["state"] == "halted"
-    assert [worker["exit"]["code"] for worker in started.state()["workers"]] == [0, 0]
-
-
-def test_what_a_rank_detached_without_its_environment_ends_with_the_attempt(tree, orders):
-    order(orders, 0, f"stray {orders / 'stray'}")
-    wait(tree, (orders / "stray").exists)
-    stray = int((orders / "stray").read_text())
-    tree.kill()
-    wait(tree, tree.is_over)
-    assert process.state(stray) in (process.GONE, "Z")

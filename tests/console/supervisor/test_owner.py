@@ -103,14 +103,23 @@ def test_requests_are_executed_after_the_working_process_was_killed_twice(runnin
     assert running.pids() == pids
 
 
-def test_a_rank_that_ends_while_nobody_works_has_its_exit_and_the_run_goes_on(running):
-    child = running.child()
+@pytest.mark.parametrize(("steps", "state"), [(100_000, "crashed"), (150, "completed")])
+def test_the_exits_of_processes_that_end_while_nobody_works_are_known(begin, steps, state):
+    """The owner reaps torchrun and ranks without a parent, and each rank recorded its own end."""
+    started = begin(
+        phase("one", "member.py", steps, gates={"loss_finite": True}), shell=STUB, nproc=2
+    )
+    started.wait_steps(3)
+    child = started.child()
     os.kill(child, signal.SIGSTOP)
-    os.kill(running.pids()[1], signal.SIGKILL)
+    if state == "crashed":
+        os.kill(started.pids()[1], signal.SIGKILL)
+    started.wait_gone()
     os.kill(child, signal.SIGKILL)
-    ended = running.wait_end()
-    assert ended["phases"][0]["state"] == "crashed"
-    assert "rank 1 was killed by SIGKILL" in ended["why"]
+    ended = started.wait_end()
+    assert ended["phases"][0]["state"] == state
+    reason = "rank 1 was killed by SIGKILL" if state == "crashed" else "all phases are done"
+    assert reason in ended["why"]
 
 
 def test_documents_that_ranks_overwrote_do_not_reach_the_next_process(running):
@@ -127,35 +136,7 @@ def test_documents_that_ranks_overwrote_do_not_reach_the_next_process(running):
     assert running.wait_end()["phases"][0]["state"] == "stopped"
 
 
-def test_a_run_that_ends_well_while_nobody_works_is_completed(begin):
-    """The owner reaps torchrun, and each rank recorded its own end."""
-    started = begin(
-        phase("one", "member.py", 150, gates={"loss_finite": True}), shell=STUB, nproc=2
-    )
-    started.wait_steps(3)
-    child = started.child()
-    os.kill(child, signal.SIGSTOP)
-    started.wait_gone()
-    os.kill(child, signal.SIGKILL)
-    ended = started.wait_end()["phases"][0]
-    assert (ended["state"], ended["result"]) == ("completed", "pass"), ended
-
-
-def check_term_while_the_child_is_stopped(started: Started) -> None:
-    child = started.child()
-    os.kill(child, signal.SIGSTOP)
-    os.kill(started.owner["pid"], signal.SIGTERM)
-    started.wait_gone(GRACE_S + 10)
-    assert process.state(child) == "T"
-    os.kill(child, signal.SIGKILL)
-    assert "SIGTERM to the supervisor" in started.wait_end()["why"]
-
-
-def test_term_ends_the_ranks_while_the_working_process_is_stopped(running):
-    check_term_while_the_child_is_stopped(running)
-
-
-def test_one_torchrun_runs_after_an_adoption_whatever_becomes_of_the_working_process(running):
+def test_one_torchrun_runs_after_an_adoption_and_term_ends_it_while_the_child_is_stopped(running):
     child, torchrun, pids = running.child(), running.state()["torchrun"], running.pids()
     running.kill_supervisor()
     running.wait(lambda: process.state(child) in (process.GONE, "Z"))
@@ -165,7 +146,13 @@ def test_one_torchrun_runs_after_an_adoption_whatever_becomes_of_the_working_pro
     assert running.ask("note", text="still works")["ok"]
     assert (running.state()["torchrun"], running.pids()) == (torchrun, pids)
     assert running.state()["attempt"] == 1
-    check_term_while_the_child_is_stopped(running)
+    child = running.child()
+    os.kill(child, signal.SIGSTOP)
+    os.kill(running.owner["pid"], signal.SIGTERM)
+    running.wait_gone(GRACE_S + 10)
+    assert process.state(child) == "T"
+    os.kill(child, signal.SIGKILL)
+    assert "SIGTERM to the supervisor" in running.wait_end()["why"]
 
 
 FIRST_TIME = "mark.exists() or (mark.touch(), ctypes.string_at(0))"
