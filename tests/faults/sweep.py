@@ -41,13 +41,15 @@ COMES_S = 5.0
 """The ranks go on after this time whether the next supervisor has come or not."""
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3
-FALSE_WORDS = re.compile(r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|is gone)\b")
+FALSE_WORDS = re.compile(
+    r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|has exited|rank \d+ failed)\b"
+)
 """No alert may say this of a run to which it did not happen."""
 
 FALSE_ANSWER = re.compile(r"is older than|was executed already")
 AFTER_STEP = re.compile(r"after step (\d+)")
 DUMPED = re.compile(r"dumped: (\S+)")
-LOST_RANK = "alert: rank 1 is gone"
+LOST_RANK = "alert: rank 1 failed"
 
 
 @dataclass(frozen=True, slots=True)

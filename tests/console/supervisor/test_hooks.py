@@ -254,7 +254,7 @@ def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, mo
     started.wait(lambda: not rundir.is_alive(started.plan_state["supervisor"]), 40)
     found = [json.loads(path.read_text()) for path in sorted(kept.iterdir())]
     said = " ".join(run["stdin"] for run in found)
-    assert "rank 1 is gone" in said
+    assert "rank 1 failed" in said
     assert "crashed: rank 1 was killed by SIGKILL" in said
     assert all("NSA_CONSOLE_TOKEN" not in run["env"] for run in found)
     assert {run["usr1"] for run in found} == {str(signal.SIG_DFL.value)}
