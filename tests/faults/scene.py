@@ -32,7 +32,8 @@ Seen = Callable[[RunState], str]
 def console(*words: object, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     """Runs `nsa-console` in a process of its own; returns exit code, output, errors."""
     done = subprocess.run(
-        [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True, timeout=60, env={**os.environ, **(env or {})},
+        [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True, timeout=60,
+        env={**os.environ, **(env or {})},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
