@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit(f"pictures: the run did not reach the state for a picture within {seconds:g} s")
+            raise SystemExit(f"pictures: the run is not ready for a picture after {seconds:g} s")
         time.sleep(0.2)
 
 
