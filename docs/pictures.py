@@ -1,7 +1,6 @@
 """Makes the pictures of the documents from a real run: `make pictures`.
 
-Launches the plan of the main job, drives the screen over it without a terminal, and exports what
-it shows as SVG.
+Launches the plan of the end-to-end test, runs the screen without a terminal, and exports it as SVG.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ SMALL, WIDE = (80, 24), (120, 40)
 
 
 def without_root(svg: str) -> str:
-    """The picture with paths below the repository relative to it; the text keeps its width."""
+    """Returns the picture with paths relative to the repository, padded to the same width."""
     prefix = f"{ROOT}/"
     return re.sub(
         rf"{re.escape(prefix)}([^<]*)", lambda found: found[1] + "&#160;" * len(prefix), svg
     )
 
 
-async def shoot(
-    path: Path | None, root: Path, size: tuple[int, int], shots: dict[str, str]
+async def capture(
+    path: Path | None, root: Path, size: tuple[int, int], keys_of: dict[str, str]
 ) -> None:
-    """Opens the screen; for each name presses the keys and keeps the picture."""
+    """Opens the screen; for each picture presses its keys and writes `<name>.svg`."""
     app = ConsoleApp(path, "cpu_smoke", root, detect(TERM, False))
     async with app.run_test(size=size) as pilot:
         await pilot.pause(3.0)
-        for name, keys in shots.items():
+        for name, keys in keys_of.items():
             for key in keys:
                 await pilot.press(key)
                 await pilot.pause(1.5)
@@ -54,31 +53,33 @@ async def shoot(
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
+    """Waits until the condition holds. Raises SystemExit after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit("pictures: the run did not come as far as the picture needs")
+            raise SystemExit(f"pictures: the run is not ready for a picture after {seconds:g} s")
         time.sleep(0.2)
 
 
 def main() -> None:
+    """Makes all pictures: before a launch, of a running phase, and of a stalled rank."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        asyncio.run(shoot(None, root, SMALL, {"launch-80x24": ""}))
+        asyncio.run(capture(None, root, SMALL, {"launch-80x24": ""}))
         options = actions.LaunchOptions(plan=str(PLAN), root=root, between="go")
         path = actions.launch(options, actions.who())
         source = RunSource(path)
         wait_for(lambda: (source.poll().step or 0) >= 150)
-        asyncio.run(shoot(path, root, SMALL, {"dashboard-80x24": "", "flags-80x24": "2"}))
-        asyncio.run(shoot(path, root, WIDE, {"dashboard-120x40": ""}))
+        asyncio.run(capture(path, root, SMALL, {"dashboard-80x24": "", "flags-80x24": "2"}))
+        asyncio.run(capture(path, root, WIDE, {"dashboard-120x40": ""}))
         pid = source.poll().ranks[1].pid
         actions.answer(path, actions.send(path, "dump", {}, actions.who()), 20)
         os.kill(pid, signal.SIGSTOP)
         try:
             wait_for(lambda: source.poll().state == "stalled")
-            asyncio.run(shoot(path, root, SMALL, {"stall-80x24": "3"}))
-            asyncio.run(shoot(path, root, WIDE, {"stall-120x40": "3"}))
+            asyncio.run(capture(path, root, SMALL, {"stall-80x24": "3"}))
+            asyncio.run(capture(path, root, WIDE, {"stall-120x40": "3"}))
         finally:
             os.kill(pid, signal.SIGCONT)
         wait_for(lambda: source.poll().state == "running")
