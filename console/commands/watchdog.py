@@ -19,7 +19,6 @@ from console.sources import launches
 from console.sources.sanitize import clean
 from console.supervisor import offline
 from trainers.contract import rundir
-from trainers.contract.plan import Watch
 
 
 def watchdog(options: argparse.Namespace) -> int:
@@ -37,8 +36,8 @@ def watchdog(options: argparse.Namespace) -> int:
         now = source.poll()
         if now is not None and source.of is not None:
             if dog is None or watched != source.of:
-                watched, dog = source.of, _watchdog(source.watch, options.halt, options.interval)
-            for change in dog.look(now):
+                watched, dog = source.of, _watchdog(source, options)
+            for change in dog.update(now):
                 _take(change, source.of[0], halted, options)
         if source.over:
             _tell(options.json, {"kind": "end", "text": clean(source.over)})
@@ -46,12 +45,13 @@ def watchdog(options: argparse.Namespace) -> int:
         time.sleep(options.interval)
 
 
-def _watchdog(watch: Watch, halt: bool, interval_s: float) -> Watchdog:
+def _watchdog(source: offline.Contract, options: argparse.Namespace) -> Watchdog:
     """Returns the rules with no action but a halt, and that only where it was asked for."""
+    watch = source.watch
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
-    wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}
-    return Watchdog(replace(watch, rules=rules), wanted, interval_s)
+    wanted = dict.fromkeys((*HALTING, *strong), "halt") if options.halt else {}
+    return Watchdog(replace(watch, rules=rules), wanted, options.interval, source.settings)
 
 
 def _take(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from console.diagnose.readings import Readings
-from console.diagnose.stall import SAVING_PHASES, Seen, diagnose, disagreement, doubted
+from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses, why_unconfirmed
+from console.diagnose.verdict import diagnose
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
@@ -37,7 +38,7 @@ class Watching:
         self.verdict: Verdict | None = None
         self._context, self._run, self._heads = context, run, heads
         self._watch, self._alerts = context.watch, context.observers.alerts
-        self._dog = Watchdog(context.watch, context.actions)
+        self._dog = Watchdog(context.watch, context.actions, settings=run.settings)
         self._dog.restore(self._alerts.open())
         self._ending = False
         self._unseen_looks = 0
@@ -50,10 +51,10 @@ class Watching:
 
     def on_stall(self) -> tuple[str, str]:
         """Returns what a stall is answered with, and the sentence that also says when."""
-        return self._dog.stall_action, self._dog.stall_words()
+        return self._dog.stall_action, self._dog.stall_policy()
 
     def look(
-        self, now: Sampler, seen: Sequence[Seen], ending: bool, halting: bool, unread: str
+        self, now: Sampler, seen: Sequence[RankEvidence], ending: bool, halting: bool, unread: str
     ) -> bool:
         """Takes the last sample; `seen` is empty while no rank is known or to be waited for.
 
@@ -65,14 +66,14 @@ class Watching:
             self._judge(seen, halting)
         found = readings(
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
-            stall_doubt=unread or unchanged or disagreement(seen, self._watch),
+            stall_doubt=unread or unchanged or why_unconfirmed(seen, self._watch),
         )  # fmt: skip
-        for change in self._dog.look(found):
+        for change in self._dog.update(found):
             if change.kind != "act" or not ending:
                 self._take(change)
         return True
 
-    def _judge(self, seen: Sequence[Seen], halting: bool) -> None:
+    def _judge(self, seen: Sequence[RankEvidence], halting: bool) -> None:
         """Takes the verdict on the ranks; of none that were seen nothing is known."""
         self._watch_pulses(seen)
         self._take_verdict(diagnose(seen, self._watch, time.time()))
@@ -88,17 +89,17 @@ class Watching:
         for alert in (STALL, HALT_PENDING, PULSE):
             self._alerts.clear(alert, "the watch rules do not look")
 
-    def _watch_pulses(self, seen: Sequence[Seen]) -> None:
+    def _watch_pulses(self, seen: Sequence[RankEvidence]) -> None:
         """Raises an alert while the pulse of a rank says nothing: no stall of it can be seen."""
         unseen = [each for each in seen if each.doubt]
         self._unseen_looks = self._unseen_looks + 1 if unseen else 0
         if self._unseen_looks >= UNSEEN_LOOKS:
-            text = f"{doubted(unseen)}: no stall can be seen there, and none is acted upon"
+            text = f"{unusable_pulses(unseen)}: no stall can be seen there, and none is acted upon"
             self._alerts.raise_(PULSE, text, "crit")
         elif not unseen:
             self._alerts.clear(PULSE, "every rank has a pulse that fits its records")
 
-    def _unchanged(self, seen: Sequence[Seen]) -> str:
+    def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
         """Says which pulse has not changed since a supervisor came that came late."""
         for each in seen:
             if each.phase and self._found.setdefault(each.rank, each.position) != each.position:
@@ -110,7 +111,7 @@ class Watching:
 
     def is_raised(self, rule: str) -> bool:
         """Says whether a rule is raised at this moment: its cause may have gone since it acted."""
-        return rule in self._dog.open()
+        return rule in self._dog.raised()
 
     def take_acts(self) -> list[Change]:
         """Returns what the rules want done since the last call."""
@@ -158,7 +159,7 @@ class Watching:
 
 
 def readings(
-    heads: Mapping[int, Head], seen: Sequence[Seen], rss_mib: Mapping[int, float],
+    heads: Mapping[int, Head], seen: Sequence[RankEvidence], rss_mib: Mapping[int, float],
     gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
     csv: Progress | None = None, stall_doubt: str = "",
 ) -> Readings:  # fmt: skip
@@ -170,7 +171,7 @@ def readings(
     told_ts = [jsonl.number(head.last.record, "ts") or 0.0 for head in heads.values()]
     return Readings(
         mono=time.monotonic(), ts=time.time(),
-        seen=tuple(each for each in seen if 0 <= each.still_s < LONGEST_STILL_S),
+        ranks=tuple(each for each in seen if 0 <= each.unchanged_s < LONGEST_STILL_S),
         records_only=records_only,
         fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
         progress={r: p for r, head in heads.items() if (p := head.pace.progress)},

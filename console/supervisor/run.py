@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from console.diagnose.readings import setting_values
 from console.diagnose.watch import STRONG
 from console.model import Gate, State
 from console.plans import gates
@@ -86,6 +87,11 @@ class Run:
         if held is not None:
             self._go_on(held)
         self.publish()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The values of the run's settings by name."""
+        return setting_values(self._record)
 
     def _shared(self, held: Mapping[str, Any] | None) -> RunContext:
         """Returns what is the same for all attempts; `held` is a former supervisor's document."""

@@ -94,8 +94,7 @@ def test_a_run_whose_records_stop_while_its_other_files_grow_is_not_halted(run):
         lines = [json.loads(process.stdout.readline()) for _ in range(2)]
     assert [(c["kind"], c["rule"]) for c in lines] == [("raise", "stall"), ("withhold", "stall")]
     assert (
-        "halt withheld: the second source does not agree: training.csv was written"
-        in lines[1]["text"]
+        "halt withheld, no second source confirms it: training.csv was written" in lines[1]["text"]
     )
     assert not (run / rundir.HALT).exists()
 
@@ -147,7 +146,7 @@ def test_a_healthy_run_is_left_alone_to_its_end(run):
 
 @pytest.mark.parametrize(
     ("step", "text"),
-    [(81, "rank 1 is behind: in forward of step 81 since"), (41, "no record since")],
+    [(81, "rank 1 has been stalled in forward of step 81 since"), (41, "no record since")],
     ids=["pulses", "pulses that the records disprove"],
 )
 def test_pulses_tell_which_rank_stands_still(run, step, text):
@@ -199,7 +198,7 @@ def test_a_silent_run_of_the_ancestor_is_seen_by_its_own_rhythm(tmp_path):
     with watchdog(path, "--halt", "--interval", "0.1") as process:
         line = json.loads(process.stdout.readline())
         assert (line["kind"], line["rule"]) == ("raise", "stall")
-        assert "step 60: longer than the 300 s" in line["text"]
+        assert "(step 60); the stall limit is 300 s" in line["text"]
         time.sleep(0.5)
         assert not (path / rundir.HALT).exists()
         (path / "metrics.json").write_text("{}")

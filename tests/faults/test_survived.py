@@ -171,8 +171,10 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run):
 @pytest.mark.fault("4")
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, orders):
     pids = run.pids()
-    words = scene.inject(run, lambda: order(orders, 1, f"sleep {STILL_S}"), verdict_of("behind"))
-    assert "rank 1 is behind: in forward of step" in words
+    words = scene.inject(
+        run, lambda: order(orders, 1, f"sleep {STILL_S}"), verdict_of("slowest-rank")
+    )
+    assert "rank 1 has been stalled in forward of step" in words
     assert "rank 0 waits in backward" in words
     scene.goes_on(run, pids)
 
@@ -180,8 +182,10 @@ def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, 
 @pytest.mark.fault("5")
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, orders):
     pids = run.pids()
-    words = scene.inject(run, lambda: order(orders, 1, f"gil {2 * STILL_S}"), verdict_of("behind"))
-    assert "rank 1 is behind: in forward of step" in words
+    words = scene.inject(
+        run, lambda: order(orders, 1, f"gil {2 * STILL_S}"), verdict_of("slowest-rank")
+    )
+    assert "rank 1 has been stalled in forward of step" in words
     assert console("status", run.path)[0] == 1
     answer = run.ask("dump")
     assert answer["ok"], answer
@@ -199,7 +203,7 @@ def test_a_stopped_rank_is_offered_cont_and_never_killed(scene, run):
         words = scene.inject(run, lambda: os.kill(pids[1], signal.SIGSTOP), verdict_of("stopped"))
     finally:
         os.kill(pids[1], signal.SIGCONT)
-    assert f"kill -CONT {pids[1]} lets it go on" in words
+    assert f"kill -CONT {pids[1]} resumes it" in words
     scene.goes_on(run, pids)
 
 
