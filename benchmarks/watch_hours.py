@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.common import publish, table
-from console.diagnose.readings import Past, Readings
-from console.diagnose.rules import HALTING, RULES, STRONG, TABLE
-from console.diagnose.stall import Seen
+from console.diagnose.readings import History, Readings
+from console.diagnose.rules import HALTING, RULES, STRONG
+from console.diagnose.stall import RankEvidence
 from console.diagnose.watch import Watchdog
 from console.model import Gpu
 from console.sources.pace import UNIFORM_NATS, Pace
@@ -180,7 +180,7 @@ class Run:
             edges.append((self.ends, self.step, phase))
         self.ends += took
 
-    def seen(self, now: float) -> tuple[Seen, ...]:
+    def evidence(self, now: float) -> tuple[RankEvidence, ...]:
         """Returns where every rank is."""
         found = []
         for rank, edges in enumerate(self.edges):
@@ -189,7 +189,7 @@ class Run:
             if index > 200:
                 del edges[:index]
             p99_s = self.paces[rank].p99_s(phase)
-            found.append(Seen(rank, 1000 + rank, "S", step, phase, now - at, step, p99_s))
+            found.append(RankEvidence(rank, 1000 + rank, "S", step, phase, now - at, step, p99_s))
         return tuple(found)
 
 
@@ -209,7 +209,7 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
             for rank in range(world)
         )  # fmt: skip
         yield Readings(
-            mono=now, ts=1.8e9 + now + 0.2 * math.sin(now / 5000), seen=run.seen(now),
+            mono=now, ts=1.8e9 + now + 0.2 * math.sin(now / 5000), ranks=run.evidence(now),
             fresh=[progress for pace in run.paces for progress in pace.take_fresh()],
             progress={rank: p for rank, pace in enumerate(run.paces) if (p := pace.progress)},
             rss_mib=rss,
@@ -231,13 +231,13 @@ def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
         dog, run, stood = armed(every_s), Run(case, rng), 0.0
         for now in moments(run, length, every_s):
             begun = time.thread_time()
-            changes = dog.look(now)
+            changes = dog.update(now)
             counts.looking_s += time.thread_time() - begun
             counts.looks += 1
-            if "stall" in dog.open():
-                found = RULES["stall"].measure(now, Past(), dog.watch)
+            if "stall" in dog.raised():
+                found = RULES["stall"].measure(now, History(), dog.watch)
                 if found is not None and found.value >= 3:
-                    stood = max(stood, found.stood_s)
+                    stood = max(stood, found.lasted_s)
             elif stood:
                 counts.stood_s.append(stood)
                 stood = 0.0
@@ -274,8 +274,10 @@ def _slower(times: float) -> Spoil:
 
 def _frozen(run: Run, now: Readings) -> Readings:
     still = now.mono - run.sick_at
-    return replace(now, fresh=(), seen=tuple(replace(s, still_s=still, step=3000, phase="backward")
-                                             for s in now.seen))  # fmt: skip
+    stalled = tuple(
+        replace(rank, unchanged_s=still, step=3000, phase="backward") for rank in now.ranks
+    )
+    return replace(now, fresh=(), ranks=stalled)
 
 
 def _with(**fields: Callable[[Readings], Any]) -> Spoil:
@@ -325,7 +327,7 @@ def seen_after_s(
     dog, raised, acted = armed(), None, None
     for now in moments(run, SICK_HOURS):
         sick = now.mono >= sick_at_s
-        for change in dog.look(SICK[name](run, now) if sick else now):
+        for change in dog.update(SICK[name](run, now) if sick else now):
             if change.rule.name == name and sick:
                 after = now.mono - sick_at_s
                 raised = after if raised is None and change.kind == "raise" else raised
@@ -354,10 +356,10 @@ def main() -> None:
     floors = [(f"{act_s}", sum(stood >= act_s for stood in total.stood_s)) for act_s in ACT_S]
     body += "\n\n" + table(("stall_act_s", "runs that a stall would have stopped"), floors)
     sick = []
-    for rule in TABLE:
-        raised, acted = seen_after_s(rule.name)
-        due = "-" if rule.name not in HALTING else "never" if acted is None else f"{acted:.0f}"
-        sick.append((rule.name, "never" if raised is None else f"{raised:.0f}", due))
+    for name in SICK:
+        raised, acted = seen_after_s(name)
+        due = "-" if name not in HALTING else "never" if acted is None else f"{acted:.0f}"
+        sick.append((name, "never" if raised is None else f"{raised:.0f}", due))
     body += "\n\n" + table(("sick runs, by rule", "seen after s", "would halt after s"), sick)
     per_look = 1e6 * total.looking_s / total.looks
     publish(

@@ -236,7 +236,7 @@ def _rules() -> str:
     for rule in TABLE:
         sign = "≥" if rule.threshold > rule.clear else "≤"
         held = f", {rule.for_s:g} s" if rule.for_s else ""
-        text = f"{rule.says}: {sign} {rule.threshold:g} {rule.unit}{held}"
+        text = f"{rule.help}: {sign} {rule.threshold:g} {rule.unit}{held}"
         rows.append((f" {'*' if rule.name in HALTING else ' '}{rule.name:<19} ", text))
     heading = "rules (* halts with --halt, when it has stood three times as long):"
     legacy = "A directory of the ancestor system does as well: what it lacks is not judged."

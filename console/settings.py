@@ -1,6 +1,6 @@
 """The operator's own settings: one YAML file of this user, read when a launch begins.
 
-It names a program that is run, so nobody else may be able to write it.
+It names a program that runs as this user, so no other user may be able to write it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_WORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`hook` is a program that the supervisor runs on alerts, () for none.
+    """`hook` is the program that the supervisor runs on alerts of `hook_levels`, () for none.
 
-    `hook_every_s` seconds lie at least between two starts; only alerts of `hook_levels` are told.
+    `hook_every_s` is the shortest time between two starts, in seconds.
     """
 
     hook: tuple[str, ...] = ()
@@ -35,16 +35,16 @@ KEYS = tuple(each.name for each in fields(Settings))
 
 
 def path() -> Path:
-    """Returns where the settings file of this user is, or would be."""
+    """Returns the path of the settings file of this user."""
     base = Path(environ.get("XDG_CONFIG_HOME"))
     folder = base if base.is_absolute() else Path.home() / ".config"
     return folder / "nsa-console" / "settings.yaml"
 
 
 def load() -> Settings:
-    """Returns what the settings file says, the defaults without one.
+    """Returns the operator's settings, the defaults without a file.
 
-    Raises UsageError for wrong words and for a file that somebody else can write.
+    Raises UsageError for a wrong value and for a file that another user can write.
     """
     file = path()
     if not file.exists():
@@ -58,7 +58,7 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
     """Returns the settings in parsed YAML or JSON; `where` stands in the error."""
     found = plan.section(Settings, document, where)
     words, written = found.hook, document.get("hook")
-    if not all(isinstance(word, str) for word in written or ()):  # YAML takes no for False
+    if not all(isinstance(word, str) for word in written or ()):  # YAML reads no as False
         raise UsageError(f"{where}: 'hook' is a list of words, [program, argument, …]; no shell")
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
         raise UsageError(f"{where}: 'hook_levels' is a list of {', '.join(LEVELS)}")
@@ -66,25 +66,25 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
         raise UsageError(f"{where}: 'hook' is at most {MAX_WORDS} words without control characters")
     if words and ("/" in words[0] or not words[0]) and not Path(words[0]).is_absolute():
         raise UsageError(
-            f"{where}: 'hook' starts with {words[0]!r}; it is a program's name in PATH or a "
-            "path from / on (no shell expands ~)"
+            f"{where}: 'hook' starts with {words[0]!r}; pass a program in PATH or an "
+            "absolute path (no shell expands ~)"
         )
     return found
 
 
 def _check_private(place: Path) -> None:
-    """Raises UsageError when others could write here what is then run as this user."""
+    """Raises UsageError where another user could change the program that runs as this user."""
     try:
         status = place.stat()
     except OSError as error:
-        raise UsageError(f"cannot look at {place}: {error.strerror}") from error
+        raise UsageError(f"cannot read {place}: {error.strerror}") from error
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(
-            f"{place} belongs to user id {status.st_uid}, and it names a program that is run as "
-            "you; make it yours"
+            f"{place} belongs to user id {status.st_uid}, and it names a program that runs as you; "
+            "run chown"
         )
     if stat.S_IMODE(status.st_mode) & 0o022:
         raise UsageError(
-            f"others may write {place}, and it names a program that is run as you; "
-            f"chmod go-w {place}"
+            f"other users can write {place}, and it names a program that runs as you; run chmod "
+            f"go-w {place}"
         )

@@ -1,11 +1,11 @@
-"""The table of decisions: the sources that each act, GO, high verdict and target needs.
+"""The table of decisions: the sources that each action, GO, high verdict and target needs.
 
 Two sources are independent when no single faulty writer, file or clock produces both. An exit that
 was seen through a pidfd is a fact and needs no second source. Text from a log is never a source.
-If a source is missing, or two disagree, nothing is done and an alert says so.
+Where a source is missing, or two disagree, there is no action and an alert names the source.
 
-`python -m docs.decisions` prints the table that stands in decisions.md. Each row is proven by three
-tests, marked `decision(name, case)`: one source lies, one is missing, both are true.
+`python -m docs.decisions` prints the table in decisions.md. Three tests prove each row, marked
+`decision(name, case)`: one source is wrong, one is missing, both are right.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Decision:
 
     name: str
     kind: Kind
-    says: str
+    what: str
     sources: tuple[str, ...]
     absent: str
     disagree: str
@@ -34,32 +34,32 @@ class Decision:
 TABLE: tuple[Decision, ...] = (
     Decision("end-others", "act", "end the other ranks after one has failed",
              ("exit of the failed rank with a code or signal, seen through its pidfd: " + FACT,),
-             "no act; the stall rule still watches the other ranks",
-             "a line in a log that no exit confirms is ignored"),
+             "no action; the stall rule still watches the other ranks",
+             "a log line that no exit confirms is ignored"),
     Decision("stop", "act", "TERM, then KILL after the grace time, on an operator's request",
              ("identity of each process: pidfd, start time and the run's token, nothing else",
-              "for one that a former supervisor began: `asked` in its document, and the event of "
-              "the request or rule, `ended_by` or `.HALT`"),
-             "a process that cannot be identified is not signalled; what one document alone asks "
-             "for is not done",
-             "a process with another start time or token is not signalled"),
-    Decision("own-directory", "act", "act on what stands in the launch directory",
-             ("device and inode of the lock's descriptor against the path",
+              "for a stop that a former supervisor began: `asked` in its document, and the event "
+              "of the request or rule, `ended_by` or `.HALT`"),
+             "a process that cannot be identified gets no signal; a stop that one document alone "
+             "requests is not continued",
+             "a process with another start time or token gets no signal"),
+    Decision("own-directory", "act", "act on the contents of the launch directory",
+             ("device and inode of the lock's descriptor, compared with the path",
               "the token in the lock file at the path"),
-             "no request and no .HALT from there is obeyed, nothing is written there; alert",
+             "requests and .HALT in it are ignored, nothing is written to it; alert",
              "as when it is missing: the directory was moved, replaced or copied"),
     Decision("restart", "act", "start the next attempt",
              ("exits of torchrun and of all ranks, seen through pidfds: " + FACT,
               "the run directory is ours and its run.json has this run's token"),
-             "the attempt waits until the directory can be read again; alert",
-             "no restart: the run ends and says why"),
-    Decision("refuse-restart", "act", "give up although attempts are left",
+             "the attempt waits until the directory is readable; alert",
+             "no restart: the run ends and reports why"),
+    Decision("refuse-restart", "act", "end the run although attempts are left",
              ("exit codes of the attempts, seen through pidfds",
               "the error in the rank's own records, or the same error in two attempts"),
              "a first restart is not refused",
              "a first restart is not refused"),
     Decision("act-on-stall", "act", "halt, stop or restart a stalled run by rule",
-             ("pulses that stand still, in memory that the supervisor opened; after a take-over "
+             ("pulses that do not change, in memory that the supervisor opened; after an adoption "
               "it has seen each of them change",
               "heartbeat records without a new step"),
              "alert only",
@@ -71,48 +71,51 @@ TABLE: tuple[Decision, ...] = (
              "alert only",
              "alert only"),
     Decision("next-phase", "act", "start the next phase",
-             ("exit code 0 of torchrun and of all ranks, seen through pidfds; for an end that "
-              "nobody saw the exit record and, at its step, the pulse or a former supervisor's "
-              "document",
+             ("exit code 0 of torchrun and of all ranks, seen through pidfds; for an exit that no "
+              "supervisor observed the exit record and, at its step, the pulse or a former "
+              "supervisor's document",
               "gates that pass over numbered records without a gap"),
-             "the plan ends: a gate without its records, or an end that only a record tells, is "
+             "the plan ends: a gate without its records, or an exit that only a record shows, is "
              "unknown, never passed",
-             "the plan ends; the rank, or the records that are missing, are named"),
+             "the plan ends and names the rank or the missing records"),
     Decision("go-run", "go", "GO for a run: `check`, `status` and `--wait` return 0",
              ("the supervisor's gates.json", "the records of the run, summed by this reader "
-              "(snapshot.json has the sums up to a place in each file; `check --full` reads all)",
+              "(snapshot.json has the sums up to a position in each file; `check --full` reads "
+              "all)",
               "phases and gates in plan.json", "phases and results in plan_state.json"),
-             "no go; the document, or the records that are missing, are named",
-             "no go; the gate, or the document that differs, is named"),
+             "no go, with the document or the missing records",
+             "no go, with the gate or the document that differs"),
     Decision("go-plan", "go", "GO for a plan that needs GPUs: its preflight passes",
              ("GPUs that NVML counts", "GPUs that the kernel's driver lists"),
              "without NVML the check fails; without the kernel's list it is unknown, a warning",
-             "the check fails; fewer by NVML is a container or a batch job, and no disagreement"),
+             "the check fails; a lower count by NVML is a container or a batch job and no "
+             "disagreement"),
     Decision("verdict-stopped", "verdict", "high: a rank is stopped",
              ("process state T or t from the kernel",
-              "its pulse stands still, and none is further behind"),
+              "its pulse does not change, and no rank is slower"),
              "no verdict `stopped`", "no verdict `stopped`"),
-    Decision("verdict-gone", "verdict", "high: a rank is gone",
+    Decision("verdict-exited", "verdict", "high: the process of a rank exited",
              ("its exit, seen through its pidfd or as a zombie: " + FACT,),
-             "no verdict `gone`", "no verdict `gone`: the process lives"),
-    Decision("verdict-left", "verdict", "high: a rank left before the others",
-             ("its exit, seen through its pidfd", "the others' pulses stand still at a later step"),
+             "no verdict `exited`", "no verdict `exited`: the process is alive"),
+    Decision("verdict-exited-early", "verdict", "high: a rank exited before the others",
+             ("its exit, seen through its pidfd",
+              "the pulses of the others do not change, at a later step"),
              "medium at most", "medium at most"),
-    Decision("verdict-alone", "verdict", "high: the only rank stands still",
-             ("its pulse stands still", "its records show no new step"),
+    Decision("verdict-alone", "verdict", "high: the only rank is stalled",
+             ("its pulse does not change", "its records show no new step"),
              "low", "no verdict"),
     Decision("target-id", "target", "the run that a name means",
              ("the id in plan.json, of one launch only", "the directory in the run's own records"),
-             "the directory has to be given", "refused; both directories are named"),
+             "the directory has to be given", "refused, with both directories"),
     Decision("target-latest", "target", "the run that `latest` means, for an action",
              ("creation time in plan.json",
               "time of the plan file on disk, and the host's uptime at the launch"),
-             "the newest by what is there; an action is refused without the first two",
-             "an action is refused and both candidates are named"),
-    Decision("target-supervisor", "target", "the supervisor that takes a request",
+             "the newest by the times that exist; an action is refused without the first two",
+             "an action is refused, with both candidates"),
+    Decision("target-supervisor", "target", "the supervisor that accepts a request",
              ("a living process of that pid, start time and boot",
               "a held lock with the same token (another host: the token and an answer)"),
-             "refused: no supervisor, adopt is offered (another host: no answer is said)",
+             "refused: no supervisor; adopt is offered (another host: no answer is reported)",
              "refused: the directory is a copy, or its launch was moved away"),
     Decision("target-process", "target", "the process that gets a signal",
              ("a pidfd that was opened first", "start time and the run's token, read afterwards"),
@@ -128,7 +131,7 @@ def as_markdown() -> str:
              "| --- | --- | --- | --- | --- |"]  # fmt: skip
     for row in TABLE:
         needs = "; and ".join(row.sources)
-        lines.append(f"| `{row.name}` | {row.says} | {needs} | {row.absent} | {row.disagree} |")
+        lines.append(f"| `{row.name}` | {row.what} | {needs} | {row.absent} | {row.disagree} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ def watchdog(options: argparse.Namespace) -> int:
         now = source.poll()
         if now is not None and source.of is not None:
             if dog is None or watched != source.of:
-                watched, dog = source.of, watch_rules(source.watch, options.halt, options.interval)
-            for change in dog.look(now):
+                watched = source.of
+                dog = watch_rules(source.watch, source.settings, options.halt, options.interval)
+            for change in dog.update(now):
                 _report(change, source.of[0], halted, options)
         if source.over:
             _print(options.json, {"kind": "end", "text": clean(source.over)})
@@ -46,12 +48,14 @@ def watchdog(options: argparse.Namespace) -> int:
         time.sleep(options.interval)
 
 
-def watch_rules(watch: Watch, halt: bool, interval_s: float) -> Watchdog:
+def watch_rules(
+    watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
+) -> Watchdog:
     """Returns the rules with halt as their only action, with `halt`, else with none."""
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
     wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}
-    return Watchdog(replace(watch, rules=rules), wanted, interval_s)
+    return Watchdog(replace(watch, rules=rules), wanted, interval_s, settings)
 
 
 def _report(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The input of the watch rules: one moment as `Readings`, and the time before it as `Past`.
+"""The input of the watch rules: one moment as `Readings`, and the attempt so far as `History`.
 
 Nothing is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
 "not measured".
@@ -11,18 +11,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
-from console.diagnose.stall import Seen
+from console.diagnose.stall import RankEvidence
 from console.model import Gpu
 from console.sources.pace import Progress
+from trainers.contract import jsonl
 
 NEAR_UNIFORM = 0.99
 COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
 WINDOWS = (8, 32, 128)
-"""Numbers of newest progress records whose rate is held against that of all before them."""
+"""Numbers of newest progress records whose rate is compared with that of all before them."""
 KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
 SURE_Z = 6.0
-"""How many standard errors of a median a rate must have fallen by."""
+"""A rate has fallen when it fell by this many standard errors of a median."""
 LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
 OWN_RECORDS, OWN_LEAST = 16, 8
@@ -34,14 +36,13 @@ JUMP_KEPT_S = 60.0
 class Readings:
     """One moment of one attempt. `fresh` are the progress records since the last moment, in order.
 
-    `progress` holds the newest of each rank. `records_only` says that `seen` comes from
-    the ages of records and not from pulses.
-    `newest_ts` is the time that the newest record claims for itself (unix s).
+    `progress` holds the newest of each rank. `records_only` says that `ranks` comes from the ages
+    of records and not from pulses. `newest_ts` is the time in the newest record (unix s).
     """
 
     mono: float
     ts: float
-    seen: tuple[Seen, ...] = ()
+    ranks: tuple[RankEvidence, ...] = ()
     records_only: bool = False
     fresh: Sequence[Progress] = ()
     progress: Mapping[int, Progress] = field(default_factory=dict)
@@ -52,14 +53,20 @@ class Readings:
     disk_free_gib: float | None = None
     checkpoint_gib: float | None = None
     newest_ts: float | None = None
-    stall_doubt: str = "no second source was asked"
-    """Why a stall must not be acted upon, "" where the records confirm it."""
+    stall_doubt: str = "no second source was read"
+    """Why the records do not confirm a stall, "" where they do."""
     csv: Progress | None = None
     """The newest row of training.csv."""
 
 
+def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the value of each setting in run.json by name, {} for a foreign program."""
+    settings = jsonl.mapping(run, "settings")
+    return {name: jsonl.mapping(settings, name).get("value") for name in settings}
+
+
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Says whether the gate uses one branch only, None where the record has no figure of it."""
+    """Returns whether the gate uses one branch only, None where the record has no figure of it."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -73,35 +80,40 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: by how much it rose in this attempt, and when it last rose."""
+    """A counter of one GPU: its increase in this attempt, and when it last rose (monotonic s)."""
 
-    seen: int
-    rose: int = 0
+    last: int
+    increase: int = 0
     at: float = -math.inf
 
-    def take(self, value: int, mono: float) -> None:
-        """Takes in its value; one that is lower counts anew, as after a reset of the GPU."""
-        if value > self.seen:
-            self.rose, self.at = self.rose + value - self.seen, mono
-        elif value < self.seen:
-            self.rose = 0
-        self.seen = value
+    def update(self, value: int, mono: float) -> None:
+        """Adds a new value; a lower one resets the increase, as a reset of the GPU does."""
+        if value > self.last:
+            self.increase, self.at = self.increase + value - self.last, mono
+        elif value < self.last:
+            self.increase = 0
+        self.last = value
 
 
-class Past:
-    """The past of an attempt, in constant memory; `take` once a look, before the rules."""
+class History:
+    """The attempt so far, in constant memory: `update` adds one moment, before the rules run.
 
-    def __init__(self) -> None:
+    `settings` holds the resolved value of each setting of the run, by name as in
+    `train.warmup_steps`; it is empty for a foreign program.
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        self.settings: Mapping[str, Any] = settings or {}
         self.nonfinite = self.zero_grads = self.collapsed = 0
-        """Progress records in a row."""
+        """Consecutive progress records."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
-        """By what the rate has fallen for sure: an upper bound of new ÷ old."""
+        """An upper bound of new ÷ old throughput, by the records."""
         self.pace_ratio: float | None = None
         """Steps per second of the last minute ÷ those before, by the pulses and our own clock."""
         self.growth_mib_s: dict[int, float] = {}
         self.own_s: dict[int, float] = {}
-        """Median time of a rank in the phases in which it waits for nobody."""
+        """Median time of each rank in fetch and forward, in which it waits for no other rank."""
         self.ecc: dict[int, Counter] = {}
         self.xids: dict[int, Counter] = {}
         """By GPU; an Xid may have ended the attempt before, so its time counts as well."""
@@ -116,35 +128,35 @@ class Past:
         self._jumped_at = 0.0
         self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
 
-    def take(self, now: Readings) -> None:
-        """Takes in one moment; what was there at the last look costs next to nothing."""
-        self._take_clock(now.ts - now.mono, now.mono)
+    def update(self, now: Readings) -> None:
+        """Adds one moment."""
+        self._update_clock(now.ts - now.mono, now.mono)
         for progress in now.fresh:
-            self._take_own(progress)
+            self._update_own(progress)
             if progress.rank == 0:
-                self._take_progress(progress)
+                self._update_progress(progress)
         if self._unrated and now.mono - self._rated_at >= RATED_EVERY_S:
             self._rated_at, self._unrated = now.mono, False
             self.rate_ratio = rate_ratio(list(self._rates))
-        self._take_pace(now)
+        self._update_pace(now)
         if now.rss_mib and now.mono - self._rss_at >= RSS_EVERY_S:
             self._rss_at = now.mono
-            self._take_rss(now)
+            self._update_rss(now)
         for gpu in now.gpus:
-            self._take_gpu(gpu, now)
+            self._update_gpu(gpu, now)
 
-    def _take_gpu(self, gpu: Gpu, now: Readings) -> None:
+    def _update_gpu(self, gpu: Gpu, now: Readings) -> None:
         if gpu.ecc_uncorrected is not None:
-            held = self.ecc.setdefault(gpu.index, Counter(gpu.ecc_uncorrected))
-            held.take(gpu.ecc_uncorrected, now.mono)
+            counter = self.ecc.setdefault(gpu.index, Counter(gpu.ecc_uncorrected))
+            counter.update(gpu.ecc_uncorrected, now.mono)
         if gpu.index not in self.xids:
             since_s = math.inf if gpu.xid_ts is None else max(0.0, now.ts - gpu.xid_ts)
             self.xids[gpu.index] = Counter(gpu.xid_count, at=now.mono - since_s)
-        self.xids[gpu.index].take(gpu.xid_count, now.mono)
+        self.xids[gpu.index].update(gpu.xid_count, now.mono)
 
-    def _take_pace(self, now: Readings) -> None:
-        """Takes the step that all ranks have reached, every `PACE_EVERY_S`."""
-        steps = [seen.step for seen in now.seen if not seen.doubt and seen.phase != "exit"]
+    def _update_pace(self, now: Readings) -> None:
+        """Adds the step that all ranks have reached, every `PACE_EVERY_S`."""
+        steps = [rank.step for rank in now.ranks if not rank.doubt and rank.phase != "exit"]
         if not steps or (self._steps and now.mono - self._steps[-1][0] < PACE_EVERY_S):
             return
         if self._steps and min(steps) < self._steps[-1][1]:
@@ -156,8 +168,8 @@ class Past:
             before = (s1 - s0) / (t1 - t0)
             self.pace_ratio = (s2 - s1) / (t2 - t1) / before if before > 0 else None
 
-    def _take_clock(self, offset: float, mono: float) -> None:
-        """Remembers a jump of the wall clock for a while, then takes its time for granted."""
+    def _update_clock(self, offset: float, mono: float) -> None:
+        """Reports a jump of the wall clock for `JUMP_KEPT_S`, then accepts the new time."""
         if self._offset is None:
             self._offset = offset
         jump = abs(offset - self._offset)
@@ -166,18 +178,18 @@ class Past:
         if mono - self._jumped_at >= JUMP_KEPT_S:
             self.jump_s, self._offset = 0.0, offset
 
-    def _take_progress(self, progress: Progress) -> None:
+    def _update_progress(self, progress: Progress) -> None:
         loss, norm = progress.loss, progress.grad_norm
         if loss is not None:
             self.nonfinite = 0 if math.isfinite(loss) else self.nonfinite + 1
         if norm is not None:
             self.zero_grads = self.zero_grads + 1 if norm == 0 else 0
-        self._take_gate(progress)
+        self._update_gate(progress)
         if progress.toks_per_s is not None and 0 <= progress.toks_per_s < math.inf:
             self._rates.append(math.log(max(progress.toks_per_s, 1e-9)))
             self._unrated = True
 
-    def _take_gate(self, progress: Progress) -> None:
+    def _update_gate(self, progress: Progress) -> None:
         entropy, bad = progress.gate_entropy_mean, gate_collapsed(progress)
         if bad is not None:
             self.collapsed = self.collapsed + 1 if bad else 0
@@ -190,30 +202,30 @@ class Past:
             self._uniform_since = progress.step
         self.uniform_steps = progress.step - self._uniform_since
 
-    def _take_own(self, progress: Progress) -> None:
+    def _update_own(self, progress: Progress) -> None:
         parts = (progress.dt_fetch_s, progress.dt_forward_s)
         own_s = sum(part for part in parts if part is not None and 0 <= part < math.inf)
         if own_s <= 0:
             return
-        held = self._own.setdefault(progress.rank, deque(maxlen=OWN_RECORDS))
-        held.append(own_s)
-        if len(held) >= OWN_LEAST:
-            self.own_s[progress.rank] = median(held)
+        times = self._own.setdefault(progress.rank, deque(maxlen=OWN_RECORDS))
+        times.append(own_s)
+        if len(times) >= OWN_LEAST:
+            self.own_s[progress.rank] = median(times)
 
-    def _take_rss(self, now: Readings) -> None:
+    def _update_rss(self, now: Readings) -> None:
         for rank, rss_mib in now.rss_mib.items():
-            held = self._rss.setdefault(rank, deque(maxlen=RSS_POINTS))
-            held.append((now.mono, rss_mib))
-            if len(held) >= RSS_LEAST:
-                self.growth_mib_s[rank] = steady_growth(list(held))
+            points = self._rss.setdefault(rank, deque(maxlen=RSS_POINTS))
+            points.append((now.mono, rss_mib))
+            if len(points) >= RSS_LEAST:
+                self.growth_mib_s[rank] = steady_growth(list(points))
 
 
 def rate_ratio(logs: list[float]) -> float | None:
     """Returns an upper bound of new ÷ old rate, from the logarithms of rates in their order.
 
-    A window's median is held against the median before it. The bound is `SURE_Z` standard errors
-    above what was measured, by the run's own spread: a run of uneven steps needs more records to
-    tell. None before there are enough.
+    Each window's median is compared with the median before it. The bound is `SURE_Z` standard
+    errors above the measured ratio, by the run's own spread: a run of uneven steps needs more
+    records. None before there are enough.
     """
     bounds = []
     for count in WINDOWS:
@@ -228,7 +240,7 @@ def rate_ratio(logs: list[float]) -> float | None:
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:
-    """Returns by how much per second a figure grows at least, 0 where it stands or only jumped.
+    """Returns the least growth of a figure per second, 0 where it is constant or only jumped.
 
     Medians of thirds: the line through the first and the last, and that through the last two; a
     plateau behind a rise has a flat second line.

@@ -1,8 +1,8 @@
-"""The table of watch rules: what each measures, when it is raised and when it is over.
+"""The table of watch rules: what each measures, when it is raised and when it is cleared.
 
-A measure is a pure function over one moment and the attempt's past; nothing is read or kept here.
-A rule is raised when its value is at or beyond `threshold` for `for_s`, and over when it is at or
-behind `clear`; which side is which follows from their order.
+A measure is a pure function over one moment and the attempt so far; nothing is read or kept here.
+A rule is raised when its value reaches `threshold` for `for_s`, and cleared when it reaches
+`clear`; the order of the two says which direction is bad. A new rule is one row in `TABLE`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from console.diagnose import second
-from console.diagnose.readings import Past, Readings
-from console.diagnose.second import Second
-from console.diagnose.stall import diagnose, furthest_behind, limit_s
+from console.diagnose import corroborate
+from console.diagnose.corroborate import Corroborate
+from console.diagnose.readings import History, Readings
+from console.diagnose.stall import limit_s, slowest
+from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES, diagnose
 from console.model import RECENT_XID_S, Gpu, Level
 from console.sources.gpu import said
 from trainers.contract.errors import UsageError, did_you_mean
@@ -26,145 +27,150 @@ ACTIONS = WATCH_ACTIONS
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
-"""For a strong action a condition must stand this many times as long as for the alert, in all."""
-HELD = frozenset(("T", "t", "Z", "X", "gone"))
-"""Process states that a verdict names at once."""
+"""A strong action needs its condition for this many times the duration of the alert, in all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Measured:
     """A measured value with its sentence; the times are those of a rule with its own limit.
 
-    `limit_s` is how long the condition may last and `stood_s` how long it has, by its evidence.
-    `counts` says what it is made of: a raised rule is told again when one of them rises.
+    `limit_s` is how long the condition may last and `lasted_s` how long it has, by its evidence.
+    `counts` has the value's parts by GPU: a raised rule is raised again when one of them rises.
     """
 
     value: float
     text: str = ""
     limit_s: float = 0.0
-    stood_s: float = math.inf
+    lasted_s: float = math.inf
     counts: Mapping[int, int] = field(default_factory=dict)
 
 
-Measure = Callable[[Readings, Past, Watch], Found | None]
+Measure = Callable[[Readings, History, Watch], Measured | None]
+"""Returns None where the value is not measured, which neither raises nor clears the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row. `strong` is the value that an action stronger than a dump needs, if another one.
+    """One row of the table.
 
-    A strong action also needs that the `second` source agrees; a rule with one source alone can
-    only warn or dump. `anomaly` is the ancestor's word for it, "" where it had none.
+    A strong action needs the value `severe`, where one is given, and the second source that
+    `corroborate` reads; a rule without one can only warn or dump. `watchdog --halt` halts a run
+    for the rules that have an `anomaly`, the word that it writes to `.anomaly_type`.
     """
 
     name: str
-    says: str
+    help: str
     unit: str
     threshold: float
     clear: float
     for_s: float
     measure: Measure
-    second: Second | None = None
+    corroborate: Corroborate | None = None
     level: Level = "warn"
     action: str = "warn"
-    strong: float | None = None
+    severe: float | None = None
     anomaly: str = ""
 
-    def breached(self, value: float) -> bool:
-        return value >= self.threshold if self.threshold >= self.clear else value <= self.threshold
+    def is_breached(self, value: float) -> bool:
+        return self._reaches(value, self.threshold)
 
-    def over(self, value: float) -> bool:
+    def is_severe(self, value: float) -> bool:
+        """Returns whether a value is bad enough for a strong action."""
+        return self._reaches(value, self.threshold if self.severe is None else self.severe)
+
+    def is_cleared(self, value: float) -> bool:
         return value <= self.clear if self.threshold >= self.clear else value >= self.clear
 
-    def grave(self, value: float) -> bool:
-        """Says whether a value is bad enough for a strong action."""
-        bound = self.threshold if self.strong is None else self.strong
+    def _reaches(self, value: float, bound: float) -> bool:
         return value >= bound if self.threshold >= self.clear else value <= bound
 
 
 # --- measures --------------------------------------------------------------------------------
 
 
-def _stall(now: Readings, _past: Past, watch: Watch) -> Found | None:
-    """The stand-still of the ranks furthest behind, as a multiple of their limit; 1 is a stall."""
-    behind = furthest_behind(now.seen)
+def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
+    """Returns the time without progress of the slowest rank ÷ its stall limit."""
+    behind = slowest(now.ranks)
     if not behind:
-        return Found(0.0, "no rank is to be waited for") if now.seen else None
-    first = min(behind, key=lambda seen: seen.still_s)
+        return Measured(0.0) if now.ranks else None
+    first = min(behind, key=lambda rank: rank.unchanged_s)
     limit = limit_s(first, watch)
-    ratio = first.still_s / limit
-    held = [s.still_s for s in now.seen if s.state in HELD and s.phase != "exit"]
-    verdict = diagnose(now.seen, watch, now.ts) if held or ratio > 1 else None
+    ratio = first.unchanged_s / limit
+    halted = [
+        rank.unchanged_s for rank in now.ranks
+        if rank.state in (*STOPPED_STATES, *ENDED_STATES) and rank.phase != "exit"
+    ]  # fmt: skip
+    verdict = diagnose(now.ranks, watch, now.ts) if halted or ratio > 1 else None
     if verdict is None:
-        return Found(min(ratio, 0.999), "the ranks move again")
-    stood = max(held, default=first.still_s)
-    text = verdict.sentence
+        return Measured(min(ratio, 0.999))
+    text, lasted = verdict.sentence, max(halted, default=first.unchanged_s)
     if now.records_only:
-        last = time.strftime("%H:%M:%S", time.localtime(now.ts - first.still_s))
-        text = (
-            f"no record since {last}, step {first.step}: longer than the {limit:.0f} s that the "
-            "times between records allow"
-        )
-    return Found(max(1.0, ratio, stood / limit), text, limit, stood)
+        last = time.strftime("%H:%M:%S", time.localtime(now.ts - first.unchanged_s))
+        text = f"no record since {last} (step {first.step}); the stall limit is {limit:.0f} s"
+    return Measured(max(1.0, ratio, lasted / limit), text, limit, lasted)
 
 
-def _throughput_drop(_now: Readings, past: Past, _watch: Watch) -> Found | None:
-    ratio = past.rate_ratio
+def _throughput_drop(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    ratio = history.rate_ratio
     if ratio is None:
         return None
-    return Found(ratio, f"throughput has fallen to at most {ratio:.0%} of this run's own before")
+    return Measured(ratio, f"throughput fell to at most {ratio:.0%} of its earlier value")
 
 
-def _in_a_row(count: Callable[[Past], int], sentence: str) -> Measure:
-    """Counts rank 0's progress records in a row; the sentence names `count` and `step`."""
+def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
+    """Counts rank 0's consecutive progress records; the sentence names `count` and `step`."""
 
-    def measure(now: Readings, past: Past, _watch: Watch) -> Found | None:
+    def measure(now: Readings, history: History, _watch: Watch) -> Measured | None:
         if 0 not in now.progress:
             return None
-        held = count(past)
-        return Found(float(held), sentence.format(count=held, step=now.progress[0].step))
+        found = count(history)
+        return Measured(float(found), sentence.format(count=found, step=now.progress[0].step))
 
     return measure
 
 
-_non_finite = _in_a_row(lambda past: past.nonfinite, "the loss of step {step} is not finite")
-_zero_gradient = _in_a_row(
-    lambda past: past.zero_grads, "the gradient norm is zero in {count} records up to step {step}"
+_non_finite = _consecutive(
+    lambda history: history.nonfinite, "the loss of step {step} is not finite"
 )
-_gate_collapse = _in_a_row(
-    lambda past: past.collapsed, "the gate uses one branch only, {count} records up to step {step}"
+_zero_gradient = _consecutive(
+    lambda history: history.zero_grads,
+    "the gradient norm is zero in {count} consecutive records up to step {step}",
+)
+_gate_collapse = _consecutive(
+    lambda history: history.collapsed,
+    "the gate uses one branch only in {count} consecutive records up to step {step}",
 )
 
 
-def _gate_never_learned(_now: Readings, past: Past, _watch: Watch) -> Found | None:
-    steps = past.uniform_steps
+def _gate_never_learned(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    steps = history.uniform_steps
     if steps is None:
         return None
-    text = f"the gate has weighed all branches alike (entropy at its maximum) for {steps} steps"
-    return Found(float(steps), text)
+    text = f"the gate has given all branches the same weight for {steps} steps"
+    return Measured(float(steps), text)
 
 
-def _memory_growth(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    if not past.growth_mib_s or now.host_free_mib is None:
+def _memory_growth(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    if not history.growth_mib_s or now.host_free_mib is None:
         return None
-    growth = math.fsum(past.growth_mib_s[rank] for rank in past.growth_mib_s if rank in now.rss_mib)
+    growth = math.fsum(mib_s for rank, mib_s in history.growth_mib_s.items() if rank in now.rss_mib)
     left = now.host_free_mib / growth if growth > 0 else 1e9
-    worst = max(past.growth_mib_s, key=lambda rank: past.growth_mib_s[rank])
+    worst = max(history.growth_mib_s, key=lambda rank: history.growth_mib_s[rank])
     text = (
-        f"the ranks' memory grows by {growth * 60:.0f} MiB a minute (most in rank {worst}): the "
-        f"host is full in {left / 60:.0f} min"
+        f"the memory of the ranks grows by {growth * 60:.0f} MiB a minute (fastest: rank {worst}); "
+        f"the host is full in {left / 60:.0f} min"
     )
-    return Found(left, text)
+    return Measured(left, text)
 
 
-def _memory_ceiling(now: Readings, _past: Past, _watch: Watch) -> Found | None:
+def _memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Measured | None:
     if not now.host_total_mib or now.host_free_mib is None:
         return None
     used = 1 - now.host_free_mib / now.host_total_mib
-    return Found(used, f"{used:.0%} of the host's memory is used")
+    return Measured(used, f"{used:.0%} of the host's memory is in use")
 
 
-def _gpu_memory_ceiling(now: Readings, _past: Past, _watch: Watch) -> Found | None:
+def _gpu_memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Measured | None:
     used = [
         (gpu.mem_used_mib / gpu.mem_total_mib, gpu.index) for gpu in now.gpus
         if gpu.mem_used_mib is not None and gpu.mem_total_mib
@@ -172,10 +178,10 @@ def _gpu_memory_ceiling(now: Readings, _past: Past, _watch: Watch) -> Found | No
     if not used:
         return None
     share, index = max(used)
-    return Found(share, f"{share:.0%} of the memory of GPU {index} is used")
+    return Measured(share, f"{share:.0%} of the memory of GPU {index} is in use")
 
 
-def _loader_slow(now: Readings, _past: Past, _watch: Watch) -> Found | None:
+def _loader_slow(now: Readings, _history: History, _watch: Watch) -> Measured | None:
     shares = [
         (p.dt_fetch_s / p.step_s, rank) for rank, p in now.progress.items()
         if p.dt_fetch_s is not None and p.dt_fetch_s >= 0 and p.step_s
@@ -183,32 +189,32 @@ def _loader_slow(now: Readings, _past: Past, _watch: Watch) -> Found | None:
     if not shares:
         return None
     share, rank = max(shares)
-    return Found(share, f"rank {rank} waits for data in {min(share, 1.0):.0%} of its step time")
+    return Measured(share, f"rank {rank} waits for data for {min(share, 1.0):.0%} of its step time")
 
 
-def _ecc(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    if not past.ecc:
+def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    if not history.ecc:
         return None
-    counts = {index: held.rose for index, held in past.ecc.items() if held.rose}
-    parts = (f"GPU {index} had {count}" for index, count in counts.items())
+    counts = {gpu: counter.increase for gpu, counter in history.ecc.items() if counter.increase}
+    parts = (f"{count} on GPU {gpu}" for gpu, count in counts.items())
     text = f"uncorrected memory errors in this attempt: {', '.join(parts)}"
-    return Found(float(max(counts.values(), default=0)), text, counts=counts)
+    return Measured(float(max(counts.values(), default=0)), text, counts=counts)
 
 
-def _xid(now: Readings, past: Past, _watch: Watch) -> Found | None:
-    """Counts recent Xids, those of the attempt before too: they may have ended it.
+def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Counts the GPUs with a recent Xid, also one that may have ended the attempt before.
 
     An Xid of the attempt before raises an alert and never an action in this one.
     """
     if not now.gpus:
         return None
-    recent = {i: held for i, held in past.xids.items() if now.mono - held.at < RECENT_XID_S}
-    told = [_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent]
-    new = any(held.rose for held in recent.values())
-    counts = {index: held.seen for index, held in recent.items()}
-    return Found(
-        float(len(recent)), "; ".join(told), stood_s=math.inf if new else -1.0, counts=counts
-    )
+    recent = {i: xids for i, xids in history.xids.items() if now.mono - xids.at < RECENT_XID_S}
+    text = "; ".join(_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent)
+    is_new = any(xids.increase for xids in recent.values())
+    counts = {index: xids.last for index, xids in recent.items()}
+    return Measured(
+        float(len(recent)), text, lasted_s=math.inf if is_new else -1.0, counts=counts
+    )  # fmt: skip
 
 
 def _xids_of(gpu: Gpu, now_ts: float) -> str:
@@ -218,134 +224,131 @@ def _xids_of(gpu: Gpu, now_ts: float) -> str:
     return f"{text} at {at}" if gpu.xid_count < 2 else f"{text}, {gpu.xid_count} times, last {at}"
 
 
-def _gpu_silent(now: Readings, _past: Past, _watch: Watch) -> Found | None:
+def _gpu_silent(now: Readings, _history: History, _watch: Watch) -> Measured | None:
     if not now.gpus:
         return None
     silent: dict[str, list[int]] = {}
     for gpu in now.gpus:
         if gpu.state == "error":
             silent.setdefault(gpu.why, []).append(gpu.index)
-    parts = (f"GPU {', '.join(map(str, held))} ({why})" for why, held in silent.items())
-    text = f"NVML gives no figures for {'; '.join(parts)}"
-    return Found(float(sum(map(len, silent.values()))), text)
+    parts = (f"GPU {', '.join(map(str, gpus))} ({why})" for why, gpus in silent.items())
+    text = f"NVML returns no values for {'; '.join(parts)}"
+    return Measured(float(sum(map(len, silent.values()))), text)
 
 
 def _gpus_with(
-    holds: Callable[[Gpu], object], known: Callable[[Gpu], object], sentence: str,
+    applies: Callable[[Gpu], object], is_known: Callable[[Gpu], object], sentence: str,
     again: bool = False,
 ) -> Measure:  # fmt: skip
-    """Counts the GPUs of which something holds, with a sentence for each `gpu`.
+    """Counts the GPUs to which a condition applies, with a sentence for each `gpu`.
 
-    With `again` another GPU, or the same one anew, is told again.
-
-    A GPU of which it is not `known` raises nothing and ends nothing.
+    A GPU of which it is not known raises nothing and clears nothing. With `again` the alert is
+    raised again for another GPU, or for the same one after a recovery.
     """
 
-    def measure(now: Readings, _past: Past, _watch: Watch) -> Found | None:
-        found = [gpu for gpu in now.gpus if known(gpu) and holds(gpu)]
-        if not found and not all(map(known, now.gpus)):
+    def measure(now: Readings, _history: History, _watch: Watch) -> Measured | None:
+        found = [gpu for gpu in now.gpus if is_known(gpu) and applies(gpu)]
+        if not now.gpus or (not found and not all(map(is_known, now.gpus))):
             return None
         text = "; ".join(sentence.format(gpu=gpu) for gpu in found)
         counts = {gpu.index: 1 for gpu in found} if again else {}
-        return Found(float(len(found)), text, counts=counts) if now.gpus else None
+        return Measured(float(len(found)), text, counts=counts)
 
     return measure
 
 
 _gpu_lost = _gpus_with(
-    lambda gpu: gpu.state == "lost",
-    lambda gpu: gpu.state != "error",
-    "GPU {gpu.index} is {gpu.why}",
-    again=True,
-)
+    lambda gpu: gpu.state == "lost", lambda gpu: gpu.state != "error",
+    "GPU {gpu.index} is {gpu.why}", again=True,
+)  # fmt: skip
 _throttle = _gpus_with(
     lambda gpu: gpu.throttle, lambda gpu: gpu.state == "ok",
-    "GPU {gpu.index} is slowed down ({gpu.throttle})",
+    "GPU {gpu.index} is throttled ({gpu.throttle})",
 )  # fmt: skip
 
 
-def _imbalance(_now: Readings, past: Past, _watch: Watch) -> Found | None:
-    if len(past.own_s) < 2:
+def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    if len(history.own_s) < 2:
         return None
-    slowest = max(past.own_s, key=lambda rank: past.own_s[rank])
-    others = median([own_s for rank, own_s in past.own_s.items() if rank != slowest])
-    ratio = past.own_s[slowest] / others
-    return Found(ratio, f"rank {slowest} needs {ratio:.1f} times the others' time for its own part")
+    rank = max(history.own_s, key=lambda rank: history.own_s[rank])
+    ratio = history.own_s[rank] / median(s for other, s in history.own_s.items() if other != rank)
+    text = f"rank {rank} takes {ratio:.1f} times as long as the other ranks in fetch and forward"
+    return Measured(ratio, text)
 
 
-def _disk(now: Readings, _past: Past, _watch: Watch) -> Found | None:
+def _disk(now: Readings, _history: History, _watch: Watch) -> Measured | None:
     if now.disk_free_gib is None:
         return None
     needed = max(1.0, 2 * (now.checkpoint_gib or 0.0))
     ratio = now.disk_free_gib / needed
-    text = f"{now.disk_free_gib:.1f} GiB are free on the run's disk; it should be {needed:.1f} GiB"
-    return Found(ratio, text)
+    text = f"the run's disk has {now.disk_free_gib:.1f} GiB free and needs {needed:.1f} GiB"
+    return Measured(ratio, text)
 
 
-def _clock(now: Readings, past: Past, _watch: Watch) -> Found | None:
+def _clock(now: Readings, history: History, _watch: Watch) -> Measured | None:
     ahead = 0.0 if now.newest_ts is None else now.newest_ts - now.ts
-    if ahead > past.jump_s:
-        return Found(ahead, f"the newest record is {ahead:.0f} s in the future")
-    return Found(past.jump_s, f"the wall clock jumped by {past.jump_s:.0f} s")
+    if ahead > history.jump_s:
+        return Measured(ahead, f"the newest record is {ahead:.0f} s in the future")
+    return Measured(history.jump_s, f"the wall clock jumped by {history.jump_s:.0f} s")
 
 
 TABLE: tuple[Rule, ...] = (
-    Rule("stall", "the ranks furthest behind stand still beyond their limit", "limits",
-         1.0, 0.9999, 0.0, _stall, second.stall, "crit", anomaly="heartbeat_stall"),
-    Rule("throughput_drop", "tok/s below this share of the run's own before (halt: 0.1)", "share",
-         0.7, 0.8, 60.0, _throughput_drop, second.pace, strong=0.1,
+    Rule("stall", "the slowest rank exceeded its stall limit", "limits",
+         1.0, 0.9999, 0.0, _stall, corroborate.records, "crit", anomaly="heartbeat_stall"),
+    Rule("throughput_drop", "tok/s as a share of the run's earlier tok/s (halt: 0.1)", "share",
+         0.7, 0.8, 60.0, _throughput_drop, corroborate.pulses, severe=0.1,
          anomaly="throughput_flatline"),
-    Rule("non_finite", "loss not finite", "records in a row",
-         1, 0, 0.0, _non_finite, second.loss, "crit", anomaly="nan_loss"),
-    Rule("zero_gradient", "gradient norm exactly zero", "records in a row",
-         3, 0, 0.0, _zero_gradient, second.norm, "crit", anomaly="zero_grad"),
+    Rule("non_finite", "loss not finite", "consecutive records",
+         1, 0, 0.0, _non_finite, corroborate.loss, "crit", anomaly="nan_loss"),
+    Rule("zero_gradient", "gradient norm exactly zero", "consecutive records",
+         3, 0, 0.0, _zero_gradient, corroborate.gradient, "crit", anomaly="zero_grad"),
     Rule("gate_collapse", "gate entropy < 0.2 nats, largest share > 0.9 or half collapsed",
-         "records in a row", 3, 0, 60.0, _gate_collapse, second.gate,
+         "consecutive records", 3, 0, 60.0, _gate_collapse, corroborate.gate,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "gate entropy within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
-    Rule("memory_growth", "host full at the ranks' steady growth", "s",
-         3600, 7200, 120.0, _memory_growth, second.of_the_kernel),
+    Rule("memory_growth", "time until the host is full, at the ranks' steady growth", "s",
+         3600, 7200, 120.0, _memory_growth, corroborate.kernel),
     Rule("memory_ceiling", "share of the host's memory in use", "share",
-         0.95, 0.92, 30.0, _memory_ceiling, second.of_the_kernel),
+         0.95, 0.92, 30.0, _memory_ceiling, corroborate.kernel),
     Rule("gpu_memory_ceiling", "share of a GPU's memory in use", "share",
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
-    Rule("loader_slow", "fetch's share of the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
+    Rule("loader_slow", "share of fetch in the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
     Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit"),
-    Rule("gpu_silent", "GPUs for which NVML gives no figures", "GPUs", 1, 0, 10.0, _gpu_silent),
+    Rule("gpu_silent", "GPUs for which NVML returns no values", "GPUs", 1, 0, 10.0, _gpu_silent),
     Rule("xid", "GPUs with a critical error of the driver in the last 10 min", "GPUs",
          1, 0, 0.0, _xid, level="crit"),
     Rule("ecc", "uncorrected memory errors of a GPU in this attempt", "errors",
          1, 0, 0.0, _ecc, level="crit"),
-    Rule("throttle", "GPUs slowed down by heat or power", "GPUs", 1, 0, 60.0, _throttle),
-    Rule("imbalance", "slowest rank's own time ÷ median of the others", "ratio",
+    Rule("throttle", "GPUs throttled by heat or power", "GPUs", 1, 0, 60.0, _throttle),
+    Rule("imbalance", "fetch and forward of the slowest rank ÷ median of the others", "ratio",
          1.3, 1.15, 300.0, _imbalance),
     Rule("disk", "free space ÷ max(2 checkpoints, 1 GiB)", "ratio", 1.0, 1.2, 5.0, _disk,
-         second.of_the_kernel, "crit"),
+         corroborate.kernel, "crit"),
     Rule("clock", "jump of the wall clock, or records from the future", "s", 5.0, 1.0, 0.0, _clock),
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
-HALTING = ("stall", "throughput_drop", "non_finite", "zero_gradient", "gate_collapse")
-"""Rules for which the runbooks let a watchdog halt a run."""
+HALTING = tuple(rule.name for rule in TABLE if rule.anomaly)
+"""The rules for which `watchdog --halt` halts a run."""
 
 
 def check(watch: Watch, where: str) -> None:
-    """Raises UsageError for a rule that is in no table, or an action that it cannot have."""
+    """Raises UsageError for an unknown rule, or an action that it cannot have."""
     for name, given in watch.rules.items():
         if name not in RULES:
             raise UsageError(f"{where}: there is no watch rule {name!r}{did_you_mean(name, RULES)}")
-        if given.action in STRONG and RULES[name].second is None:
+        if given.action in STRONG and RULES[name].corroborate is None:
             raise UsageError(
-                f"{where}: the watch rule {name!r} cannot {given.action}: it has one source, and "
-                "nothing that ends a run rests on one source; use warn or dump"
+                f"{where}: the watch rule {name!r} cannot {given.action}: no second source "
+                "confirms it; use warn or dump"
             )
 
 
-def chosen(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Returns the table with what the plan changes; `actions` (a rule's at least) come on top.
+def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Returns the table with the changes of a plan; `actions` are the least strong ones by rule.
 
-    With another threshold the point where a rule is over moves along in proportion.
+    The value that clears a rule changes in proportion to its threshold.
     """
     rules = []
     for rule in TABLE:
@@ -358,6 +361,6 @@ def chosen(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
                 for_s=rule.for_s if given.for_s is None else given.for_s,
             )  # fmt: skip
             action = given.action or action
-        asked = actions.get(rule.name, action)
-        rules.append(replace(rule, action=max(action, asked, key=ACTIONS.index)))
+        least = actions.get(rule.name, action)
+        rules.append(replace(rule, action=max(action, least, key=ACTIONS.index)))
     return tuple(rules)

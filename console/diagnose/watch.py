@@ -1,36 +1,36 @@
-"""The watchdog: holds every rule against every moment, and says what was raised, cleared, done.
+"""The watchdog: applies every watch rule to every moment, and returns what it raised and cleared.
 
-An alert needs its condition for the rule's `for_s`. An action that ends or interrupts a run needs
-it three times as long in all, and the rule's second source has to agree; until then the action is
-withheld, which is said once. Only time counts that the watchdog looked at: one that was frozen, or
-comes late, looks first. An action is said once a raise.
+An alert needs its condition for the rule's `for_s`. A strong action needs it three times as long in
+all, and the rule's second source has to confirm it; until then the action is withheld, which is
+reported once. Only observed time counts: a watchdog that was frozen or starts late observes first.
+An action is due once each time that a rule is raised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from console.diagnose.readings import Past, Readings
-from console.diagnose.rules import STRONG, STRONG_TIMES, Found, Rule, chosen
+from console.diagnose.readings import History, Readings
+from console.diagnose.rules import STRONG, STRONG_TIMES, Measured, Rule, with_plan
 from console.model import STALL, Level
 from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Of the time between two looks so much counts as looked at, more where looks are rarer."""
-DOUBTED_LOOKS = 2
-"""An action that was due is said to be withheld at the second such look: a record may be late."""
+"""Of the time between two updates this much counts as observed, more where updates are rarer."""
+REPORT_WITHHELD_AT = 2
+"""An action that is due is reported as withheld at this update in a row: a record may be late."""
 AGAIN_S = 10.0
-"""A rule that is raised is told again at most so often."""
+"""Shortest time between two alerts of a rule that stays raised."""
 Kind = Literal["raise", "clear", "act", "withhold"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that a rule did: `act` names the action that is due.
+    """A change of one rule. `action` is due for `act`.
 
-    `withhold` names one that would be due if the second source agreed; the text says why not.
+    For `withhold` it would be due if the second source confirmed it; the text says why not.
     """
 
     kind: Kind
@@ -45,128 +45,136 @@ class Change:
 class _State:
     raised: bool = False
     acted: bool = False
-    doubted: int = 0
-    """Looks at which an action was due and the second source did not agree."""
-    held_s: float | None = None
-    """For how long the condition was looked at, before it was raised; None: it does not hold."""
+    unconfirmed: int = 0
+    """Updates at which an action was due and the second source did not confirm it."""
+    breached_s: float | None = None
+    """Observed time of the breach before the rule is raised, None while there is no breach."""
     counts: Mapping[int, int] | None = field(default_factory=dict)
-    """The parts of the condition by GPU, as in `Found.counts`; None: not known."""
-    told_at: float = 0.0
+    """The parts of the condition by GPU, as in `Measured.counts`; None: not known."""
+    raised_at: float = 0.0
     """When the rule was last raised or raised again."""
-    grave_s: float = 0.0
-    """For how long it has been breached, or bad enough for a strong action where that is more."""
+    severe_s: float = 0.0
+    """Observed time for which the value has been bad enough for a strong action."""
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` are asked for beside the plan's, as by --halt.
+    """Watches one attempt. `actions` come on top of the plan's, as with --halt.
 
-    `interval_s` is the time between two looks that is meant.
+    `interval_s` is the intended time between two updates. `settings` are the values of the run's
+    settings by name, for rules that depend on them.
     """
 
     watch: Watch
     actions: Mapping[str, str] = field(default_factory=dict)
     interval_s: float = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
-    _past: Past = field(default_factory=Past)
+    _history: History = field(default_factory=History)
     _states: dict[str, _State] = field(default_factory=dict)
     _mono: float | None = None
 
     def __post_init__(self) -> None:
-        self.rules = chosen(self.watch, self.actions)
+        self.rules = with_plan(self.watch, self.actions)
         self._states = {rule.name: _State() for rule in self.rules}
+        self._history = History(self.settings)
 
-    def look(self, now: Readings) -> Sequence[Change]:
-        """Returns what changed since the last look, in the order of the table."""
+    def update(self, now: Readings) -> Sequence[Change]:
+        """Returns the changes since the last update, in the order of the table."""
         gap_s = 0.0 if self._mono is None else now.mono - self._mono
         gap_s = min(max(0.0, gap_s), max(LONGEST_GAP_S, 2 * self.interval_s))
         self._mono = now.mono
-        self._past.take(now)
+        self._history.update(now)
         changes: list[Change] = []
         for rule in self.rules:
-            found = rule.measure(now, self._past, self.watch)
-            if found is not None:
-                changes += self._take(rule, found, gap_s, now)
+            measured = rule.measure(now, self._history, self.watch)
+            if measured is not None:
+                changes += self._apply(rule, measured, gap_s, now)
         return changes
 
     def restore(self, raised: Iterable[str]) -> None:
-        """Takes rules as raised that a former watchdog of the same attempt raised."""
+        """Marks rules as raised that a former watchdog of the same attempt raised."""
         for name in self._states.keys() & set(raised):
             self._states[name] = _State(raised=True, counts=None)
 
-    def open(self) -> tuple[str, ...]:
+    def raised(self) -> tuple[str, ...]:
         """Returns the names of the rules that are raised."""
         return tuple(name for name, state in self._states.items() if state.raised)
 
-    def _take(self, rule: Rule, found: Found, gap_s: float, now: Readings) -> Iterator[Change]:
-        """Yields what one rule did at a look that measured `found`."""
-        state = self._states[rule.name]
-        if state.raised and rule.over(found.value):
-            self._states[rule.name] = _State()
-            yield Change("clear", rule, f"{rule.name} is over", found.value)
-        elif not rule.breached(found.value):
-            state.held_s = None
-        elif state.raised:
-            yield from self._tell_again(rule, state, found, now.mono)
-            state.grave_s = state.grave_s + gap_s if rule.grave(found.value) else 0.0
-            yield from self._act(rule, state, found, now)
-        else:
-            state.held_s = 0.0 if state.held_s is None else state.held_s + gap_s
-            if state.held_s >= rule.for_s:
-                state.raised, state.counts, state.told_at = True, found.counts, now.mono
-                yield Change("raise", rule, found.text, found.value, rule.level)
-                yield from self._act(rule, state, found, now)
-
-    def _tell_again(
-        self, rule: Rule, state: _State, found: Found, mono: float
+    def _apply(
+        self, rule: Rule, measured: Measured, gap_s: float, now: Readings
     ) -> Iterator[Change]:  # fmt: skip
-        """Replaces the alert of a raised rule when something was added to its condition."""
-        known = found.counts if state.counts is None else state.counts
-        if not any(count > known.get(key, 0) for key, count in found.counts.items()):
-            state.counts = found.counts
-        elif mono - state.told_at >= AGAIN_S:
-            state.counts, state.told_at = found.counts, mono
-            yield Change("clear", rule, "there is more, see the next alert", found.value)
-            yield Change("raise", rule, found.text, found.value, rule.level)
+        """Yields the changes of one rule at an update."""
+        state = self._states[rule.name]
+        if state.raised and rule.is_cleared(measured.value):
+            self._states[rule.name] = _State()
+            yield Change("clear", rule, f"{rule.name} cleared", measured.value)
+        elif not rule.is_breached(measured.value):
+            state.breached_s = None
+        elif state.raised:
+            yield from self._raise_again(rule, state, measured, now.mono)
+            state.severe_s = state.severe_s + gap_s if rule.is_severe(measured.value) else 0.0
+            yield from self._act(rule, state, measured, now)
+        else:
+            state.breached_s = 0.0 if state.breached_s is None else state.breached_s + gap_s
+            if state.breached_s >= rule.for_s:
+                state.raised, state.counts, state.raised_at = True, measured.counts, now.mono
+                yield Change("raise", rule, measured.text, measured.value, rule.level)
+                yield from self._act(rule, state, measured, now)
 
-    def _act(self, rule: Rule, state: _State, found: Found, now: Readings) -> Iterator[Change]:
+    def _raise_again(
+        self, rule: Rule, state: _State, measured: Measured, mono: float
+    ) -> Iterator[Change]:  # fmt: skip
+        """Replaces the alert of a raised rule when one of its counts rose."""
+        known = measured.counts if state.counts is None else state.counts
+        if not any(count > known.get(key, 0) for key, count in measured.counts.items()):
+            state.counts = measured.counts
+        elif mono - state.raised_at >= AGAIN_S:
+            state.counts, state.raised_at = measured.counts, mono
+            yield Change("clear", rule, "replaced by the next alert", measured.value)
+            yield Change("raise", rule, measured.text, measured.value, rule.level)
+
+    def _act(
+        self, rule: Rule, state: _State, measured: Measured, now: Readings
+    ) -> Iterator[Change]:  # fmt: skip
         """Yields the action of a raised rule once it is due, or that it is withheld."""
-        strong = rule.action in STRONG
         if state.acted or rule.action == "warn":
             return
-        if strong and not self._long_enough(rule, state, found):
-            return
         doubt = ""
-        if strong:
-            doubt = rule.second(now, self._past) if rule.second else "it has no second source"
+        if rule.action in STRONG:
+            if not self._lasted(rule, state, measured):
+                return
+            confirm = rule.corroborate
+            doubt = confirm(now, self._history) if confirm else "the rule has none"
         if not doubt:
             state.acted = True
-            yield Change("act", rule, found.text, found.value, rule.level, rule.action)
+            yield Change("act", rule, measured.text, measured.value, rule.level, rule.action)
             return
-        state.doubted += 1
-        if state.doubted == DOUBTED_LOOKS:
-            text = f"{rule.action} withheld: the second source does not agree: {doubt}"
-            yield Change("withhold", rule, text, found.value, "crit", rule.action)
+        state.unconfirmed += 1
+        if state.unconfirmed == REPORT_WITHHELD_AT:
+            text = f"{rule.action} withheld, no second source confirms it: {doubt}"
+            yield Change("withhold", rule, text, measured.value, "crit", rule.action)
 
-    def _long_enough(self, rule: Rule, state: _State, found: Found) -> bool:
-        """Says whether a strong action is due: bad enough, long enough, and looked at so long."""
-        looked_s = (STRONG_TIMES - 1) * max(rule.for_s, found.limit_s)
-        act_s = self._act_s(found.limit_s) if found.limit_s else 0.0
-        return rule.grave(found.value) and state.grave_s >= looked_s and found.stood_s >= act_s
+    def _lasted(self, rule: Rule, state: _State, measured: Measured) -> bool:
+        """Returns whether a condition is severe and has lasted long enough for a strong action."""
+        observed_s = (STRONG_TIMES - 1) * max(rule.for_s, measured.limit_s)
+        act_s = self._act_s(measured.limit_s) if measured.limit_s else 0.0
+        long_enough = state.severe_s >= observed_s and measured.lasted_s >= act_s
+        return rule.is_severe(measured.value) and long_enough
 
     def _act_s(self, limit_s: float) -> float:
-        """Returns how long a stall lasts before a strong action answers it."""
+        """Returns the duration of a stall after which a strong action is due."""
         return max(STRONG_TIMES * limit_s, self.watch.stall_act_s)
 
     @property
     def stall_action(self) -> str:
-        """The action that answers a stall."""
+        """The action on a stall."""
         return next(rule.action for rule in self.rules if rule.name == STALL)
 
-    def stall_words(self) -> str:
-        """Says what a stall is answered with, and when."""
+    def stall_policy(self) -> str:
+        """Returns what happens on a stall, and when."""
         limit_s, action = self.watch.stall_floor_s, self.stall_action
-        text = f"if it stalls for {limit_s:g} s: alert"
+        text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:
             return f"{text}, after {self._act_s(limit_s) - limit_s:g} s more {action}"
         return f"{text} only" if action == "warn" else f"{text}, then {action}"

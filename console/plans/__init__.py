@@ -1,1 +1,1 @@
-"""Plans before they run: which there are, whether they can start here, whether they passed."""
+"""Plans: finding them, the preflight before a launch, and the gates after it."""

@@ -1,4 +1,4 @@
-"""Which plans there are: those of the project, and any YAML file."""
+"""Finds and loads plans: those of the project, of the working directory, and any YAML file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def files() -> dict[str, Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Says whether a file is there; one whose name no file system takes is not."""
+    """Returns whether a file exists; one with a name that no file system accepts does not."""
     try:
         return path.is_file()
     except OSError:
@@ -40,7 +40,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_plan(name: str) -> bool:
-    """Says whether a word names a plan (or a YAML file) rather than a run."""
+    """Returns whether a word names a plan (or a YAML file) rather than a run."""
     return name in files() or (name.endswith(ENDINGS) and is_file(Path(name)))
 
 
@@ -50,7 +50,7 @@ def find(name: str) -> Path:
     there = is_file(path)
     if path.suffix in ENDINGS or there:
         if not there:
-            raise UsageError(f"there is no plan file {name}; give a YAML file or a plan's name")
+            raise UsageError(f"there is no plan file {name}; pass a YAML file or a plan's name")
         return path
     known = files()
     if name not in known:
@@ -68,20 +68,20 @@ def load(name: str) -> Plan:
     restarting = [name for name, rule in plan.watch.rules.items() if rule.action == "restart"]
     if restarting and plan.restart.when == "never":
         raise UsageError(
-            f"{path}: the watch rule {restarting[0]!r} is to restart the run, and 'restart' says "
-            "never; add restart: crash, or give the rule another action"
+            f"{path}: the watch rule {restarting[0]!r} has the action restart, and 'restart' is "
+            "never; set restart: crash, or give the rule another action"
         )
     return plan
 
 
 def misspelt(name: str) -> str:
-    """Returns the plan that a word may mean which is none, "" where no name is near."""
+    """Returns the plan whose name is close to a word, "" without one."""
     near = difflib.get_close_matches(name, files(), n=1)
     return near[0] if near and not name.startswith(near[0]) else ""
 
 
 def plans() -> tuple[list[Plan], list[str]]:
-    """Returns every plan that can be found by name, and what is wrong with the others."""
+    """Returns every plan that loads, and the errors of the others."""
     found, wrong = [], []
     for name in files():
         try:

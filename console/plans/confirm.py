@@ -1,7 +1,7 @@
-"""GO for a run: what the supervisor wrote of its gates, and what the records say to this reader.
+"""GO for a run: the gates that the supervisor wrote, confirmed by the records of the run.
 
-Both have to say that each gate passed: `gates.json` alone is one document of one writer. The gates
-are those of plan.json, and plan_state.json says nothing else of them.
+A gate passes where both say so: `gates.json` alone is one document of one writer. The bounds must
+be those of plan.json, and plan_state.json must not contradict the result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from console.sources.run import RunSource
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
-FULL = "nsa-console check --full reads all of them"
+WORDS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
+FULL = "run nsa-console check --full"
 
 
 def confirmed(source: RunSource, former: bool = True) -> RunState:
     """Returns the state of a run, with an alert where its records do not confirm that it passed.
 
-    With `former` that holds for all phases of a launch that is over, and for records that were not
-    read to their end.
+    With `former` this covers all phases of a launch that has ended, and records that were not read
+    to their end.
     """
     state = source.poll()
     over = source.whole and status_text.is_over(state)
@@ -49,10 +50,10 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
 
 
 def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Raises RefusedError where a phase has not passed that plan_state.json says is behind."""
+    """Raises RefusedError where the records do not confirm a phase that plan_state.json passed."""
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
-    behind = (jsonl.integer(held, "phase") or 0) + (held.get("state") == "waiting")
-    for index, name in enumerate(names[: max(0, behind)]):
+    passed = (jsonl.integer(held, "phase") or 0) + (held.get("state") == "waiting")
+    for index, name in enumerate(names[: max(0, passed)]):
         run = launch / f"{index}-{name}"
         source = RunSource(run)
         state = source.poll()
@@ -61,16 +62,16 @@ def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any])
             state = source.read_all()
         if found := list(_doubts(source, state)):
             raise RefusedError(
-                f"{rundir.PLAN_STATE} says that {name} has passed, which nothing confirms: "
-                f"{'; '.join(found)}; nothing is taken over"
+                f"cannot adopt: {rundir.PLAN_STATE} reports {name} as passed, and its records do "
+                f"not confirm it: {'; '.join(found)}"
             )
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields directory and doubt of the phases before the last one."""
+    """Yields the directory and the reason of each earlier phase that is no go."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
-            yield phase.dir, f"{phase.name}: its run directory is not known"
+            yield phase.dir, f"{phase.name}: its run directory is not available"
         elif (path := source.launch_path / phase.dir) != source.run_path:
             before = source.of_phase(path)
             for doubt in _doubts(before, before.read_all()):
@@ -78,52 +79,54 @@ def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str,
 
 
 def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
-    """Yields why a run that completed is no go, one sentence a gate."""
-    run, summary = source.run_path, source.summary
-    if run is None or summary is None:
+    """Yields the reasons why a completed run is no go."""
+    run, launch = source.run_path, source.launch_path
+    if run is None or source.summary is None:
         return
-    held = {
-        name: rundir.read_json(run / name, below=run) for name in (rundir.RUN, rundir.SUPERVISOR)
-    }
-    unread = [name for name, record in held.items() if record is None]
-    if unread and source.launch_path is not None:
-        yield f"{unread[0]} cannot be read"
+    born, document = (rundir.read_json(run / n, below=run) for n in (rundir.RUN, rundir.SUPERVISOR))
+    if launch is not None and (born is None or document is None):
+        yield f"{rundir.RUN if born is None else rundir.SUPERVISOR} cannot be read"
         return
-    born, document = (record or {} for record in held.values())
+    born, document = born or {}, document or {}
     yield from _bad_ends(document)
-    bounds, told = jsonl.mapping(born, "gates"), {gate.name: gate for gate in state.gates}
-    if source.launch_path is not None and state.launch is not None:
-        yield from _unlike_launch(source.launch_path, state.launch, run.name, bounds)
-    if not bounds and not told:
-        return
-    if not source.is_whole:
-        without = f"there is no usable {rundir.SNAPSHOT} of its records"
-        yield f"{without}, of which only the end was read; {FULL}"
-        return
-    if state.behind_bytes:
-        yield "its records are not read to the end"
-        return
+    bounds = jsonl.mapping(born, "gates")
+    if launch is not None and state.launch is not None:
+        yield from _unlike_launch(launch, state.launch, run.name, bounds)
+    if bounds or state.gates:
+        yield from _unconfirmed_gates(source, state, born, document)
+
+
+def _unconfirmed_gates(
+    source: RunSource, state: RunState, born: Mapping[str, Any], document: Mapping[str, Any]
+) -> Iterator[str]:  # fmt: skip
+    """Yields each gate that gates.json and the records do not both pass."""
+    summary, bounds = source.summary, jsonl.mapping(born, "gates")
     world = jsonl.integer(born, "world") or 0
-    if not 1 <= world <= MAX_RANKS:
-        yield f"{rundir.RUN} does not say how many ranks there are"
-        return
-    summary.limit(world)
-    summary.take_document(document)
-    try:
-        gates.check(bounds, rundir.RUN)
-    except UsageError as error:
-        yield str(error)
-        return
-    mine = {gate.name: gate for gate in gates.evaluate(summary, bounds)}
-    for name in sorted(told.keys() | mine.keys()):
-        if why := _disagreement(told.get(name), mine.get(name)):
-            yield f"gate {name} {why}"
+    if not source.is_whole:
+        yield f"{rundir.SNAPSHOT} is not usable, so only the end of its records was read; {FULL}"
+    elif state.behind_bytes:
+        yield "its records are not read to the end yet"
+    elif not 1 <= world <= MAX_RANKS:
+        yield f"{rundir.RUN} has no valid number of ranks"
+    elif summary is not None:
+        summary.limit(world)
+        summary.take_document(document)
+        try:
+            gates.check(bounds, rundir.RUN)
+        except UsageError as error:
+            yield str(error)
+            return
+        written = {gate.name: gate for gate in state.gates}
+        own = {gate.name: gate for gate in gates.evaluate(summary, bounds)}
+        for name in sorted(written.keys() | own.keys()):
+            if why := _disagreement(written.get(name), own.get(name)):
+                yield f"gate {name} {why}"
 
 
 def _unlike_launch(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields what plan.json and plan_state.json say against the gates of a run that passed."""
+    """Yields where plan.json and plan_state.json contradict the gates of a run that passed."""
     if launch.doubt:
         yield launch.doubt
         return
@@ -132,30 +135,31 @@ def _unlike_launch(
         if phase.dir != run:
             continue
         if jsonl.mapping(entry, "gates") != bounds:
-            yield f"the gates in {rundir.RUN} are not those of the phase in {rundir.PLAN}"
+            yield f"{rundir.RUN} has other gates than its phase in {rundir.PLAN}"
         if phase.result not in ("", "pass"):
-            yield f"{rundir.PLAN_STATE} says {phase.result} of its gates"
+            yield f"its gates are {WORDS.get(phase.result, phase.result)} in {rundir.PLAN_STATE}"
 
 
 def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what supervisor.json says against a good end: its state, or the exit of a rank."""
+    """Yields the state or the exits in supervisor.json that contradict a completed run."""
     if document and jsonl.text(document, "state") != "completed":
-        yield f"{rundir.SUPERVISOR} says {jsonl.text(document, 'state') or 'nothing'}"
+        yield f"its state is {jsonl.text(document, 'state') or 'missing'} in {rundir.SUPERVISOR}"
     for worker in jsonl.entries(document, "workers"):
         end, rank = jsonl.mapping(worker, "exit"), jsonl.integer(worker, "rank")
         if end.get("signal") or jsonl.integer(end, "code"):
-            yield f"rank {rank} ended with {liveness.exit_words(worker, {})}"
+            yield f"rank {rank}: {liveness.exit_words(worker, {})}"
 
 
-def _disagreement(told: Gate | None, mine: Gate | None) -> str:
-    """Says why a gate is not passed by both: gates.json, and the records."""
-    if told is None or mine is None:
-        return f"is not in {rundir.GATES if told is None else rundir.RUN}"
-    if told.result != "pass":
-        return f"is {told.result} in {rundir.GATES}"
-    if mine.result != "pass":
-        by = f"{mine.result} by the records ({status_text.gate_value(mine)}, bound {mine.bound})"
-        return f"passes in {rundir.GATES} and is {by}" + f": {mine.why}" * bool(mine.why)
-    if told.bound != mine.bound:
-        return f"has the bound {told.bound} in {rundir.GATES} and {mine.bound} in {rundir.RUN}"
+def _disagreement(written: Gate | None, own: Gate | None) -> str:
+    """Returns why a gate did not pass in both gates.json and the records, "" where it did."""
+    if written is None or own is None:
+        return f"is not in {rundir.GATES if written is None else rundir.RUN}"
+    if written.result != "pass":
+        return f"is {WORDS[written.result]} in {rundir.GATES}"
+    if own.result != "pass":
+        found = f"{status_text.gate_value(own)}, bound {own.bound}"
+        why = f": {own.why}" if own.why else ""
+        return f"is passed in {rundir.GATES} and {WORDS[own.result]} by the records ({found}){why}"
+    if written.bound != own.bound:
+        return f"has the bound {written.bound} in {rundir.GATES} and {own.bound} in {rundir.RUN}"
     return ""

@@ -1,6 +1,6 @@
-"""The acceptance rules of a phase: one row each, evaluated over what the run recorded.
+"""The gates of a phase: one row each in `TABLE`, evaluated over the records of the run.
 
-A gate names its span: all attempts, or the steps that survived (no later attempt did them again).
+A gate names its span: all attempts, or the surviving steps (those that no later attempt repeated).
 It passes only where the numbered records of its ranks cover that span without a gap.
 """
 
@@ -24,20 +24,20 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
     "yes": ("=", operator.eq), "at least": ("≥", operator.ge), "above": (">", operator.gt),
     "at most": ("≤", operator.le), "fall": ("≥", operator.ge),
 }  # fmt: skip
-"""The sign of each kind of bound, and when a value keeps to its limit."""
+"""The sign of each kind of bound, and the test that a value passes."""
 LEAST_FALL_NATS = 0.1
 MEDIAN_RECORDS = 50
 LARGEST_BOUND = 1e300
-UNCOUNTED = "it does not count its non-finite steps, and not every step has a record with a loss"
+UNCOUNTED = "it counts no non-finite steps, and not every step has a record with a loss"
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
 EVENTS = "events.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A gate's value, None while there is none, with its window and what else there is to say.
+    """The value of a gate, None while there is none, with its window and an explanation in `why`.
 
-    `doubt` says why it must not pass, whatever its value.
+    With a `doubt` the gate does not pass, whatever its value.
     """
 
     value: float | None
@@ -47,7 +47,7 @@ class Measured:
 
 
 def _steps_done(s: Summary) -> Measured:
-    """The step up to which every rank recorded steps; one record alone is not believed."""
+    """Returns the step that every rank has done, by two sources each."""
     done: list[int] = []
     exits = [part.exit[0] for fold in s.folds.values() if (part := fold.parts.get(fold.newest))
              and part.exit is not None]  # fmt: skip
@@ -61,50 +61,50 @@ def _steps_done(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, fold: Fold, exits: list[int]) -> tuple[int, str]:
-    """Returns the last step of a rank, and what disagrees on it.
+    """Returns the last step of a rank, and the disagreement on it, "" for none.
 
-    An exit record may tell of more steps than the progress records, where nothing was due at the
-    last ones: then its pulse, or another rank, has to tell the same.
+    An exit record may have a later step than the progress records, which are not due at every
+    step: then its pulse, or another rank, has to confirm it.
     """
     part, end = fold.parts.get(fold.newest), s.ends.get((fold.newest, fold.rank))
     if part is None or part.exit is None:
         if end is not None and part is not None and part.step > end.step:
-            return 0, f"its newest record is of step {part.step}, its pulse of step {end.step}"
+            return 0, f"its newest record has step {part.step}, its pulse step {end.step}"
         return fold.step, ""
     step, code = part.exit
     if part.start is None and step == 0:
-        return fold.step, ""  # there was nothing left to do
+        return fold.step, ""  # no step was left
     if end is not None and end.step != step:
-        return 0, f"its exit record is of step {step}, its pulse of step {end.step}"
+        return 0, f"its exit record has step {step}, its pulse step {end.step}"
     if part.step > step:
-        return 0, f"its newest record is of step {part.step}, its exit record of step {step}"
-    sure = code == 0 and (end is not None or exits.count(step) > 1)
-    return step if sure else min(step, fold.step), ""
+        return 0, f"its newest record has step {part.step}, its exit record step {step}"
+    confirmed = code == 0 and (end is not None or exits.count(step) > 1)
+    return step if confirmed else min(step, fold.step), ""
 
 
 def steps_done(summary: Summary) -> int:
-    """Returns how many steps survived so far, 0 where the records do not agree on it."""
+    """Returns the number of surviving steps, 0 where the records disagree."""
     return int(_steps_done(summary).value or 0)
 
 
 def _loss_finite(s: Summary) -> Measured:
-    """Steps whose loss was not finite, over all attempts: as ranks and pulses count them."""
+    """Counts the steps with a non-finite loss in all attempts, by records and pulses."""
     worst: dict[int, int] = {}
-    first, doubt, told = "", "", False
+    first, doubt, known = "", "", False
     for attempt, rank, part, end in s.parts():
         by_pulse = end.nonfinite_steps if end is not None else -1
         count = max(part.counted or 0, part.bad_losses, by_pulse)
         worst[attempt] = max(count, worst.get(attempt, 0))
-        tells = part.counted is not None or part.losses > 0
-        told = told or (tells and rank == 0)
+        has_losses = part.counted is not None or part.losses > 0
+        known = known or (has_losses and rank == 0)
         if part.first_bad is not None and not first:
             first = f"first non-finite loss on record: step {part.first_bad} of attempt {attempt}"
         counts = part.exit is not None and part.counts_at_last
         counts = counts or by_pulse >= 0 or not part.has_stepped(end)
-        if (tells or rank == 0) and not counts and not part.every_loss_is_recorded(end):
+        if (has_losses or rank == 0) and not counts and not part.every_loss_is_recorded(end):
             doubt = doubt or f"rank {rank}, attempt {attempt}: {UNCOUNTED}"
     total = sum(worst.values())
-    return Measured(float(total) if told or total else None, "", first, doubt)
+    return Measured(float(total) if known or total else None, "", first, doubt)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -119,27 +119,27 @@ def _loss_fall(s: Summary) -> Measured:
     window, last = s.fold(0).window, s.fold(0).window.last("loss", FIRST_LOSSES)
     few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
     if last is None or len(last) < FIRST_LOSSES or few:
-        needs = f"needs {2 * FIRST_LOSSES} progress records, has {window.losses}"
+        needs = f"{2 * FIRST_LOSSES} progress records are needed, {window.losses} exist"
         return Measured(None, why=needs)
     before, after = _mean([loss for _, loss in window.first]), _mean(last)
-    text = f"mean of the first {FIRST_LOSSES} records less that of the last {FIRST_LOSSES}"
+    text = f"mean of the first {FIRST_LOSSES} records minus mean of the last {FIRST_LOSSES}"
     return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 
 
 def _toks_per_s(s: Summary) -> Measured:
     found = s.fold(0).window.last("toks_per_s", MEDIAN_RECORDS)
     if found is None:
-        return Measured(None, why="too few records are kept of the steps before the restart")
+        return Measured(None, why="too few records of the steps before the restart are kept")
     ordered = sorted(found)
     median = ordered[len(ordered) // 2] if ordered else None
     return Measured(median, f"median of the last {counted(len(ordered), 'record')}")
 
 
 def _bytes_right(s: Summary) -> Measured:
-    told = [each for each in s.fold(0).window.newest if each.bytes_right is not None]
-    if not told:
+    found = [each for each in s.fold(0).window.newest if each.bytes_right is not None]
+    if not found:
         return Measured(None)
-    return Measured(told[-1].bytes_right, f"record of step {told[-1].step}")
+    return Measured(found[-1].bytes_right, f"record of step {found[-1].step}")
 
 
 def _grad_norm(s: Summary) -> Measured:
@@ -153,7 +153,7 @@ def _memory(s: Summary) -> Measured:
 
 
 def _stalls(s: Summary) -> Measured:
-    lost = "" if s.stalls is not None else "the number of stalls before is lost"
+    lost = "" if s.stalls is not None else "the count of earlier stalls is not available"
     return Measured(float(s.stalls_seen), doubt=lost)
 
 
@@ -163,11 +163,11 @@ def _restarts(s: Summary) -> Measured:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the registry. "yes" counts what must be zero; "fall" takes true or nats.
+    """One row of the table. The bound "yes" needs the value zero; "fall" accepts true or nats.
 
-    `source` RANK0 means that the records of rank 0 are enough. `missing` says why there is no
-    value. A breach of a `certain` bound stays one, whatever is missing. With `tails` the pulse of
-    a rank that was killed stands in for records that it did not write any more.
+    `source` RANK0 needs the records of rank 0 only. `missing` is the reason for no value. A
+    `certain` gate that fails stays failed, whatever is missing. With `tails` the pulse of a killed
+    rank replaces the last records that it did not write.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Rule:
     tails: bool = False
 
     def gap(self, summary: Summary) -> str:
-        """Says why the records do not cover its span, "" when they do."""
+        """Returns why the records do not cover its span, "" when they do."""
         ranks = range(1 if self.source == RANK0 else summary.world)
         return summary.gap(ranks, self.span == "surviving steps", self.tails)
 
@@ -211,7 +211,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 
 
 def check(bounds: Mapping[str, Any], where: str) -> None:
-    """Raises UsageError for a gate that is in no table, or a bound that it does not take."""
+    """Raises UsageError for an unknown gate, or a bound that it does not accept."""
     for name, bound in bounds.items():
         rule = RULES.get(name)
         if rule is None:
@@ -221,7 +221,7 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
         given = "true" if bound is True else "number" if number else "nothing"
         takes = {"yes": "true", "fall": "true or a number"}.get(rule.bound, "a number")
         if given not in takes:
-            raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; it takes {takes}")
+            raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; use {takes}")
 
 
 def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
@@ -230,7 +230,7 @@ def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
-    """Returns the gates of a phase of which nobody can tell how they are."""
+    """Returns the gates of a phase that cannot be evaluated, with the reason."""
     rules = (RULES[name] for name in bounds)
     return tuple(Gate(r.name, None, r.unit, r.span, r.source, "", "unknown", why) for r in rules)
 

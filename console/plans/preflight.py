@@ -1,4 +1,4 @@
-"""Can this plan start here and now? One row a check, in words; nothing is written."""
+"""The checks before a launch: one row each in `CHECKS`. Nothing is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Plan
 
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
-"""Beginnings of the variables by which libraries of a training are steered."""
+"""Prefixes of the variables that configure the libraries of a training."""
 BY_UUID = ("GPU-", "MIG-")
 LEAST_DISK_GIB = 1.0
 LEAST_MEMORY_GIB_PER_RANK = 0.5
@@ -46,7 +46,7 @@ Found = tuple[Result, str]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about this machine. "fail" refuses the launch, "unknown" only says so."""
+    """The result of one check. "fail" refuses the launch, "unknown" is a warning."""
 
     name: str
     result: Result
@@ -55,14 +55,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The plan to be launched, and the place that it would write to."""
+    """The plan to launch, and the directory that it writes to."""
 
     plan: Plan
     directory: Path
     devices: str = ""
     operator: Settings = field(default_factory=Settings)
     root: Path = Path("/")
-    """The root of the file system, in which the facts of this machine are looked up."""
+    """The root of the file system that is inspected."""
     driver_s: float = nvml.ANSWER_S
     """Longest time to wait for the NVIDIA driver."""
 
@@ -99,24 +99,24 @@ def _is_there(module: str) -> bool:
 
 
 def check_gpus(case: Case) -> Found:
-    """Says whether the GPUs of a plan are there: NVML counts them, the kernel's driver lists them.
+    """Checks the GPUs of a plan by two sources: NVML counts them, the kernel's driver lists them.
 
-    A plan without GPUs rests on neither source.
+    A plan without GPUs needs neither source.
     """
     plan, devices, listing = case.plan, case.devices, case.root / nvml.KERNEL_GPUS
     needed, listed = plan.gpus, nvml.kernel_count(case.root)
     try:
         counted = nvml.count(case.driver_s)
     except (TimeoutError, ContractError) as error:
-        return "fail" if needed else "unknown", f"{error}; see nvidia-smi and the kernel's log"
+        return "fail" if needed else "unknown", f"{error}; check nvidia-smi and dmesg"
     if devices and counted == 0:
-        text = f"--devices {devices} names GPUs and this machine has none; leave it out"
+        text = f"--devices {devices} names GPUs and this machine has none; omit --devices"
         return "fail", text
     if needed == 0:
-        return "pass", f"none needed, {counted} there"
+        return "pass", f"none needed, NVML counts {counted}"
     if listed is not None and counted > listed:
         return "fail", (
-            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}: compare "
+            f"NVML counts {counted} GPUs and the kernel's driver lists {listed}; compare "
             f"nvidia-smi -L with {listing}"
         )
     chosen = [devices or _chosen(plan, index) for index in range(len(plan.phases))]
@@ -125,10 +125,10 @@ def check_gpus(case: Case) -> Found:
         return "fail", _too_few(plan, usable, counted, words)
     if listed is None:
         return "unknown", (
-            f"{needed} needed, NVML counts {counted}; {listing} cannot be read, so "
-            "no second source confirms it"
+            f"{needed} needed, NVML counts {counted}; {listing} cannot be read, so no second "
+            "source confirms it"
         )
-    return "pass", f"{needed} needed, {counted} there; the kernel's driver lists {listed}"
+    return "pass", f"{needed} needed, NVML counts {counted}, the kernel's driver lists {listed}"
 
 
 def _chosen(plan: Plan, index: int) -> str:
@@ -137,9 +137,9 @@ def _chosen(plan: Plan, index: int) -> str:
 
 
 def usable_of(devices: str, counted: int) -> int:
-    """Returns how many of `counted` GPUs CUDA sees with a value of CUDA_VISIBLE_DEVICES.
+    """Returns the number of GPUs of `counted` that CUDA sees with a value of CUDA_VISIBLE_DEVICES.
 
-    It stops at the first word that names no GPU.
+    CUDA stops at the first entry that names no GPU.
     """
     if not devices:
         return counted
@@ -162,7 +162,7 @@ def _cores(case: Case) -> Found:
     cores = len(os.sched_getaffinity(0))
     text = f"{case.nproc} processes on {cores} cores"
     if case.nproc > cores:
-        return "unknown", f"{text}: they will take turns"
+        return "unknown", f"{text}: they share cores and run slower"
     return "pass", text
 
 
@@ -173,13 +173,12 @@ def _memory(case: Case) -> Found:
     free = free_mib / 1024
     needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
     if free < needed:
-        text = f"{free:.1f} GiB of memory free; {case.nproc} ranks need at least {needed:.1f} GiB"
-        return "fail", text
+        return "fail", f"{free:.1f} GiB of memory is free; {case.nproc} ranks need {needed:.1f} GiB"
     return "pass", f"{free:.1f} GiB free"
 
 
 def nearest_folder(path: Path) -> Path:
-    """Returns the deepest folder of a path that exists already."""
+    """Returns the deepest folder of a path that exists."""
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -193,7 +192,7 @@ def _disk(case: Case) -> Found:
     except OSError as error:
         return "unknown", f"{folder}: {error.strerror}"
     if free < LEAST_DISK_GIB:
-        return "fail", f"{folder} has {free:.2f} GiB free; free at least 1 GiB"
+        return "fail", f"{folder} has {free:.2f} GiB free; free {LEAST_DISK_GIB:g} GiB"
     return "pass", f"{free:.0f} GiB free at {folder}"
 
 
@@ -206,12 +205,12 @@ def _directory(case: Case) -> Found:
     read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     if read_only or not os.access(folder, os.W_OK | os.X_OK):
         why = "is on a read-only file system" if read_only else "is not writable"
-        return "fail", f"{folder} {why}; give another with --run-dir"
+        return "fail", f"{folder} {why}; pass another directory with --run-dir"
     return "pass", str(case.directory)
 
 
 def _shell(case: Case) -> Found:
-    """Names the variables of the shell that could mean a flag: those that the launch takes or not.
+    """Names the variables of the shell that a launch passes, and those that it does not.
 
     A variable that the plan or an option sets for every phase is not reported.
     """
@@ -220,25 +219,25 @@ def _shell(case: Case) -> Found:
     given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
     known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | taken.keys())
     foreign = sorted(name for name in variables if _is_foreign(name))
-    parts = [f"taken from the shell: {', '.join(taken)}"] if taken else []
+    parts = [f"passed from the shell: {', '.join(taken)}"] if taken else []
     if known:
-        parts.append(f"not taken: {', '.join(known)}; to pass one, add --flag {known[0]}=VALUE")
+        parts.append(f"not passed: {', '.join(known)}; to pass one, add --flag {known[0]}=VALUE")
     if foreign:
         parts.append(
-            f"not taken: {clean(', '.join(foreign))}, which `nsa-console flags` does not list, so "
-            "a launch cannot pass it"
+            f"not passed: {clean(', '.join(foreign))}; `nsa-console flags` does not list it, so a "
+            "launch cannot pass it"
         )
     return "unknown" if known or foreign else "pass", "; ".join(parts) or "the shell sets no flag"
 
 
 def _is_foreign(name: str) -> bool:
-    """Says whether a variable steers a library and is in no table; versions only name a package."""
+    """Returns whether a variable configures a library and is no flag; a version is no setting."""
     known = name in flags.FLAGS or name in environ.INHERITED
     return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
 
 
 def _logout(case: Case) -> Found:
-    """Names what ends or blinds the run when the operator logs out."""
+    """Names what a logout of the operator would end."""
     found = dangers(case.root, os.getuid(), process.user_name())
     if found is None:
         return "pass", "no systemd-logind here"
@@ -246,8 +245,7 @@ def _logout(case: Case) -> Found:
 
 
 def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
-    """Returns a sentence for each way in which a logout of this user ends or blinds a run of this
-    process.
+    """Returns a sentence for each harm that a logout of this user does to a run of this process.
 
     None where systemd does not run. `root` is the root of the file system.
     """
@@ -255,40 +253,40 @@ def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
         return None
     held = _properties()
     if held is None:
-        return ("not known: systemd-logind does not answer busctl",)
+        return ("not available: systemd-logind does not answer busctl",)
     lingers = (root / LINGER / user).exists()
     found = []
     place = (root / "proc/self/cgroup").read_text(errors="replace")
     if USER_MANAGER.search(place):
         if not lingers:
             found.append(
-                f"the run ends when {user} logs out: it belongs to the user manager, which "
-                f"stops then; run loginctl enable-linger {user}"
+                f"the run ends when {user} logs out, because it belongs to the user manager; run "
+                f"loginctl enable-linger {user}"
             )
     elif SESSION.search(place) and _kills(held, user):
         found.append(
-            f"logind has KillUserProcesses=yes: the run is killed when {user} logs out; run "
+            f"logind has KillUserProcesses=yes and kills the run when {user} logs out; run "
             f"loginctl enable-linger {user} and launch with systemd-run --user --scope, or "
             "set KillUserProcesses=no in /etc/systemd/logind.conf"
         )
     if held["RemoveIPC"] == YES and not lingers and uid >= LEAST_UID:
         found.append(
-            f"logind has RemoveIPC=yes: when {user} logs out it removes the shared memory of "
-            f"the ranks' pulses, and stalls are not seen; run loginctl enable-linger {user}, "
-            "or set RemoveIPC=no in /etc/systemd/logind.conf"
+            f"logind has RemoveIPC=yes and removes the shared memory of the pulses when {user} "
+            f"logs out, so no stall is detected; run loginctl enable-linger {user}, or set "
+            "RemoveIPC=no in /etc/systemd/logind.conf"
         )
     return tuple(found)
 
 
 def _kills(held: Mapping[str, Sequence[str]], user: str) -> bool:
-    """Says whether logind kills what is left of a session of this user."""
+    """Returns whether logind kills the processes of a session of this user at logout."""
     only = held["KillOnlyUsers"][2:]
     left_alone = user in held["KillExcludeUsers"][2:] or (only and user not in only)
     return held["KillUserProcesses"] == YES and not left_alone
 
 
 def _properties() -> dict[str, list[str]] | None:
-    """Returns type and words of each property, as `b true` or `as 1 "root"`; None without them."""
+    """Returns type and values of each property, as in `as 1 "root"`; None without an answer."""
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -297,7 +295,7 @@ def _properties() -> dict[str, list[str]] | None:
 
 
 def _environment(_case: Case) -> Found:
-    """Names the variables that a training inherits; the whole environment is in the dry run."""
+    """Names the variables that a training inherits; the dry run shows the whole environment."""
     names = ", ".join(environ.inherited()) or "nothing"
     return "pass", f"inherited: {names}; with the flags, nothing else"
 
@@ -305,11 +303,11 @@ def _environment(_case: Case) -> Found:
 def _hook(case: Case) -> Found:
     argv = case.operator.hook
     if not argv:
-        return "pass", "no program is run on alerts"
-    told = "/".join(case.operator.hook_levels)
-    text = f"on {told} alerts, at most every {case.operator.hook_every_s:g} s: {shlex.join(argv)}"
+        return "pass", "no hook is set"
+    levels = "/".join(case.operator.hook_levels)
+    text = f"on {levels} alerts, at most every {case.operator.hook_every_s:g} s: {shlex.join(argv)}"
     if shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
-        return "unknown", f"{argv[0]} is no program that can be run; {text}"
+        return "unknown", f"cannot run {argv[0]}: no such program in PATH; {text}"
     return "pass", text
 
 
@@ -321,10 +319,10 @@ CHECKS: Mapping[str, Callable[[Case], Found]] = {
 
 
 def run(case: Case, settings: Sequence[Mapping[str, object]]) -> tuple[Check, ...]:
-    """Returns all checks; `settings` are those of the phases, which do fit together."""
+    """Returns all checks. `settings` are the resolved settings of the phases, already validated."""
     checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
     for phase, resolved in zip(case.plan.phases, settings, strict=True):
         count = len(resolved)
-        text = f"{count} settings fit together" if count else "a foreign program, not checked"
+        text = f"{count} settings are valid" if count else "a foreign program, not checked"
         checks.append(Check(f"config {phase.name}", "pass", text))
     return tuple(checks)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from console.diagnose.readings import Readings
-from console.diagnose.stall import SAVING_PHASES, Seen, diagnose, disagreement, doubted
+from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses, why_unconfirmed
+from console.diagnose.verdict import diagnose
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
@@ -37,7 +38,7 @@ class Monitor:
         self.verdict: Verdict | None = None
         self._context, self._run, self._heads = context, run, heads
         self._watch, self._alerts = context.watch, context.observers.alerts
-        self._dog = Watchdog(context.watch, context.actions)
+        self._dog = Watchdog(context.watch, context.actions, settings=run.settings)
         self._dog.restore(self._alerts.open())
         self._ending = False
         self._doubtful_polls = 0
@@ -50,10 +51,10 @@ class Monitor:
 
     def on_stall(self) -> tuple[str, str]:
         """Returns the action on a stall, and the sentence that also says when it is due."""
-        return self._dog.stall_action, self._dog.stall_words()
+        return self._dog.stall_action, self._dog.stall_policy()
 
     def poll(
-        self, now: Sampler, seen: Sequence[Seen], ending: bool, halting: bool, unread: str
+        self, now: Sampler, seen: Sequence[RankEvidence], ending: bool, halting: bool, unread: str
     ) -> bool:
         """Applies the watch rules to the last sample; returns True.
 
@@ -65,9 +66,9 @@ class Monitor:
             self._diagnose(seen, halting)
         found = readings(
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
-            stall_doubt=unread or unchanged or disagreement(seen, self._watch),
+            stall_doubt=unread or unchanged or why_unconfirmed(seen, self._watch),
         )  # fmt: skip
-        for change in self._dog.look(found):
+        for change in self._dog.update(found):
             if change.kind == "act":
                 if not ending:
                     self._add_action(change)
@@ -83,7 +84,7 @@ class Monitor:
 
     def is_raised(self, rule: str) -> bool:
         """Returns whether a rule is raised now; it may have been cleared since it acted."""
-        return rule in self._dog.open()
+        return rule in self._dog.raised()
 
     def pop_actions(self) -> list[Change]:
         """Returns the actions that became due since the last call."""
@@ -92,7 +93,7 @@ class Monitor:
 
     # --- the verdict ---------------------------------------------------------------------------
 
-    def _diagnose(self, seen: Sequence[Seen], halting: bool) -> None:
+    def _diagnose(self, seen: Sequence[RankEvidence], halting: bool) -> None:
         self._check_pulses(seen)
         self._set_verdict(diagnose(seen, self._watch, time.time()))
         if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
@@ -101,17 +102,18 @@ class Monitor:
         else:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
 
-    def _check_pulses(self, seen: Sequence[Seen]) -> None:
+    def _check_pulses(self, seen: Sequence[RankEvidence]) -> None:
         """Raises an alert while a stall cannot be detected because a pulse cannot be trusted."""
         doubtful = [each for each in seen if each.doubt]
         self._doubtful_polls = self._doubtful_polls + 1 if doubtful else 0
         if self._doubtful_polls >= DOUBTFUL_POLLS:
-            text = f"{doubted(doubtful)}: a stall there cannot be detected, and no action is taken"
+            unusable = unusable_pulses(doubtful)
+            text = f"{unusable}: a stall there cannot be detected, and no action is taken"
             self._alerts.raise_(PULSE, text, "crit")
         elif not doubtful:
             self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
 
-    def _unchanged(self, seen: Sequence[Seen]) -> str:
+    def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
         """Says which pulse has not changed since a late supervisor started, "" when all have."""
         for each in seen:
             first = self._first_positions
@@ -168,7 +170,7 @@ def _withheld(rule: str) -> str:
 
 
 def readings(
-    heads: Mapping[int, Head], seen: Sequence[Seen], rss_mib: Mapping[int, float],
+    heads: Mapping[int, Head], seen: Sequence[RankEvidence], rss_mib: Mapping[int, float],
     gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
     csv: Progress | None = None, stall_doubt: str = "",
 ) -> Readings:  # fmt: skip
@@ -181,7 +183,7 @@ def readings(
     record_ts = [jsonl.number(head.last.record, "ts") or 0.0 for head in heads.values()]
     return Readings(
         mono=time.monotonic(), ts=time.time(),
-        seen=tuple(each for each in seen if 0 <= each.still_s < LONGEST_STILL_S),
+        ranks=tuple(each for each in seen if 0 <= each.unchanged_s < LONGEST_STILL_S),
         records_only=records_only,
         fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
         progress={r: p for r, head in heads.items() if (p := head.pace.progress)},

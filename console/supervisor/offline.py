@@ -11,10 +11,11 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from console import status_text
-from console.diagnose.readings import Readings
-from console.diagnose.stall import Seen, by_records, disagreement, with_records
+from console.diagnose.readings import Readings, setting_values
+from console.diagnose.stall import RankEvidence, by_records, why_unconfirmed, with_records
 from console.model import Rank, RunState
 from console.plans.confirm import confirmed
 from console.sources import legacy, liveness, process
@@ -73,14 +74,16 @@ class OfflineRun:
         self._path, self._source = path, RunSource(path, reads="end")
         self.of: tuple[Path, int] | None = None
         """The run and the attempt of the last readings."""
-        self.watch = Watch()
+        self.watch, self.settings = Watch(), setting_values({})
         self._settled = False
 
     def _open(self, run: Path, attempt: int) -> None:
         """Starts with another run or attempt."""
         self.of, self._settled = (run, attempt), False
         self._old = legacy.is_one(run)
-        self.watch = legacy.WATCH if self._old else _watch_of(run)
+        record = rundir.read_json(run / rundir.RUN) or {}
+        self.settings = setting_values(record)
+        self.watch = legacy.WATCH if self._old else _watch_of(record)
         self._disk, self._csv = Disk(run), NewestRow(run)
 
     def poll(self) -> Readings | None:
@@ -107,7 +110,8 @@ class OfflineRun:
         if pulsed:
             known = {seen.rank for seen in pulsed}
             pulsed += tuple(
-                Seen(rank.rank, rank.pid, "?", 0, "", 0.0, doubt="lost") for rank in state.ranks
+                RankEvidence(rank.rank, rank.pid, "?", 0, "", 0.0, doubt="lost")
+                for rank in state.ranks
                 if rank.rank not in known and not rank.exit
             )  # fmt: skip
         idle = state.state in ENDING or self.over
@@ -116,14 +120,14 @@ class OfflineRun:
         if not (self._settled or state.behind_bytes):
             self._settled = True
             self._source.reducer.settle()
-        doubt = disagreement(pulsed, self.watch) if pulsed else stall_doubt(run)
+        doubt = why_unconfirmed(pulsed, self.watch) if pulsed else stall_doubt(run)
         return readings(
             heads, () if idle else pulsed or _recorded(heads, self.watch), rss_mib,
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.look(), doubt,
         )  # fmt: skip
 
 
-def _pulsed(rank: Rank, head: Head, attempt: int) -> Seen | None:
+def _pulsed(rank: Rank, head: Head, attempt: int) -> RankEvidence | None:
     """Returns a rank by its pulse, None where the pulse is old or missing."""
     held = rank.pulse
     if held is None or held.since_s is None:
@@ -133,20 +137,21 @@ def _pulsed(rank: Rank, head: Head, attempt: int) -> Seen | None:
     here = held.live and rank.host in ("", rundir.host_name())
     letter = process.state(rank.pid) if here else rank.state or "?"
     collectives = held.collectives or 0
-    seen = Seen(rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, collectives)
+    seen = RankEvidence(
+        rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, collectives
+    )  # fmt: skip
     return with_records(seen, head, attempt, lagging=not held.live)
 
 
-def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[Seen, ...]:
+def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[RankEvidence, ...]:
     """Returns the ranks that record steps, all ranks before any does, by their records."""
     stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 
 
-def _watch_of(run: Path) -> Watch:
+def _watch_of(record: Mapping[str, Any]) -> Watch:
     """Returns the limits in run.json, the defaults where it has none."""
-    born = rundir.read_json(run / rundir.RUN) or {}
     try:
-        return plan.section(Watch, jsonl.mapping(born, "watch"), rundir.RUN)
+        return plan.section(Watch, jsonl.mapping(record, "watch"), rundir.RUN)
     except UsageError:
         return Watch()

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from console.diagnose.readings import setting_values
 from console.diagnose.watch import STRONG
 from console.model import Gate, State
 from console.plans import gates
@@ -92,6 +93,11 @@ class Run:
         if former is not None:
             self._continue(former)
         self.publish()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The values of the run's settings by name."""
+        return setting_values(self._record)
 
     def _shared_context(self, former: FormerRun | None) -> RunContext:
         """Returns the objects that all attempts share."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from console.diagnose.stall import Doubt, Seen, with_records
+from console.diagnose.stall import Doubt, RankEvidence, with_records
 from console.model import Gpu
 from console.sources import process
 from console.sources.nvml import Nvml
@@ -30,7 +30,7 @@ class Sampler:
         self.csv: Progress | None = None
         self.gpus: tuple[Gpu, ...] = ()
         self.rss_mib: dict[int, float] = {}
-        self.seen: tuple[Seen, ...] = ()
+        self.seen: tuple[RankEvidence, ...] = ()
 
     def clear(self) -> None:
         """Drops the last sample, because this moment was not sampled."""
@@ -60,7 +60,7 @@ class Sampler:
 
     def _rank(
         self, worker: Worker, head: Head, attempt: int, now: float, begun: float
-    ) -> tuple[dict[str, Any], Seen]:
+    ) -> tuple[dict[str, Any], RankEvidence]:
         pid = worker.handle.pid
         ended = process.Use("Z" if worker.unreaped else process.GONE)
         use = self._meter.look(pid) if worker.over_ts is None else ended
@@ -76,7 +76,7 @@ class Sampler:
         if found is None:
             doubt: Doubt = "" if head is NO_RECORDS else "lost"
             p99_s = head.pace.p99_s()
-            return row, Seen(
+            return row, RankEvidence(
                 worker.rank, pid, state, 0, "", now - begun, p99_s=p99_s, doubt=doubt
             )  # fmt: skip
         since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
@@ -85,7 +85,7 @@ class Sampler:
             "age_s": round(age_s, 3), "collectives": found.collectives,
             "device_step": found.device_step, "device_phase": found.device_phase,
         }  # fmt: skip
-        seen = Seen(
+        seen = RankEvidence(
             worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
             found.collectives, code=worker.code, nonfinite_steps=found.nonfinite_steps,
         )  # fmt: skip

@@ -60,6 +60,11 @@ class RunContext:
 class AttemptOwner(Protocol):
     """The methods of a run that its attempts call."""
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The values of the run's settings by name."""
+        ...
+
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
         """Appends to the run's events."""
         ...

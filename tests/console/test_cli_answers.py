@@ -43,7 +43,7 @@ def test_a_run_that_is_stalled_or_unsupervised_is_not_healthy(
 
 
 def test_nothing_is_armed_where_no_supervisor_lives(launch, capsys):
-    promised = "if it stalls for 10 s: alert, then restart"
+    promised = "on stall (10 s): alert, then restart"
     directory.run(launch / "0-first", armed=promised, **directory.DEAD)
     _, out, _ = said(capsys, "status", launch)
     assert (promised in out, "armed: nothing, no supervisor lives" in out) == (False, True)
@@ -52,15 +52,15 @@ def test_nothing_is_armed_where_no_supervisor_lives(launch, capsys):
 @pytest.mark.parametrize(
     ("action", "act_s", "text"),
     [
-        ("warn", 1800, "if it stalls for 10 s: alert only"),
-        ("dump", 1800, "if it stalls for 10 s: alert, then dump"),
-        ("restart", 35, "if it stalls for 10 s: alert, after 25 s more restart"),
-        ("stop", 5, "if it stalls for 10 s: alert, after 20 s more stop"),
+        ("warn", 1800, "on stall (10 s): alert only"),
+        ("dump", 1800, "on stall (10 s): alert, then dump"),
+        ("restart", 35, "on stall (10 s): alert, after 25 s more restart"),
+        ("stop", 5, "on stall (10 s): alert, after 20 s more stop"),
     ],
 )
 def test_what_is_armed_says_when_it_comes(action, act_s, text):
     watch = Watch(stall_floor_s=10, stall_act_s=act_s)
-    assert Watchdog(watch, {"stall": action}).stall_words() == text
+    assert Watchdog(watch, {"stall": action}).stall_policy() == text
 
 
 def test_a_further_attempt_is_told_in_status_and_in_the_list(launch, capsys):

@@ -13,7 +13,8 @@ from typing import get_args
 import pytest
 
 from console import actions, cli, status_text
-from console.diagnose.stall import Seen, diagnose
+from console.diagnose.stall import RankEvidence
+from console.diagnose.verdict import diagnose
 from console.sources.records import Reads
 from console.sources.run import RunSource
 from tests.console.sources import directory
@@ -138,14 +139,14 @@ def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, caps
         code, out = said(capsys, "check", path)
         assert code == 1
     code, out = said(capsys, "check", run)
-    assert "the gates in run.json are not those of the phase in plan.json" in out
-    assert "plan_state.json says fail of its gates" in out
+    assert "run.json has other gates than its phase in plan.json" in out
+    assert "its gates are failed in plan_state.json" in out
 
 
 def test_a_phase_that_its_records_do_not_confirm_has_not_passed_in_its_row(passed, capsys):
     change(passed / "0-first" / rundir.SUPERVISOR, state="running")
     _, out = said(capsys, "status", passed)
-    assert "no go: first: supervisor.json says running" in out
+    assert "no go: first: its state is running in supervisor.json" in out
     assert "1 first        completed  gates unknown" in out
     assert "2 second       completed  gates pass" in out
 
@@ -265,12 +266,12 @@ def test_a_lock_that_a_stranger_holds_is_not_said_to_be_the_supervisors(alone, c
 
 
 def test_each_stopped_rank_is_named_by_the_signal_that_lets_it_go_on():
-    ranks = [Seen(rank, 100 + rank, "T", 5, "forward", 99.0) for rank in (0, 1)]
+    ranks = [RankEvidence(rank, 100 + rank, "T", 5, "forward", 99.0) for rank in (0, 1)]
     verdict = diagnose(ranks, Watch(), 0.0)
     assert verdict is not None
-    assert "kill -CONT 100 101 lets them go on" in verdict.sentence
-    others = [Seen(0, 100, "D", 4, "forward", 999.0), *ranks[1:],
-              Seen(2, 102, "T", 5, "forward", 99.0)]  # fmt: skip
+    assert "kill -CONT 100 101 resumes them" in verdict.sentence
+    others = [RankEvidence(0, 100, "D", 4, "forward", 999.0), *ranks[1:],
+              RankEvidence(2, 102, "T", 5, "forward", 99.0)]  # fmt: skip
     verdict = diagnose(others, Watch(), 0.0)
     assert verdict is not None
     assert "ranks 1-2 are stopped in forward of step 5 (kill -CONT 101 102" in verdict.sentence

@@ -76,7 +76,7 @@ def test_an_event_or_a_plan_state_does_not_make_a_crashed_run_a_good_one(launch,
     assert said(capsys, "check", launch)[0] != 0
     directory.document(run / rundir.SUPERVISOR, crashed | {"state": "completed"})
     code, out = said(capsys, "check", run)
-    assert (code, "rank 0 ended with killed by SIGKILL" in out) == (1, True)
+    assert (code, "rank 0: killed by SIGKILL" in out) == (1, True)
 
 
 @pytest.mark.decision("go-run", "true")
@@ -102,14 +102,14 @@ def lie(run, name):
     if name == "gates.json: a NaN in the records":
         os.unlink(rundir.heartbeat(run, 0))
         completed(run, step7="nan")
-        return "gate loss_finite passes in gates.json and is fail by the records"
+        return "gate loss_finite is passed in gates.json and failed by the records"
     if name == "gates.json: a stall in the events":
         directory.event(run, "alert", attempt=1, alert="stall", level="crit", text="stalled")
-        return "gate no_stall passes in gates.json and is fail by the records (1 stall"
+        return "gate no_stall is passed in gates.json and failed by the records (1 stall"
     if name == "gates.json: fewer steps in the records":
         born = rundir.read_json(run / rundir.RUN) or {}
         directory.document(run / rundir.RUN, born | {"gates": BOUNDS | {"steps_done": 21}})
-        return "gate steps_done passes in gates.json and is fail by the records"
+        return "gate steps_done is passed in gates.json and failed by the records"
     path = rundir.heartbeat(run, 0)
     path.write_text(path.read_text().replace('"step":15,', '"step":900000,').replace('"n":16', "?"))
     return "record 16 is missing"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from console.commands.watchdog import watch_rules as rules_of
+from console.commands.watchdog import watch_rules
 from console.supervisor import offline
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -92,12 +92,12 @@ def changes(path: Path, halt: bool = True) -> list[tuple[str, str, str]]:
     """Returns what the rules say during a minute in which nothing changes in the directory."""
     source = offline.OfflineRun(path)
     now = source.poll()
-    dog = rules_of(source.watch, halt, 1.0)
+    dog = watch_rules(source.watch, source.settings, halt, 1.0)
     found = []
     for second in range(60):
-        seen = tuple(replace(each, still_s=each.still_s + second) for each in now.seen)
-        moment = replace(now, mono=now.mono + second, ts=now.ts + second, seen=seen)
-        found += [(c.kind, c.rule.name, c.text) for c in dog.look(moment)]
+        seen = tuple(replace(each, unchanged_s=each.unchanged_s + second) for each in now.ranks)
+        moment = replace(now, mono=now.mono + second, ts=now.ts + second, ranks=seen)
+        found += [(c.kind, c.rule.name, c.text) for c in dog.update(moment)]
     return found
 
 
@@ -106,7 +106,7 @@ def test_a_run_whose_records_stop_while_its_other_files_grow_is_not_halted(run):
     os.utime(run / rundir.TRAINING_CSV, (time.time() + 60, time.time() + 60))
     raised, withheld = changes(run)
     assert (raised[:2], withheld[:2]) == (("raise", "stall"), ("withhold", "stall"))
-    says = "halt withheld: the second source does not agree: training.csv was written"
+    says = "halt withheld, no second source confirms it: training.csv was written"
     assert withheld[2].startswith(says)
 
 
@@ -145,7 +145,7 @@ def test_a_healthy_run_is_left_alone_to_its_end(run):
 
 @pytest.mark.parametrize(
     ("step", "text"),
-    [(81, "rank 1 is behind: in forward of step 81 since"), (41, "no record since")],
+    [(81, "rank 1 has been stalled in forward of step 81 since"), (41, "no record since")],
     ids=["pulses", "pulses that the records disprove"],
 )
 def test_pulses_tell_which_rank_stands_still(run, step, text):
@@ -192,7 +192,7 @@ def test_a_silent_run_of_the_legacy_system_is_seen_by_its_own_rhythm_until_it_en
     with watchdog(path, "--halt", "--interval", "0.1") as process:
         line = json.loads(process.stdout.readline())
         assert (line["kind"], line["rule"]) == ("raise", "stall")
-        assert "step 60: longer than the 300 s" in line["text"]
+        assert "(step 60); the stall limit is 300 s" in line["text"]
         (path / "metrics.json").write_text("{}")
         process.communicate(timeout=HANG_GUARD_S)
     assert process.returncode == 4, "metrics.json does not say whether it was done"

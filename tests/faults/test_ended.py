@@ -153,9 +153,9 @@ def test_a_rank_that_is_dead_and_not_reaped_is_not_alive(scene, run):
     agent, victim = run.state()["torchrun"]["pid"], run.pids()[1]
     os.kill(agent, signal.SIGSTOP)
     try:
-        words = scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), verdict_of("gone"))
+        words = scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), verdict_of("exited"))
         assert process.state(victim) == "Z"
-        assert "rank 1 is dead (unreaped" in words
+        assert "rank 1 exited and was not reaped" in words
     finally:
         os.kill(agent, signal.SIGCONT)
     run.wait_end()

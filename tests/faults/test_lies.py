@@ -95,7 +95,7 @@ def test_a_nan_that_one_rank_alone_records_halts_nothing(scene, launch, orders):
     words = scene.inject(
         started, lambda: order(orders, 0, lie), sentence_of("non_finite-withheld")
     )  # fmt: skip
-    assert words.startswith("halt withheld: the second source does not agree: ")
+    assert words.startswith("halt withheld, no second source confirms it: ")
     scene.steps_on(started, pids)
     assert not (started.run() / rundir.HALT).exists()
     order(orders, 1, lie)

@@ -65,8 +65,8 @@ def test_a_rank_that_is_slower_is_named_and_never_killed(scene, begin):
     pids, source, seen = started.pids(), RunSource(started.path), sentence_of("imbalance")
     words = started.wait(lambda: seen(source.poll()), 60)
     told = next(event for event in started.events(0) if event.get("alert") == "imbalance")
-    assert words.startswith("rank 1 needs 1.")
-    assert words.endswith(" times the others' time for its own part")
+    assert words.startswith("rank 1 takes 1.")
+    assert words.endswith(" times as long as the other ranks in fetch and forward")
     scene.goes_on(started, pids)
     assert not [event for event in started.events(0) if event["kind"] in ("verdict", "watch")]
     drill = next(json.loads(line) for line in
@@ -92,7 +92,7 @@ def test_a_hook_that_misbehaves_holds_nobody_up(scene, launch, orders, tmp_path,
     set_hook(tmp_path, monkeypatch, str(kept), mode)
     started = launch(restart="never", watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": 2})
     pids, supervisor = started.pids(), started.plan_state["supervisor"]["pid"]
-    words = scene.inject(started, lambda: order(orders, 1, "sleep 4.5"), verdict_of("behind"))
+    words = scene.inject(started, lambda: order(orders, 1, "sleep 4.5"), verdict_of("slowest-rank"))
     told = started.wait(lambda: [json.loads(path.read_text()) for path in kept.glob("*.json")])
     assert words in told[0]["stdin"]
     assert started.ask("note", text="while the hook runs")["ok"]

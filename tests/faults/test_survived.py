@@ -174,15 +174,19 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
 
 @pytest.mark.fault("4")
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
-    words = scene.inject(run, lambda: order(orders, 1, f"sleep {STILL_S}"), verdict_of("behind"))
-    assert "rank 1 is behind: in forward of step" in words
+    words = scene.inject(
+        run, lambda: order(orders, 1, f"sleep {STILL_S}"), verdict_of("slowest-rank")
+    )
+    assert "rank 1 has been stalled in forward of step" in words
     assert "rank 0 waits in backward" in words
 
 
 @pytest.mark.fault("5")
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, pids, orders):
-    words = scene.inject(run, lambda: order(orders, 1, f"gil {3 * STILL_S}"), verdict_of("behind"))
-    assert "rank 1 is behind: in forward of step" in words
+    words = scene.inject(
+        run, lambda: order(orders, 1, f"gil {3 * STILL_S}"), verdict_of("slowest-rank")
+    )
+    assert "rank 1 has been stalled in forward of step" in words
     answer = run.ask("dump")
     assert answer["ok"], answer
     assert console("status", run.path)[0] == 1
@@ -205,7 +209,7 @@ def stopped(pid: int) -> Iterator[Callable[[], None]]:
 def test_a_stopped_rank_is_offered_cont_and_never_killed(scene, run, pids):
     with stopped(pids[1]) as stop:
         words = scene.inject(run, stop, verdict_of("stopped"))
-    assert f"kill -CONT {pids[1]}" in words
+    assert f"kill -CONT {pids[1]} resumes it" in words
 
 
 @pytest.mark.fault("8", "torchrun")

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from console import actions, status_text
-from console.diagnose.stall import Seen, diagnose
+from console.diagnose.stall import RankEvidence
+from console.diagnose.verdict import diagnose
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -138,7 +139,7 @@ def test_a_run_of_the_ancestor_that_has_ended_has_and_is_not_halted(tmp_path, st
 
 @pytest.mark.parametrize("counts", [(0, 0), (0, 7)])
 def test_collectives_are_evidence_only_where_a_program_counts_them(counts):
-    ranks = [Seen(r, 1, "S", 5, "forward", 999.0, count) for r, count in enumerate(counts)]
+    ranks = [RankEvidence(r, 1, "S", 5, "forward", 999.0, count) for r, count in enumerate(counts)]
     verdict = diagnose(ranks, Watch(), 0.0)
     told = ["collectives" in line for line in verdict.evidence]
     assert told == [any(counts)] * 2

@@ -644,7 +644,7 @@ def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     with_snapshot = capsys.readouterr().out.splitlines()
     (run / rundir.SNAPSHOT).unlink()
     assert main(["check", str(run)]) == 1
-    assert "there is no usable snapshot.json of its records, of which only the end was read; " in (
+    assert "snapshot.json is not usable, so only the end of its records was read; " in (
         capsys.readouterr().out
     )
     assert main(["check", str(run), "--full"]) == 1

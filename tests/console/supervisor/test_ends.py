@@ -27,9 +27,9 @@ def test_a_rank_that_hangs_is_named_with_who_waits_and_term_to_the_supervisor_st
         watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": 2},
     )  # fmt: skip
     verdict = started.wait_state("stalled")["verdict"]
-    assert (verdict["rank"], verdict["cause"], verdict["sure"]) == (1, "behind", "medium")
+    assert (verdict["rank"], verdict["cause"], verdict["sure"]) == (1, "slowest-rank", "medium")
     assert (verdict["phase"], verdict["step"]) == ("forward", 30)
-    assert "rank 1 is behind: in forward of step 30" in verdict["sentence"]
+    assert "rank 1 has been stalled in forward of step 30" in verdict["sentence"]
     assert "rank 0 waits in backward" in verdict["sentence"]
     answer = started.ask("halt")["text"]
     assert answer.startswith(".HALT is written; the run is stalled")

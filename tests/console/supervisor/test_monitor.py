@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from console.diagnose.stall import Seen
+from console.diagnose.stall import RankEvidence
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -36,7 +36,8 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
         for second in range(first, first + 60):
             still = float(second - first)
             seen = tuple(
-                Seen(rank, 100, "S", step, "forward", still, records_s=still) for rank in (0, 1)
+                RankEvidence(rank, 100, "S", step, "forward", still, records_s=still)
+                for rank in (0, 1)
             )
             dog.poll(SAMPLE, seen, ending=False, halting=False, unread="")
 

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.diagnose.rules import HALTING
-from console.diagnose.stall import Seen, by_records, diagnose, disagreement, limit_s, with_records
+from console.diagnose.stall import (
+    RankEvidence,
+    by_records,
+    limit_s,
+    why_unconfirmed,
+    with_records,
+)
+from console.diagnose.verdict import diagnose
 from console.diagnose.watch import Watchdog
 from console.plans import gates
 from console.sources.reducer import NO_RECORDS
@@ -56,11 +63,11 @@ def test_evaluation_and_saving_have_budgets_of_their_own():
     watch = Watch(stall_floor_s=10, startup_s=120, eval_s=40, save_s=50)
 
     def limit(phase, p99_s=None):
-        return limit_s(Seen(0, 1, "S", 9, phase, 0.0, 0, p99_s), watch)
+        return limit_s(RankEvidence(0, 1, "S", 9, phase, 0.0, 0, p99_s), watch)
 
     assert [limit(phase) for phase in ("eval", "save", "halt", "forward")] == [40, 50, 50, 10]
     assert limit("eval", 20.0) == 100
-    assert limit_s(Seen(0, 1, "S", 9, "save", 0.0), Watch(startup_s=77)) == 77
+    assert limit_s(RankEvidence(0, 1, "S", 9, "save", 0.0), Watch(startup_s=77)) == 77
 
 
 EXTREME = st.sampled_from([
@@ -97,14 +104,18 @@ def test_no_record_raises_in_what_watches(drawn):
             told.take(accepted)
             summed.take(accepted)
     seen = tuple(
-        with_records(Seen(rank, 1, "S", 3, "forward", 1e6), told.heads.get(rank, NO_RECORDS), 1)
+        with_records(
+            RankEvidence(rank, 1, "S", 3, "forward", 1e6), told.heads.get(rank, NO_RECORDS), 1
+        )
         for rank in range(3)
     )
     diagnose(seen, Watch(), 1.8e9)
     for rank, head in told.heads.items():
         diagnose((by_records(rank, head, Watch()),), Watch(), 1.8e9)
     for _ in range(3):
-        dog.look(readings(told.heads, seen, {}, (), {}, stall_doubt=disagreement(seen, Watch())))
+        dog.update(
+            readings(told.heads, seen, {}, (), {}, stall_doubt=why_unconfirmed(seen, Watch()))
+        )
     gates.evaluate(summed, {rule.name: 1 for rule in gates.TABLE if rule.bound != "yes"})
 
 
@@ -158,7 +169,7 @@ def test_records_of_attempts_that_are_none_do_not_replace_what_is_known_of_the_p
 
 
 def at(told, step, attempt=1):
-    seen = Seen(0, 1, "S", step, "forward", 99.0)
+    seen = RankEvidence(0, 1, "S", step, "forward", 99.0)
     return with_records(seen, told.heads[0], attempt)
 
 
@@ -208,6 +219,6 @@ def test_records_ahead_of_a_pulse_are_a_doubt_but_not_where_it_was_sampled_befor
     told.take(record(30))
     assert at(told, 7).doubt == "ahead"
     sampled = with_records(
-        Seen(0, 1, "S", 7, "forward", 1.0), told.heads[0], attempt=1, lagging=True
+        RankEvidence(0, 1, "S", 7, "forward", 1.0), told.heads[0], attempt=1, lagging=True
     )
     assert not sampled.doubt

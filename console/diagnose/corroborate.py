@@ -1,0 +1,74 @@
+"""The second source of each watch rule, which must confirm it before an action interrupts a run.
+
+Each function returns "" where its source confirms the rule, else why not. Nothing is read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from console.diagnose.readings import History, Readings, gate_collapsed
+from console.sources.pace import Progress
+
+Corroborate = Callable[[Readings, History], str]
+PACE_LOST = 0.5
+"""Pulses confirm a loss of throughput up to this share of the earlier pace."""
+
+
+def kernel(_now: Readings, _history: History) -> str:
+    """Confirms it: the kernel of this host measured the value, no file lies between."""
+    return ""
+
+
+def records(now: Readings, _history: History) -> str:
+    """Confirms a stall by the records of the ranks."""
+    return now.stall_doubt
+
+
+def pulses(_now: Readings, history: History) -> str:
+    """Confirms a loss of throughput by the steps that the pulses show by this host's clock."""
+    if history.pace_ratio is None:
+        return "the pulses do not show a pace yet"
+    if history.pace_ratio > PACE_LOST:
+        return f"the pulses show {history.pace_ratio:.0%} of the earlier pace"
+    return ""
+
+
+def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
+    """Confirms a figure by another rank's record of that step; without one, by training.csv.
+
+    `bad` says whether a record shows the figure, None where it does not have it.
+    """
+
+    def confirm(now: Readings, _history: History) -> str:
+        own = now.progress.get(0)
+        if own is None:
+            return "rank 0 has no record"
+        others = {rank: p for rank, p in now.progress.items() if rank and bad(p) is not None}
+        found = {rank: bad(p) for rank, p in others.items() if p.step >= own.step}
+        if any(found.values()):
+            return ""
+        if found:
+            return f"rank {min(found)} records another value"
+        if others:
+            return f"no other rank has recorded step {own.step} yet"
+        row = now.csv
+        if row is None or row.step != own.step or bad(row) is None:
+            return "neither another rank nor training.csv records it"
+        return "" if bad(row) else f"training.csv has another value at step {row.step}"
+
+    return confirm
+
+
+_loss_recorded = _recorded(lambda p: None if p.loss is None else not math.isfinite(p.loss))
+gradient = _recorded(lambda p: None if p.grad_norm is None else p.grad_norm == 0)
+gate = _recorded(gate_collapsed)
+
+
+def loss(now: Readings, history: History) -> str:
+    """Confirms a loss by records; in a run of one rank also by the count in its pulse."""
+    alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
+    if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):
+        return ""
+    return _loss_recorded(now, history)

@@ -1,0 +1,241 @@
+"""The verdict on a run that makes no progress: its cause, the rank, and one sentence that says so.
+
+A rank that the kernel shows as stopped or exited is named after `NAMED_AFTER_S`; for every other
+cause the slowest ranks must exceed their stall limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from console.diagnose.stall import (
+    SAVING_PHASES,
+    RankEvidence,
+    limit_s,
+    names,
+    slowest,
+    unusable_pulses,
+    why_unconfirmed,
+)
+from console.model import Sure, Verdict
+from trainers.contract.plan import Watch
+
+NAMED_AFTER_S = 3.0
+STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
+EVIDENCE_LINES = 64
+LOOK_AT_STACKS = "dump the stacks to see the cause"
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """All ranks that still run, the slowest of them, and those that have exited."""
+
+    running: tuple[RankEvidence, ...]
+    slowest: tuple[RankEvidence, ...]
+    exited: tuple[RankEvidence, ...]
+    watch: Watch
+    ts: float
+
+    @property
+    def stalled(self) -> bool:
+        return all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest)
+
+    def in_state(self, states: Sequence[str]) -> list[RankEvidence]:
+        """Returns the ranks in one of these process states, the slowest first."""
+        found = (r for r in self.running if r.state in states and r.unchanged_s > NAMED_AFTER_S)
+        return sorted(found, key=lambda each: each.position)
+
+    def since(self, rank: RankEvidence) -> str:
+        """Returns the time of day of its last change, which stays true while the alert is open."""
+        return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
+
+    def exited_early(self, step: int) -> list[RankEvidence]:
+        """Returns the ranks that exited at this step or before it, the earliest first."""
+        found = (each for each in self.exited if each.step <= step)
+        return sorted(found, key=lambda each: (each.step, each.rank))
+
+    def verdict(
+        self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
+    ) -> Verdict:  # fmt: skip
+        """Returns a verdict on `rank`, None for all of them; the sentence joins the `parts`."""
+        place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
+        number = rank.rank if rank else None
+        evidence = self._evidence(rank)
+        return Verdict(self.ts, sentence, cause, number, place.phase, place.step, sure, evidence)
+
+    def _evidence(self, first: RankEvidence | None) -> tuple[str, ...]:
+        """Returns a line a rank, that of the verdict first."""
+        ranks = sorted((*self.running, *self.exited), key=lambda each: each is not first)
+        counted = any(each.collectives for each in ranks)
+        return tuple(
+            f"rank {each.rank}: process state {each.state}, {each.place}, unchanged for "
+            f"{each.unchanged_s:.0f} s, limit {limit_s(each, self.watch):.0f} s"
+            + (f", {each.collectives} collectives" if counted else "")
+            for each in ranks[:EVIDENCE_LINES]
+        )
+
+
+def _stopped(case: _Case) -> Verdict | None:
+    """Names stopped ranks, unless the run stalls because of another rank that is slower."""
+    found = case.in_state(STOPPED_STATES)
+    if not found:
+        return None
+    first = found[0]
+    slower = case.slowest[0].position < first.position
+    if slower and case.stalled:
+        return None
+    return case.verdict(
+        first, "stopped", "medium" if slower else "high",
+        f"{_verb(found, 'is', 'are')} stopped (SIGSTOP or a debugger) in {first.place}, last "
+        f"progress at {case.since(first)}",
+        _resume(found), _others(case, found),
+    )  # fmt: skip
+
+
+def _exited(case: _Case) -> Verdict | None:
+    """Names ranks whose process is gone while others still run."""
+    found = case.in_state(ENDED_STATES)
+    if not found or len(found) == len(case.running):
+        return None
+    first = found[0]
+    zombie = " and was not reaped (its parent does not run)" if first.state == "Z" else ""
+    return case.verdict(
+        first, "exited", "high",
+        f"{names(found)} exited{zombie} in {first.place}, last progress at {case.since(first)}",
+        _others(case, found),
+    )  # fmt: skip
+
+
+def _uninterruptible(case: _Case) -> Verdict | None:
+    """Names the slowest rank where it sleeps in the kernel."""
+    first = case.slowest[0]
+    if not case.stalled or first.state != "D":
+        return None
+    return case.verdict(
+        first, "uninterruptible", "medium",
+        f"{_stalled(case, [first])} in uninterruptible sleep",
+        "check the disk, the network file system and the driver", _others(case, [first]),
+    )  # fmt: skip
+
+
+def _exited_early(case: _Case) -> Verdict | None:
+    """Names ranks that exited before the others were done; a rank that saves needs no other."""
+    behind = case.slowest[0]
+    early = case.exited_early(behind.step)
+    if not case.stalled or not early or behind.phase in SAVING_PHASES:
+        return None
+    first = early[0]
+    certain = first.step < behind.step and first.state in ENDED_STATES
+    return case.verdict(
+        first, "exited-early", "high" if certain else "medium",
+        f"{_exits(early)} at step {first.step} before the other ranks",
+        f"no progress since {case.since(behind)}", _others(case, [first]),
+    )  # fmt: skip
+
+
+def _slowest_rank(case: _Case) -> Verdict | None:
+    """Names the slowest ranks. Their pulse alone says so, so the verdict is never sure."""
+    if not case.stalled or len(case.slowest) == len(case.running):
+        return None
+    return case.verdict(
+        case.slowest[0], "slowest-rank", "medium",
+        _stalled(case, case.slowest), _others(case, case.slowest), _exits(case.exited),
+        LOOK_AT_STACKS,
+    )  # fmt: skip
+
+
+def _all_ranks(case: _Case) -> Verdict | None:
+    """Names all ranks: they stall at the same place, or there is only one."""
+    if not case.stalled:
+        return None
+    alone = len(case.running) == 1
+    certain = alone and not why_unconfirmed(case.running, case.watch)
+    return case.verdict(
+        case.running[0] if alone else None, "all-ranks", "high" if certain else "low",
+        _stalled(case, case.running), _exits(case.exited),
+        "" if alone else "no rank is slower than the others", LOOK_AT_STACKS,
+    )  # fmt: skip
+
+
+KERNEL_CAUSES = ("stopped", "exited")
+"""Causes that the kernel confirms."""
+CAUSES: tuple[Callable[[_Case], Verdict | None], ...] = (
+    _stopped, _exited, _uninterruptible, _exited_early, _slowest_rank, _all_ranks,
+)  # fmt: skip
+"""The first one that applies gives the verdict."""
+
+
+def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict | None:
+    """Returns why the run makes no progress, None while it does. `ts` is the evidence's unix time.
+
+    A rank without a usable pulse is never named, and makes every other verdict unsure.
+    """
+    usable = [each for each in ranks if not each.doubt]
+    behind = slowest(usable)
+    if not behind:
+        return None
+    case = _Case(
+        running=tuple(each for each in usable if each.phase != "exit"),
+        slowest=behind,
+        exited=tuple(each for each in usable if each.phase == "exit"),
+        watch=watch,
+        ts=ts,
+    )
+    found = next((verdict for cause in CAUSES if (verdict := cause(case))), None)
+    if found is None or len(usable) == len(ranks) or found.cause in KERNEL_CAUSES:
+        return found
+    return replace(found, sure="low", sentence=f"{found.sentence}; {unusable_pulses(ranks)}")
+
+
+def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
+    """Returns the ranks with their verb: "rank 3 is", "ranks 0-2 are"."""
+    return f"{names(ranks)} {one if len(ranks) == 1 else many}"
+
+
+def _stalled(case: _Case, ranks: Sequence[RankEvidence]) -> str:
+    who, first = _verb(ranks, "has", "have"), ranks[0]
+    return f"{who} been stalled in {first.place} since {case.since(first)}"
+
+
+def _exits(ranks: Sequence[RankEvidence]) -> str:
+    """Returns "rank 0 exited (code 0)", "" without any."""
+    if not ranks:
+        return ""
+    if any(each.state not in ENDED_STATES for each in ranks):
+        return f"{_verb(ranks, 'is', 'are')} exiting"
+    codes = sorted({each.code for each in ranks if each.code is not None})
+    return f"{names(ranks)} exited" + (f" (code {', '.join(map(str, codes))})" if codes else "")
+
+
+def _resume(ranks: Sequence[RankEvidence]) -> str:
+    """Returns the command that resumes stopped ranks."""
+    pids = " ".join(str(each.pid) for each in sorted(ranks, key=lambda each: each.rank))
+    return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
+
+
+def _others(case: _Case, named: Sequence[RankEvidence]) -> str:
+    """Returns what the other running ranks do, grouped by what they do and where."""
+    first = named[0]
+    groups: dict[tuple[str, str], list[RankEvidence]] = {}
+    for each in case.running:
+        if each not in named:
+            place = each.phase if each.phase and each.step == first.step else each.place
+            groups.setdefault((_doing(each, first), place), []).append(each)
+    return "; ".join(_group(ranks, doing, place) for (doing, place), ranks in groups.items())
+
+
+def _doing(rank: RankEvidence, named: RankEvidence) -> str:
+    if rank.state in STOPPED_STATES:
+        return "stopped"
+    slower = named.phase != "exit" and rank.position < named.position
+    return "slower" if slower else "waits"
+
+
+def _group(ranks: Sequence[RankEvidence], doing: str, place: str) -> str:
+    if doing == "stopped":
+        return f"{_verb(ranks, 'is', 'are')} stopped in {place} ({_resume(ranks)})"
+    if doing == "slower":
+        return f"{_verb(ranks, 'is', 'are')} slower, in {place}"
+    return f"{_verb(ranks, 'waits', 'wait')} in {place}"

@@ -1,0 +1,192 @@
+"""The verdict on a stalled run, from pulses and process states alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.diagnose.stall import RankEvidence, limit_s
+from console.diagnose.verdict import diagnose
+from trainers.contract.plan import Watch
+from trainers.contract.pulse import PHASES
+
+NOW = 1_790_000_000.0
+WATCH = Watch(stall_floor_s=10, startup_s=120, grace_s=15)
+SINCE = time.strftime("%H:%M:%S", time.localtime(NOW - 12))
+DUMP = "; dump the stacks to see the cause"
+
+
+def rank(number, phase="forward", unchanged=12.0, state="S", step=41, **more):
+    return RankEvidence(number, 1000 + number, state, step, phase, unchanged, **more)
+
+
+def judge(*ranks):
+    return diagnose(ranks, WATCH, NOW)
+
+
+def early(number, phase="forward", **more):
+    """Returns a rank that made progress four seconds ago."""
+    return rank(number, phase, 4.0, **more)
+
+
+EXITED = rank(0, "exit", 500.0, "gone", step=5, code=0)
+SENTENCES = {
+    "slowest rank": (
+        (rank(0, "backward"), rank(1)), ("slowest-rank", 1, "medium"),
+        f"rank 1 has been stalled in forward of step 41 since {SINCE}; rank 0 waits in backward"
+        + DUMP,
+    ),
+    "one step behind": (
+        (rank(0, "fetch", step=42), rank(1, "optimizer")), ("slowest-rank", 1, "medium"),
+        f"rank 1 has been stalled in optimizer of step 41 since {SINCE}; rank 0 waits in fetch of "
+        f"step 42{DUMP}",
+    ),
+    "fewer collectives": (
+        (rank(0, "backward", collectives=15), rank(1, "backward", collectives=14)),
+        ("slowest-rank", 1, "medium"),
+        f"rank 1 has been stalled in backward of step 41 since {SINCE}; rank 0 waits in backward"
+        + DUMP,
+    ),
+    "many ranks": (
+        (*(rank(n, "backward") for n in (0, 1, 2, 4, 5, 7)), rank(3), rank(6)),
+        ("slowest-rank", 3, "medium"),
+        f"ranks 3, 6 have been stalled in forward of step 41 since {SINCE}; ranks 0-2, 4-5, 7 wait "
+        f"in backward{DUMP}",
+    ),
+    "stopped": (
+        (rank(0, "backward"), rank(1, state="T")), ("stopped", 1, "high"),
+        f"rank 1 is stopped (SIGSTOP or a debugger) in forward of step 41, last progress at "
+        f"{SINCE}; kill -CONT 1001 resumes it; rank 0 waits in backward",
+    ),
+    "stopped, and another rank is slower": (
+        (rank(0, "backward", state="T"), rank(1, "fetch"), rank(2, "backward")),
+        ("slowest-rank", 1, "medium"),
+        f"rank 1 has been stalled in fetch of step 41 since {SINCE}; rank 0 is stopped in backward "
+        f"(kill -CONT 1000 resumes it); rank 2 waits in backward{DUMP}",
+    ),
+    "killed": (
+        (rank(0, "backward"), rank(1, state="gone")), ("exited", 1, "high"),
+        f"rank 1 exited in forward of step 41, last progress at {SINCE}; rank 0 waits in backward",
+    ),
+    "not reaped": (
+        (rank(0, "backward"), rank(1, state="Z")), ("exited", 1, "high"),
+        "rank 1 exited and was not reaped (its parent does not run) in forward of step 41, last "
+        f"progress at {SINCE}; rank 0 waits in backward",
+    ),
+    "uninterruptible": (
+        (rank(0, "backward"), rank(1, "fetch", state="D")), ("uninterruptible", 1, "medium"),
+        f"rank 1 has been stalled in fetch of step 41 since {SINCE} in uninterruptible sleep; "
+        "check the disk, the network file system and the driver; rank 0 waits in backward",
+    ),
+    "all at the same place": (
+        (rank(0, "backward"), rank(1, "backward")), ("all-ranks", None, "low"),
+        f"ranks 0-1 have been stalled in backward of step 41 since {SINCE}; no rank is slower than "
+        f"the others{DUMP}",
+    ),
+    "exited before the others": (
+        (EXITED, rank(1, "backward", step=6), rank(2, "backward", step=6)),
+        ("exited-early", 0, "high"),
+        f"rank 0 exited (code 0) at step 5 before the other ranks; no progress since {SINCE}; "
+        "ranks 1-2 wait in backward of step 6",
+    ),
+    "exiting at the same step": (
+        (replace(EXITED, state="S"), rank(1, "backward", step=5)), ("exited-early", 0, "medium"),
+        f"rank 0 is exiting at step 5 before the other ranks; no progress since {SINCE}; rank 1 "
+        "waits in backward",
+    ),
+    "exited after the others": (
+        (replace(EXITED, step=42), rank(1)), ("all-ranks", 1, "low"),
+        f"rank 1 has been stalled in forward of step 41 since {SINCE}; rank 0 exited (code 0)"
+        + DUMP,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_verdict_names_the_rank_the_evidence_and_what_to_do(name):
+    ranks, expected, sentence = SENTENCES[name]
+    verdict = judge(*ranks)
+    assert (verdict.cause, verdict.rank, verdict.sure) == expected
+    assert verdict.sentence == sentence
+    assert len(sentence) < 200
+    first = verdict.rank if verdict.rank is not None else 0
+    assert verdict.evidence[0].startswith(f"rank {first}: process state ")
+    assert len(verdict.evidence) == len(ranks)
+
+
+PROGRESS = {
+    "no rank": (),
+    "every rank moves": (rank(0, unchanged=0.2), rank(1, unchanged=0.1)),
+    "a slow rank moves": (rank(0, "backward", 50.0), rank(1, unchanged=1.0)),
+    "stopped for two seconds": (rank(0, unchanged=2.0), rank(1, unchanged=2.0, state="T")),
+    "all gone": (early(0, state="gone"), early(1, state="gone")),
+    "all exited": (rank(0, "exit", 500.0), rank(1, "exit", 500.0)),
+    "one exited, the other moves": (EXITED, rank(1, "backward", 1.0, step=6)),
+    "starting": (rank(0, "boot", 100.0, step=0), rank(1, "boot", 100.0, step=0)),
+    "no pulse yet": (rank(0, "", 119.0, step=0),),
+    "first step": (rank(0, "forward", 100.0, step=1), rank(1, "forward", 100.0, step=1)),
+    "saving": (rank(0, "save", 100.0), rank(1, "save", 100.0)),
+    "slow steps": (rank(0, "backward", 20.0, p99_s=6.0), rank(1, "forward", 20.0, p99_s=6.0)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRESS)
+def test_a_run_within_its_limits_has_no_verdict(name):
+    assert judge(*PROGRESS[name]) is None
+
+
+def test_a_stopped_or_exited_rank_is_named_after_three_seconds_whatever_the_limit():
+    assert judge(early(0, "backward"), early(1, state="T")).rank == 1
+    assert judge(early(0, "boot", step=0), early(1, "", state="T", step=0)).rank == 1
+    assert judge(early(0, "backward"), early(1, state="Z")).cause == "exited"
+    waits = judge(early(0, "backward", state="T"), early(1, "fetch"))
+    assert (waits.rank, waits.cause, waits.sure) == (0, "stopped", "medium")
+    assert waits.sentence.endswith("; rank 1 is slower, in fetch")
+
+
+def test_starting_and_saving_have_limits_of_their_own():
+    assert judge(rank(0, "", 121.0, step=0)).cause == "all-ranks"
+    assert judge(rank(0, "save", 130.0), rank(1, "halt", 130.0)).rank == 0
+    saves = judge(replace(EXITED, step=42), rank(1, "save", 130.0, step=42))
+    assert (saves.cause, saves.rank) == ("all-ranks", 1)
+
+
+def test_the_limit_follows_slow_steps():
+    assert [limit_s(rank(0, p99_s=p99_s), WATCH) for p99_s in (None, 0.5, 6.0)] == [10, 10, 30]
+
+
+RANKS = st.lists(
+    st.builds(
+        RankEvidence,
+        rank=st.integers(0, 20),
+        pid=st.integers(1, 1 << 22),
+        state=st.sampled_from(("R", "S", "D", "T", "t", "Z", "gone", "I")),
+        step=st.integers(0, 1 << 40),
+        phase=st.sampled_from((*PHASES, "")),
+        unchanged_s=st.floats(0, 1e6),
+        collectives=st.integers(0, 1 << 40),
+        p99_s=st.none() | st.floats(0, 1e4),
+    ),
+    max_size=6,
+    unique_by=lambda s: s.rank,
+)
+
+
+@given(RANKS)
+def test_a_verdict_names_a_slowest_rank_or_one_that_is_stopped_or_has_exited(ranks):
+    verdict = diagnose(ranks, WATCH, 1.0)
+    if verdict is None or verdict.rank is None:
+        return
+    named = next(each for each in ranks if each.rank == verdict.rank)
+    lowest = min(each.position for each in ranks if each.phase != "exit")
+    away = named.phase == "exit" or named.state in ("T", "t", "Z", "gone")
+    assert named.position == lowest or away
+
+
+@given(RANKS)
+def test_ranks_that_moved_within_three_seconds_never_get_a_verdict(ranks):
+    assert diagnose([replace(each, unchanged_s=2.9) for each in ranks], WATCH, 1.0) is None
