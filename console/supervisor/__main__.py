@@ -87,7 +87,7 @@ def main() -> int:
         "--adopt", metavar="JSON", help="the settings of who takes over a launch left behind"
     )
     options = parser.parse_args()
-    rundir.keep_own_rights()
+    rundir.set_safe_umask()
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     log(f"{begun} supervisor pid {os.getpid()} of {options.launch}")
     try:

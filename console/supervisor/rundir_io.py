@@ -195,7 +195,7 @@ class Directory(Recorder):
             then(value, error)
 
     def ask(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
-        """Leaves a file for the ranks to find, `.HALT` or one of `rundir.ASKS`.
+        """Leaves a file for the ranks to find, `.HALT` or one of `rundir.REQUEST_FILES`.
 
         `deliver` tells `then` why it could not be written, "" when it was.
         """
@@ -203,7 +203,7 @@ class Directory(Recorder):
         def told(reason: str) -> None:
             then(f"cannot write {name}: {reason}; the ranks go on" if reason else "")
 
-        self.told(lambda: rundir.ask(run, name, by), told, run)
+        self.told(lambda: rundir.write_request(run, name, by), told, run)
 
     def event(
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
