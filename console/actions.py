@@ -296,7 +296,7 @@ def halt(run: Path, by: str) -> None:
     """Writes `.HALT` where no supervisor does. Raises RefusedError when that fails too."""
     rundir.check_ours(run)
     try:
-        rundir.ask(run, rundir.HALT, by)
+        rundir.write_request(run, rundir.HALT, by)
     except OSError as error:
         raise RefusedError(
             f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks go on; "

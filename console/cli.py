@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns a documented exit code, never a traceback for bad input."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
-    rundir.keep_own_rights()
+    rundir.set_safe_umask()
     options = argparse.Namespace()
     try:
         parser = build_parser()

@@ -1,6 +1,6 @@
 """Softmax attention of grouped heads through torch's SDPA: H query heads share G key heads.
 
-In the dtype of what is given: autocast, which would round wider inputs, is suspended.
+It computes in the dtype of its inputs; autocast, which would round wider inputs, is suspended.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
 FOLDED_UP_TO, FOLDED_TOKENS = 1024, 64
-"""Sequences whose causal attention folds heads into rows, and tokens at a time."""
+"""Longest sequence whose causal attention folds heads into rows, and tokens per fold."""
 
 _ALL_BUT_FLASH = [
     SDPBackend.EFFICIENT_ATTENTION,
@@ -25,7 +25,7 @@ _ALL_BUT_FLASH = [
 
 
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
-    """What SDPA may use inside the context; `refused`: flash cannot serve, so anything else."""
+    """Returns a context that limits SDPA's kernels. `refused`: flash does not support the case."""
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)
     if switches.flash_only and not refused:
@@ -34,12 +34,12 @@ def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention with an additive mask, in which every query must see at least one key.
+    """Attention with an additive mask; every query must see at least one key.
 
     `q` `[N, H, S, Dk]`, `k` `[N, G, T, Dk]`, `v` `[N, G, T, Dv]`, `bias` of 0 and -inf that
     broadcasts to `[N, H, S, T]`, → `[N, H, S, Dv]`.
     """
-    k, v, native = share(q, k, v)
+    k, v, native = expand_kv(q, k, v)
     with no_autocast(q.device):
         return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=native)
 
@@ -49,7 +49,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if k.shape[2] != q.shape[2]:
         # is_causal aligns queries and keys at their first token, which is right for equal lengths.
         raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[2]} keys.")
-    k, v, native = share(q, k, v)
+    k, v, native = expand_kv(q, k, v)
     if native and q.shape[2] <= FOLDED_UP_TO and _keeps_threads_busy(k):
         return _attend_folded(q, k, v)
     with no_autocast(q.device):
@@ -57,16 +57,19 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _keeps_threads_busy(k: Tensor) -> bool:
-    """Whether the kernel's backward, which gives a thread whole heads, has one for each thread
-    where a group is one head. Unknown, so no, while torch.compile traces."""
+    """Returns whether there are as many groups as threads: the kernel's backward gives each thread
+    whole heads. False while torch.compile traces, which cannot know."""
     if torch.compiler.is_compiling():
         return False
     return k.shape[0] * k.shape[1] >= torch.get_num_threads()
 
 
 def _attend_folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`attend_causal` for few tokens on the CPU, whose kernel works on blocks of 32 or 64 rows, a
-    third slower than on 256, where a head has few. Here the heads of a group are rows too."""
+    """`attend_causal` of few tokens on the CPU, with the heads of a group as rows of one product.
+
+    The kernel works on blocks of 32 or 64 rows where a head has few rows, a third slower than on
+    256.
+    """
     groups, pieces = k.shape[1], []
     heads = q.shape[1] // groups
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
@@ -90,11 +93,11 @@ def causal_rows(
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def share(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Keys and values for SDPA, and whether it is to share them among heads by itself.
+def expand_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Returns keys and values for SDPA, and whether SDPA expands them to all heads by itself.
 
-    Its CPU flash kernel does so without a copy, also of their gradients. Elsewhere, the kernels
-    that take a mask do not.
+    Its CPU flash kernel does so without a copy, gradients included. On other devices the kernels
+    that accept a mask do not.
     """
     if q.shape[1] == k.shape[1] or (q.device.type == "cpu" and q.shape[-1] == v.shape[-1]):
         return k, v, q.shape[1] != k.shape[1]

@@ -17,7 +17,7 @@ from nsa.config import ModelConfig, compressed_blocks
 from nsa.decode import attend_token
 from nsa.flash import attend_flash_attn
 from nsa.gate import Gate
-from nsa.precision import widen
+from nsa.precision import upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
@@ -25,15 +25,15 @@ from nsa.stats import gate_stats, selection_stats
 from nsa.window import attend_window
 
 GATED_TOKENS = 512
-"""Tokens whose gates get their gradient at a time on the CPU."""
+"""Tokens in a chunk of the gates' backward on the CPU."""
 _WINDOW = {"causal": attend_window, "banded": attend_window, "flash-attn": attend_flash_attn}
 
 
 def project(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """Several linear layers without bias applied to `x` as one product, side by side.
+    """Applies several linear layers without bias to `x` as one product; concatenates the results.
 
-    One large product is faster than many narrow ones, and the gradient of `x` is summed inside it
-    instead of being rounded after each layer.
+    One large product is faster than several narrow ones, and it sums the gradient of `x` inside
+    instead of rounding it after each layer.
     """
     return F.linear(x, torch.cat([layer.weight for layer in layers]))
 
@@ -53,11 +53,11 @@ class NSAttention(nn.Module):
 
     Head h belongs to group h // (H/G). Keys are compressed before they are rotated: averaging or
     mixing rotated keys would cancel their fast components. A compressed key is then rotated to the
-    position of its block's last token, the position at which it becomes visible: a query's distance
-    to it starts at 0, like its distance to an ordinary key, and a cache can rotate it on arrival.
+    position of its block's last token, at which it becomes visible: a query's distance to it starts
+    at 0, as to an ordinary key, and a cache can rotate it on arrival.
 
-    `fallbacks` counts forwards that could not follow a switch, by cause; with `nvtx` the branches
-    are ranges for Nsight Systems.
+    `fallbacks` counts the forwards that could not follow a switch, by cause; `nvtx` marks the
+    branches as ranges for Nsight Systems.
     """
 
     nvtx = False
@@ -114,12 +114,12 @@ class NSAttention(nn.Module):
         return self.out(merge_heads(gated_sum(gates, out_cmp, out_slc, out_win).to(x.dtype)))
 
     def step(self, x: Tensor, cache: Cache) -> Tensor:
-        """The token after those in the cache, `[B, 1, dim]` → `[B, 1, dim]`."""
+        """`forward` of the one token after those in the cache, `[B, 1, dim]` → `[B, 1, dim]`."""
         nsa, first = self.config.nsa, cache.length
         q, *kv = self.project(x, first)
         cache.append(kv)
         if compressed_blocks(nsa, first + 1) > compressed_blocks(nsa, first) or first == 0:
-            # The first token brings the shape of having no block, if not a block.
+            # The first token sets the shape of the empty list of blocks.
             cache.append_blocks(*self.summaries(*cache.kv[:2], first=first))
         branches = attend_token(q, cache, self.switches)
         return self.out(merge_heads(gated_sum(self.gate(x)[0], *branches).to(x.dtype)))
@@ -127,14 +127,14 @@ class NSAttention(nn.Module):
     def sequential(self, x: Tensor, cache: Cache) -> Tensor:
         """`forward` with the attention of one token after the other.
 
-        In float32 at least: a key's gradient is a sum over the tokens, added up one by one."""
+        In float32 or wider: a key's gradient is summed token by token."""
         nsa = self.config.nsa
         q, *kv = self.project(x)
         k_blocks, v_blocks = self.summaries(kv[0], kv[1])
         gates, logits = self.gate(x)
         if self.collecting:
             self.collect(q, k_blocks, logits)
-        q, *kv = (widen(y) for y in (q, *kv))
+        q, *kv = (upcast_fp32(y) for y in (q, *kv))
         steps = []
         for t in range(x.shape[1]):
             cache.hold((y[:, :, : t + 1] for y in kv), t + 1)
@@ -148,7 +148,7 @@ class NSAttention(nn.Module):
         return Cache(self.config.nsa)
 
     def routes(self, x: Tensor) -> dict[str, Route]:
-        """How `forward(x)` computes each branch; counts what cannot be done as asked for."""
+        """Returns the route of each branch in `forward(x)`; counts the fallbacks."""
         dtype = x.dtype
         kind = x.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -158,11 +158,11 @@ class NSAttention(nn.Module):
             for branch, route in routes.items():
                 if route.fallback:
                     self.fallbacks[route.fallback] += 1
-                    _say_once(f"the branch {branch} is computed as {route.name}: {route.fallback}")
+                    _warn_once(f"branch {branch} uses the route {route.name}: {route.fallback}")
         return routes
 
     def kernels(self, route: Route):
-        """The context in which a branch calls SDPA."""
+        """Returns the context in which a branch calls SDPA."""
         return allowed_kernels(self.switches, refused=bool(route.fallback))
 
     def project(self, x: Tensor, first: int = 0) -> tuple[Tensor, ...]:
@@ -174,8 +174,8 @@ class NSAttention(nn.Module):
             x, self.q, self.k_slc, self.k_win, self.k_cmp, self.v_slc, self.v_win, self.v_cmp
         )
         if x.device.type == "cpu":
-            # Its kernels are no faster in low precision, and each rounding costs accuracy.
-            y = widen(y)
+            # CPU kernels are no faster in low precision, and each rounding costs accuracy.
+            y = upcast_fp32(y)
         heads, groups = config.n_heads, config.n_kv_groups
         widths = [heads * config.d_k, *[groups * config.d_k] * 3, *[groups * config.d_v] * 3]
         counts = [heads, *[groups] * 6]
@@ -185,8 +185,8 @@ class NSAttention(nn.Module):
         return q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win
 
     def summaries(self, k: Tensor, v: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole compressed blocks (eq. 7), `[B, G, N, D]` in float32 at
-        least, keys rotated. `first` is the position of the first block's last token."""
+        """Returns keys and values of the whole compressed blocks (eq. 7), `[B, G, N, D]` in float32
+        or wider, keys rotated. `first` is the position of the first block's last token."""
         size, stride = self.config.nsa.block_size, self.config.nsa.block_stride
         k_blocks = self.phi_k(to_blocks(k, size, stride))
         v_blocks = self.phi_v(to_blocks(v, size, stride))
@@ -206,7 +206,7 @@ class NSAttention(nn.Module):
 
     @torch.no_grad()
     def collect(self, q: Tensor, k_blocks: Tensor, logits: Tensor) -> None:
-        """Leave the statistics of this forward in `stats`."""
+        """Stores the statistics of this forward in `stats`."""
         nsa = self.config.nsa
         p_slc = block_scores(q, k_blocks, nsa)
         found = selection_stats(p_slc, top_blocks(p_slc, nsa), nsa)
@@ -219,7 +219,7 @@ def gated_sum(gates: Tensor, *branches: Tensor) -> Tensor:
 
 
 class _GatedSum(torch.autograd.Function):
-    """Computes the gates' gradient in chunks of tokens: their products stay in a cache."""
+    """The gated sum; its backward works in chunks of tokens that fit the processor's cache."""
 
     @staticmethod
     def forward(gates: Tensor, *branches: Tensor) -> Tensor:
@@ -240,11 +240,11 @@ class _GatedSum(torch.autograd.Function):
         weights = gates.transpose(1, 2).unsqueeze(-1).unbind(-2)
         tokens = GATED_TOKENS if grad.device.type == "cpu" else grad.shape[2]
         chunks = grad.split(tokens, dim=2)
-        shares = [
+        grad_weights = [
             torch.cat([(g * b).sum(-1) for g, b in zip(chunks, cut, strict=True)], dim=2)
             for cut in (branch.split(tokens, dim=2) for branch in branches)
         ]
-        grad_gates = torch.stack(shares, dim=-1).transpose(1, 2).to(gates.dtype)
+        grad_gates = torch.stack(grad_weights, dim=-1).transpose(1, 2).to(gates.dtype)
         return grad_gates, *((grad * w).to(b.dtype) for w, b in zip(weights, branches, strict=True))
 
 
@@ -287,13 +287,13 @@ class DenseAttention(nn.Module):
 
 
 @functools.cache
-def _say_once(sentence: str) -> None:
+def _warn_once(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=2)
 
 
 def routes_of(
     config: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype, switches: Switches
 ) -> dict[str, Route]:
-    """How a model computes its attention on a device."""
+    """Returns the route of each branch of a model on a device."""
     name = str(dtype).removeprefix("torch.")
     return effective(Case(config, seq_len, device.type, name, switches, flash_attn_installed()))

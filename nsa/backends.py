@@ -1,14 +1,14 @@
-"""Which kernel serves which branch: one table, and what the operator may switch.
+"""The table of kernels by branch, and the switches of the operator.
 
-Standard library only. `effective` says what a forward of a given shape runs and why; the layer asks
-it before each forward and `env.json` repeats its answer, so nobody reports a wish.
+Standard library only. `effective` returns what a forward of a given shape runs and why. The layer
+calls it before each forward and `env.json` records its result, so both report the same.
 """
 
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from nsa.config import ModelConfig
 
@@ -19,27 +19,30 @@ MASKED_UP_TO_ELSEWHERE = 4096
 FLASH_ATTN_LARGEST_HEAD = 256
 
 
+def _switch(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """The operator's choices for A/B runs: what computes the attention, not what it is.
+    """The operator's choices for A/B runs. They select how the attention is computed.
 
-    `force_branch` and `uniform_gate` are the exceptions: ablations, which change the function.
+    Only the ablations `force_branch` and `uniform_gate` change the result.
     """
 
-    prefill_batched: bool = True
-    """All tokens at once; false: one by one through the decoding cache."""
-    sel_ranges: bool = False
-    """The selected branch from merged ranges of tokens instead of block indices."""
-    force_branch: Literal["none", "cmp", "sel", "win"] = "none"
-    """Open this branch alone, for all tokens and heads."""
-    uniform_gate: bool = False
-    """Weigh all branches by 1/3, for all tokens and heads."""
-    flash_only: bool = False
-    """SDPA may use its flash kernel only."""
-    no_flash: bool = False
-    """SDPA may use any kernel but flash."""
-    use_fa2: bool = False
-    """The window branch through the flash-attn package."""
+    prefill_batched: bool = _switch(
+        True, "Compute all tokens at once; off: one by one through the decoding cache."
+    )
+    sel_ranges: bool = _switch(
+        False, "Compute the selected branch from merged ranges of tokens, not from block indices."
+    )
+    force_branch: Literal["none", "cmp", "sel", "win"] = _switch(
+        "none", "Ablation: use this branch alone, for all tokens and heads."
+    )
+    uniform_gate: bool = _switch(False, "Ablation: weight all branches by 1/3.")
+    flash_only: bool = _switch(False, "Allow SDPA its flash kernel only.")
+    no_flash: bool = _switch(False, "Allow SDPA every kernel except flash.")
+    use_fa2: bool = _switch(False, "Compute the window branch with the package flash-attn.")
 
     def __post_init__(self) -> None:
         if self.flash_only and self.no_flash:
@@ -52,7 +55,7 @@ class Switches:
 
     @property
     def fixed_gate(self) -> tuple[float, ...] | None:
-        """The weights of cmp, sel and win that replace the gate's own, None where it decides."""
+        """The weights of cmp, sel and win that replace the gate's own, None without an ablation."""
         if self.uniform_gate:
             return (1 / 3,) * len(BRANCHES)
         if self.force_branch == "none":
@@ -69,26 +72,26 @@ class Case:
     device: str
     """Type of the device, as torch calls it."""
     dtype: str
-    """Of queries, keys and values, as torch calls it: "bfloat16"."""
+    """Name of the dtype of queries, keys and values as in torch: "bfloat16"."""
     switches: Switches
     flash_attn: bool
-    """Whether the package flash-attn can be imported."""
+    """True where the package flash-attn can be imported."""
 
     @property
     def selects_all(self) -> bool:
-        """Whether every query selects every block that has begun."""
+        """True where every query selects every block that has begun."""
         nsa = self.config.nsa
         return self.seq_len <= nsa.n_select * nsa.select_block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a branch is computed."""
+    """The way in which a branch is computed."""
 
     name: str
     why: str
     fallback: str = ""
-    """The reason for which a switch is not followed, "" where none asks for something else."""
+    """The reason for which a switch is not followed, "" where all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ _FLASH_ATTN_NEEDS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
 
 @functools.lru_cache(maxsize=256)
 def effective(case: Case) -> dict[str, Route]:
-    """How each branch is computed: `cmp`, `sel` and `win`, or `all` for dense attention."""
+    """Returns the route of each branch: `cmp`, `sel` and `win`, or `all` for dense attention."""
     routes: dict[str, Route] = {}
     for rule in _RULES:
         if rule.branch in routes or "all" in routes or not rule.applies(case):
@@ -161,7 +164,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Why SDPA's flash kernel cannot be had although flash_only asks for it."""
+    """Returns the reason for which flash_only cannot be followed, "" where it can."""
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:
@@ -172,12 +175,12 @@ def _sdpa_refusal(case: Case, route: str) -> str:
 
 
 def flash_attn_installed() -> bool:
-    """Whether the package flash-attn can be found, without importing it."""
+    """Returns whether the package flash-attn is installed, without importing it."""
     return importlib.util.find_spec("flash_attn") is not None
 
 
 def in_words(routes: dict[str, Route]) -> dict[str, str]:
-    """Routes as env.json and the screen show them: name, and what was asked for in vain."""
+    """Returns routes as env.json and the screen show them: the name and the fallback's reason."""
     return {
         branch: f"{route.name} ({route.fallback})" if route.fallback else route.name
         for branch, route in routes.items()

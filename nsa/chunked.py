@@ -3,12 +3,12 @@
 The queries of a chunk are sorted by the blocks that they selected and cut into tiles: rows (queries
 times heads of a group) that share one block, so that a tile is one product of dense matrices. The
 current block and the one before it are contiguous and need no sorting. The parts of a query are
-joined by their log-sum-exps; the backward computes them again from the saved indices.
+combined by their log-sum-exps; the backward computes them again from the saved indices.
 
-Tokens t < n · l' select every block that has begun: theirs is plain causal attention.
+Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
-Letters of shapes: S queries, which are the last of T tokens; C of them in a chunk; R heads in each
-of G groups; rows are (sequence, group, token), each with its R heads.
+Shapes: S queries, the last of T tokens; C queries in a chunk; R heads in each of G groups; a row is
+(sequence, group, token) with its R heads.
 """
 
 from dataclasses import dataclass
@@ -21,27 +21,29 @@ from torch import Tensor
 from nsa.attend import attend_causal
 from nsa.config import LOCAL_BLOCKS, NSAConfig
 from nsa.partial import attend_part, attend_part_backward
-from nsa.precision import no_autocast, widen
+from nsa.precision import no_autocast, upcast_fp32
 from nsa.tables import cached_table
 
 CHUNK = 8192
-"""Tokens whose selected keys are worked on at a time."""
+"""Tokens in a chunk."""
 TILE_ROWS = 768
-"""Rows of a tile at most: enough for an efficient product, few enough to be filled. The last tile
+"""Most rows in a tile: large enough for an efficient product, small enough to fill. The last tile
 of a block may have half as many."""
 PART_PAIRS = 2048
-"""Selected blocks of tokens whose tiles are computed at a time, so that they stay in a cache."""
+"""Selected blocks of tokens whose tiles are computed together, so that they fit the cache."""
 SPARE = -1
-"""The row of a tile's slot that holds no query."""
+"""The row number of a slot without a query."""
 FARTHEST_AHEAD = 40.0
-"""Most that a log-sum-exp may be above its query's reference: float32 overflows at 88."""
+"""Largest distance of a log-sum-exp above its query's reference; float32 overflows at 88."""
 
 
 def attend_chunked(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, flash: bool = True
 ) -> Tensor:
-    """Shapes and result as of `nsa.select.attend_selected`. `flash`: whether torch's flash kernel
-    may compute the parts."""
+    """Causal attention to the selected blocks; shapes as in `nsa.select.attend_selected`.
+
+    `flash` allows torch's flash kernel for the parts.
+    """
     start = min(config.n_select * config.select_block_size, q.shape[2])
     q_first, q_rest = q.split([start, q.shape[2] - start], dim=2)
     first = attend_causal(q_first, k[:, :, :start], v[:, :, :start])
@@ -56,10 +58,10 @@ def attend_chunked(
 def _selected(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B, S, H, Dv]`, and log-sum-exp `[B, S, H]` in float32 at least.
+    """Returns the output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]` in float32 or wider.
 
-    An operator of its own because its number of tiles depends on the data: torch.compile does not
-    look inside.
+    It is a custom operator because its number of tiles depends on the data, which torch.compile
+    cannot trace.
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     batch, heads, seq_len, _ = q.shape
@@ -85,7 +87,7 @@ def _selected_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor,
     size: int, flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q `[B, H, S, Dk]`, k and v from that of the output `[B, S, H, Dv]`."""
+    """Returns the gradients of q `[B, H, S, Dk]`, k and v; `grad` is that of the output."""
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
     grad_q = q.new_empty(q.transpose(1, 2).shape)
@@ -114,7 +116,7 @@ def _selected_backward(
 @_selected.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool):
     batch, heads, seq_len, _ = q.shape
-    lse = widen(q.new_empty(0)).new_empty(batch, seq_len, heads)
+    lse = upcast_fp32(q.new_empty(0)).new_empty(batch, seq_len, heads)
     return q.new_empty(batch, seq_len, heads, v.shape[-1]), lse
 
 
@@ -141,26 +143,27 @@ _selected.register_autograd(_backward, setup_context=_keep)
 def _part_backward(
     rows: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_part_backward` of rows of the output's gradient, queries, outputs and lse."""
+    """Calls `attend_part_backward`; `rows` are output gradients, queries, outputs and lse."""
     grad, q, out, lse = rows
     return attend_part_backward(grad, q, k, v, out, lse.squeeze(-1), bias, flash)
 
 
 class _Joined:
-    """The parts' outputs, weighted and summed as they come.
+    """Sums the weighted outputs of the parts.
 
-    Each query's weights are relative to a reference near its log-sum-exp, which at first is that
-    of the near keys; it is raised where a part is so far above it that a weight could overflow.
-    To see that waits for the device once a part.
+    The weights of a query are relative to a reference near its log-sum-exp, at first that of the
+    near keys. The reference is raised where a part lies so far above it that a weight could
+    overflow; this check waits for the device once per part.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:
-        """`near` `[B, G, C, R, Dv]`, whose memory is taken over, `near_lse` `[B, G, C, R, 1]`."""
+        """Starts with `near` `[B, G, C, R, Dv]`, whose memory is reused, and its log-sum-exp
+        `near_lse` `[B, G, C, R, 1]`."""
         self._out, self._reference = near, near_lse
         self._mass = torch.ones_like(near_lse)
 
     def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
-        """Output `[tiles, share · R, Dv]` and log-sum-exp `[tiles, share · R]` of a part."""
+        """Adds a part's output `[tiles, slots · R, Dv]` and log-sum-exp `[tiles, slots · R]`."""
         lse = lse.unsqueeze(-1).masked_fill(tiles.spare(self._mass), -torch.inf)
         ahead = lse - tiles.queries(self._reference)
         if bool((ahead > FARTHEST_AHEAD).any()):
@@ -180,7 +183,7 @@ class _Joined:
         self._out *= scale
 
     def write(self, out: Tensor, lse: Tensor) -> None:
-        """Output into `out` `[B, G, C, R, Dv]` and log-sum-exp over all keys into `lse`
+        """Writes the output to `out` `[B, G, C, R, Dv]` and the log-sum-exp over all keys to `lse`
         `[B, G, C, R, 1]`."""
         torch.div(self._out, self._mass, out=out)
         torch.add(self._reference, self._mass.log(), out=lse)
@@ -188,24 +191,24 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """The tokens begin … end of the queries. `first` is the block of the first of them."""
+    """The queries begin … end - 1. `first` is the block of the first query."""
 
     begin: int
     end: int
     first: int
     size: int
     blocks: Tensor
-    """`[B, G, C, n - 2]`: the selected blocks but the two local ones."""
+    """`[B, G, C, n - 2]`: the selected blocks without the two local ones."""
     bias: Tensor
-    """`[l' · R, 2 · l']`: which keys of two neighbouring blocks a query of the latter sees."""
+    """Additive mask `[l' · R, 2 · l']` of a query in the second of two neighbouring blocks."""
 
     def rows(self, x: Tensor) -> Tensor:
-        """`[B, H, S, X]` → `[B, G, C, R, X]`, contiguous and wide."""
-        x = widen(x[:, :, self.begin : self.end]).unflatten(1, (self.blocks.shape[1], -1))
+        """`[B, H, S, X]` → `[B, G, C, R, X]`, contiguous, in float32 or wider."""
+        x = upcast_fp32(x[:, :, self.begin : self.end]).unflatten(1, (self.blocks.shape[1], -1))
         return x.transpose(2, 3).contiguous()
 
     def fold(self, x: Tensor) -> Tensor:
-        """`[B, G, C, R, X]` → `[B · G · blocks, l' · R, X]`, filled up to whole blocks."""
+        """`[B, G, C, R, X]` → `[B · G · blocks, l' · R, X]`, padded to whole blocks."""
         spare = -x.shape[2] % self.size
         if spare:
             x = F.pad(x, (0, 0, 0, 0, 0, spare))
@@ -218,25 +221,25 @@ class _Chunk:
         return x[:, :, :tokens].contiguous()
 
     def of(self, x: Tensor) -> Tensor:
-        """The part of `x` `[B, S, H, X]` that is the chunk's, as `[B, G, C, R, X]`, to be written
-        to."""
+        """A writable view of the chunk's part of `x` `[B, S, H, X]`, as `[B, G, C, R, X]`."""
         rows = x[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
         return rows.transpose(1, 2)
 
     def plan(self, n_blocks: int) -> "list[_Tiles]":
-        """Which queries share a tile, for `n_blocks` blocks in each sequence and group: parts that
-        stay in a cache. How many does not depend on the data, unless no block needs a half tile."""
+        """Returns the tiles of the chunk for `n_blocks` blocks in each sequence and group, cut into
+        parts that fit the processor's cache. Their number does not depend on the data, except
+        where no block needs a half tile."""
         batch, groups, tokens, picks = self.blocks.shape
         device = self.blocks.device
         largest, filled = TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks
-        share = max(8, min(largest, filled))
-        # Small tiles cost more each than the spare slots that they avoid.
-        half = share // 2 if filled > share else share
+        slots = max(8, min(largest, filled))
+        # Where tiles are small, half tiles cost more than the spare slots that they save.
+        half = slots // 2 if filled > slots else slots
         owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
         block = (owner * n_blocks + self.blocks).flatten()
         count = torch.bincount(block, minlength=batch * groups * n_blocks)
         halves = (count + half - 1) // half
-        whole, last = halves // (share // half), halves % (share // half)
+        whole, last = halves // (slots // half), halves % (slots // half)
         whole_before, last_before = whole.cumsum(0) - whole, last.cumsum(0) - last
         order = block.argsort(stable=True)
         block, before = block[order], count.cumsum(0) - count
@@ -244,36 +247,36 @@ class _Chunk:
         tiles, halves = (
             torch.arange(len(x), device=device).repeat_interleave(x) for x in (whole, last)
         )
-        in_last = place - whole[block] * share
+        in_last = place - whole[block] * slots
         slot = torch.where(
             in_last < 0,
-            whole_before[block] * share + place,
-            len(tiles) * share + last_before[block] * half + in_last,
+            whole_before[block] * slots + place,
+            len(tiles) * slots + last_before[block] * half + in_last,
         )
-        row = order.new_full((len(tiles) * share + len(halves) * half,), SPARE)
+        row = order.new_full((len(tiles) * slots + len(halves) * half,), SPARE)
         row[slot] = order // picks
-        row_tiles, row_halves = row.split([len(tiles) * share, len(halves) * half])
+        row_tiles, row_halves = row.split([len(tiles) * slots, len(halves) * half])
         parts = -(-tokens * picks // PART_PAIRS)
         return [
-            *_Tiles.cut(row_tiles.view(-1, share), tiles, parts),
+            *_Tiles.cut(row_tiles.view(-1, slots), tiles, parts),
             *_Tiles.cut(row_halves.view(-1, half), halves, -(-parts // 8)),
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles of `share` slots, each a query or spare."""
+    """Tiles with `slots` slots each; a slot holds a query or is spare."""
 
     row: Tensor
-    """`[tiles, share]`: of each slot its row of the chunk; the spare ones have any."""
+    """`[tiles, slots]`: the chunk's row of each slot; arbitrary for spare slots."""
     block: Tensor
-    """Of each tile: its block."""
+    """`[tiles]`: the block of each tile."""
     unused: Tensor
-    """`[tiles, share]`: which slots are spare."""
+    """bool `[tiles, slots]`: true for spare slots."""
 
     @classmethod
     def cut(cls, row: Tensor, block: Tensor, parts: int) -> "list[_Tiles]":
-        """Parts of equal sizes; `row` is `SPARE` in spare slots."""
+        """Returns at most `parts` parts of equal size; `row` is `SPARE` in spare slots."""
         unused = row == SPARE
         row = row.clamp_min(0)
         count = min(parts, len(block))
@@ -281,31 +284,31 @@ class _Tiles:
         return [cls(row[i:j], block[i:j], unused[i:j]) for i, j in pairwise(ends)]
 
     def spare(self, like: Tensor) -> Tensor:
-        """`[tiles, share · R, 1]`, true where a slot is no query of `like` `[B, G, C, R, X]`."""
+        """bool `[tiles, slots · R, 1]`, true for spare slots; `like` `[B, G, C, R, X]` gives R."""
         return self.unused.repeat_interleave(like.shape[3], 1).unsqueeze(-1)
 
     def queries(self, x: Tensor) -> Tensor:
-        """`[B, G, C, R, X]` → `[tiles, share · R, X]`."""
+        """`[B, G, C, R, X]` → `[tiles, slots · R, X]`."""
         rows = x.flatten(3, 4).flatten(0, 2).index_select(0, self.row.flatten())
         return rows.view(len(self.row), -1, x.shape[-1])
 
     def add(self, sums: Tensor, x: Tensor) -> None:
-        """Adds `[tiles, share · R, X]`, 0 in spare slots, to their rows of `[B, G, C, R, X]`."""
+        """Adds `[tiles, slots · R, X]`, 0 in spare slots, to their rows of `[B, G, C, R, X]`."""
         row = self.row.flatten()
         sums.flatten(3, 4).flatten(0, 2).index_add_(0, row, x.reshape(len(row), -1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Keys or values (or their gradients) as whole blocks `[B, G, blocks, l', D]`, wide."""
+    """Keys, values or their gradients as blocks `[B, G, blocks, l', D]`, in float32 or wider."""
 
     data: Tensor
 
     @classmethod
     def cut(cls, x: Tensor, size: int) -> "_Blocks":
-        """From `[B, G, T, D]`; the last block is filled up with zeros."""
+        """Returns the blocks of `x` `[B, G, T, D]`; the last block is padded with zeros."""
         spare = -x.shape[2] % size
-        wide = F.pad(widen(x), (0, 0, 0, spare)) if spare else widen(x)
+        wide = F.pad(upcast_fp32(x), (0, 0, 0, spare)) if spare else upcast_fp32(x)
         return cls(wide.unflatten(2, (-1, size)).contiguous())
 
     @property
@@ -334,17 +337,17 @@ class _Blocks:
             self.data[:, :, begin : begin + part.shape[2]].add_(part)
 
     def add_far(self, tiles: _Tiles, grad: Tensor) -> None:
-        # Rows of one dimension: index_add_ is slow on the CPU for rows of two.
+        # Flattened rows: index_add_ is slow on the CPU for rows of two dimensions.
         self.data.view(-1, grad[0].numel()).index_add_(0, tiles.block, grad.flatten(1))
 
     def joined(self, like: Tensor) -> Tensor:
-        """As `[B, G, T, D]`, in the dtype of `like`."""
+        """Returns the blocks as `[B, G, T, D]`, with the length and dtype of `like`."""
         whole = self.data.flatten(2, 3)[:, :, : like.shape[2]]
         return whole.to(like.dtype).contiguous()
 
 
 def _chunks(q: Tensor, k: Tensor, blocks: Tensor, size: int) -> list[_Chunk]:
-    """The chunks of the queries `[B, H, S, D]`, the first of which begins a block."""
+    """Returns the chunks of the queries `[B, H, S, D]`; the first query begins a block."""
     seq_len, heads = q.shape[2], q.shape[1] // k.shape[1]
     first = (k.shape[2] - seq_len) // size
     bias = two_blocks(size, heads, q.device, torch.promote_types(q.dtype, torch.float32))

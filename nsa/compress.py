@@ -1,7 +1,7 @@
-"""The compressed branch: attention to summaries of blocks (paper, eq. 7), which also scores them.
+"""The compressed branch: attention to summaries of blocks (paper, eq. 7), and their scores.
 
-Its scores decide what is selected, so it computes in float32 from the blocks on, whatever the dtype
-of the model and even under autocast. It is the smallest of the branches.
+The scores decide which blocks are selected, so this branch, the smallest, computes in float32 or
+wider for every dtype of the model and under autocast.
 """
 
 from collections.abc import Iterator
@@ -11,22 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.attend import attend
-from nsa.precision import no_autocast, widen
+from nsa.precision import no_autocast, upcast_fp32
 from nsa.tables import cached_table
 
 CHUNK = 768
-"""Tokens that attend at a time; the blocks that the last of them does not see are left out."""
+"""Tokens in a chunk of the attention; blocks that none of them sees are left out."""
 FEW_BLOCKS = 64
-"""Blocks for which whole products are faster than a fused kernel."""
+"""Number of blocks below which plain matrix products are faster than a fused kernel."""
 SCORE_CHUNK = 512
-"""Tokens that are scored at a time."""
+"""Tokens in a chunk of the scores."""
 
 
 class BlockMLP(nn.Module):
-    """phi of eq. 7: a block of tokens, each with its intra-block position added, to one vector.
+    """phi of eq. 7: maps a block of tokens, each with its position in the block added, to a vector.
 
-    One hidden layer as wide as the head. It has no biases: a position table in front of a linear
-    layer is one already. All groups share it; keys and values have one each.
+    One hidden layer as wide as the head, without biases: the positions before a linear layer act as
+    one. All groups share it; keys and values have one each.
     """
 
     def __init__(self, block_size: int, width: int) -> None:
@@ -44,23 +44,23 @@ class BlockMLP(nn.Module):
             layer.weight.normal_(std=layer.in_features**-0.5)
 
     def forward(self, blocks: Tensor) -> Tensor:
-        """`[..., l, D]` → `[..., D]`, in float32 at least."""
+        """`[..., l, D]` → `[..., D]`, in float32 or wider."""
         with no_autocast(blocks.device):
-            placed = (widen(blocks) + widen(self.position)).flatten(-2)
-            hidden = F.silu(F.linear(placed, widen(self.hidden.weight)))
-            return F.linear(hidden, widen(self.out.weight))
+            placed = (upcast_fp32(blocks) + upcast_fp32(self.position)).flatten(-2)
+            hidden = F.silu(F.linear(placed, upcast_fp32(self.hidden.weight)))
+            return F.linear(hidden, upcast_fp32(self.out.weight))
 
 
 class BlockMean(nn.Module):
     """phi as the mean over the block: no parameters."""
 
     def forward(self, blocks: Tensor) -> Tensor:
-        """`[..., l, D]` → `[..., D]`, in float32 at least."""
-        return widen(blocks).mean(-2)
+        """`[..., l, D]` → `[..., D]`, in float32 or wider."""
+        return upcast_fp32(blocks).mean(-2)
 
 
 def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
-    """Cut `[B, G, S, D]` into whole blocks `[B, G, N, size, D]`; none where S < size."""
+    """Cuts `[B, G, S, D]` into whole blocks `[B, G, N, size, D]`; none where S < size."""
     if x.shape[-2] < size:
         # An empty cut of padded input keeps the branch in the graph: its gradients are 0, not None.
         return F.pad(x, (0, 0, 0, size - x.shape[-2])).unfold(-2, size, stride)[..., :0, :, :].mT
@@ -84,7 +84,7 @@ def attend_compressed(
     """Attention of tokens first, first + 1, … to the compressed blocks they see.
 
     `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`, computed in
-    float32 at least. Tokens t < size - 1 see no block: their rows are exactly 0 and no gradient
+    float32 or wider. Tokens t < size - 1 see no block: their rows are exactly 0 and no gradient
     flows.
     """
     blind = min(max(size - 1 - first, 0), q.shape[2])
@@ -95,7 +95,11 @@ def attend_compressed(
     cut = q.split([q.shape[2] - sum(lengths), *lengths], dim=2)
     with no_autocast(q.device):
         for queries, (_, n, mask) in zip(cut[1:], seeing, strict=True):
-            queries, keys, values = widen(queries), widen(k[:, :, :n]), widen(v[:, :, :n])
+            queries, keys, values = (
+                upcast_fp32(queries),
+                upcast_fp32(k[:, :, :n]),
+                upcast_fp32(v[:, :, :n]),
+            )
             if n < FEW_BLOCKS:
                 weights = _weights(queries, keys, mask)
                 out = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
@@ -114,12 +118,12 @@ def weights_in_chunks(
     q: Tensor, k: Tensor, size: int, stride: int, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
     """p_cmp (eq. 8), summed over each group's heads as in eq. 10, of some of the tokens at a time:
-    which, and `[B, G, tokens, n]`, in float32 at least, of the n blocks that the last of them sees;
+    which, and `[B, G, tokens, n]`, in float32 or wider, of the n blocks that the last of them sees;
     shapes and `first` as in `attend_compressed`. Tokens that see none are left out. To be called
     without gradients: torch.compile takes no generator that suspends them by itself."""
     for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
         with no_autocast(q.device):
-            weights = _weights(widen(q[:, :, rows]), widen(k[:, :, :n]), mask).sum(2)
+            weights = _weights(upcast_fp32(q[:, :, rows]), upcast_fp32(k[:, :, :n]), mask).sum(2)
         yield rows, weights
 
 

@@ -1,7 +1,7 @@
-"""Model configuration, and what can be counted from it: parameters and FLOPs.
+"""Model configuration, and the numbers of parameters and FLOPs that follow from it.
 
-Standard library only, so that the console can import it without loading torch. The rules here are
-those between values; types and ranges are checked where settings are read (`trainers.settings`).
+Standard library only, so that the console can import it without loading torch. This module checks
+rules between values; `trainers.settings` checks types and ranges.
 """
 
 from dataclasses import dataclass
@@ -88,19 +88,19 @@ class ModelConfig:
 
 
 def compressed_blocks(config: NSAConfig, seq_len: int) -> int:
-    """How many whole compressed blocks `seq_len` tokens hold."""
+    """Returns the number of whole compressed blocks in `seq_len` tokens."""
     if seq_len < config.block_size:
         return 0
     return (seq_len - config.block_size) // config.block_stride + 1
 
 
 def selection_blocks(config: NSAConfig, seq_len: int) -> int:
-    """How many selection blocks cover `seq_len` tokens, the last one perhaps in part."""
+    """Returns the number of selection blocks of `seq_len` tokens; the last may be partial."""
     return -(-seq_len // config.select_block_size)
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """The exact number of trainable parameters of `nsa.model.Transformer(config)`."""
+    """Returns the exact number of trainable parameters of `nsa.model.Transformer(config)`."""
     per_layer = _layer_matmul_weights(config) + 2 * config.dim
     if config.attention == "nsa":
         per_layer += N_BRANCHES * config.n_heads
@@ -143,7 +143,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
 
 
 def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
-    """Exact (query, key) pairs per head over a sequence, per branch: `cmp`, `slc`, `win`."""
+    """Returns the exact (query, key) pairs per head and sequence by branch: `cmp`, `slc`, `win`."""
     n_cmp = compressed_blocks(config, seq_len)
     first_end = config.block_size - 1
     cmp_pairs = n_cmp * (seq_len - first_end) - config.block_stride * n_cmp * (n_cmp - 1) // 2

@@ -1,4 +1,4 @@
-"""The branches for one token, over what a cache holds."""
+"""The three branches of one token, computed from a decoding cache."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def attend_token(q: Tensor, cache: Cache, switches: Switches) -> tuple[Tensor, T
 def _selected_by_index(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, first: int
 ) -> Tensor:
-    """Gathers the tokens of the selected blocks."""
+    """Attention to the gathered tokens of the selected blocks."""
     size = config.select_block_size
     token = blocks.squeeze(2).unsqueeze(-1) * size + torch.arange(size, device=q.device)
     token = token.flatten(2)

@@ -1,21 +1,19 @@
-"""The gate: how much of each branch a head takes, per token (paper, eq. 5)."""
+"""The gate: the weight of each branch per token and head (paper, eq. 5)."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.config import N_BRANCHES
-from nsa.precision import widen
+from nsa.precision import upcast_fp32
 
 
 class Gate(nn.Module):
     """Branch weights per token and head from the layer's input, in the order cmp, slc, win.
 
-    "sigmoid" (the paper): each branch is opened by itself, the weights need not add up to 1.
-    "softmax": the branches compete and the weights add up to 1.
-
+    "sigmoid" (the paper): the branches are independent. "softmax": the weights add up to 1.
     `fixed` replaces the weights of all tokens and heads, for ablations; the gate's own parameters
-    then get a gradient of 0.
+    then have a gradient of 0.
     """
 
     def __init__(
@@ -28,29 +26,28 @@ class Gate(nn.Module):
         self.proj = nn.Linear(dim, N_BRANCHES * n_heads)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` `[B, S, dim]` → weights and logits, each `[B, S, H, 3]`, in float32 at least."""
+        """`x` `[B, S, dim]` → weights and logits, each `[B, S, H, 3]`, in float32 or wider."""
         logits = self.proj(x).unflatten(-1, (self.n_heads, N_BRANCHES))
         # A weight's gradient is a sum over a head's values; in bfloat16 it would be rounded twice.
-        logits = widen(logits)
+        logits = upcast_fp32(logits)
         weights = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
         if self.fixed is None:
             return weights, logits
         fixed = torch.tensor(self.fixed, dtype=weights.dtype, device=weights.device)
-        # Of both kinds of gate, these logits have the shares of the fixed weights.
+        # For both kinds of gate, these logits give the fixed weights as branch shares.
         return weights * 0 + fixed, fixed.log().clamp_min(-1e4).expand_as(logits)
 
 
 def branch_shares(logits: Tensor, kind: str) -> Tensor:
-    """The branches' shares of the gate's total weight, `[..., 3]`, adding up to 1, in float32.
+    """Returns each branch's share of the gate's total weight, `[..., 3]`, in float32; sum 1.
 
-    For the softmax gate these are the weights. For the sigmoid gate they are the weights over their
-    sum, computed from logits so that three closed gates still have a well-defined ratio.
+    For the softmax gate these are the weights; for the sigmoid gate the weights over their sum,
+    computed from logits so that three closed gates still have a well-defined ratio.
     """
     logits = logits.detach().float()
     return (F.logsigmoid(logits) if kind == "sigmoid" else logits).softmax(-1)
 
 
 def gate_entropy(shares: Tensor) -> Tensor:
-    """Entropy in nats of shares `[..., 3]` → `[...]`: ln 3 if all branches weigh the same, 0 if
-    one is alone."""
+    """Entropy in nats of branch shares `[..., 3]` → `[...]`: ln 3 for equal branches, 0 for one."""
     return -(shares * shares.clamp_min(1e-30).log()).sum(-1)

@@ -1,4 +1,4 @@
-"""Continue a sequence with a model: prefill, then one token at a time."""
+"""Generates tokens with a model: prefill, then one token at a time."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ def generate(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`count` tokens that follow `tokens` `[B, S]` (S ≥ 1): `[B, count]`.
+    """Returns `count` tokens `[B, count]` that follow `tokens` `[B, S]`, S ≥ 1.
 
-    Temperature 0 takes the likeliest token; otherwise tokens are drawn from the softmax of
+    Temperature 0 picks the likeliest token; otherwise tokens are drawn from the softmax of
     logits / temperature.
     """
     caches = model.caches()
@@ -26,7 +26,7 @@ def generate(
         if temperature == 0:
             tokens = logits.argmax(-1, keepdim=True)
         else:
-            shares = (logits / temperature).softmax(-1)
-            tokens = torch.multinomial(shares, 1, generator=generator)
+            probabilities = (logits / temperature).softmax(-1)
+            tokens = torch.multinomial(probabilities, 1, generator=generator)
         found.append(tokens)
     return torch.cat(found, dim=1) if found else tokens[:, :0]

@@ -51,9 +51,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model on tokens.
+    """A decoder-only language model.
 
-    The activations of the blocks in `recompute` are not kept for the backward but computed again.
+    The backward recomputes the activations of the blocks in `recompute` instead of storing them.
     """
 
     def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all weights from a normal distribution of mean 0.
+        """Initialises all weights from a normal distribution of mean 0.
 
         Standard deviation `init_std`; divided by sqrt(2 · n_layers) where a layer writes to the
         residual stream (GPT-2), so that the stream's variance does not grow with depth;
@@ -97,9 +97,9 @@ class Transformer(nn.Module):
 
     @contextmanager
     def collect_stats(self) -> Iterator[None]:
-        """Make forwards inside the context leave statistics for `read_stats`; the last one counts.
+        """Makes each forward inside the context store statistics, which `read_stats` returns.
 
-        Outside it nothing is computed or kept. Inside it nothing waits for the device.
+        Without the context nothing is computed. Nothing inside it waits for the device.
         """
         layers = self._sparse_layers()
         for layer in layers:
@@ -111,13 +111,12 @@ class Transformer(nn.Module):
                 layer.collecting = False
 
     def read_stats(self) -> dict[str, Tensor]:
-        """Statistics of the last forward inside `collect_stats`, as tensors on its device.
+        """Returns the statistics of the last forward inside `collect_stats`, on its device.
 
         Names as in `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`, `gate_entropy_layers`
         `[L]` (nats), `gate_max_gate`, `gate_collapse_frac`, `gate_branch_shares` `[3]` (cmp, slc,
-        win), and `sel_*`, of which those that the sequence is too short for are left out. Reading
-        their values is what waits for the device. Empty before such a forward, and for dense
-        attention.
+        win), and `sel_*` as far as the sequence is long enough. Empty before such a forward and
+        for dense attention. Reading a value waits for the device.
         """
         found = [layer.stats for layer in self._sparse_layers() if layer.stats]
         return over_layers(found) if found else {}
@@ -129,11 +128,11 @@ class Transformer(nn.Module):
         return [module for module in self.modules() if isinstance(module, NSAttention)]
 
     def caches(self) -> list[Cache | DenseCache]:
-        """An empty cache for each layer, for decoding."""
+        """Returns an empty decoding cache for each layer."""
         return [layer.new_cache() for layer in self.attention_layers()]
 
     def fallbacks(self) -> Counter[str]:
-        """How often a layer's forward could not follow a switch, by cause."""
+        """Returns the number of layer forwards that could not follow a switch, by cause."""
         return sum((layer.fallbacks for layer in self._sparse_layers()), Counter())
 
     def forward(self, tokens: Tensor, caches: Sequence[Cache | DenseCache] = ()) -> Tensor:
@@ -141,8 +140,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         cached = caches or [None] * len(self.blocks)
         for number, (block, cache) in enumerate(zip(self.blocks, cached, strict=True)):
-            # The block itself, not a closure over the loop's variable, which would recompute the
-            # last block in the place of every other.
-            again = number in self.recompute and torch.is_grad_enabled()
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)
+            # Pass the block itself: a closure over the loop variable would recompute the last one.
+            recompute = number in self.recompute and torch.is_grad_enabled()
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.head(self.norm(x))

@@ -1,9 +1,9 @@
-"""Attention to a part of the keys, forward and backward, for callers that join the parts.
+"""Attention to a part of the keys, forward and backward, for callers that combine the parts.
 
-A part's softmax is known by its log-sum-exp over the part's keys. Given the log-sum-exp and the
-output over *all* keys, the backward of a part needs nothing else: its probabilities are
-exp(score - lse), and they are shares of the whole. On the CPU both directions are torch's flash
-kernels; elsewhere, and where these cannot serve, products of whole matrices.
+A part returns its output and its log-sum-exp, from which the caller computes the part's weight.
+Given the log-sum-exp and the output over *all* keys, the backward of a part needs nothing else: the
+probabilities are exp(score - lse). On the CPU both directions use torch's flash kernels; on other
+devices, and for shapes that these do not support, plain matrix products.
 """
 
 import torch
@@ -37,9 +37,9 @@ def attend_part_backward(
         found = _flash_backward(*tensors, 0.0, False, attn_mask=bias)
         return tuple(x.squeeze(1) for x in found)  # pyright: ignore[reportReturnType]
     p = _scores(q, k, bias).sub_(lse.unsqueeze(-1)).exp_()
-    share = (grad @ v.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(p)
-    share.mul_(q.shape[-1] ** -0.5)
-    return share @ k, share.mT @ q, p.mT @ grad
+    grad_scores = (grad @ v.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(p)
+    grad_scores.mul_(q.shape[-1] ** -0.5)
+    return grad_scores @ k, grad_scores.mT @ q, p.mT @ grad
 
 
 def _flash_serves(q: Tensor, v: Tensor) -> bool:

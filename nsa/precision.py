@@ -1,4 +1,4 @@
-"""The parts of the model that compute in float32 whatever its weights or autocast say."""
+"""Float32 for the parts of the model that need it under low-precision weights or autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def widen(x: Tensor) -> Tensor:
-    """`x` in float32; float64 stays as it is."""
+def upcast_fp32(x: Tensor) -> Tensor:
+    """Returns `x` in float32, float64 unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Suspend autocast on a device; devices without autocast (meta) need nothing."""
+    """Returns a context without autocast on a device."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

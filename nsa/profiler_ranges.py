@@ -1,6 +1,6 @@
-"""Names for what a branch runs, in a profiler's trace: `nsa.sel.chunked`, `nsa.win.banded`.
+"""Named ranges of the branches in a profiler's trace: `nsa.sel.chunked`, `nsa.win.banded`.
 
-Merged ranges are `nsa.sel.ranges_v2`, the name that the operators' tools look for.
+The route of merged ranges is named `nsa.sel.ranges_v2`, as the operators' tools expect.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ PREFIX = "nsa."
 
 
 def mark(branch: str, route: str, nvtx: bool = False) -> AbstractContextManager[object]:
-    """A range around a branch; with `nvtx` (CUDA) for Nsight Systems too. Nothing is marked while
+    """Returns a range around a branch, with `nvtx` (CUDA) also for Nsight Systems; nothing while
     torch.compile traces."""
     if torch.compiler.is_compiling():
         return nullcontext()

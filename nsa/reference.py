@@ -1,8 +1,8 @@
-"""The oracle: one NSA layer in float64, one query and one head at a time. Tests only.
+"""The oracle for tests: one NSA layer in float64, one query and one head at a time.
 
-It shares no code with the fast path and says the same things differently: it gathers what a query
-sees instead of masking what it does not, rotates with complex numbers, and scores a selection block
-by spreading each compressed block's weight over its tokens and adding up the tokens of the block.
+It shares no code with the fast path and uses other methods: it gathers the visible keys instead of
+masking the others, rotates with complex numbers, and scores a selection block by spreading each
+compressed block's weight over its tokens and adding up the tokens of the block.
 """
 
 import math
@@ -22,7 +22,7 @@ class Reference:
     out: Tensor
     """`[B, S, dim]`, float64, with its autograd graph."""
     selected: dict[tuple[int, int, int], list[int]]
-    """The blocks attended to, ascending: those given, or else the oracle's own choice."""
+    """The blocks attended to, ascending: the given ones, else the oracle's own choice."""
     scores: dict[tuple[int, int, int], list[float]]
     """p_slc of every block that has begun."""
 
@@ -33,7 +33,7 @@ def nsa_layer(
     config: ModelConfig,
     selected: Tensor | None = None,
 ) -> Reference:
-    """The output of `NSAttention(config)` with parameters `params` (by name) for `x` `[B, S, dim]`.
+    """Returns what `NSAttention(config)` with `params` (by name) computes for `x` `[B, S, dim]`.
 
     `selected` `[B, G, S, n]`, in which indices past the last block are ignored, replaces the
     oracle's own choice of blocks. Gradients flow to `params` and `x` if these ask for them.

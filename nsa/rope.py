@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nsa.precision import widen
+from nsa.precision import upcast_fp32
 from nsa.tables import cached_table
 
 
@@ -25,13 +25,13 @@ def rotary_table(
 
 
 def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
-    """Rotate `x` `[..., N, D]`, whose rows stand at positions first, first + step, ….
+    """Rotates `x` `[..., N, D]`, whose rows have the positions first, first + step, ….
 
     Pairs are (i, i + D/2). Low-precision input is rotated in float32 and returned in its dtype.
     """
-    wide = widen(x)
+    wide = upcast_fp32(x)
     end = first + step * x.shape[-2]
-    # One table serves all positions up to a power of two: a decoder does not build one per token.
+    # One table covers all positions up to a power of two: a decoder need not build one per token.
     count = 1 << (end - 1).bit_length()
     table = rotary_table(count, x.shape[-1], base, x.device, wide.dtype)
     cos, sin = (values[first:end:step] for values in table)
@@ -39,8 +39,7 @@ def rotate(x: Tensor, base: float, first: int = 0, step: int = 1) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """One product and two sums in place, in both directions: half the passes over memory of what
-    autograd would do."""
+    """The rotation as one product and two sums in place: half the memory passes of autograd."""
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

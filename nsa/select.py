@@ -1,4 +1,4 @@
-"""The selected branch: which blocks matter to a query (paper, eq. 8-12), and attention to them."""
+"""The selected branch: scores and choice of blocks (paper, eq. 8-12), and attention to them."""
 
 import torch
 import torch.nn.functional as F
@@ -7,20 +7,20 @@ from torch import Tensor
 from nsa.attend import attend
 from nsa.compress import weights_in_chunks
 from nsa.config import INITIAL_BLOCKS, LOCAL_BLOCKS, NSAConfig, selection_blocks
-from nsa.precision import widen
+from nsa.precision import upcast_fp32
 from nsa.tables import cached_table
 
 
 @cached_table
-def shares(
+def overlap_weights(
     n_cmp: int, n_slc: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The compressed blocks that lie in each selection block, ascending, `[terms, n_slc]`, and the
-    part of each that does, 0 where there are fewer.
+    """Returns the compressed blocks that overlap each selection block, ascending, `[terms, n_slc]`,
+    and the fraction of each that lies inside it, 0 where there are fewer.
 
-    This is eq. 9 read as overlap, as every public kernel does (with l=32, d=16, l'=64 the weights
-    are 1/2, 1, 1, 1, 1/2 for blocks 4j-1 … 4j+3; taken literally the indices of eq. 9 point to
-    earlier tokens), and it holds for any l, d and l'.
+    It reads eq. 9 as overlap, as every public kernel does: with l=32, d=16, l'=64 the weights are
+    1/2, 1, 1, 1, 1/2 for blocks 4j-1 … 4j+3. The literal indices of eq. 9 point to earlier tokens.
+    It holds for any l, d and l'.
     """
     size, stride, wide = config.block_size, config.block_stride, config.select_block_size
     begin = torch.arange(n_slc, device=device) * wide
@@ -30,8 +30,8 @@ def shares(
     start = block * stride
     shared = torch.minimum(start + size, begin + wide) - torch.maximum(start, begin)
     outside = (block < 0) | (block >= n_cmp) | (shared < 0)
-    share = shared.masked_fill(outside, 0).to(dtype) / size
-    return block.clamp(0, n_cmp - 1), share
+    weight = shared.masked_fill(outside, 0).to(dtype) / size
+    return block.clamp(0, n_cmp - 1), weight
 
 
 @cached_table
@@ -63,24 +63,22 @@ def causal_in_blocks(
 def importance(p_cmp: Tensor, config: NSAConfig, n_slc: int) -> Tensor:
     """p_slc (eq. 9): `p_cmp` `[..., n]` of the first n compressed blocks → `[..., n_slc]`.
 
-    Summed term by term: selection blocks that share the same terms have the same score to the last
-    bit wherever they stand, and whatever is masked, so ties break alike on every route. A matrix
-    product rounds by position.
+    The sum goes term by term, so selection blocks with the same terms have the same score to the
+    last bit and ties break alike on every route. A matrix product would round by position.
     """
-    blocks, parts = shares(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
+    blocks, weights = overlap_weights(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
     p_slc = p_cmp.new_zeros(*p_cmp.shape[:-1], n_slc)
-    for block, part in zip(blocks, parts, strict=True):
-        p_slc += p_cmp.index_select(-1, block) * part
+    for block, weight in zip(blocks, weights, strict=True):
+        p_slc += p_cmp.index_select(-1, block) * weight
     return p_slc
 
 
 @torch.no_grad()
 def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
     """p_slc (eq. 9, 10) of the queries `[B, H, S, Dk]` of tokens first, first + 1, … over
-    compressed keys `[B, G, N, Dk]`: `[B, G, S, blocks]`. 0 for the blocks that a query does not
-    see, whose products are left out."""
+    compressed keys `[B, G, N, Dk]`: `[B, G, S, blocks]`; 0 for blocks that a query does not see."""
     n_slc = selection_blocks(config, first + q.shape[2])
-    p_slc = widen(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
+    p_slc = upcast_fp32(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
     size, stride = config.block_size, config.block_stride
     for rows, p_cmp in weights_in_chunks(q, k_cmp, size, stride, first):
         begun = selection_blocks(config, first + rows.stop)
@@ -93,9 +91,9 @@ def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
     """The blocks that tokens first, first + 1, … attend to (eq. 11, 12): `[B, G, S, blocks]` →
     int64 `[B, G, S, n]`.
 
-    Block 0, the current block and the one before it are always in and count among the n. Of equal
-    scores the lower index wins. Indices ascend; where fewer than n blocks have begun, the rest are
-    the sentinel `blocks`, one past the last. n is at most the number of blocks.
+    Block 0, the current block and the one before it are always selected and count among the n. Of
+    equal scores the lower index wins. Indices ascend; where fewer than n blocks have begun, the
+    rest are the sentinel `blocks`, one past the last. n is at most the number of blocks.
     """
     n_slc = p_slc.shape[-1]
     status = block_status(first, first + p_slc.shape[2], config, p_slc.device, p_slc.dtype)
@@ -109,8 +107,7 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSA
     """Causal attention to the tokens of the selected blocks, by a mask.
 
     `q` `[B, H, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]`, `blocks` `[B, G, S, n]` as
-    from `top_blocks` → `[B, H, S, Dv]`. The current block, part of it in the future, is masked
-    inside.
+    from `top_blocks` → `[B, H, S, Dv]`. Future tokens of the current block are masked.
     """
     causal = causal_in_blocks(q.shape[2], config, q.device, q.dtype)
     chosen = block_mask(blocks, causal.shape[1])
@@ -121,8 +118,7 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSA
 def attend_ranges(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig, first: int = 0
 ) -> Tensor:
-    """The same as `attend_selected`, by way of merged ranges of tokens, for tokens first,
-    first + 1, …."""
+    """`attend_selected` through merged ranges of tokens, for queries first, first + 1, …."""
     seen = tokens_in(merged_ranges(blocks, config, first), k.shape[2])
     return attend_by_group(q, k, v, torch.where(seen, 0.0, -torch.inf).to(q.dtype))
 
@@ -144,11 +140,11 @@ def block_mask(blocks: Tensor, n_slc: int) -> Tensor:
 
 @torch.no_grad()
 def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
-    """Ascending indices `[B, G, S, n]` of tokens first, first + 1, … → the ranges of tokens they
-    see, `[B, G, S, n, 2]` as begin and end; neighbouring blocks are one range, the rest is empty.
+    """Ascending indices `[B, G, S, n]` of queries first, first + 1, … → ranges of visible tokens
+    `[B, G, S, n, 2]` as begin and end; neighbouring blocks form one range, unused ones are empty.
 
-    A range ends before the first token after its query. Begin and end are those of the run of
-    blocks that ends at its entry, so nothing is moved and no length depends on the data.
+    A range ends with its query at the latest. It stands at the entry of its last block, so no
+    shape depends on the data.
     """
     size = config.select_block_size
     end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
@@ -165,7 +161,7 @@ def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
 
 
 def tokens_in(ranges: Tensor, seq_len: int) -> Tensor:
-    """Ranges `[..., n, 2]` that do not overlap → bool `[..., seq_len]`: who is inside one."""
+    """Ranges `[..., n, 2]` that do not overlap → bool `[..., seq_len]`, true inside a range."""
     steps = torch.zeros(*ranges.shape[:-2], seq_len + 1, dtype=torch.int32, device=ranges.device)
     ones = torch.ones_like(ranges[..., 0], dtype=torch.int32)
     steps = steps.scatter_add(-1, ranges[..., 0], ones).scatter_add(-1, ranges[..., 1], -ones)

@@ -1,4 +1,4 @@
-"""Statistics of the gate and the selection, as tensors on the device, without a sync."""
+"""Statistics of the gate and the selection, as tensors on the device; nothing here waits for it."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ COLLAPSED_SHARE = 0.95
 
 @torch.no_grad()
 def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
-    """Statistics of one layer's gate `[B, S, H, 3]` over all its tokens and heads.
+    """Returns statistics of one layer's gate logits `[B, S, H, 3]` over all tokens and heads.
 
     `gate_entropy`, `gate_entropy_min` in nats; `gate_max_gate`, the mean of the largest share;
-    `gate_collapse_frac`, the part of tokens and heads with an entropy below 0.1 nats and one share
-    above 0.95; `gate_branch_shares` `[3]`, mean shares of cmp, slc and win.
+    `gate_collapse_frac`, the fraction of tokens and heads with an entropy below 0.1 nats and one
+    share above 0.95; `gate_branch_shares` `[3]`, the mean shares of cmp, slc and win.
     """
     shares = branch_shares(logits, kind)
     entropy, largest = gate_entropy(shares), shares.amax(-1)
@@ -35,20 +35,19 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
-    """Statistics of one layer's selection, from p_slc `[B, G, S, blocks]` and the indices.
+    """Returns statistics of one layer's selection from p_slc `[B, G, S, blocks]` and the indices.
 
-    Over queries that see a compressed block (left out where the sequence is shorter than one):
+    Over queries that see a compressed block (absent where the sequence is shorter than one):
 
     - `sel_entropy`: entropy of p_slc over blocks, nats;
-    - `sel_forced_share`: the part of p_slc that lies on the forced blocks.
+    - `sel_forced_share`: the fraction of p_slc on the forced blocks.
 
-    Over free picks, those not forced, of queries that have more blocks than they may select (left
-    out where the sequence holds no two such queries, or n leaves no free pick; elsewhere a query
-    selects everything and the figures would be functions of its position alone):
+    Over free picks (selected blocks that are not forced) of queries with more blocks than they may
+    select. Absent where the sequence has fewer than two such queries, or n allows no free pick:
 
     - `sel_distance_mean`: tokens from the query back to the end of the block;
-    - `sel_distance_hist`: parts with a distance of 2-3, 4-7, 8-15, … blocks;
-    - `sel_overlap`: the part of picks that the previous query attends to as well.
+    - `sel_distance_hist`: fractions with a distance of 2-3, 4-7, 8-15, … blocks;
+    - `sel_overlap`: the fraction of picks that the previous query attends to as well.
     """
     found = {}
     seq_len, n_slc = p_slc.shape[-2:]
@@ -57,9 +56,9 @@ def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
     if seq_len >= config.block_size:
         first = config.block_size - 1
         mass = p_slc[..., first:, :]
-        share = mass / mass.sum(-1, keepdim=True)
-        found["sel_entropy"] = -(share * share.clamp_min(1e-30).log()).sum(-1).mean()
-        found["sel_forced_share"] = (share * forced[first:]).sum(-1).mean()
+        p = mass / mass.sum(-1, keepdim=True)
+        found["sel_entropy"] = -(p * p.clamp_min(1e-30).log()).sum(-1).mean()
+        found["sel_forced_share"] = (p * forced[first:]).sum(-1).mean()
     first = config.n_select * config.select_block_size
     if seq_len < first + 2 or config.n_select == FORCED_BLOCKS:
         return found
@@ -81,7 +80,7 @@ def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 
 @torch.no_grad()
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One model's statistics from those of its layers: means, and what is said otherwise below."""
+    """Returns a model's statistics from those of its layers: means, and the minimum entropy."""
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")
     lowest = together.pop("gate_entropy_min")

@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 def cached_table(build: Callable[P, T]) -> Callable[P, T]:
-    """Cache a function that builds constant tensors from hashable arguments.
+    """Caches a function that builds constant tensors from hashable arguments.
 
-    The tables belong to no module: not to its state dict, nor to its checkpointed inputs. They are
-    built outside inference mode, so that a later training step may save them for its backward.
-    Under torch.compile the function is traced instead, and its result is part of the graph.
+    The tables are part of no module: neither of its state dict nor of its checkpointed inputs. They
+    are built outside inference mode, so that a later training step may save them for its backward.
+    torch.compile traces the function instead, and its result is part of the graph.
     """
 
     @lru_cache(maxsize=128)

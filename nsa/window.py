@@ -1,4 +1,4 @@
-"""The window branch: causal attention to the last w tokens, the query itself among them."""
+"""The window branch: causal attention to the last w tokens, including the query."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from nsa.attend import attend, attend_causal
 from nsa.tables import cached_table
 
 CHUNK_ROWS = 384
-"""Rows, tokens times heads of a group, that a chunk should have."""
+"""Preferred number of rows (tokens times heads of a group) in a chunk."""
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 128
-"""Tokens of a chunk: each of them costs every query a key more."""
+"""Limits of the tokens in a chunk; each token costs every query one key more."""
 
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -31,8 +31,8 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """The window of queries that begin at token w of the keys; shapes as in `attend_window`.
 
-    The heads of a group are rows of one product, like its tokens: the CPU's kernel works on few
-    rows at a time where it gets few.
+    The heads of a group are rows of one product, like its tokens: the CPU's kernel is faster with
+    more rows.
     """
     batch, heads, rest, _ = q.shape
     groups = k.shape[1]
@@ -49,7 +49,7 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def chunk_tokens(window: int, heads: int) -> int:
-    """Tokens of a chunk, in which `heads` share the keys."""
+    """Returns the tokens of a chunk in which `heads` share the keys."""
     wanted = min(max(CHUNK_ROWS // heads, SMALLEST_CHUNK), LARGEST_CHUNK)
     return min(max(window, SMALLEST_CHUNK), wanted)
 

@@ -1,4 +1,4 @@
-"""Lets the C library keep freed memory: each training step on the CPU takes the same again."""
+"""Makes the C library reuse freed memory, as each training step on the CPU needs the same."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ KEPT_BYTES, MAPPED_BYTES = 2**31 - 1, 2**30
 
 
 def keep_freed_memory() -> bool:
-    """Lets glibc keep what is freed; says whether it could, False with another C library.
+    """Makes glibc keep freed memory. Returns False with another C library.
 
-    By default it gives large tensors and the top of the heap back at once, and every step pays for
-    the pages again: 20,000 to 80,000 page faults a step of one 8,192-token layer, against 1,000.
+    By default it returns large tensors and the top of the heap to the kernel at once, and every
+    step faults the pages in again: 20,000 to 80,000 page faults per step of one 8,192-token layer,
+    against 1,000.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    # Both or none: a fixed trim threshold alone leaves every tensor to mmap.
+    # Both or none: with a fixed trim threshold alone, every tensor uses mmap.
     return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))

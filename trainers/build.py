@@ -1,4 +1,4 @@
-"""Joins the ranks and puts a training together, from step 1 or from a checkpoint."""
+"""Builds the parts of a training, from step 1 or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from trainers.report import Report
 from trainers.saver import Saver
 from trainers.schema import Settings
 from trainers.settings import AUTO, flatten
-from trainers.step_reduction import Votes
+from trainers.step_reduction import StepReduction
 
 PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
-"""Settings that name a place, which may have another name on another host."""
+"""Settings with paths, which may differ between hosts."""
 
 
 @dataclass(slots=True)
 class Training:
-    """The parts that a step works with."""
+    """The parts of a training that a step uses."""
 
     settings: Settings
     member: Member
@@ -51,7 +51,7 @@ class Training:
     loader: Loader
     held_out: list[Batch]
     phases: Phases
-    votes: Votes
+    reduction: StepReduction
     guard: Guard
     spikes: Spikes
     saver: Saver
@@ -60,7 +60,7 @@ class Training:
 
 
 def build(settings: Settings, member: Member, report: Report) -> Training:
-    """Makes model, optimizer and loader, and restores them where the settings say so."""
+    """Returns the parts of a training; restores a checkpoint where the settings name one."""
     train, parallel = settings.train, join(settings, member)
     refuse_other_settings(settings, parallel)
     source = open_alike(settings, member.run, parallel)
@@ -91,7 +91,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
                resumed.data if resumed else None),
         draw_held_out(settings, member.run, parallel),
         Phases(member.pulse, torch.cuda if on_cuda else None, settings.report.nvtx),
-        Votes(parallel.reduce, parallel.device), guard,
+        StepReduction(parallel.reduce, parallel.device), guard,
         Spikes(settings.optim.skip_spikes_sigma, parallel.device),
         Saver(member.run, parts, settings.checkpoint, member.home.is_there),
         Profiler(member, report, settings.report, on_cuda), report.steps_done + 1,
@@ -101,7 +101,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
 def refuse_other_settings(settings: Settings, parallel: Single) -> None:
     """Raises UsageError on all ranks where one has other settings than rank 0.
 
-    Each reads its own environment and files, and hosts may differ.
+    Each rank reads its own environment and files, which may differ between hosts.
     """
     values = ((key, json.dumps(value)) for key, value in flatten(asdict(settings)))
     mine = {key: value for key, value in values if key not in PLACES}
@@ -129,10 +129,7 @@ def make_model(settings: Settings, device: torch.device) -> Transformer:
 
 
 def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
-    """Returns this rank's share of the held-out batches, none where nothing is evaluated.
-
-    Raises DataError.
-    """
+    """Returns this rank's part of the held-out batches, [] without evaluation. Raises DataError."""
     if not settings.eval.every:
         return []
     source = open_alike(settings, run, parallel, held_out=True)
@@ -145,13 +142,11 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
 
 
 def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> Manifest | None:
-    """Restores what `checkpoint.resume` names, as rank 0 finds it. Raises CheckpointError."""
+    """Restores the checkpoint that rank 0 finds for `checkpoint.resume`. Raises CheckpointError."""
     restored = checkpoint.restore(parts, lambda: choose(settings, member))
     if restored is None:
         if settings.checkpoint.resume:
-            report.say(
-                "resume", 0, f"nothing to resume: {member.run} has no checkpoint; from step 1"
-            )
+            report.say("resume", 0, f"{member.run} has no checkpoint to resume; starting at step 1")
         return None
     path, found, skipped = restored
     for error in skipped:
@@ -162,19 +157,19 @@ def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> 
 
 
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:
-    """Returns the checkpoint to resume from, None for a start at step 1; only rank 0 looks.
+    """Returns the checkpoint to resume from, None for a start at step 1; for rank 0 only.
 
     Raises CheckpointError, and OSError where the checkpoints of this run cannot be listed.
     """
-    wish, step = settings.checkpoint.resume, settings.checkpoint.from_step
+    named, step = settings.checkpoint.resume, settings.checkpoint.from_step
     if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):
-        # A further attempt goes on where this run came to, whatever the first began from.
-        wish, step = AUTO, 0
-    if not wish:
+        # A later attempt continues from this run, also where the first resumed another one.
+        named, step = AUTO, 0
+    if not named:
         return None
-    run = member.run if wish == AUTO else Path(wish)
+    run = member.run if named == AUTO else Path(named)
     if manifest.step_of(run) is not None and run.parent.name == rundir.CHECKPOINTS:
         step, run = manifest.step_of(run) or 0, run.parent.parent
-    if wish == AUTO and not step and not manifest.newest_first(run):
+    if named == AUTO and not step and not manifest.newest_first(run):
         return None
     return manifest.choose(run, step)

@@ -1,9 +1,9 @@
-"""Reading and restoring what a training consists of, through torch.distributed.checkpoint (DCP).
+"""Restores the state of a training through torch.distributed.checkpoint (DCP).
 
 The state is tensors under parameter names: weights, AdamW's averages, loss scale, generators. It
-does not depend on how many ranks wrote it or how they shared the work, and loading it runs no code:
-tensors load with `weights_only=True`, and DCP's index, a pickle, through a list of its own classes.
-What makes a directory whole and checkable is `trainers.manifest`.
+does not depend on the number of ranks or their strategy, and loading it runs no code: tensors load
+with `weights_only=True`, and DCP's index, a pickle, is limited to a list of DCP's classes.
+`trainers.manifest` describes and verifies the directory of a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of a training and who holds them."""
+    """The objects whose tensors make up the state of a training."""
 
     parallel: Single
     model: nn.Module
@@ -52,7 +52,7 @@ class Parts:
     loss_scale: LossScale
 
     def state(self) -> State:
-        """Returns all tensors but the generators', by section and parameter name; views."""
+        """Returns views of all tensors by section and parameter name, without the generators."""
         plain = self.parallel.plain(self.model)
         for p in plain.parameters():
             if not self.optimizer.state[p]:
@@ -63,21 +63,21 @@ class Parts:
 
 
 ALONE = "torch.distributed is disabled"
-"""The begin of DCP's warning that it works in one process, which is what we want."""
+"""Start of DCP's warning that it works in one process only, as intended here."""
 
 
 def alike(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
-    """Returns what `work` returns on this rank; all ranks call it.
+    """Returns the result of `work` on this rank; all ranks must call it.
 
-    Raises CheckpointError on all of them where it fails on one, with the sentence of the first.
+    Raises CheckpointError on all ranks where it fails on one, with the sentence of the first.
     """
     results, failure, reason = [], None, ""
     try:
         results.append(work())
     except (Exception, CheckpointException) as error:  # that of DCP is a BaseException
         named = parallel.world > 1 and not isinstance(error, CheckpointException)
-        who = f"rank {parallel.rank}: " if named else ""
-        failure, reason = error, f"{who}{reason_of(error)}"
+        rank = f"rank {parallel.rank}: " if named else ""
+        failure, reason = error, f"{rank}{reason_of(error)}"
     for each in parallel.gather_text(reason):
         if each:
             raise CheckpointError(f"{what}: {each}" if what else each) from failure
@@ -87,10 +87,10 @@ def alike(parallel: Single, work: Callable[[], Result], what: str = "") -> Resul
 def restore(
     parts: Parts, choose: Callable[[], tuple[Path, list[CheckpointError]] | None]
 ) -> tuple[Path, Manifest, list[CheckpointError]] | None:
-    """Restores the checkpoint that `choose` returns on rank 0, on all ranks, or none on any.
+    """Restores on all ranks the checkpoint that `choose` returns on rank 0.
 
-    Returns it with what rank 0 skipped. Raises CheckpointError on all ranks alike, also where one
-    of them cannot read it or has another in its place.
+    Returns it with the checkpoints that rank 0 skipped, None without one. Raises CheckpointError on
+    all ranks where one cannot read it or has another one at its path.
     """
     parallel = parts.parallel
 
@@ -101,12 +101,12 @@ def restore(
     def read() -> Manifest:
         found = manifest.read(path)
         if manifest.digest(path) != digest:
-            raise CheckpointError(f"{path} is another checkpoint than the one that rank 0 reads")
+            raise CheckpointError(f"{path} is another checkpoint than on rank 0")
         load(path, parts)
         return found
 
-    said, skipped = alike(parallel, decide)
-    digest, _, name = parallel.gather_text(said)[0].partition(" ")
+    decision, skipped = alike(parallel, decide)
+    digest, _, name = parallel.gather_text(decision)[0].partition(" ")
     if not name:
         return None
     path = Path(name)
@@ -114,15 +114,15 @@ def restore(
 
 
 def load(path: Path, parts: Parts) -> None:
-    """Restores all tensors bitwise from a verified checkpoint. Raises CheckpointError.
+    """Restores all tensors bitwise from a verified checkpoint.
 
-    A model that is not the one saved is refused with the parameter that differs.
+    Raises CheckpointError, for another model with the parameter that differs.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
         _compare(path, state, index)
         state[RANDOM] = _empty(index, RANDOM)
-        # Every rank reads for itself: a group could hang where one rank fails.
+        # Each rank reads on its own: a group could hang where one rank fails.
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     _restore_random(state[RANDOM][parts.parallel.rank % len(state[RANDOM])])
 
@@ -146,7 +146,7 @@ def load_model(path: Path) -> Transformer:
 
 
 def load_section(path: Path, section: str) -> dict[str, Tensor]:
-    """Returns the tensors of one section of the state by name, on the CPU. Raises as `load`."""
+    """Returns the tensors of one section by name, on the CPU. Raises CheckpointError."""
     prefix = f"{section}."
     with _readable(path) as (reader, index):
         names = [name for name in index.state_dict_metadata if name.startswith(prefix)]
@@ -157,7 +157,7 @@ def load_section(path: Path, section: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[tuple[_Reader, Metadata]]:
-    """Gives reader and index of a checkpoint; what goes wrong inside becomes a CheckpointError."""
+    """Yields reader and index of a checkpoint; turns errors of its body into CheckpointError."""
     reader = _Reader(path)
     try:
         with warnings.catch_warnings():
@@ -190,23 +190,23 @@ _INDEX_CLASSES = {
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles DCP's index and nothing else."""
+    """Unpickles the classes of DCP's index only."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _INDEX_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"its index names {module}.{name}, which is no part of it")
+            raise pickle.UnpicklingError(f"its index contains {module}.{name}: not allowed")
         return super().find_class(module, name)
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader, with an index that runs no code and files of its own directory only."""
+    """DCP's reader, limited to a safe index and to files of its own directory."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         del args, kwargs
         with (Path(self.path) / ".metadata").open("rb") as stream:
             index = _Index(stream).load()
         if not isinstance(index, Metadata):
-            raise pickle.UnpicklingError("its index is none")
+            raise pickle.UnpicklingError("its index is no metadata")
         for stored in index.storage_data.values():
             if "/" in stored.relative_path:
                 raise pickle.UnpicklingError("its index names a file elsewhere")
@@ -215,7 +215,7 @@ class _Reader(FileSystemReader):
 
 
 def _compare(path: Path, state: State, index: Metadata) -> None:
-    """Raises CheckpointError where a parameter is missing, is spare, or has another shape."""
+    """Raises CheckpointError where a parameter is missing, unknown, or has another shape."""
     saved = {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in index.state_dict_metadata.items()
@@ -225,13 +225,13 @@ def _compare(path: Path, state: State, index: Metadata) -> None:
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
             raise CheckpointError(
-                f"{path} is of another model: {name} is {saved.get(name, 'missing')} there and "
+                f"{path} is from another model: {name} is {saved.get(name, 'missing')} there and "
                 f"{here.get(name, 'missing')} here"
             )
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns one sentence; DCP wraps each rank's own error and its traceback."""
+    """Returns one sentence; of DCP's exception that of the first rank's own error."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, CheckpointException):
@@ -250,7 +250,7 @@ def random_state(device: torch.device) -> Tensor:
 
 def _restore_random(state: Tensor) -> None:
     size = torch.get_rng_state().numel()
-    # Copies: torch reads a generator's state as if it began its storage, and dies of a view.
+    # Clones: torch reads a generator's state from the start of its storage and crashes on a view.
     torch.set_rng_state(state[:size].clone())
     if state.numel() > size and torch.cuda.is_available():
         torch.cuda.set_rng_state(state[size:].clone())

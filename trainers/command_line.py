@@ -1,4 +1,4 @@
-"""The words on the command line of a trainer: options are settings by another name."""
+"""The command line of the trainers; most options set one key of the settings."""
 
 from __future__ import annotations
 
@@ -6,87 +6,85 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainers.contract import environ
 from trainers.contract.errors import UsageError
+from trainers.schema import keys
 
-OPTIONS: tuple[tuple[str, str, str], ...] = (
-    ("--dataset", "data.source", "where tokens come from"),
-    ("--local-path", "data.path", "folder of the data"),
-    ("--steps", "train.steps", "optimizer steps"),
-    ("--seq-len", "data.seq_len", "predicted tokens per sequence"),
-    ("--batch-size", "train.batch_size", "sequences per rank and micro-batch"),
-    ("--precision", "train.precision", "fp32, bf16, fp16 or fp64"),
-    ("--loader-timeout", "data.timeout_s", "seconds to wait for a batch"),
-    ("--from", "checkpoint.from_step", "resume from the checkpoint of this step"),
-    ("--skip-data", "data.skip", "pass over the data of steps A:B"),
-    ("--save", "checkpoint.export", "write the final weights to this safetensors file"),
-)
-"""Option, setting, help."""
+RESUME = "checkpoint.resume"
+OPTIONS: Mapping[str, str] = {
+    "--dataset": "data.source",
+    "--local-path": "data.path",
+    "--steps": "train.steps",
+    "--seq-len": "data.seq_len",
+    "--batch-size": "train.batch_size",
+    "--precision": "train.precision",
+    "--loader-timeout": "data.timeout_s",
+    "--resume": RESUME,
+    "--from": "checkpoint.from_step",
+    "--skip-data": "data.skip",
+    "--save": "checkpoint.export",
+}
+"""The key that each option sets."""
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What the command line says."""
+class Arguments:
+    """The parsed command line of a trainer."""
 
     config: Path | None
     run_dir: Path | None
     check: bool
     overrides: Mapping[str, str]
     origins: Mapping[str, str]
-    """Which option set a key of `overrides`."""
+    """The option that set a key of `overrides`."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, like everything else here."""
+    """Raises UsageError with one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; python -m {self.prog} --help shows the options")
 
 
-def parse(words: Sequence[str] | None, program: str, variables: Mapping[str, str]) -> Words:
-    """Returns what the words and `CONFIG` say. Raises UsageError."""
-    found = _parser(program).parse_args(words)
-    overrides: dict[str, str] = {}
-    origins: dict[str, str] = {}
-    said = [(option, key, getattr(found, _name(option))) for option, key, _ in OPTIONS]
-    for option, key, value in [*said, ("--resume", "checkpoint.resume", found.resume)]:
-        if value is not None:
-            overrides[key], origins[key] = value, option
-    overrides |= dict(_override(word) for word in found.set)
+def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]) -> Arguments:
+    """Returns the arguments in `argv`, with the configuration of `$CONFIG`. Raises UsageError."""
+    found = _parser(program).parse_args(argv)
+    named = {option: getattr(found, key) for option, key in OPTIONS.items()}
+    named = {option: value for option, value in named.items() if value is not None}
+    overrides = {OPTIONS[option]: value for option, value in named.items()}
+    origins = {OPTIONS[option]: option for option in named}
+    overrides |= dict(_override(text) for text in found.set)
     _check_ranks(found.ddp, variables)
-    config = found.config or (Path(named) if (named := variables.get(environ.CONFIG)) else None)
-    return Words(config, found.run_dir, found.check, overrides, origins)
+    config = found.config or (Path(name) if (name := variables.get(environ.CONFIG)) else None)
+    return Arguments(config, found.run_dir, found.check, overrides, origins)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(prog=program, allow_abbrev=False, description="Train; see docs/guide.md.")
-    config_help = f"YAML file of settings (default: what ${environ.CONFIG} names, if set)"
+    config_help = f"YAML file of settings (default: ${environ.CONFIG}, else a built-in toy)"
     parser.add_argument("--config", type=Path, help=config_help)
-    set_help = "override one setting, e.g. train.steps=10; may be repeated; the last word"
+    set_help = "override one setting, such as train.steps=10; repeatable; overrides the options"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
     run_help = "run directory (default artifacts/<config>/<UTC time>)"
     parser.add_argument("--run-dir", type=Path, help=run_help)
-    check_help = "print all settings with their origins as JSON and stop"
+    check_help = "print all settings with their origins as JSON and exit"
     parser.add_argument("--check", action="store_true", help=check_help)
-    for option, key, text in OPTIONS:
-        parser.add_argument(option, metavar="X", dest=_name(option), help=f"{text} ({key})")
-    resume_help = "go on from this run's newest good checkpoint, or from a directory's"
-    parser.add_argument("--resume", nargs="?", const="auto", metavar="DIR", help=resume_help)
-    ddp_help = "1: insist on torchrun, 0: on one process, -1: either"
+    for option, name in OPTIONS.items():
+        key = keys()[name]
+        text = f"{key.help} ({name}, default {key.default or 'none'})"
+        optional: dict[str, Any] = {"nargs": "?", "const": "auto"} if name == RESUME else {}
+        parser.add_argument(option, metavar="X", dest=name, help=text, **optional)
+    ddp_help = "1: require torchrun, 0: require one process, -1: allow both (default)"
     parser.add_argument("--ddp", choices=("-1", "0", "1"), default="-1", help=ddp_help)
     return parser
 
 
-def _name(option: str) -> str:
-    return option.strip("-").replace("-", "_") + "_word"
-
-
-def _override(word: str) -> tuple[str, str]:
-    key, separator, value = word.partition("=")
+def _override(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
     if not separator or not key:
-        raise UsageError(f"--set {word!r} has no value; write --set KEY=VALUE")
+        raise UsageError(f"--set {text!r} has no value; write --set KEY=VALUE")
     return key, value
 
 
@@ -95,4 +93,4 @@ def _check_ranks(ddp: str, variables: Mapping[str, str]) -> None:
     if ddp == "1" and "RANK" not in variables:
         raise UsageError("--ddp 1 needs torchrun; start it with torchrun -m trainers.ddp …")
     if ddp == "0" and world > 1:
-        raise UsageError(f"--ddp 0 is for one process, torchrun started {world}; leave one out")
+        raise UsageError(f"--ddp 0 is for one process, but torchrun started {world}; drop one")

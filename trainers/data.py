@@ -1,8 +1,8 @@
-"""Batches of one global stream of sequences, of which every rank keeps its share.
+"""Batches of one global stream of sequences that is divided among the ranks.
 
-Sequence i belongs to rank i % world, so what is trained on in a step depends on the global batch
-only, not on how many ranks share it, and a position holds for any number of them. A thread reads
-ahead through a bounded queue; every wait has a time limit.
+Sequence i belongs to rank i % world. So the data of a step depends on the global batch only, and a
+position in the stream is valid for any number of ranks. A thread reads ahead into a bounded queue;
+every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainers.synthetic import Recall, Synthetic
 
 CLOSE_TIMEOUT_S = 5.0
 FAILED = "failed"
-"""Stands for the fingerprint of a source that cannot be opened."""
+"""The fingerprint of a source that cannot be opened."""
 PUT_POLL_S = 0.1
 
 
@@ -45,7 +45,7 @@ class Batch:
     tokens_scored: int
 
     def to(self, device: torch.device) -> Batch:
-        """Returns the batch on `device`; pinned memory lets the copy run beside the step before."""
+        """Returns the batch on `device`; from pinned memory the copy overlaps the last step."""
         scored = None if self.scored is None else self.scored.to(device, non_blocking=True)
         inputs = self.inputs.to(device, non_blocking=True)
         targets = self.targets.to(device, non_blocking=True)
@@ -53,10 +53,10 @@ class Batch:
 
 
 class Loader:
-    """Reads ahead of the training in one thread, and gives batches on time or says why not.
+    """Reads batches ahead in a thread; a fetch raises DataError where none comes in time.
 
-    `state` is where training is in the source, not how far was read ahead; with it, another loader
-    goes on from there.
+    `state` is the position of the training in the source, without the batches read ahead. Another
+    loader can continue from it.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Loader:
 
     @property
     def epoch(self) -> int | None:
-        """The number of passes over all documents; None where there are no documents."""
+        """The number of complete passes over all documents, None without documents."""
         return self.state.get("epoch")
 
     def ready(self) -> None:
-        """Waits for the first batch, so that a broken source is told before step 1."""
+        """Waits for the first batch, so that a broken source fails before step 1."""
         self._first = self._wait()
 
     def fetch(self, count: int = 1) -> list[Batch]:
@@ -93,7 +93,7 @@ class Loader:
         return [self._next() for _ in range(count)]
 
     def close(self) -> None:
-        """Stops the thread; one that hangs in a read is left behind."""
+        """Stops the thread; one that hangs in a read remains."""
         self._stop.set()
         while not self._ready.empty():
             self._ready.get_nowait()
@@ -121,7 +121,7 @@ class Loader:
                 batch = read_batch(self.source, self._count, self._rank, self._world, self._device)
                 if not skipped:
                     self._put((batch, self.source.state()))
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic in a Rust library is no Exception
             why = f"{self.source.about} cannot be read: {type(error).__name__}: {error}"
             self._put(error if isinstance(error, Exception) else DataError(why))
 
@@ -133,7 +133,7 @@ class Loader:
 
 
 def read_batch(source: Source, count: int, rank: int, world: int, device: torch.device) -> Batch:
-    """Returns a rank's share of the next `count` sequences, pinned where a GPU will take it."""
+    """Returns a rank's part of the next `count` sequences, in pinned memory for a GPU."""
     tokens, mask = source.read(count, rank, world)
     wide = tokens.long()
     inputs, targets = wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
@@ -144,9 +144,9 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
 
 
 def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:
-    """Returns the source that the settings name, or the part of it that is held out.
+    """Returns the source that the settings name, or its held-out part.
 
-    Raises DataError when there is nothing in it, or it cannot be opened within data.timeout_s.
+    Raises DataError where it is empty or cannot be opened within data.timeout_s.
     """
     data, seed = settings.data, settings.train.seed
     return within(
@@ -157,37 +157,37 @@ def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source
 
 
 def open_alike(settings: Settings, run: Path, parallel: Single, held_out: bool = False) -> Source:
-    """Opens the source on rank 0 and, when that succeeded, on the others; all ranks call it.
+    """Opens the source on rank 0 first and then on the others; all ranks must call it.
 
-    So a hub that does not answer is asked once. Raises DataError on all ranks alike, also where
-    one has other files than rank 0: their shares would not be those of one stream.
+    So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also where
+    one has other files than rank 0, because they would read different streams.
     """
-    source, failed, told = None, None, []
+    source, failed, prints = None, None, []
     for turn in range(2):
         if turn == min(parallel.rank, 1):
             try:
                 source = open_source(settings, run, held_out)
-            except Exception as error:  # whatever it is, the others wait for this rank's word
+            except Exception as error:  # of any type: the other ranks wait for this one
                 failed = error
-        told = parallel.gather_text(FAILED if failed else source.fingerprint if source else "")
-        if failed or FAILED in told:
-            raise failed or DataError(f"rank {told.index(FAILED)} cannot open the data")
-    for rank, fingerprint in enumerate(told):
-        if fingerprint != told[0]:
-            raise DataError(f"rank {rank} finds other files than rank 0; give both the same data")
+        prints = parallel.gather_text(FAILED if failed else source.fingerprint if source else "")
+        if failed or FAILED in prints:
+            raise failed or DataError(f"rank {prints.index(FAILED)} cannot open the data")
+    for rank, fingerprint in enumerate(prints):
+        if fingerprint != prints[0]:
+            raise DataError(f"rank {rank} finds other files than rank 0; use the same data on both")
     assert source is not None
     return source
 
 
 def _late(what: str, about: str, data: DataSettings) -> str:
     return (
-        f"{what} of {about} came within {data.timeout_s:g} s; "
-        "look at the disk or the network, or raise data.timeout_s"
+        f"{what} from {about} within {data.timeout_s:g} s; "
+        "check the disk or the network, or raise data.timeout_s"
     )
 
 
 def _stream(data: DataSettings, seed: int, run: Path, held_out: bool) -> Source:
-    # pyarrow takes a while to import, so only a run on documents pays for it.
+    # Imported here because only runs on documents need pyarrow, which imports slowly.
     from trainers.stream import Stream
 
     return Stream(data, seed, run, held_out)

@@ -1,8 +1,8 @@
-"""Files of documents: which there are, what is held out, and how each format is read.
+"""Files of documents: their list, the held-out part, and a reader for each format.
 
-A file is read as pieces `(cursor, data, ends)`: bytes exactly as stored, whether a document ends
-with them, and where to begin to read the same piece again. No format walks a file to a cursor but
-gzip, which must.
+A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its bytes as
+stored, and whether a document ends with them. Reading from a cursor skips the earlier part of the
+file in every format except gzip.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from trainers.schema import DataSettings
 CHUNK_BYTES = 1 << 16
 ROWS = 256
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, pa.ArrowException)
-"""Exceptions of readers for a file that is gone, cut short or garbage."""
+"""Exceptions of the readers for a missing, truncated or damaged file."""
 
 STANDARD_LIBRARY = (
     "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "html", "http",
     "importlib", "json", "logging", "multiprocessing", "unittest", "urllib", "wsgiref", "xml",
 )  # fmt: skip
-"""Packages whose sources are the default text: on every machine, about 4 MB."""
+"""Packages of Python whose sources are the default text, about 4 MB."""
 
 Piece = tuple[int, bytes, bool]
 Reader = Callable[[str, int, str], Iterator[Piece]]
@@ -42,15 +42,15 @@ Reader = Callable[[str, int, str], Iterator[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Files in reading order, one training's part of them."""
+    """The files of the training part or the held-out part, in reading order."""
 
     about: str
     files: tuple[str, ...]
     """Paths, or `hf://` addresses with their revision."""
     digest: str
-    """Names and sizes of all files, training's and held out."""
+    """Hash of names and sizes of all files in both parts."""
     keep: Callable[[bytes], bool]
-    """Whether a document is in this part; always true where whole files are held out."""
+    """Returns whether a document is in this part; true for all where whole files are held out."""
     reader: Reader
     text_key: str
 
@@ -62,17 +62,17 @@ class Documents:
                     yield piece
         except READ_ERRORS as error:
             raise DataError(
-                f"{file} cannot be read: {error or type(error).__name__}; mend the file or take it "
-                "away, then begin a new run"
+                f"{file} cannot be read: {error or type(error).__name__}; repair or remove the "
+                "file, then start a new run"
             ) from error
 
 
 def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Documents:
     """Returns the files that the settings name, shuffled by the seed.
 
-    Of `text`, a share of the files is held out; of the others, a share of the documents, by their
-    content, so that no copy of a held-out document is trained on. Raises DataError when there is
-    nothing to read. `scratch` is a directory for temporary files.
+    For `text` a fraction of the files is held out; for other sources a fraction of the documents,
+    chosen by content, so that no copy of a held-out document is trained on. `scratch` is a
+    directory for temporary files. Raises DataError where there is nothing to read.
     """
     source = data.source
     if source == "fineweb_edu":
@@ -93,7 +93,7 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     if not names or (held_out and not data.held_out):
         raise DataError(
             f"nothing of {about} is held out (data.held_out={data.held_out:g}); "
-            "raise data.held_out, or give more files"
+            "raise data.held_out, or use more files"
         )
     random.Random(seed).shuffle(names)
     part = "held-out part of " if held_out else ""
@@ -104,13 +104,13 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
 
 
 def content(file: str, root: Path | str) -> str:
-    """Returns what stands for a file's content in the fingerprint: name below `root` and size."""
+    """Returns a file's entry in the fingerprint: its path below `root` and its size."""
     path = Path(file)
     return f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
 
 
 def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
-    """Returns the folder and the sorted files below it that hold a byte."""
+    """Returns the folder and the sorted non-empty files below it."""
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:
@@ -129,29 +129,29 @@ def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
         ]
     except (OSError, ValueError, NotImplementedError) as error:
         raise DataError(
-            f"the files {pattern!r} below {root} cannot be listed: {error}; give another "
-            "data.pattern or data.path"
+            f"cannot list the files {pattern!r} below {root}: {error}; change data.pattern or "
+            "data.path"
         ) from None
     if not files:
         ending = f" and ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise DataError(
-            f"no file below {root} that matches {pattern!r}{ending} holds a byte; give "
-            "another data.path"
+            f"there is no non-empty file below {root} that matches {pattern!r}{ending}; change "
+            "data.path"
         )
     return root, files
 
 
 def _part_of_files(
-    names: Sequence[str], keys: Sequence[str], share: float, held_out: bool
+    names: Sequence[str], keys: Sequence[str], fraction: float, held_out: bool
 ) -> list[str]:
-    """Returns the files with the lowest hashes, or the others: `share` of them, at least one."""
+    """Returns the held-out files (the lowest hashes, at least one file), or the others."""
     order = sorted(range(len(names)), key=lambda i: hashlib.sha256(os.fsencode(keys[i])).digest())
-    count = min(max(1, round(share * len(names))), len(names) - 1) if share else 0
+    count = min(max(1, round(fraction * len(names))), len(names) - 1) if fraction else 0
     return [names[i] for i in (order[:count] if held_out else order[count:])]
 
 
-def _part_of_documents(share: float, held_out: bool) -> Callable[[bytes], bool]:
-    border = round(share * (1 << 32))
+def _part_of_documents(fraction: float, held_out: bool) -> Callable[[bytes], bool]:
+    border = round(fraction * (1 << 32))
     if not border:
         return _always
     return lambda document: (zlib.crc32(document) < border) == held_out
@@ -162,7 +162,7 @@ def _always(_document: bytes) -> bool:
 
 
 def _text(file: str, cursor: int, _key: str) -> Iterator[Piece]:
-    """Yields a file in pieces that end with a line, so that no character is cut."""
+    """Yields a file in pieces that end at a line's end, so that no character is split."""
     with Path(file).open("rb") as stream:
         stream.seek(cursor)
         ends = False
@@ -184,7 +184,7 @@ def _jsonl(file: str, cursor: int, key: str) -> Iterator[Piece]:
                     data = text.encode("utf-8", "surrogatepass")
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     raise ValueError(
-                        f"at byte {cursor} there is no line of JSON with a text under {key!r} "
+                        f"the line at byte {cursor} is no JSON object with text under {key!r} "
                         f"({type(error).__name__}: {error})"
                     ) from None
                 yield cursor, data, True
@@ -192,7 +192,7 @@ def _jsonl(file: str, cursor: int, key: str) -> Iterator[Piece]:
 
 
 def _opened(file: str) -> Any:
-    """Returns a binary stream that can seek."""
+    """Returns a seekable binary stream."""
     if file.startswith("hf://"):
         from datasets.utils.file_utils import xopen
 
@@ -235,4 +235,4 @@ READERS: dict[str, Reader] = {
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),
 }  # fmt: skip
-"""Of which files each source takes the matching ones of its folder."""
+"""File name endings of each source."""

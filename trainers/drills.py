@@ -1,8 +1,8 @@
-"""Faults inside a real trainer, asked for by `NSA_DRILL`, so that a rescue can be practised.
+"""Faults inside a real trainer, set with `NSA_DRILL`, to practise their recovery.
 
-They strike from hooks of the model and from the source's read, where real faults do: the training
-loop does not know of them, and a training without drills has no hook. What there is and how it is
-asked for is in `trainers.contract.drill`.
+They happen in hooks of the model and in the source's read, like real faults. The training loop has
+no code for them, and a training without drills has no hook. `trainers.contract.drill` has the kinds
+and the grammar.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainers.contract.drill import KINDS, Drill, Place, parse
 from trainers.contract.member import Member
 from trainers.report import Report
 from trainers.schema import Settings
-from trainers.sequences import Share, Source
+from trainers.sequences import RankRows, Source
 
 EXIT_CODE = 7
 WRITTEN_S = 2.0
-"""Longest wait for the disk to take the record of a drill before it strikes."""
+"""Longest wait for the record of a drill to be written before the drill happens."""
 MUTEX_BYTES = 64
 _leaked: list[bytes] = []
 
@@ -36,15 +36,15 @@ _leaked: list[bytes] = []
 def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
-    """Hangs the drills of this rank into the model and the source, and says what will happen."""
+    """Adds the drills of this rank to the model and the source, and reports them."""
     mine = []
     for drill in parse(settings.train.drill, "train.drill"):
-        why = _rests(drill, member, settings.train.steps, report.steps_done)
-        concerns = drill.rank in (None, member.rank)
-        if concerns or (member.rank == 0 and (drill.rank or 0) >= member.world):
-            text = f"rests: {why}" if why else f"is armed: {KINDS[drill.kind].about}"
-            _say(report, member, drill, "rests" if why else "armed", text)
-        if concerns and not why:
+        why = _why_skipped(drill, member, settings.train.steps, report.steps_done)
+        is_ours = drill.rank in (None, member.rank)
+        if is_ours or (member.rank == 0 and (drill.rank or 0) >= member.world):
+            text = f"is skipped: {why}" if why else f"is armed: {KINDS[drill.kind].about}"
+            _report(report, member, drill, "rests" if why else "armed", text)
+        if is_ours and not why:
             mine.append(drill)
     if not mine:
         return
@@ -55,40 +55,40 @@ def arm(
     _stall_reads(source, drills, train.batch_size * train.accumulate * member.world)
 
 
-def _rests(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
-    """Returns why a drill does not happen in this attempt, "" when it does."""
+def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
+    """Returns the reason for which a drill does not happen in this attempt, "" where it does."""
     if member.attempt > 1 and not drill.every_attempt:
         return f"this is attempt {member.attempt}"
     if drill.rank is not None and drill.rank >= member.world:
-        return f"there are {member.world} ranks, the first is 0"
+        return f"the run has {member.world} ranks, starting at 0"
     if drill.step > steps:
         return f"the run ends with step {steps}"
     if drill.step <= steps_done and not KINDS[drill.kind].lasts:
-        return f"the run goes on after step {steps_done}"
+        return f"the run continues after step {steps_done}"
     return ""
 
 
-def _say(report: Report, member: Member, drill: Drill, state: str, text: str) -> None:
+def _report(report: Report, member: Member, drill: Drill, state: str, text: str) -> None:
     fields = {"drill": str(drill), "state": state}
     report.say("drill", member.pulse.step, f"drill {drill} {text}", **fields)
 
 
 class _Drills:
-    """The drills of this rank, and at which step each of them last happened."""
+    """The drills of this rank, and the step at which each last happened."""
 
     def __init__(self, armed: Sequence[Drill], member: Member, report: Report):
         self._armed, self._member, self._report = armed, member, report
         self._last: dict[Drill, int] = {}
 
     def due(self, place: Place, step: int) -> Iterator[Drill]:
-        """Yields the drills that happen here and now, after the record of it was written."""
+        """Yields the drills of this place and step, after their records were written."""
         for drill in self._armed:
             kind = KINDS[drill.kind]
             now = step == drill.step or (kind.lasts and step > drill.step)
             if kind.place != place or not now or self._last.get(drill) == step:
                 continue
             if drill not in self._last:
-                _say(self._report, self._member, drill, "fires", f"fires: {kind.about}")
+                _report(self._report, self._member, drill, "fires", f"fires: {kind.about}")
                 written = threading.Event()
                 self._member.recorder.call(written.set)
                 written.wait(WRITTEN_S)
@@ -106,10 +106,10 @@ class _Drills:
 
 
 def _stall_reads(source: Source, drills: _Drills, sequences_per_step: int) -> None:
-    """Lets drills of the loader happen in its thread, in the read of the step that they name."""
+    """Wraps the source's read, so that loader drills happen in the loader's thread."""
     plain = source.read
 
-    def read(count: int, rank: int, world: int) -> Share:
+    def read(count: int, rank: int, world: int) -> RankRows:
         for drill in drills.due("loader", source.position // sequences_per_step + 1):
             DRILLS[drill.kind](drill.amount, source)
         return plain(count, rank, world)
@@ -149,7 +149,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Waits for a mutex that this thread holds; unlike sleep() it goes on when a dump comes."""
+    """Waits for a mutex that this thread holds; unlike sleep(), a signal does not end it."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
@@ -200,5 +200,5 @@ DRILLS: dict[str, Callable[[Any, Any], Any]] = {
     "slow": _sleep,
     "leak": _leak,
 }
-"""What each of `KINDS` does, with its amount and the member, the logits (which it returns) or the
-source."""
+"""The function of each kind. Arguments: its amount, and the member, the source, or the logits,
+which it returns."""

@@ -1,6 +1,6 @@
-"""The common part of the entry points: words -> settings -> membership -> training -> exit code.
+"""The common part of the entry points: arguments -> settings -> run -> training -> exit code.
 
-torch is imported after the settings are right, so a wrong configuration is said at once.
+torch is imported after the settings are resolved, so an error in them is reported at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainers import failures, settings
-from trainers.command_line import Words, parse
+from trainers.command_line import Arguments, parse
 from trainers.contract import dumps, environ, jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 from trainers.contract.member import Member, open_run
@@ -23,70 +23,73 @@ from trainers.report import Report, write_metrics
 from trainers.settings import AUTO, Resolved
 
 
-def main(words: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
-    """Parses, resolves, trains and closes. Returns the exit code of docs/run-directory.md."""
+def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
+    """Trains as the arguments say. Returns the exit code of docs/run-directory.md."""
     dumps.ignore()
     variables = environ.snapshot()
     try:
-        said = parse(words, entry, variables)
-        resolved = settings.resolve(said.config, variables, said.overrides, entry, said.origins)
-        if said.check:
+        arguments = parse(argv, entry, variables)
+        resolved = settings.resolve(
+            arguments.config, variables, arguments.overrides, entry, arguments.origins
+        )
+        if arguments.check:
             sys.stdout.write(json.dumps(resolved.as_dict(), indent=1) + "\n")
             return failures.DONE
-        member = _join(said, variables, resolved)
+        member = _join(arguments, variables, resolved)
     except (ContractError, OSError) as error:
         return _refuse(error, variables)
     return _train(resolved, member)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once; everything is written.
+    """Exits at once; all records are written.
 
-    Taking down process groups can hang for good: measured with two gloo groups, in 2 of 16 ends.
+    Destroying process groups can hang forever: with two gloo groups in 2 of 16 exits.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _join(said: Words, variables: Mapping[str, str], resolved: Resolved) -> Member:
-    """Returns the membership of this rank. Raises RefusedError for a directory in use."""
+def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Member:
+    """Returns this rank's part in its run. Raises RefusedError for a directory in use."""
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised
-    if resumes and said.run_dir is None:
-        raise UsageError("--resume goes on in a run directory; name it with --run-dir")
-    run, variables = open_run(said.run_dir or _default_run(said, variables, resolved))
+    if resumes and arguments.run_dir is None:
+        raise UsageError("--resume needs the run directory; name it with --run-dir")
+    run, variables = open_run(arguments.run_dir or _default_run(arguments, variables, resolved))
     mine = rundir.heartbeat(run, int(variables.get("RANK", "0")))
     if resumes:
         variables = dict(variables) | {environ.ATTEMPT: str(_attempts(run) + 1)}
     elif not supervised and mine.exists():
         raise RefusedError(
-            f"{run} already holds a run ({mine.name}); give another with --run-dir, or go on "
-            "with --set checkpoint.resume=auto"
+            f"{run} already contains a run ({mine.name}); pass another with --run-dir, or resume "
+            "it with --set checkpoint.resume=auto"
         )
     return Member(run, variables)
 
 
 def _attempts(run: Path) -> int:
-    """Returns how many trainings this directory has seen; all ranks read it before any writes."""
+    """Returns the number of earlier attempts; all ranks read it before one writes."""
     record = rundir.read_json(run / rundir.ENV) or {}
     return jsonl.integer(record, "attempt") or 0
 
 
-def _default_run(said: Words, variables: Mapping[str, str], resolved: Resolved) -> Path:
-    """Returns a directory that all ranks of one torchrun name alike, without talking."""
+def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Path:
+    """Returns a directory named by the start time of torchrun, which is the same on all ranks."""
     if int(variables.get("GROUP_WORLD_SIZE", "1")) > 1:
-        raise UsageError("ranks on several hosts need one run directory; give it with --run-dir")
+        raise UsageError("ranks on several hosts need one run directory; name it with --run-dir")
     started = time.time()
     if "RANK" in variables:
         started = _started_at(os.getppid()) or started
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
     out_dir = resolved.settings.report.out_dir
-    return Path(out_dir or f"artifacts/{said.config.stem if said.config else 'default'}") / stamp
+    name = arguments.config.stem if arguments.config else "default"
+    return Path(out_dir or f"artifacts/{name}") / stamp
 
 
 def _started_at(pid: int) -> float | None:
-    """Returns when a process started, in unix seconds, None where the kernel does not say."""
+    """Returns the start of a process in unix seconds, None where it is not available."""
     ticks = rundir.start_ticks(pid)
     lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
     boot = next((line.split()[1] for line in lines if line.startswith("btime ")), None)
@@ -96,7 +99,7 @@ def _started_at(pid: int) -> float | None:
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str]) -> int:
-    """Says one sentence on stderr and, where a run exists, in its heartbeat."""
+    """Writes one sentence to stderr and, where a run exists, to its heartbeat."""
     sentence = str(error)
     directory = Path(variables.get(environ.RUN_DIR, ""))
     if environ.RUN_DIR in variables and directory.is_dir():
@@ -105,15 +108,15 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str]) -> int
         except OSError as unwritable:
             sentence = f"{sentence} (and the run directory cannot be written: {unwritable})"
         else:
-            _say(sentence)
+            _print_error(sentence)
             write_metrics(member, steps_done=0, reason=sentence, exit_code=failures.CONFIG)
-            return _leave(member, failures.CONFIG, sentence, type(error).__name__)
-    _say(sentence)
+            return _fail(member, failures.CONFIG, sentence, type(error).__name__)
+    _print_error(sentence)
     return failures.CONFIG
 
 
 def _train(resolved: Resolved, member: Member) -> int:
-    """Trains and turns whatever happens into records and an exit code."""
+    """Trains and records the end. Returns the exit code."""
     member.start()
     member.beat("boot", 0)
     report = Report(resolved, member)
@@ -126,22 +129,22 @@ def _train(resolved: Resolved, member: Member) -> int:
         if code == failures.BUG:
             traceback.print_exc()
         else:
-            _say(sentence)
+            _print_error(sentence)
         report.metrics(sentence, code)
-        return _leave(member, code, sentence, type(error).__name__)
+        return _fail(member, code, sentence, type(error).__name__)
     report.metrics(reason, failures.DONE)
     member.close(report.steps_done, reason=reason, exit_code=failures.DONE)
     return failures.DONE
 
 
-def _leave(member: Member, code: int, sentence: str, kind: str) -> int:
-    """Writes the last records of a failed run."""
+def _fail(member: Member, code: int, sentence: str, kind: str) -> int:
+    """Writes the last records of a failed run. Returns `code`."""
     step = member.pulse.step
     member.beat("error", step, error=sentence, error_class=kind, exit_code=code)
     member.close(step, reason=sentence, exit_code=code)
     return code
 
 
-def _say(sentence: str) -> None:
+def _print_error(sentence: str) -> None:
     sys.stderr.write(f"trainers.ddp: {sentence}\n")
     sys.stderr.flush()

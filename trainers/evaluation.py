@@ -1,4 +1,4 @@
-"""The loss of a batch, and that on held-out data: the same few every time, never trained on."""
+"""The loss of a batch, and the evaluation on a fixed set of held-out batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def evaluate(t: Training, step: int) -> None:
 
 
 def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss sum in nats, how many predictions count, and how many are right."""
+    """Returns the loss sum in nats, the number of scored predictions, and of right ones."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     each = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")

@@ -1,4 +1,4 @@
-"""`python -m trainers.export RUN_OR_CHECKPOINT FILE.safetensors`: the weights as one plain file."""
+"""`python -m trainers.export RUN_OR_CHECKPOINT FILE.safetensors` writes the weights as one file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from trainers.command_line import Parser
 from trainers.failures import CheckpointError
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Verifies, exports, and returns the exit code of docs/run-directory.md."""
-    return failures.command("trainers.export", lambda: _export(words))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Verifies and exports a checkpoint. Returns the exit code of docs/run-directory.md."""
+    return failures.command("trainers.export", lambda: _export(argv))
 
 
-def _export(words: Sequence[str] | None) -> str:
+def _export(argv: Sequence[str] | None) -> str:
     parser = Parser(prog="trainers.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", type=Path, help="a run directory, or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the file to write")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     source, _ = manifest.choose(arguments.source)
     export(source, arguments.target)
     return f"{source} -> {arguments.target}"
 
 
 def export(checkpoint: Path, target: Path) -> None:
-    """Writes weights and settings of a checkpoint to one safetensors file, replaced as a whole.
+    """Writes weights and settings of a checkpoint atomically to one safetensors file.
 
     Raises CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""The content of env.json: facts about the machine, the libraries and the model."""
+"""Facts about the machine, the libraries and the model, for env.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device_name(device: torch.device) -> str:
 def collect(
     parallel: Single, model: nn.Module, source: Source, settings: Settings
 ) -> dict[str, Any]:
-    """Returns the facts of this run that its settings do not tell."""
+    """Returns the facts of this run that its settings do not contain."""
     on_cuda = parallel.device.type == "cuda"
     return {
         "python": platform.python_version(),
@@ -44,7 +44,7 @@ def collect(
 
 
 def attention(device: torch.device, settings: Settings) -> dict[str, str]:
-    """Returns how each branch of the attention is really computed, in words."""
+    """Returns the route of each branch of the attention in words."""
     precision = settings.train.precision
     dtype = AUTOCAST.get(precision, weights_dtype(precision))
     routes = routes_of(settings.model, settings.data.seq_len, device, dtype, settings.attention)

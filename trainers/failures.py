@@ -1,4 +1,4 @@
-"""The failures that end a training or a command early, with exit codes. Needs no torch."""
+"""Errors that end a training or a command early, with their exit codes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ DONE, BUG, NONFINITE, OUT_OF_MEMORY, DATA, CONFIG, COLLECTIVE, CHECKPOINT = (
 
 
 class TrainingError(Exception):
-    """Training cannot go on; the message is one sentence for the operator."""
+    """Training cannot continue; the message is one sentence for the operator."""
 
     exit_code = BUG
 
 
 class NonFiniteError(TrainingError):
-    """Loss or gradients stayed non-finite."""
+    """Loss or gradients were non-finite in too many steps."""
 
     exit_code = NONFINITE
 
 
 class DataError(TrainingError):
-    """No batch: the source is empty, broken or too slow."""
+    """The source of data is empty, broken or too slow."""
 
     exit_code = DATA
 
 
 class LeakError(TrainingError):
-    """What cannot be predicted was predicted."""
+    """The model predicts random data, so it sees its targets."""
 
     exit_code = DATA
 
 
 class CollectiveError(TrainingError):
-    """The ranks cannot meet."""
+    """The ranks cannot join their process group."""
 
     exit_code = COLLECTIVE
 
@@ -57,7 +57,7 @@ BY_NAME: dict[str, tuple[int, str]] = {
     "DistNetworkError": (COLLECTIVE, "the ranks cannot reach each other"),
     "DistStoreError": (COLLECTIVE, "the rendezvous store does not answer"),
 }  # fmt: skip
-"""Exceptions of torch and Python that have an exit code, by class name (torch stays unloaded)."""
+"""Exceptions of torch and Python with their exit code, by class name, as torch is not loaded."""
 
 HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
@@ -67,7 +67,7 @@ COLLECTIVE_SIGNS = ("gloo", "NCCL")
 
 
 def command(name: str, work: Callable[[], str]) -> int:
-    """Writes what `work` returns as a line, or one sentence of why not. Returns the exit code."""
+    """Prints the result of `work`, or one sentence for its error. Returns the exit code."""
     try:
         sys.stdout.write(f"{work()}\n")
     except (ContractError, TrainingError) as error:
@@ -78,7 +78,7 @@ def command(name: str, work: Callable[[], str]) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code and one sentence; the code is `BUG` for what nobody foresaw."""
+    """Returns the exit code and one sentence; the code is `BUG` for an unexpected exception."""
     if isinstance(error, TrainingError):
         return error.exit_code, str(error)
     if isinstance(error, ContractError):

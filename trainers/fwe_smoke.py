@@ -1,6 +1,7 @@
-"""`python -m trainers.fwe_smoke`: does FineWeb-Edu come, and fast enough? Trains nothing.
+"""`python -m trainers.fwe_smoke` measures how fast FineWeb-Edu is read, without training.
 
-Prints tokens per second and the times of single fetches. Returns 0, or 12 after one sentence.
+It prints tokens per second and the times of single fetches. It exits with 0, or with 12 and one
+sentence.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from trainers.report import percentile_ms
 from trainers.schema import Settings
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Fetches some batches as a training of one rank would. Returns the exit code."""
-    return failures.command("trainers.fwe_smoke", lambda: _fetch(_parse(words)))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fetches batches as a training of one rank does. Returns the exit code."""
+    return failures.command("trainers.fwe_smoke", lambda: _fetch(_parse(argv)))
 
 
 def _fetch(arguments: argparse.Namespace) -> str:
@@ -36,7 +37,7 @@ def _fetch(arguments: argparse.Namespace) -> str:
 
 
 def check(chosen: Settings, batches: int) -> str:
-    """Returns what the source is and how fast `batches` batches came. Raises DataError."""
+    """Returns the source's description and the speed of `batches` batches. Raises DataError."""
     import torch
 
     from trainers.data import Loader, open_source
@@ -65,15 +66,16 @@ def check(chosen: Settings, batches: int) -> str:
     )
 
 
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="trainers.fwe_smoke", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per batch")
-    parser.add_argument("--batches", type=int, default=20, help="batches to fetch, 2 or more")
-    parser.add_argument("--timeout", type=float, default=60.0, help="longest wait in seconds")
-    parser.add_argument("--tokenizer", choices=sorted(VOCABULARY), default="byte")
-    parser.add_argument("--local-path", default="", help="folder that mirrors the dataset")
-    arguments = parser.parse_args(words)
+    add = parser.add_argument
+    add("--seq-len", type=int, default=1024, help="tokens per sequence (default 1024)")
+    add("--batch", type=int, default=1, help="sequences per batch (default 1)")
+    add("--batches", type=int, default=20, help="batches to fetch, 2 or more (default 20)")
+    add("--timeout", type=float, default=60.0, help="longest wait in seconds (default 60)")
+    add("--tokenizer", choices=sorted(VOCABULARY), default="byte", help="default: byte")
+    add("--local-path", default="", help="folder that mirrors the dataset (default: the hub)")
+    arguments = parser.parse_args(argv)
     if arguments.batches < 2:
         parser.error("--batches must be at least 2")
     return arguments

@@ -1,4 +1,4 @@
-"""Look at a checkpoint: continue a text with it. python -m trainers.generate RUN --prompt TEXT"""
+"""`python -m trainers.generate RUN --prompt TEXT` continues a text with a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from trainers.command_line import Parser
 from trainers.contract.errors import UsageError
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Writes the prompt and what follows. Returns the exit code of docs/run-directory.md."""
-    return failures.command("trainers.generate", lambda: _continue(_parse(words)))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the prompt and its continuation. Returns the exit code of docs/run-directory.md."""
+    return failures.command("trainers.generate", lambda: _continue(_parse(argv)))
 
 
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="trainers.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="run directory or one of its checkpoints")
-    parser.add_argument("--prompt", required=True, help="text that is continued")
-    parser.add_argument("--tokens", type=int, default=200, help="bytes to add")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest byte")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(words)
+    add = parser.add_argument
+    add("--prompt", required=True, help="text to continue")
+    add("--tokens", type=int, default=200, help="bytes to add (default 200)")
+    add("--temperature", type=float, default=0.0, help="0: the likeliest byte (default)")
+    add("--seed", type=int, default=0, help="seed of the generator (default 0)")
+    arguments = parser.parse_args(argv)
     if not arguments.prompt:
-        raise UsageError("--prompt is empty; give at least one character to continue")
+        raise UsageError("--prompt is empty; pass at least one character")
     if arguments.tokens < 1 or not 0 <= arguments.temperature < float("inf"):
-        raise UsageError("--tokens is at least 1 and --temperature at least 0; change them")
+        raise UsageError("--tokens must be at least 1 and --temperature at least 0")
     return arguments
 
 
@@ -44,7 +45,7 @@ def _continue(arguments: argparse.Namespace) -> str:
     generator = torch.Generator().manual_seed(arguments.seed)
     added = generate(model, prompt, arguments.tokens, arguments.temperature, generator)
     text = arguments.prompt + bytes(added[0].tolist()).decode(errors="replace")
-    # A model may write escape sequences, which are not for the terminal.
+    # A model may generate escape sequences, which must not reach the terminal.
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 

@@ -1,10 +1,8 @@
-"""Steps that must not count, and training that is not what it seems.
+"""Guards against non-finite steps, spikes of the gradient norm, and leaks of the targets.
 
-Non-finite steps are found on all ranks before the optimizer moves, skipped, counted, ended.
-
-A rank whose loss is not finite poisons its gradients, the reduction of gradients carries that to
-every rank, and every rank finds the same non-finite gradient norm: no extra collective, and on a
-GPU no wait for the device, because the fused optimizer skips by itself.
+All ranks detect and skip a non-finite step before the optimizer runs. A rank with a non-finite loss
+makes its gradients NaN, so after their reduction every rank has the same non-finite gradient norm.
+That needs no extra collective and, as the fused optimizer skips by itself, no wait for the GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from trainers.step_reduction import Row
 
 SPIKE_WINDOW_STEPS = 128
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
-"""A window in which chance alone never lies so far below ln 256 (a deviation is about 0.002)."""
+"""Window, and distance below ln 256 that chance never reaches in it (a deviation is 0.002)."""
 
 
 def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
-    """Returns what backward starts from: `scale`, or NaN where `loss` is not finite."""
+    """Returns the initial gradient of the backward: `scale`, or NaN for a non-finite `loss`."""
     return torch.where(torch.isfinite(loss.detach()), scale, float("nan")).to(loss.dtype)
 
 
 def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
-    """Clips the global gradient norm. Returns the norm before, and 1.0 if it is not finite."""
+    """Clips the global gradient norm. Returns the norm before, and 1.0 where it is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -37,7 +35,7 @@ def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
-    """Takes one step unless `nonfinite` is set; the fused kernel asks the device, not the host."""
+    """Steps the optimizer unless `nonfinite` is set; the fused kernel checks it on the device."""
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = nonfinite  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
@@ -47,9 +45,9 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 
 
 def dead_parameters(model: nn.Module) -> list[str]:
-    """Returns the parameters whose gradient is missing or zero everywhere; waits for the device.
+    """Returns the parameters whose gradient is missing or zero; waits for the device.
 
-    All ranks call it: the gradient of a sharded parameter is zero only if all its shards are.
+    All ranks must call it, as a sharded parameter has a part of its gradient on each.
     """
     dead = []
     for name, p in model.named_parameters():
@@ -62,10 +60,10 @@ def dead_parameters(model: nn.Module) -> list[str]:
 
 
 class Spikes:
-    """Skips steps whose gradient norm lies far above those before, without asking the host.
+    """Detects steps whose gradient norm is far above the earlier ones, without waiting for the GPU.
 
-    The norm, not the loss: it is the same on every rank before the optimizer moves. `sigmas` 0
-    skips nothing. The mean and deviation are those of the last finite, unskipped norms.
+    It uses the norm, which is the same on every rank before the optimizer runs. `sigmas` 0 detects
+    none. Mean and deviation are those of the last finite norms of steps that were not skipped.
     """
 
     def __init__(self, sigmas: float, device: torch.device):
@@ -74,7 +72,7 @@ class Spikes:
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
 
     def found(self, norm: Tensor, nonfinite: Tensor) -> Tensor:
-        """Returns 1.0 where a step of this norm is a spike; remembers the norm where it is not."""
+        """Returns 1.0 where `norm` is a spike; otherwise adds it to the window."""
         if not self._sigmas:
             return torch.zeros_like(nonfinite)
         deviation, mean = torch.std_mean(self._norms)
@@ -90,7 +88,7 @@ class Spikes:
 
 
 class Guard:
-    """Judges what all ranks agreed on, step by step, alike on all of them."""
+    """Counts skipped steps and ends a training that fails; the same on all ranks."""
 
     def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
@@ -101,7 +99,7 @@ class Guard:
         """Steps of this process."""
 
     def count(self, rows: list[Row]) -> None:
-        """Counts skipped steps by cause; a step that was not finite is no spike."""
+        """Counts skipped steps by cause; a non-finite step is no spike."""
         for row in rows:
             self.skipped += row.skipped
             self.nonfinite_loss += row.nonfinite_loss
@@ -109,20 +107,20 @@ class Guard:
             self.spikes += row.spike and not row.nonfinite
 
     def judge(self, rows: list[Row]) -> None:
-        """Raises NonFiniteError when too many steps in a row were skipped, and LeakError when
-        random bytes were predicted better than chance (`chance_nats`; 0: the bytes are not random).
+        """Raises NonFiniteError after too many consecutive non-finite steps, and LeakError where
+        random bytes were predicted better than chance (`chance_nats`; 0: the data is not random).
         """
         for row in rows:
             self._in_a_row = self._in_a_row + 1 if row.nonfinite else 0
             if self._in_a_row >= self._most:
                 raise NonFiniteError(
-                    f"loss or gradients were not finite in {self._in_a_row} steps in a row, the "
-                    f"last is step {row.step}; the weights were not touched: lower train.lr"
+                    f"loss or gradients were not finite in {self._in_a_row} steps in a row, up to "
+                    f"step {row.step}; the weights are unchanged; lower train.lr"
                 )
             if self._chance_nats:
-                self._look_for_a_leak(row)
+                self._check_for_leak(row)
 
-    def _look_for_a_leak(self, row: Row) -> None:
+    def _check_for_leak(self, row: Row) -> None:
         self._recent.append(row)
         while sum(each.tokens for each in self._recent) - self._recent[0].tokens >= LEAK_TOKENS:
             self._recent.popleft()

@@ -1,4 +1,4 @@
-"""FineWeb-Edu, from the Hugging Face hub or from a folder that mirrors it, by one call."""
+"""The files of FineWeb-Edu, on the Hugging Face hub or in a folder that mirrors it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ HTTPS_PORT = 443
 
 
 def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str]]:
-    """Returns what it is, the files of its training split, and what tells each file's content.
+    """Returns a description, the files of the training split, and a fingerprint of each file.
 
-    Raises DataError within about a second where the hub cannot be reached.
+    Raises DataError, for a hub that cannot be reached within about a second.
     """
     if not data.path:
         probe()
     place = str(Path(data.path).absolute()) if data.path else DATASET
     card = str(Path(place, "README.md")) if data.path else DATASET
     try:
-        # Only this configuration's files are looked for: a mirror need not hold the others.
+        # Only this configuration's files are listed, as a mirror may lack the others.
         configs = DatasetCard.load(card).data.to_dict().get("configs") or ()
         named = {each["config_name"]: each for each in configs}
         if data.subset not in named:
-            raise ValueError(f"its card names no such configuration, only {', '.join(named)}")
+            raise ValueError(f"its card has no such configuration, only {', '.join(named)}")
         with tempfile.TemporaryDirectory(prefix=".datasets-", dir=scratch) as cache:
             builder = load_dataset_builder(
                 place, data_files=named[data.subset]["data_files"], cache_dir=cache
@@ -54,22 +54,22 @@ def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str
             "README.md of the dataset and the parquet files that its configs name"
         ) from error
     if not files:
-        raise DataError(f"{place} has no files of {data.subset!r}; give another data.subset")
+        raise DataError(f"{place} has no files of {data.subset!r}; change data.subset")
     return f"{place} {data.subset}", files, contents
 
 
 def _content(address: str) -> str:
-    """Returns name and blob of a file on the hub: the revision changes with each edit of a card."""
+    """Returns name and blob of a file on the hub, which an edit of the card does not change."""
     name = address.rpartition("@")[2].partition("/")[2]
     return f"{name} {HfFileSystem().info(address)['blob_id']}"
 
 
 def probe() -> None:
-    """Raises DataError within a second when the hub, or the proxy before it, does not answer.
+    """Raises DataError within a second where the hub, or its proxy, does not answer.
 
-    Without this, `datasets` tries for 23 s, on every rank.
+    `datasets` itself would retry for 23 s on every rank.
     """
-    advice = "give a local mirror as data.path (--local-path), or use data.source=text"
+    advice = "set data.path (--local-path) to a local mirror, or use data.source=text"
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         raise DataError(f"HF_HUB_OFFLINE is set, so {DATASET} cannot be read; {advice}")
     endpoint = environ.get("HF_ENDPOINT") or "https://huggingface.co"

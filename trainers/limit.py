@@ -1,4 +1,4 @@
-"""A time limit for a call that may hang: on a dead mount, on a name server."""
+"""A time limit for a call that may hang, for example on a dead mount or a name server."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float, call: Callable[[], Result], late: str) -> Result:
-    """Returns or raises what `call` does; DataError(`late`) when that takes too long.
+    """Returns or raises what `call` does; raises DataError(`late`) after `seconds`.
 
-    A call that hangs stays behind in a daemon thread.
+    A call that hangs remains in a daemon thread.
     """
     result: Future[Result] = Future()
 

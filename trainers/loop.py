@@ -1,4 +1,4 @@
-"""The training loop: one for one process and for many, on the CPU and on GPUs."""
+"""The training loop, for one process and for several, on the CPU and on GPUs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DONE, RIGHT_REACHED = "done", "bytes_right reached"
 
 
 def train(settings: Settings, member: Member, report: Report) -> str:
-    """Trains until the steps are done or all ranks agree to halt. Returns why it ended.
+    """Trains until the steps are done or all ranks agree to halt. Returns the reason of the end.
 
-    Raises TrainingError and UsageError with one sentence; whatever else it raises is a bug.
+    Raises TrainingError and UsageError with one sentence; any other exception is a bug.
     """
     member.pulse.nonfinite_steps = 0
     member.pulse.set(0, "load")
@@ -40,8 +40,8 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         about = training.loader.source.about
         report.say("loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began)
         reason = run_steps(training)
-        count(training, training.votes.collect(all_of_them=True))
-        keep(training)
+        count_skipped(training, training.reduction.finish(include_newest=True))
+        save_final(training)
         if reason not in (DONE, RIGHT_REACHED):
             training.phases.enter(report.steps_done, "halt")
             report.say("halt", report.steps_done, f"halted: {reason}", reason=reason)
@@ -56,7 +56,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
 
 
 def run_steps(t: Training) -> str:
-    """Takes the steps. Returns why they ended; all ranks end at the same one."""
+    """Trains step by step. Returns the reason of the end; all ranks end at the same step."""
     for step in range(t.first_step, t.settings.train.steps + 1):
         t.report.begin(step)
         t.profiler.begin(step)
@@ -68,17 +68,17 @@ def run_steps(t: Training) -> str:
         norm, nonfinite = guard.clip(t.model, t.settings.optim.grad_clip)
         spike = t.spikes.found(norm, nonfinite)
         if step == 1:
-            look_at_the_start(t)
+            report_dead_parameters(t)
         optim.set_learning_rate(t.optimizer, rate)
         guard.optimise(t.optimizer, torch.maximum(nonfinite, spike))
         t.loss_scale.update(nonfinite)
         t.phases.enter(step, "log")
-        rows = agree(t, step, figures, nonfinite, spike)
+        rows = reduce_figures(t, step, figures, nonfinite, spike)
         t.report.end(step)
         right = log(t, step, rows, rate, norm, stats) if t.report.due(step) else None
         t.guard.judge(rows)
         t.profiler.end(step)
-        serve(t, step, rows)
+        run_requests(t, step, rows)
         reason = halt_reason(t, rows, right)
         if reason:
             return reason
@@ -92,16 +92,16 @@ def fetch(t: Training, step: int) -> list[Batch]:
     batches = t.loader.fetch(t.settings.train.accumulate)
     t.report.fetched(time.perf_counter() - began)
     if t.loader.epoch != epoch:
-        t.member.log(f"data: all of {t.loader.source.about} was read; epoch {t.loader.epoch}")
+        t.member.log(f"data: end of {t.loader.source.about}; epoch {t.loader.epoch} begins")
     return batches
 
 
 def forward_backward(
     t: Training, step: int, batches: list[Batch]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds up gradients of the token-weighted mean loss. Returns this rank's figures and stats.
+    """Accumulates the gradients of the token-weighted mean loss over the micro-batches.
 
-    The figures are float64 on the device, as `votes.FIGURES`.
+    Returns this rank's `FIGURES`, float64 on the device, and the attention statistics.
     """
     figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=t.parallel.device)
     scale = t.parallel.scale(sum(batch.tokens_scored for batch in batches))
@@ -119,33 +119,35 @@ def forward_backward(
     return figures, t.plain.read_stats() if wants_stats else {}
 
 
-def look_at_the_start(t: Training) -> None:
-    """Says which parameters the first backward did not reach."""
+def report_dead_parameters(t: Training) -> None:
+    """Reports the parameters that have no gradient after the first backward."""
     dead = guard.dead_parameters(t.plain)
     if dead:
         names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
         t.report.say("dead_parameters", 1, f"no gradient in step 1: {names}", parameters=dead[:64])
 
 
-def agree(t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Tensor) -> list[Row]:
-    """Sends this step's figures and returns the rows that all ranks now have in common.
+def reduce_figures(
+    t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Tensor
+) -> list[Row]:
+    """Starts the reduction of this step's figures. Returns the rows that are finished on all ranks.
 
-    At a progress step that includes this step's own row; otherwise rows come one step late, and
-    nothing waits for the slowest rank here.
+    At a progress step they include this step's row. Otherwise rows come one step late, so that no
+    rank waits for the slowest.
     """
     figures[3], figures[4] = nonfinite, spike
-    # Ranks see a file at different steps; each of them would ask for a checkpoint of its own.
-    asks = frozenset() if t.parallel.rank else t.member.take_asks()
-    t.votes.cast(step, figures, t.member.halt_wish, asks)
-    rows = t.votes.collect(all_of_them=t.report.due(step))
-    count(t, rows)
+    # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
+    requests = frozenset() if t.parallel.rank else t.member.new_requests()
+    t.reduction.start(step, figures, t.member.halt_reason, requests)
+    rows = t.reduction.finish(include_newest=t.report.due(step))
+    count_skipped(t, rows)
     for row in rows:
         t.report.count_right(row.right, row.tokens)
     return rows
 
 
-def count(t: Training, rows: list[Row]) -> None:
-    """Counts what all ranks agreed on, in the pulse too: it outlives a rank that is killed."""
+def count_skipped(t: Training, rows: list[Row]) -> None:
+    """Counts skipped steps, in the pulse too, which outlives a killed rank."""
     t.guard.count(rows)
     t.member.pulse.nonfinite_steps = t.guard.nonfinite_loss
 
@@ -165,78 +167,78 @@ def log(
 
 
 def numbers(values: Tensor) -> float | list[float]:
-    """Returns a statistic as numbers of six digits after the point."""
+    """Returns a statistic as numbers with six decimals."""
     return values.double().round(decimals=6).tolist()
 
 
 def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
-    """Returns why all ranks stop here, "" when they do not; rests on agreed figures only."""
-    wishes = [row.wish for row in rows if row.wish]
-    if wishes:
-        return wishes[0]
+    """Returns the reason to halt after this step, "" without one, the same on all ranks."""
+    reasons = [row.halt_reason for row in rows if row.halt_reason]
+    if reasons:
+        return reasons[0]
     enough = t.settings.train.stop_at_bytes_right
     return RIGHT_REACHED if enough and right is not None and right >= enough else ""
 
 
-def serve(t: Training, step: int, rows: list[Row]) -> None:
-    """Does what is due or was asked for beside training; all ranks alike."""
-    asks = frozenset().union(*(row.asks for row in rows))
-    if PROFILE_NOW in asks:
+def run_requests(t: Training, step: int, rows: list[Row]) -> None:
+    """Evaluates, profiles and saves where that is due or requested, the same on all ranks."""
+    requests = frozenset().union(*(row.requests for row in rows))
+    if PROFILE_NOW in requests:
         t.profiler.ask(step)
     if t.held_out and step % t.settings.eval.every == 0:
         evaluate(t, step)
-    tell(t, step, *t.saver.collect())
+    report_save(t, step, *t.saver.collect())
     every, last = t.settings.checkpoint.every, step == t.settings.train.steps
-    if CHECKPOINT_NOW in asks or (every and step % every == 0 and not last):
+    if CHECKPOINT_NOW in requests or (every and step % every == 0 and not last):
         save(t, step)
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint; one that fails is told, and training goes on."""
+    """Saves a checkpoint; a failure is reported, and training continues."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
     t.saver.wait()
-    tell(t, step, *t.saver.collect())
+    report_save(t, step, *t.saver.collect())
     try:
         if t.saver.in_background:
-            t.saver.save_beside(position(t))
+            t.saver.save_async(position(t))
         else:
-            tell(t, step, t.saver.save(position(t)))
+            report_save(t, step, t.saver.save(position(t)))
     except CheckpointError as error:
-        tell(t, step, error)
+        report_save(t, step, error)
     t.report.paused(time.perf_counter() - began)
 
 
-def keep(t: Training) -> None:
+def save_final(t: Training) -> None:
     """Saves the final checkpoint. Raises CheckpointError."""
     step = t.report.steps_done
     t.phases.enter(step, "save")
     t.saver.wait()
-    tell(t, step, *t.saver.collect())
+    report_save(t, step, *t.saver.collect())
     if t.settings.checkpoint.at_end:
         saved = t.saver.save(position(t))
-        tell(t, step, saved)
+        report_save(t, step, saved)
         if t.settings.checkpoint.export and t.parallel.rank == 0:
             export(saved, Path(t.settings.checkpoint.export))
 
 
 def finish_save(t: Training) -> None:
-    """Lets a background save end after an error, in bounded time; nothing to do after `keep`."""
+    """Waits a bounded time for a background save after an error."""
     if t.saver.busy:
         t.member.pulse.set(t.report.steps_done, "save")
-    tell(t, t.report.steps_done, *t.saver.finish(lambda: bool(t.member.halt_wish)))
+    report_save(t, t.report.steps_done, *t.saver.finish(lambda: bool(t.member.halt_reason)))
 
 
 def position(t: Training) -> Manifest:
-    """Returns where the training is."""
+    """Returns the position of the training, for a checkpoint."""
     return Manifest(
         t.report.steps_done, t.report.tokens_total, t.loader.state,
         report=t.report.state(t.guard.skipped), settings=t.report.values(),
     )  # fmt: skip
 
 
-def tell(t: Training, step: int, *ended: Path | CheckpointError) -> None:
-    """Records how saves ended."""
+def report_save(t: Training, step: int, *ended: Path | CheckpointError) -> None:
+    """Records the results of saves."""
     for saved in ended:
         if isinstance(saved, CheckpointError):
             t.report.say("checkpoint_failed", step, str(saved), error=str(saved))

@@ -1,8 +1,8 @@
-"""Reads the manifests of checkpoints, and says which checkpoints are good. Needs no torch.
+"""Manifests of checkpoints: sealing, listing, verification, removal. Needs no torch.
 
-A save writes into `.step_{N:08d}.tmp`; `manifest.json` comes last, with the size and SHA-256 of
-every file beside it; then the directory gets its name, and then `latest` names it. So a directory
-with the right name is whole, and whether it still is can be told without running anything in it.
+A save writes into `.step_{N:08d}.tmp`, then `manifest.json` with size and SHA-256 of every other
+file, then renames the directory to `step_{N:08d}` and updates `latest`. So a directory with that
+name is complete, and it can be verified without executing anything in it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from trainers.failures import CheckpointError
 
 MANIFEST, FORMAT = "manifest.json", 2
 ASIDE = ".old"
-"""The end of a checkpoint's name while another save of its step takes its place."""
+"""Suffix of an older checkpoint while a new save of its step replaces it."""
 _NAME = re.compile(rf"(?:step_(\d{{8,}})|\.step_(\d{{8,}}){re.escape(ASIDE)})\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The position of a training beside its tensors, and the files of its checkpoint."""
+    """The position of a training, and the files of its checkpoint."""
 
     step: int
     tokens_total: int
     data: Mapping[str, Any]
-    """State of the data, as `Loader.state` gives it."""
+    """State of the data, as in `Loader.state`."""
     world: int = 1
     report: Mapping[str, Any] = field(default_factory=dict)
-    """Figures that a resumed run goes on from."""
+    """Figures that a resumed run continues from."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Size in bytes and SHA-256 by file name."""
@@ -47,16 +47,16 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step of a checkpoint directory, None when its name is no such name."""
+    """Returns the step in a checkpoint directory's name, None for another name."""
     match = _NAME.match(path.name)
     return int(match.group(1) or match.group(2)) if match else None
 
 
 def newest_first(run: Path) -> list[Path]:
-    """Returns the checkpoint directories of a run, none where it has no folder for them.
+    """Returns the checkpoint directories of a run, the newest first, [] without their folder.
 
-    One that a save set aside and did not replace is among them. Raises OSError: a folder that
-    cannot be listed may hold some.
+    It includes one that an interrupted save set aside. Raises OSError where the folder cannot be
+    listed.
     """
     folder = run / rundir.CHECKPOINTS
     try:
@@ -71,10 +71,10 @@ def newest_first(run: Path) -> list[Path]:
 
 
 def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """Gives a finished save its name: hashes, manifest, fsync, rename, `latest`.
+    """Completes a save: hashes, manifest, fsync, rename, `latest`.
 
-    Raises OSError where it has no name, CheckpointError where it has it and `latest` does not say
-    so, or the disk may not have it yet.
+    Raises OSError where the rename failed, CheckpointError where it succeeded and `latest` or the
+    last fsync failed.
     """
     files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
     record = {"format": FORMAT} | asdict(manifest) | {"files": files}
@@ -82,12 +82,12 @@ def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
     _sync(temporary)
     replaced = target.with_name(f".{target.name}{ASIDE}")
     if target.exists():
-        # A former attempt came this far; its checkpoint goes only when this one is whole.
+        # The checkpoint of an earlier attempt is removed only after this one is complete.
         target.rename(replaced)
     try:
         temporary.rename(target)
     except OSError:
-        with contextlib.suppress(OSError):  # without one, it is found where it is
+        with contextlib.suppress(OSError):  # `newest_first` also finds it under this name
             replaced.rename(target)
         raise
     try:
@@ -95,8 +95,7 @@ def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
     except OSError as error:
         raise CheckpointError(
-            f"it is whole, but {rundir.LATEST} cannot be written or the disk may not have it yet: "
-            f"{error}"
+            f"it is complete, but {rundir.LATEST} or the disk's cache cannot be written: {error}"
         ) from error
     rundir.remove_tree(replaced)
 
@@ -106,9 +105,9 @@ def _original(aside: Path) -> str:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Removes what a killed save left; a whole checkpoint that it was replacing gets back its name.
+    """Removes the files of a killed save and restores the name of a checkpoint that it set aside.
 
-    Only the one process that saves may call it.
+    Only the process that saves may call it.
     """
     folder = run / rundir.CHECKPOINTS
     for left in folder.glob(".step_*"):
@@ -122,14 +121,14 @@ def clear_leftovers(run: Path) -> None:
 
 
 def retain(run: Path, keep_last: int, keep_every: int) -> None:
-    """Removes old checkpoints: all but the last few and those of every `keep_every`-th step."""
+    """Removes checkpoints except the newest `keep_last` and those of every `keep_every`-th step."""
     for path in newest_first(run)[keep_last:]:
         if not keep_every or (step_of(path) or 0) % keep_every:
             shutil.rmtree(path)
 
 
 def verify(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint that is as it was written. Raises CheckpointError."""
+    """Verifies a checkpoint and returns its manifest. Raises CheckpointError."""
     manifest = read(path)
     for name, (size, digest) in manifest.files.items():
         try:
@@ -137,15 +136,16 @@ def verify(path: Path) -> Manifest:
         except OSError as error:
             raise CheckpointError(f"{path} lacks {name}: {error.strerror}") from None
         if found != (size, digest):
-            what = f"{found[0]} bytes instead of {size}" if found[0] != size else "other content"
-            raise CheckpointError(f"{path} is damaged: {name} has {what} than when it was written")
+            what = f"{found[0]} bytes instead of {size}" if found[0] != size else "changed content"
+            raise CheckpointError(f"{path} is damaged: {name} has {what}")
     return manifest
 
 
 def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
-    """Returns the checkpoint that `path` means, and why newer ones do not verify.
+    """Returns a verified checkpoint, and the errors of newer ones.
 
-    Itself, or a run's newest that verifies (or that of `step`). Raises CheckpointError.
+    `path` is a checkpoint, or a run whose newest verified one (or that of `step`) is returned.
+    Raises CheckpointError.
     """
     if step_of(path) is not None:
         verify(path)
@@ -154,7 +154,7 @@ def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
     try:
         candidates = newest_first(path)
     except OSError as error:
-        raise CheckpointError(f"the checkpoints of {path} cannot be listed: {error}") from error
+        raise CheckpointError(f"cannot list the checkpoints of {path}: {error}") from error
     for candidate in candidates:
         if step in (0, step_of(candidate)):
             try:
@@ -164,30 +164,30 @@ def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
                 skipped.append(error)
     wanted = f" of step {step}" if step else ""
     why = "; ".join(map(str, skipped)) or "there is none"
-    raise CheckpointError(f"{path} has no checkpoint{wanted} that verifies: {why}")
+    raise CheckpointError(f"{path} has no verified checkpoint{wanted}: {why}")
 
 
 def read(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint, its files unchecked. Raises CheckpointError."""
+    """Returns the manifest of a checkpoint without verifying its files. Raises CheckpointError."""
     record = rundir.read_json(path / MANIFEST)
     if record is None:
         raise CheckpointError(f"{path} has no readable {MANIFEST}")
     if record.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path} has another format than {FORMAT}, which this version reads")
+        raise CheckpointError(f"{path} does not have the format {FORMAT} of this version")
     try:
         files = record.pop("files")
         files = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
         manifest = Manifest(**record, files=files)
         sound = min(manifest.step, manifest.tokens_total, manifest.world) >= 0
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST} lacks or misspells a part: {error}") from None
+        raise CheckpointError(f"{path / MANIFEST} has a missing or wrong part: {error}") from None
     if not sound or not files or any("/" in name or name.startswith("..") for name in files):
         raise CheckpointError(f"{path / MANIFEST} does not describe a checkpoint")
     return manifest
 
 
 def digest(path: Path) -> str:
-    """Returns what tells a checkpoint from any other of its name. Raises OSError."""
+    """Returns the hash of a checkpoint's manifest, which identifies it. Raises OSError."""
     return _fingerprint(path / MANIFEST)[1]
 
 

@@ -11,7 +11,7 @@ from trainers.schema import OptimSettings, TrainSettings
 
 
 def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """Returns AdamW over the trainable parameters: decay where there are two dimensions or more."""
+    """Returns AdamW over the trainable parameters; those with two or more dimensions decay."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -22,13 +22,13 @@ def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 
 
 def empty_state(p: nn.Parameter) -> dict[str, Tensor]:
-    """Returns the state of a parameter that AdamW has not yet stepped, in its own sharding."""
+    """Returns AdamW's state of a parameter before its first step, in its sharding."""
     step = torch.zeros((), dtype=torch.float32, device=p.device)
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
-    """Returns the rate of `step` (from 1): linear warm-up, then a cosine to `min_lr_ratio`."""
+    """Returns the learning rate of `step` (from 1): linear warm-up, then cosine."""
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
     span = max((settings.schedule_steps or settings.steps) - settings.warmup_steps, 1)

@@ -1,8 +1,8 @@
-"""Strategies by which ranks share the work: one object, one loop.
+"""Strategies for one or several ranks: single process, DDP, FSDP2.
 
-A strategy wraps the model, says when gradients are reduced, sums small vectors over ranks and
-hands out the plain state. `scale` is what a rank multiplies its loss sum by, so that the reduced
-gradient is that of the token-weighted mean over all ranks.
+A strategy wraps the model, selects when gradients are reduced, sums small vectors over ranks and
+returns the plain module. `scale` is the factor of a rank's loss sum with which the reduced gradient
+is that of the token-weighted mean over all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAFE_BUCKET_MB = 2
 
 
 class Single:
-    """One process, nothing to share."""
+    """One process."""
 
     name, backend, comm_hook = "single", "none", "none"
     rank, world = 0, 1
@@ -43,25 +43,25 @@ class Single:
         return model
 
     def plain(self, model: nn.Module) -> nn.Module:
-        """Returns the module whose state has the plain names."""
+        """Returns the unwrapped module, whose state has the plain names."""
         return model
 
     def synced(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-step; gradients are reduced in the `last` one."""
+        """Returns the context of a micro-batch; gradients are reduced in the `last` one."""
         del model, last
         return contextlib.nullcontext()
 
     def scale(self, tokens: int) -> float:
-        """Returns the factor of a rank's loss sum where all ranks together score `tokens`."""
+        """Returns the factor of a rank's loss sum; all ranks together score `tokens`."""
         return 1.0 / tokens
 
     def reduce(self, vector: Tensor) -> Callable[[], None]:
-        """Begins to sum `vector` over ranks, in place. Returns the function that waits for it."""
+        """Starts to sum `vector` over ranks, in place. Returns a function that waits for it."""
         del vector
         return lambda: None
 
     def gather(self, vector: Tensor) -> list[Tensor]:
-        """Returns the equally long vectors of all ranks."""
+        """Returns the vectors of all ranks; all have the same length."""
         return [vector]
 
     def gather_text(self, text: str) -> list[str]:
@@ -70,7 +70,7 @@ class Single:
 
 
 class Group(Single):
-    """Several ranks in one process group: what DDP and FSDP have in common."""
+    """Several ranks in one process group; the common part of DDP and FSDP."""
 
     def __init__(self, device: torch.device, member: Member, timeout_min: float):
         super().__init__(device)
@@ -87,11 +87,11 @@ class Group(Single):
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise CollectiveError(
-                f"rank {member.rank} of {member.world} cannot join the others: {reason}"
+                f"rank {member.rank} of {member.world} cannot join the process group: {reason}"
             ) from error
 
     def scale(self, tokens: int) -> float:
-        # The reduction divides the sum of gradients by the number of ranks; this takes it back.
+        # The reduction averages gradients over ranks; the factor `world` makes that a sum.
         return self.world / tokens
 
     def reduce(self, vector: Tensor) -> Callable[[], None]:
@@ -126,7 +126,7 @@ class Ddp(Group):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         settings, pulse = self._settings, self._member.pulse
-        # The embedding's gradient comes last: from then on this rank waits for the others' buckets.
+        # The embedding's gradient is the last one; then this rank waits for the others' buckets.
         next(model.parameters()).register_post_accumulate_grad_hook(lambda _: pulse.count())
         wrapped = DistributedDataParallel(
             model,
@@ -153,7 +153,7 @@ class Ddp(Group):
 
 
 class Fsdp(Group):
-    """Parameters, gradients and optimizer state in shards (FSDP2): per block, and the rest."""
+    """Sharded parameters, gradients and optimizer state (FSDP2), by block and for the rest."""
 
     name = "fsdp"
 
@@ -196,9 +196,9 @@ def _wait(work: dist.Work) -> None:
 
 
 def device_of(settings: Settings, member: Member) -> torch.device:
-    """Returns this rank's device. Raises UsageError where the wished one is not there."""
-    wish = settings.train.device
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+    """Returns this rank's device. Raises UsageError where the chosen one is not available."""
+    choice = settings.train.device
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if member.local_rank >= count:
@@ -212,7 +212,7 @@ def device_of(settings: Settings, member: Member) -> torch.device:
 
 
 def join(settings: Settings, member: Member) -> Single:
-    """Returns the strategy of this run: alone for one rank, else as `train.strategy` says."""
+    """Returns the strategy of this run: `Single` for one rank, else that of `train.strategy`."""
     device = device_of(settings, member)
     if member.world == 1:
         return Single(device)

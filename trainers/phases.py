@@ -1,4 +1,4 @@
-"""The phase that the step is in, and the time that each phase took."""
+"""The current phase of the step, and the time spent in each phase."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ON_DEVICE = ("forward", "backward", "optimizer")
 
 
 class Phases:
-    """Sets the pulse at each phase edge and sums the seconds between edges.
+    """Updates the pulse at each change of phase and sums the seconds per phase.
 
-    On the CPU the host's clock is right. On CUDA the host runs ahead, so each edge also records an
-    event; events are queried, never waited for, and tell how far the device got.
+    On the CPU the host's clock measures the phases. On CUDA the host runs ahead, so each change
+    also records an event. Events are queried without waiting and show the device's position.
     """
 
     def __init__(self, pulse: PulseWriter, cuda: Any = None, nvtx: bool = False):
@@ -30,7 +30,7 @@ class Phases:
         self._device_step, self._device_phase = -1, ""
 
     def enter(self, step: int, name: str) -> None:
-        """Begins a phase, which ends the one before."""
+        """Starts a phase and ends the previous one."""
         now = time.perf_counter()
         took = now - self._since
         if self._cuda is None or self._name not in ON_DEVICE:

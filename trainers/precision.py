@@ -1,4 +1,4 @@
-"""Number formats, and the peak that MFU is measured against."""
+"""Number formats, fp16 loss scaling, and the peak FLOP/s for MFU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("L4", {"bf16": 121.0, "fp32": 30.3}),
     ("RTX 4090", {"bf16": 165.2, "fp32": 82.6}),
 )
-"""Dense peak by a part of the device's name, from the vendor's data sheets; first match counts."""
+"""Dense peak in TFLOP/s by part of the device's name, from data sheets; the first match counts."""
 
 PEAK_OF = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
-"""Tensor cores are as fast with fp16 as with bf16; no peak is kept for fp64."""
+"""Tensor cores are as fast with fp16 as with bf16; the table has no peak for fp64."""
 
 MFU_FORMULA = "flops_per_token(causal=False) * toks_per_s / (world * peak_flops)"
 
@@ -44,15 +44,15 @@ def weights_dtype(precision: str) -> torch.dtype:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Says whether fp32 products may round to TF32; everywhere, for this process."""
+    """Allows or forbids TF32 in fp32 products, for this process."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
 class LossScale:
-    """Dynamic scale of an fp16 loss, on the device: no step waits for the host.
+    """Dynamic scale of an fp16 loss on the device, without waiting for the host.
 
-    The rule of `torch.amp.GradScaler`, which cannot be told by a sharded optimizer that another
-    rank's shard overflowed. Outside fp16 the scale is 1 and stays there.
+    It follows the rule of `torch.amp.GradScaler`, which does not support an overflow in another
+    rank's shard. Without fp16 the scale is always 1.
     """
 
     def __init__(self, settings: ScalerSettings, active: bool, device: torch.device):
@@ -70,7 +70,7 @@ class LossScale:
                     p.grad.mul_(back)
 
     def update(self, nonfinite: Tensor) -> None:
-        """Takes whether the step was non-finite (1.0) on any rank."""
+        """Adapts the scale; `nonfinite` is 1.0 for a step that was non-finite on any rank."""
         if not self._active:
             return
         settings, bad = self._settings, nonfinite > 0
@@ -82,7 +82,7 @@ class LossScale:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Returns FLOP/s of one device, None where the table has no such device (a CPU, say)."""
+    """Returns the peak FLOP/s of one device, None where the table does not have it."""
     for part, peaks in PEAK_TFLOPS:
         if part in device_name:
             return peaks[PEAK_OF[precision]] * 1e12 if precision in PEAK_OF else None

@@ -1,4 +1,4 @@
-"""Looking closely at a few steps: torch.profiler windows, allocator statistics, a dump at OOM."""
+"""Profiles of a few steps with torch.profiler, and memory statistics of the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ KERNELS = {
     "_scaled_dot_product_fused_attention_overrideable": "overrideable",
     "_flash_attn_forward": "flash-attn",
 }
-"""Operators that a forward ends in, without their namespace, and what they are called here."""
+"""Short names of SDPA's operators, by operator without its namespace."""
 
 
 class Profiler:
-    """Opens a torch.profiler window over the steps that the settings or the operator ask for."""
+    """Profiles the steps that the settings or a request of the operator name."""
 
     def __init__(self, member: Member, report: Report, settings: ReportSettings, on_cuda: bool):
         self._member, self._report, self._on_cuda = member, report, on_cuda
         self._window = step_range(settings.profile) or range(0)
         self._memory_every = settings.memory_every if on_cuda else 0
         self._audit = settings.sdpa_audit and member.rank == 0
-        """Whether the kernels of the first step are still to be told."""
+        """True until the kernels of the first step are reported."""
         self._open: Any = None
         self._steps = range(0)
-        """The steps of the window that is open."""
+        """The steps of the open window."""
         self._exporting: threading.Thread | None = None
         if settings.memory_every and not on_cuda:
-            report.say("note", 0, "report.memory_every dumps the CUDA allocator; there is none")
+            report.say("note", 0, "report.memory_every has no effect without CUDA")
 
     def ask(self, step: int) -> None:
-        """Profiles the steps after `step`, unless a window is still open or to come."""
+        """Profiles the steps after `step`, unless a window is open or planned."""
         if self._open is None and step >= self._window.stop:
             self._window = range(step + 1, step + 1 + ASKED_STEPS)
 
     def begin(self, step: int) -> None:
-        """Opens the window whose first step this is, or that of the audit."""
-        asked = step in self._window[:1]
-        if self._open is None and (asked or self._audit):
-            self._steps = self._window if asked else range(step, step + 1)
+        """Opens the window that starts with this step, or that of the audit."""
+        starts = step in self._window[:1]
+        if self._open is None and (starts or self._audit):
+            self._steps = self._window if starts else range(step, step + 1)
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if self._on_cuda:
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -63,7 +63,7 @@ class Profiler:
             self._open.start()
 
     def end(self, step: int) -> None:
-        """Closes the window whose last step this was, and writes what is due."""
+        """Closes the window that ends with this step, and writes a due memory dump."""
         if self._open is not None and step == self._steps.stop - 1:
             self._close(step)
         if self._memory_every and step % self._memory_every == 0:
@@ -72,7 +72,7 @@ class Profiler:
             self._member.recorder.call(lambda: _write(path, statistics))
 
     def close(self) -> None:
-        """Ends a window that the run did not reach the end of, and waits for its file."""
+        """Closes a window before its end, and waits for its file."""
         if self._open is not None:
             self._close(self._report.steps_done)
         if self._exporting is not None:
@@ -89,7 +89,7 @@ class Profiler:
         if self._steps != self._window:
             return
         name = f"steps{self._steps.start}-{step}_rank{self._member.rank}.json"
-        # A trace of some steps takes seconds to write, which no step shall wait for.
+        # Writing a trace takes seconds, so a thread does it.
         self._exporting = threading.Thread(
             target=self._export, args=(profile, step, name), daemon=True
         )
@@ -101,13 +101,13 @@ class Profiler:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            self._report.say("note", step, f"the profile {path} could not be written: {error}")
+            self._report.say("note", step, f"cannot write the profile {path}: {error}")
         else:
-            self._report.say("profile", step, f"profiled to {path}", path=f"{FOLDER}/{name}")
+            self._report.say("profile", step, f"wrote the profile {path}", path=f"{FOLDER}/{name}")
 
 
 def dump_out_of_memory(member: Member) -> None:
-    """Writes what the CUDA allocator held when memory ran out."""
+    """Writes the CUDA allocator's summary after an out-of-memory error."""
     if not torch.cuda.is_available():
         return
     summary, path = torch.cuda.memory_summary(), member.run / f"oom_rank{member.rank}.txt"
@@ -120,8 +120,8 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 
 def kernels_called(events: Iterable[Any]) -> dict[str, dict[str, int]]:
-    """Returns how often each kernel ran in each branch, from a profile's events; a branch that is
-    computed without SDPA has none."""
+    """Returns the number of calls of each kernel by branch, from a profile's events; {} for a
+    branch without SDPA."""
     found: dict[str, Counter[str]] = {}
     for event in events:
         if event.name.startswith(PREFIX):

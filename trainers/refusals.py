@@ -1,4 +1,4 @@
-"""Configurations that are refused, as one table: key, condition, reason."""
+"""The table of refused combinations of settings: keys, condition, reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`keys` are named with their values and origins before `reason`."""
+    """One row; the message names `keys` with values and origins, then `reason`."""
 
     keys: tuple[str, ...]
     when: Callable[[Settings], bool]
@@ -53,7 +53,7 @@ def _does_not_fit(data: DataSettings) -> bool:
 
 
 def recomputed(blocks: str, n_layers: int) -> range | None:
-    """Returns the blocks that `train.recompute` names, None where it names none that exist."""
+    """Returns the blocks that `train.recompute` names, None where it is invalid."""
     if blocks in ("none", "all"):
         return range(n_layers if blocks == "all" else 0)
     found = step_range(blocks)
@@ -61,7 +61,7 @@ def recomputed(blocks: str, n_layers: int) -> range | None:
 
 
 def step_range(text: str) -> range | None:
-    """Returns the numbers of `A:B`, B not included; None where it holds none."""
+    """Returns the numbers of `A:B`, B excluded; None where it is invalid or empty."""
     first, separator, end = text.partition(":")
     if not (separator and first.isdecimal() and end.isdecimal()):
         return None
@@ -87,7 +87,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("data.source", "data.path"),
         lambda s: s.data.source in ("jsonl", "parquet") and not s.data.path,
-        "there is no default folder of them; give one as data.path",
+        "there is no default folder of them; set data.path",
     ),
     Refusal(
         ("ddp.static_graph", "train.accumulate"),
@@ -107,22 +107,22 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("train.recompute",),
         lambda s: recomputed(s.train.recompute, s.model.n_layers) is None,
-        "it takes none, all, or a range of blocks A:B within the model, B not included",
+        "it takes none, all, or a range of blocks A:B within the model, B excluded",
     ),
     Refusal(
         ("report.profile",),
         lambda s: s.report.profile != "" and step_range(s.report.profile) is None,
-        "it takes a range of steps A:B, B not included",
+        "it takes a range of steps A:B, B excluded",
     ),
     Refusal(
         ("checkpoint.from_step", "checkpoint.resume"),
         lambda s: s.checkpoint.from_step > 0 and not s.checkpoint.resume,
-        "a step to begin from needs a run to resume; add checkpoint.resume=auto",
+        "a step to resume from needs a run; add checkpoint.resume=auto",
     ),
     Refusal(
         ("data.skip",),
         lambda s: s.data.skip != "" and step_range(s.data.skip) is None,
-        "it takes a range of steps A:B, B not included",
+        "it takes a range of steps A:B, B excluded",
     ),
     Refusal(
         ("data.recall_span", "data.recall_distance", "data.recall_distance_max", "data.seq_len"),
@@ -137,17 +137,17 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("data.recall_distance", "model.nsa.window"),
         _within_window,
-        "the return lies within the window, so recall would prove nothing; raise the distance",
+        "the return is inside the window, so recall would prove nothing; raise the distance",
     ),
     Refusal(
         ("train.stop_at_bytes_right", "data.source"),
         lambda s: s.train.stop_at_bytes_right > 0 and s.data.source != "recall",
-        "only recall counts right bytes; leave it at 0 or use data.source=recall",
+        "only recall counts right bytes; set it to 0 or use data.source=recall",
     ),
     Refusal(
         ("data.path",),
         _missing_folder,
-        "there is no such folder; give a folder of files, or leave it empty (text: the sources of "
+        "there is no such folder; name a folder of files, or leave it empty (text: the sources of "
         "the Python standard library; fineweb_edu: the hub)",
     ),
     Refusal(

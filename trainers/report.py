@@ -1,7 +1,7 @@
 """Writes the reports of a run: heartbeats, CSV, log lines, env.json and metrics.json.
 
-Everything goes through the member's recorder, so no record can hold up a step. Needs no torch:
-figures arrive as plain numbers.
+All of them go through the recorder's thread, so no step waits for the disk. Needs no torch: the
+figures are plain numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CSV_COLUMNS = (
 
 
 class Csv:
-    """Appends a row per progress record; the header stands where the file begins."""
+    """Appends a row per progress record; a new file starts with the header."""
 
     def __init__(self, member: Member):
         self._member = member
@@ -69,14 +69,14 @@ class TensorBoard:
 
 
 class Report:
-    """Turns steps into records. Every rank has one; files for the whole run are rank 0's."""
+    """Records the steps of this rank; rank 0 also writes the files of the whole run."""
 
     def __init__(self, resolved: Resolved, member: Member):
         self.settings: Settings = resolved.settings
         self._resolved, self._member = resolved, member
-        train, data = self.settings.train, self.settings.data
-        self._tokens_per_step = train.batch_size * train.accumulate * data.seq_len * member.world
-        self.flops_per_token = flops_per_token(self.settings.model, data.seq_len, causal=False)
+        self._tokens_per_step = self.settings.tokens_per_step * member.world
+        seq_len = self.settings.data.seq_len
+        self.flops_per_token = flops_per_token(self.settings.model, seq_len, causal=False)
         self.peak_flops: float | None = None
         self.steps_done = self._steps_before = self._tokens_before = 0
         self.skipped_before = 0
@@ -91,18 +91,18 @@ class Report:
 
     @property
     def tokens_total(self) -> int:
-        """Returns the tokens that all ranks together were trained on, before a resume too."""
+        """The tokens that all ranks have trained on, including those before a resume."""
         return self._tokens_before + (self.steps_done - self._steps_before) * self._tokens_per_step
 
     def resume(self, step: int, tokens_total: int, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint; `state` is what `state()` returned then."""
+        """Continues from a checkpoint; `state` is the result of `state()` at that time."""
         self.steps_done = self._steps_before = step
         self._tokens_before = tokens_total
         self.first_loss = jsonl.number(state, "first_loss")
         self.skipped_before = jsonl.integer(state, "skipped_steps") or 0
 
     def state(self, skipped_steps: int) -> dict[str, Any]:
-        """Returns what a resumed run reports on from."""
+        """Returns the figures that a resumed run continues from."""
         skipped = self.skipped_before + skipped_steps
         return {"first_loss": self.first_loss, "skipped_steps": skipped}
 
@@ -111,7 +111,7 @@ class Report:
         return {key: entry["value"] for key, entry in self._resolved.as_dict().items()}
 
     def environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
-        """Writes env.json and the header of the CSV (rank 0)."""
+        """Writes env.json, the log's first line and the header of the CSV (rank 0)."""
         self.peak_flops = peak_flops
         if self._member.rank:
             return
@@ -125,10 +125,20 @@ class Report:
         }  # fmt: skip
         path = self._member.run / rundir.ENV
         self._member.recorder.call(lambda: rundir.write_json(path, record))
+        self._member.log(self._summary(facts["parameters_counted"]))
         self._sinks = self._open_sinks()
 
+    def _summary(self, parameters: int) -> str:
+        """Returns the line that names configuration, size and tokens per step."""
+        toy = "no config named (--config or $CONFIG): training the built-in toy"
+        config = self._resolved.config
+        return (
+            f"{f'config {config}' if config else toy}; {parameters:,} parameters, "
+            f"S {self.settings.data.seq_len:,}, {self._tokens_per_step:,} tokens per step"
+        )
+
     def _open_sinks(self) -> list[Csv | TensorBoard]:
-        """Opens what other tools read (rank 0); TensorBoard is an extra, and its lack is said."""
+        """Opens CSV and TensorBoard (rank 0); logs where TensorBoard is not installed."""
         sinks: list[Csv | TensorBoard] = []
         if not self.settings.report.disable_csv:
             sinks.append(Csv(self._member))
@@ -140,7 +150,7 @@ class Report:
         return sinks
 
     def due(self, step: int) -> bool:
-        """Says whether `step` gets a progress record."""
+        """Returns whether `step` has a progress record."""
         every = self.settings.report.log_every
         return step <= FIRST_STEPS or step % every == 0 or step == self.settings.train.steps
 
@@ -152,11 +162,11 @@ class Report:
             self._member.beat("step_start", step)
 
     def fetched(self, took_s: float) -> None:
-        """Takes the time of one fetch."""
+        """Adds the time of one fetch."""
         self._fetches.append(took_s)
 
     def end(self, step: int) -> None:
-        """Marks the end of a step; its duration runs from the end of the one before."""
+        """Marks the end of a step; its duration counts from the end of the previous step."""
         now = time.perf_counter()
         self._durations.append(now - self._ended_at)
         self._training_s += now - self._ended_at
@@ -166,7 +176,7 @@ class Report:
     def evaluated(
         self, step: int, loss: float, tokens: int, right: float | None, took_s: float
     ) -> None:
-        """Records the loss on held-out data, and the share of copied bytes right where any are."""
+        """Records the loss on held-out data, and the fraction of copied bytes that are right."""
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss), "tokens": tokens,
             "dt_s": took_s,
@@ -177,11 +187,11 @@ class Report:
         self.say("eval", step, text, **fields)
 
     def paused(self, took_s: float) -> None:
-        """Takes time that belongs to no step: a save, an evaluation."""
+        """Excludes the time of a save or an evaluation from the step durations."""
         self._ended_at += took_s
 
     def count_right(self, right: int, scored: int) -> None:
-        """Takes how many copied bytes all ranks predicted right in a step."""
+        """Adds the number of copied bytes that all ranks predicted right in a step."""
         self._right += right
         self._scored += scored
 
@@ -189,9 +199,9 @@ class Report:
         self, step: int, *, loss: float, skipped_steps: int, phases_s: Mapping[str, float],
         **figures: Any,
     ) -> float | None:  # fmt: skip
-        """Writes the progress record of a step. Returns the share of copied bytes right.
+        """Writes the progress record of a step. Returns the fraction of copied bytes right.
 
-        `figures` stand in it as they are: gate statistics, GPU memory.
+        `figures` are added unchanged: gate statistics, GPU memory.
         """
         fields = self._fields(loss, skipped_steps, phases_s) | figures
         self._member.beat("progress", step, **fields)
@@ -227,7 +237,7 @@ class Report:
         return fields
 
     def _bits_per_byte(self, loss_nats: float) -> float | None:
-        """Returns the loss in bits where a token is a byte, None for other tokens."""
+        """Returns the loss in bits where tokens are bytes, else None."""
         return loss_nats / LN2 if self.settings.data.tokenizer == "byte" else None
 
     def _mfu(self, toks_per_s: float) -> float | None:
@@ -244,12 +254,12 @@ class Report:
         )
 
     def say(self, msg: str, step: int, text: str, **fields: Any) -> None:
-        """Records one event of the run, in the heartbeat and in the log."""
+        """Records one event of the run in heartbeat and log."""
         self._member.beat(msg, step, **fields)
         self._member.log(text)
 
     def metrics(self, reason: str, exit_code: int) -> None:
-        """Writes metrics.json: how far the run came, with what, and why it ended."""
+        """Writes metrics.json: steps, results, and the reason of the end."""
         kept = ("loss", "grad_norm", "bytes_right", "skipped_steps", "toks_per_s", "mfu")
         trained, took_s = self.tokens_total - self._tokens_before, self._training_s
         write_metrics(
@@ -263,7 +273,7 @@ class Report:
 
 
 def write_metrics(member: Member, **figures: Any) -> None:
-    """Writes metrics.json (rank 0), without waiting for the disk."""
+    """Queues metrics.json (rank 0)."""
     if member.rank:
         return
     record = {
@@ -275,7 +285,7 @@ def write_metrics(member: Member, **figures: Any) -> None:
 
 
 def percentile_ms(seconds: Iterable[float], percent: int) -> float:
-    """Returns a percentile of some times, in milliseconds; 0 of none."""
+    """Returns a percentile of `seconds` in milliseconds, 0 without any."""
     values = sorted(seconds)
     if len(values) < 2:
         return round(values[0] * 1e3, 3) if values else 0.0

@@ -1,7 +1,7 @@
-"""Writing checkpoints: in the foreground or beside the training, sealed by rank 0.
+"""Writes checkpoints in the foreground or in a background thread; rank 0 completes them.
 
-All ranks call alike, and a save fails on all of them or on none. The background thread is bounded
-by the time limit of its own process group; after an error of the training, by `FINISH_S`.
+All ranks must make the same calls, and a save fails on all of them or on none. The time limit of
+its own process group bounds the background thread; after an error of the training, `FINISH_S` does.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from trainers.manifest import Manifest
 from trainers.schema import CheckpointSettings
 
 FINISH_S, HURRY_S = 60.0, 10.0
-"""Longest wait for a background save after an error; the second once this process has to end."""
+"""Longest wait in seconds for a background save after an error, and in a process that must exit."""
 REMOVE_S, POLL_S = 5.0, 0.1
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time; all ranks call the same methods alike.
+    """Writes the checkpoints of a run, one at a time; all ranks must call the same methods.
 
-    `ours` says whether the run directory is still the one at its path. Rank 0 asks it, also from
-    the background thread; where it says no, nothing is sealed and nothing there is removed.
+    `ours` returns whether the run directory is still at its path. Rank 0 calls it, also from the
+    background thread; where it returns False, nothing at the path is written or removed.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Saver:
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
         warnings.filterwarnings("ignore", ALONE, UserWarning)
         device = parts.parallel.device.type
-        wish = settings.background
-        self._background = wish == "on" or (wish == "auto" and device == "cuda")
+        choice = settings.background
+        self._background = choice == "on" or (choice == "auto" and device == "cuda")
         self._group = cast(
             "dist.ProcessGroup | None",
             dist.new_group(backend="gloo") if parts.parallel.world > 1 else None,
         )
-        # The second worker removes what a first one that hangs has written.
+        # The second worker removes the files of a first one that hangs.
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="nsa-saver")
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
@@ -77,39 +77,39 @@ class Saver:
             target, lambda: self._write(self._state(random), writer, position, target)
         )
 
-    def save_beside(self, position: Manifest) -> None:
-        """Copies the state and writes it in the background; `collect` returns how that ended.
+    def save_async(self, position: Manifest) -> None:
+        """Copies the state and writes it in the background; `collect` returns the result.
 
-        Raises CheckpointError on all ranks where it cannot begin.
+        Raises CheckpointError on all ranks where it cannot start.
         """
         if not self._background:
             raise ValueError("this run saves in the foreground")
         target, random = self._begin(position)
         writer = FileSystemWriter(_temporary(target))
         copy = self._alike(target, lambda: writer.stage(self._state(random)))
-        # A worker's future settles whatever is raised, so `wait` always ends.
+        # The future finishes with any exception, so `wait` always returns.
         written = self._workers.submit(self._write, copy, writer, position, target)
         self._pending = written, target
 
     @property
     def in_background(self) -> bool:
-        """Says whether `save_beside` is the way of this run."""
+        """True where this run uses `save_async`."""
         return self._background
 
     @property
     def busy(self) -> bool:
-        """Says whether a background save has not been waited for or collected."""
+        """True while a background save is neither waited for nor collected."""
         return self._pending is not None
 
     def collect(self) -> list[Path | CheckpointError]:
-        """Returns how background saves ended, each of them once."""
+        """Returns the results of finished background saves, each once."""
         if self._pending is not None and self._pending[0].done():
             self.wait()
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self) -> None:
-        """Waits for a background save; `collect` returns how it ended."""
+        """Waits for a background save; `collect` returns its result."""
         if self._pending is None:
             return
         (written, target), self._pending = self._pending, None
@@ -117,10 +117,10 @@ class Saver:
         self._ended.append(target if error is None else _failed(target, reason_of(error)))
 
     def finish(self, hurry: Callable[[], bool] = lambda: False) -> list[Path | CheckpointError]:
-        """Ends the background save of a training that failed; raises nothing.
+        """Waits for the background save of a training that failed; raises nothing.
 
-        It gets `FINISH_S` seconds, `HURRY_S` once `hurry` says that this process is to end; then
-        what it has written is removed. Returns what `collect` does.
+        After `FINISH_S` seconds, `HURRY_S` once `hurry` returns True, it removes the unfinished
+        checkpoint. Returns the same as `collect`.
         """
         began = time.monotonic()
         while self._pending is not None and not self._pending[0].done():
@@ -143,7 +143,7 @@ class Saver:
         return _failed(target, late)
 
     def _begin(self, position: Manifest) -> tuple[Path, Tensor]:
-        """Clears what a killed save left. Returns the directory to write and all generators."""
+        """Removes the files of a killed save. Returns the target and all ranks' generators."""
         self.wait()
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
@@ -167,7 +167,7 @@ class Saver:
     def _write(
         self, state: State, writer: FileSystemWriter, position: Manifest, target: Path
     ) -> Path:
-        """Writes and seals one checkpoint. Raises on all ranks what failed on rank 0."""
+        """Writes and seals one checkpoint. Raises an error of rank 0 on all ranks."""
         try:
             state_dict_saver.save(
                 state, storage_writer=writer, process_group=self._group,
@@ -181,7 +181,7 @@ class Saver:
         return target
 
     def _seal(self, position: Manifest, target: Path) -> None:
-        """Makes a written checkpoint whole on rank 0; the others wait for that."""
+        """Completes a written checkpoint on rank 0; the other ranks wait for its result."""
         parallel, reason = self._parts.parallel, ""
         if parallel.rank == 0:
             try:
@@ -192,18 +192,18 @@ class Saver:
             except BaseException as error:
                 reason = reason_of(error)
             else:
-                # An old checkpoint that cannot be removed stays: the new one is whole all the same.
+                # The new checkpoint is complete, also where an old one cannot be removed.
                 with contextlib.suppress(OSError):
                     manifest.retain(self._run, self._settings.keep_last, self._settings.keep_every)
         if self._group is not None:
-            told = [reason]
+            message = [reason]
             try:
-                dist.broadcast_object_list(told, group=self._group, group_src=0)
+                dist.broadcast_object_list(message, group=self._group, group_src=0)
             except RuntimeError:
-                # The checkpoint of rank 0 is as it is, also where another rank has gone since.
+                # On rank 0 the result is final, also where another rank has exited since.
                 if parallel.rank:
                     raise
-            reason = told[0]
+            reason = message[0]
         if reason:
             raise CheckpointError(reason)
 
@@ -214,7 +214,7 @@ class Saver:
     def _discard(self, target: Path) -> None:
         """Removes an unfinished checkpoint (rank 0).
 
-        The rename comes first: either it succeeds or that of a seal under way.
+        The rename comes first: either this one succeeds or that of a seal in progress.
         """
         if not self._ours():
             return

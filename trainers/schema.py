@@ -1,223 +1,215 @@
-"""The settings and their limits. Needs no torch.
+"""The settings: every key with its type, default, limits and help. Needs no torch.
 
-A key is one field of a section below; the fields' docstrings are the manual. What a value may be
-is in the annotation (`Literal` for choices) and in `LIMITS`.
+A key is one field of a section below. Its type is the annotation (`Literal` for choices), and
+`key` holds the rest; flags, options and error messages take theirs from here, through `keys()`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import functools
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args, get_type_hints
 
 from nsa.backends import Switches
 from nsa.config import ModelConfig, NSAConfig
 
+ANY_COUNT = (0.0, float(1 << 40))
+MODEL_LIMITS: dict[str, tuple[float, float]] = {
+    "model.rope_base": (1, 1e12), "model.norm_eps": (1e-30, 1), "model.init_std": (1e-12, 1e3),
+}  # fmt: skip
+ANY_MODEL_SIZE = (1.0, float(1 << 20))
+DRILL, STRATEGY = "train.drill", "train.strategy"
+
+
+def key(default: Any, text: str, low: float = ANY_COUNT[0], high: float = ANY_COUNT[1]) -> Any:
+    """Returns a field with help and, for numbers, the smallest and largest value, both allowed."""
+    return field(default=default, metadata={"help": text, "limits": (low, high)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """Where tokens come from. One global stream of sequences; every rank keeps its share."""
+    """The source of tokens. One global stream of sequences, which all ranks divide."""
 
-    source: Literal["synthetic", "recall", "text", "jsonl", "parquet", "fineweb_edu"] = "synthetic"
-    """Uniform random bytes, spans that return, the files of a folder, or FineWeb-Edu."""
-    seq_len: int = 128
-    """S: predicted tokens per sequence."""
-    path: str = ""
-    """Folder of files; empty: packages of the Python standard library, or FineWeb-Edu's hub."""
-    pattern: str = "**/*"
-    """Which files below `path`; hidden ones never."""
-    text_key: str = "text"
-    """Where jsonl and parquet rows have their text."""
-    subset: str = "sample-10BT"
-    """Which configuration of FineWeb-Edu."""
-    tokenizer: Literal["byte", "gpt2"] = "byte"
-    """byte: 256 tokens; gpt2: 50,257, through tiktoken where its files are cached."""
-    held_out: float = 0.01
-    """Share of text files, or of documents, that training never sees; for evaluation."""
-    lanes: int = 16
-    """Streams of files side by side, so that a batch mixes files; 1: file after file."""
-    recall_span: int = 48
-    """Bytes that return; all but the first of them are scored."""
-    recall_distance: int = 64
-    """How far behind its origin the span returns, in bytes; beyond the window."""
-    recall_distance_max: int = 0
-    """Farthest return, the distance drawn for each sequence; 0: always `recall_distance`."""
-    skip: str = ""
-    """Pass over the data of steps A:B (B not included), which are trained on what follows."""
-    prefetch: int = 4
-    """Batches that wait ready."""
-    timeout_s: float = 60.0
-    """Longest wait for one batch."""
+    source: Literal["synthetic", "recall", "text", "jsonl", "parquet", "fineweb_edu"] = key(
+        "synthetic",
+        "Source of tokens: random bytes, spans that return, files of a folder, or FineWeb-Edu.",
+    )
+    seq_len: int = key(128, "S: predicted tokens per sequence.", 2, 1 << 20)
+    path: str = key(
+        "", "Folder of files; empty: packages of the Python standard library, or the hub."
+    )
+    pattern: str = key("**/*", "Glob pattern of files below `path`; hidden files are skipped.")
+    text_key: str = key("text", "Key or column of the text in jsonl and parquet rows.")
+    subset: str = key("sample-10BT", "Configuration of FineWeb-Edu.")
+    tokenizer: Literal["byte", "gpt2"] = key(
+        "byte", "Tokenizer: bytes (256 tokens), or gpt2 (50,257) from tiktoken's cached files."
+    )
+    held_out: float = key(
+        0.01, "Fraction of text files, or of documents, kept from training for evaluation.", 0, 0.5
+    )
+    lanes: int = key(
+        16, "Streams of files that a batch mixes; 1: one file after the other.", 1, 4096
+    )
+    recall_span: int = key(
+        48, "Bytes in a span that returns; all except the first are scored.", 2, 1 << 20
+    )
+    recall_distance: int = key(
+        64, "Distance in bytes from a span to its return; beyond the window.", 1, 1 << 20
+    )
+    recall_distance_max: int = key(
+        0, "Largest distance in bytes, drawn for each sequence; 0: always `recall_distance`."
+    )
+    skip: str = key("", "Steps A:B (B excluded) whose data is skipped.")
+    prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
+    timeout_s: float = key(60.0, "Longest wait for one batch, in seconds.", 0.01, 86_400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """How long, how much and how precisely."""
+    """Length, batch, learning rate and precision of the training."""
 
-    steps: int = 100
-    """Optimizer steps."""
-    batch_size: int = 8
-    """B: sequences per rank and micro-batch."""
-    accumulate: int = 1
-    """Micro-batches per optimizer step."""
-    lr: float = 2.5e-3
-    """Peak learning rate."""
-    warmup_steps: int = 30
-    """Linear warm-up."""
-    min_lr_ratio: float = 1.0
-    """The cosine ends at this share of `lr`; 1: constant after the warm-up."""
-    schedule_steps: int = 0
-    """Length of the cosine; 0: `steps`."""
-    seed: int = 1337
-    """Weights and data follow from it."""
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """How several ranks share the work; `-m trainers.fsdp` sets fsdp. One process needs neither."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """bf16, fp16: autocast over fp32 master weights, fp16 with a scaled loss; fp64: for tests."""
-    tf32: bool = False
-    """fp32 products in TF32 on GPUs that have it."""
-    compile: bool = False
-    """torch.compile each block."""
-    recompute: str = "none"
-    """Activation checkpointing: none, all, or blocks A:B (B not included); non-reentrant."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
-    max_nonfinite_steps: int = 5
-    """So many skipped steps in a row end the run."""
-    stop_at_bytes_right: float = 0.0
-    """Stop when this share of copied bytes is right; 0: never."""
-    drill: str = ""
-    """Faults that ranks shall have, KIND@STEP:RANK:SECONDS by commas; docs/guide.md lists them."""
+    steps: int = key(100, "Number of optimizer steps.", 1)
+    batch_size: int = key(8, "B: sequences per rank and micro-batch.", 1, 1 << 20)
+    accumulate: int = key(1, "Micro-batches per optimizer step.", 1, 1 << 16)
+    lr: float = key(2.5e-3, "Peak learning rate.", 0, 1e3)
+    warmup_steps: int = key(30, "Steps of linear warm-up.")
+    min_lr_ratio: float = key(
+        1.0, "Final learning rate as a fraction of `lr`; 1: constant after the warm-up.", 0, 1
+    )
+    schedule_steps: int = key(0, "Length of the cosine in steps; 0: `steps`.")
+    seed: int = key(1337, "Seed of weights and data.", 0, (1 << 63) - 1)
+    strategy: Literal["ddp", "fsdp"] = key(
+        "ddp", "Strategy for several ranks; `-m trainers.fsdp` sets fsdp. One rank uses neither."
+    )
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = key(
+        "fp32", "bf16, fp16: autocast over fp32 weights, fp16 with loss scaling; fp64: for tests."
+    )
+    tf32: bool = key(False, "Compute fp32 products in TF32 on GPUs that support it.")
+    compile: bool = key(False, "Compile each block with torch.compile.")
+    recompute: str = key(
+        "none", "Blocks whose activations are recomputed in the backward: none, all, or A:B."
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device; auto: CUDA where available.")
+    max_nonfinite_steps: int = key(5, "Stop after N consecutive skipped steps.", 1)
+    stop_at_bytes_right: float = key(
+        0.0, "Stop when this fraction of copied bytes is right; 0: never.", 0, 1
+    )
+    drill: str = key(
+        "", "Faults for practice, KIND@STEP:RANK:SECONDS by commas; docs/guide.md lists them."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSettings:
     """AdamW."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    """Only on parameters of two dimensions and more."""
-    grad_clip: float = 1.0
-    """Largest global gradient norm."""
-    skip_spikes_sigma: float = 0.0
-    """Skip steps whose gradient norm lies so many deviations above the last 128; 0: none."""
-    fused: bool = True
-    """One kernel per step, which also skips a non-finite step without the host."""
+    beta1: float = key(0.9, "Decay of the average of gradients.", 0, 1)
+    beta2: float = key(0.95, "Decay of the average of squared gradients.", 0, 1)
+    eps: float = key(1e-8, "Term added to the denominator.", 0, 1)
+    weight_decay: float = key(
+        0.1, "Weight decay of parameters with two or more dimensions.", 0, 1e3
+    )
+    grad_clip: float = key(1.0, "Largest global gradient norm.", 1e-6, 1e9)
+    skip_spikes_sigma: float = key(
+        0.0, "Skip steps whose gradient norm is N deviations above the last 128; 0: none.", 0, 1e3
+    )
+    fused: bool = key(True, "Use the fused AdamW kernel, which skips non-finite steps by itself.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerSettings:
     """Loss scale of fp16."""
 
-    init_scale: float = 65536.0
-    """First factor of the loss."""
-    growth_interval: int = 2000
-    """So many finite steps in a row raise the factor."""
-    growth_factor: float = 2.0
-    """By how much they raise it."""
-    backoff_factor: float = 0.5
-    """What a non-finite step multiplies it by."""
+    init_scale: float = key(65536.0, "Initial loss scale of fp16.", 1, 1 << 32)
+    growth_interval: int = key(2000, "Consecutive finite steps before the loss scale grows.", 1)
+    growth_factor: float = key(2.0, "Growth factor of the loss scale.", 1, 1e3)
+    backoff_factor: float = key(0.5, "Backoff factor of the loss scale after an overflow.", 1e-3, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSettings:
     """Data parallelism."""
 
-    bucket_mb: int = 25
-    """Gradient bucket size."""
-    find_unused: bool = False
-    """Search for parameters that got no gradient."""
-    static_graph: bool = False
-    """Promise that the graph never changes."""
-    compress: Literal["none", "fp16", "bf16"] = "none"
-    """Type in which gradients travel."""
-    timeout_min: float = 10.0
-    """Time limit of a collective."""
-    disable_gc: bool = False
-    """Keep all activations under DDP, whatever `train.recompute` says."""
-    safe_mode: bool = False
-    """For the hunt of a fault: buckets of 2 MB, gradients not as views of them."""
+    bucket_mb: int = key(25, "Size of a gradient bucket in MB.", 1, 1 << 20)
+    find_unused: bool = key(False, "Search for parameters without a gradient in each step.")
+    static_graph: bool = key(False, "Promise DDP that the graph never changes.")
+    compress: Literal["none", "fp16", "bf16"] = key(
+        "none", "Data type of gradients in the all-reduce; none: their own."
+    )
+    timeout_min: float = key(10.0, "Time limit of a collective in minutes.", 0.01, 10_000)
+    disable_gc: bool = key(False, "Keep all activations under DDP; overrides `train.recompute`.")
+    safe_mode: bool = key(
+        False, "For debugging: gradient buckets of 2 MB, and gradients that are not views of them."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSettings:
     """Fully sharded data parallelism (FSDP2)."""
 
-    sharding: Literal["full", "grad_op"] = "full"
-    """full: parameters are freed after the forward (ZeRO-3); grad_op: kept (ZeRO-2)."""
-    replicas: int = 1
-    """Groups of ranks with a whole copy each; above 1: HSDP, sharded inside a group."""
-    prefetch: int = 0
-    """Blocks gathered ahead of the one at work; 0: as torch decides."""
+    sharding: Literal["full", "grad_op"] = key(
+        "full", "full: free parameters after the forward (ZeRO-3); grad_op: keep them (ZeRO-2)."
+    )
+    replicas: int = key(
+        1, "Groups of ranks with a whole copy each; above 1: HSDP, sharded in a group.", 1, 1 << 20
+    )
+    prefetch: int = key(0, "Blocks gathered ahead of the current one; 0: torch decides.", 0, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
-    """What is said about the run."""
+    """Records and profiles of the run."""
 
-    out_dir: str = ""
-    """Runs that are started by hand go below it; empty: artifacts/<config>."""
-    log_every: int = 10
-    """Steps between progress records, after one each for steps 1 to 5."""
-    disable_aux_stats: bool = False
-    """Compute no gate and selection statistics."""
-    disable_csv: bool = False
-    """Write no training.csv."""
-    disable_tb: bool = False
-    """Write nothing for TensorBoard."""
-    nvtx: bool = False
-    """Mark the phases of a step and the branches of the attention for Nsight Systems (CUDA)."""
-    sdpa_audit: bool = False
-    """Say which kernels of SDPA the first step called, by branch."""
-    memory_every: int = 0
-    """Steps between files with the CUDA allocator's statistics; 0: none."""
-    profile: str = ""
-    """Steps A:B (B not included) under torch.profiler; the trace goes to profiles/."""
+    out_dir: str = key(
+        "", "Parent directory of runs that are started by hand; empty: artifacts/<config>."
+    )
+    log_every: int = key(10, "Steps between progress records; steps 1 to 5 always have one.", 1)
+    disable_aux_stats: bool = key(False, "Compute no gate and selection statistics.")
+    disable_csv: bool = key(False, "Write no training.csv.")
+    disable_tb: bool = key(False, "Write nothing for TensorBoard.")
+    nvtx: bool = key(False, "Mark step phases and attention branches for Nsight Systems (CUDA).")
+    sdpa_audit: bool = key(False, "Report the SDPA kernels of the first step, by branch.")
+    memory_every: int = key(0, "Steps between dumps of the CUDA allocator's statistics; 0: none.")
+    profile: str = key("", "Steps A:B (B excluded) to profile; the trace goes to profiles/.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """Loss on data that is held out of training."""
+    """Loss on held-out data."""
 
-    every: int = 0
-    """Steps between evaluations; 0: none."""
-    batches: int = 8
-    """Micro-batches of each rank, the same ones every time."""
+    every: int = key(0, "Steps between evaluations; 0: none.")
+    batches: int = key(8, "Micro-batches per rank and evaluation, always the same.", 1, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """What is kept, and what a run begins with."""
+    """Checkpoints to write, and the one to start from."""
 
-    every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
-    at_end: bool = True
-    """Save when the run ends or is halted."""
-    keep_last: int = 3
-    """So many of the newest stay."""
-    keep_every: int = 0
-    """Those of every so many steps stay for good; 0: none."""
-    background: Literal["auto", "on", "off"] = "auto"
-    """Write beside the training; auto: on GPUs."""
-    resume: str = ""
-    """auto: from this run's newest checkpoint that verifies; or a run or checkpoint directory."""
-    from_step: int = 0
-    """Resume from this step's checkpoint; 0: the newest."""
-    export: str = ""
-    """Write the final weights to this safetensors file."""
+    every: int = key(0, "Steps between checkpoints; 0: only at the end.")
+    at_end: bool = key(True, "Save when the run ends or is halted.")
+    keep_last: int = key(3, "Number of newest checkpoints to keep.", 1, 1 << 20)
+    keep_every: int = key(0, "Also keep the checkpoint of every N-th step forever; 0: none.")
+    background: Literal["auto", "on", "off"] = key(
+        "auto", "Write checkpoints while training continues; auto: on GPUs."
+    )
+    resume: str = key(
+        "", "Resume from this run or checkpoint directory; auto: this run's newest verified one."
+    )
+    from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
+    export: str = key("", "Write the final weights to this safetensors file.")
 
 
 TINY_MODEL = ModelConfig(
     dim=128, n_layers=2, n_heads=4, n_kv_groups=2, d_k=32, d_v=32, mlp_hidden=256, init_std=0.03,
     nsa=NSAConfig(block_size=4, block_stride=2, select_block_size=8, n_select=8, window=32),
 )  # fmt: skip
-"""The model where no configuration names one: runs anywhere."""
+"""The built-in toy: the model without a configuration, small enough for any machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that decides what a training does."""
+    """All settings of a training."""
 
     model: ModelConfig = TINY_MODEL
     attention: Switches = field(default_factory=Switches)
@@ -231,49 +223,43 @@ class Settings:
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one rank trains on in an optimizer step."""
+        return self.train.batch_size * self.train.accumulate * self.data.seq_len
 
-ANY_COUNT = (0, 1 << 40)
-LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys((
-        "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_groups", "model.d_k",
-        "model.d_v", "model.mlp_hidden", "model.vocab_size", "model.nsa.block_size",
-        "model.nsa.block_stride", "model.nsa.select_block_size", "model.nsa.n_select",
-        "model.nsa.window",
-    ), (1, 1 << 20)),
-    "model.rope_base": (1, 1e12),
-    "model.norm_eps": (1e-30, 1),
-    "model.init_std": (1e-12, 1e3),
-    "data.seq_len": (2, 1 << 20),
-    "data.recall_span": (2, 1 << 20),
-    "data.recall_distance": (1, 1 << 20),
-    "data.held_out": (0, 0.5),
-    "data.lanes": (1, 1 << 12),
-    "data.prefetch": (1, 1024),
-    "data.timeout_s": (0.01, 86_400),
-    "train.steps": (1, 1 << 40),
-    "train.batch_size": (1, 1 << 20),
-    "train.accumulate": (1, 1 << 16),
-    "train.lr": (0, 1e3),
-    "train.min_lr_ratio": (0, 1),
-    "train.seed": (0, (1 << 63) - 1),
-    "train.max_nonfinite_steps": (1, 1 << 40),
-    "train.stop_at_bytes_right": (0, 1),
-    "optim.beta1": (0, 1),
-    "optim.beta2": (0, 1),
-    "optim.eps": (0, 1),
-    "optim.weight_decay": (0, 1e3),
-    "optim.grad_clip": (1e-6, 1e9),
-    "optim.skip_spikes_sigma": (0, 1e3),
-    "scaler.init_scale": (1, 1 << 32),
-    "scaler.growth_interval": (1, 1 << 40),
-    "scaler.growth_factor": (1, 1e3),
-    "scaler.backoff_factor": (1e-3, 1),
-    "ddp.bucket_mb": (1, 1 << 20),
-    "ddp.timeout_min": (0.01, 10_000),
-    "fsdp.replicas": (1, 1 << 20),
-    "fsdp.prefetch": (0, 64),
-    "report.log_every": (1, 1 << 40),
-    "eval.batches": (1, 1 << 20),
-    "checkpoint.keep_last": (1, 1 << 20),
-}  # fmt: skip
-"""Smallest and largest value of a key, both allowed; of any other number, `ANY_COUNT`."""
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: `kind` is a type or the choices; `default` is None where a model has none."""
+
+    kind: type | tuple[str, ...]
+    default: Any
+    low: float
+    high: float
+    help: str
+
+
+@functools.cache
+def keys() -> dict[str, Key]:
+    """Returns every dotted key of `Settings`."""
+    return dict(section_keys(Settings, ""))
+
+
+def section_keys(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
+    """Yields the keys of a section, whose names begin with `prefix`."""
+    hints = get_type_hints(section)
+    for each in fields(section):
+        name, hint = f"{prefix}{each.name}", hints[each.name]
+        if is_dataclass(hint):
+            yield from section_keys(hint, f"{name}.")
+        else:
+            yield name, _key(name, each, get_args(hint) or hint)
+
+
+def _key(name: str, each: Field[Any], kind: type | tuple[str, ...]) -> Key:
+    default = None if each.default is MISSING else each.default
+    usual = ANY_MODEL_SIZE if name.startswith("model.") else ANY_COUNT
+    limits = each.metadata.get("limits") or MODEL_LIMITS.get(name, usual)
+    low, high = limits
+    return Key(kind, default, low, high, each.metadata.get("help", ""))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainers.failures import DataError
 
-Share = tuple[Tensor, Tensor | None]
+RankRows = tuple[Tensor, Tensor | None]
 State = dict[str, Any]
 """Plain JSON data of bounded size; every source's has `fingerprint` and `position`.
 
@@ -23,14 +23,14 @@ class Source:
     about: str
     """Its description, for an error message and env.json."""
     fingerprint: str
-    """The conditions of a position in this stream, as `key=value` words."""
+    """The conditions under which a position is valid, as `key=value` words."""
     scored: int
     """Predicted tokens per sequence that count in the loss."""
     position = 0
     """Sequences read so far, over all ranks."""
 
-    def read(self, count: int, rank: int, world: int) -> Share:
-        """Returns this rank's share of the next `count` sequences.
+    def read(self, count: int, rank: int, world: int) -> RankRows:
+        """Returns this rank's part of the next `count` sequences.
 
         uint8 or uint16 `[B, S + 1]` and, where not all predictions count, bool `[B, S]`. Raises
         DataError.
@@ -42,37 +42,37 @@ class Source:
         return {"fingerprint": self.fingerprint, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position. Raises DataError where it belongs to another stream."""
+        """Continues from a position. Raises DataError where it belongs to another stream."""
         try:
             self._check(state["fingerprint"])
             self.seek(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
-                "the data position in the checkpoint makes no sense "
-                f"({type(error).__name__}: {error}); resume from another one"
+                "the data position in the checkpoint is invalid "
+                f"({type(error).__name__}: {error}); resume from another checkpoint"
             ) from error
 
     def seek(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position in this stream. Raises KeyError, TypeError or ValueError."""
+        """Moves to a position in this stream. Raises KeyError, TypeError or ValueError."""
         self.position = int(state["position"])
 
     def _check(self, fingerprint: str) -> None:
-        """Raises DataError that says what changed unless a state's is that of this stream."""
-        kept, now = _words(fingerprint), _words(self.fingerprint)
+        """Raises DataError with the differences from the fingerprint of a checkpoint."""
+        saved, now = _words(fingerprint), _words(self.fingerprint)
         changed = [
-            f"{key} was {kept.get(key, 'not there')} and is {now.get(key, 'not there')}"
-            for key in now | kept
-            if kept.get(key) != now.get(key)
+            f"{key} was {saved.get(key, 'absent')} and is {now.get(key, 'absent')}"
+            for key in now | saved
+            if saved.get(key) != now.get(key)
         ]
         if changed:
             raise DataError(
-                f"the checkpoint's position is one in other data than {self.about}: "
-                f"{', '.join(changed)}; set that back, or begin a new run"
+                f"the checkpoint belongs to other data than {self.about}: "
+                f"{', '.join(changed)}; restore these, or start a new run"
             )
 
 
 def stack(sequences: Sequence[bytes | bytearray], length: int, kind: torch.dtype) -> Tensor:
-    """Returns `[B, length]` of equally long sequences of `kind`."""
+    """Returns sequences of the same length as one tensor `[B, length]` of `kind`."""
     if not sequences:
         return torch.empty(0, length, dtype=kind)
     flat = torch.frombuffer(bytearray().join(sequences), dtype=kind)

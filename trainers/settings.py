@@ -1,7 +1,7 @@
-"""Settings: defaults < YAML < environment flags < command line, strict, each value with its origin.
+"""Resolves the settings: defaults < YAML < environment flags < command line, with origins.
 
-Needs no torch, so the console checks a configuration without loading it. What can be set is in
-`trainers.schema`; what does not fit together is in `trainers.refusals`.
+Needs no torch, so the console can check a configuration. `trainers.schema` has the keys,
+`trainers.refusals` the combinations that are refused.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from trainers.contract import drill, flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.values import convert, takes
 from trainers.refusals import refuse
-from trainers.schema import ANY_COUNT, LIMITS, Settings
+from trainers.schema import DRILL, STRATEGY, Key, Settings, keys, section_keys
 
 DEFAULT, COMMAND_LINE = "default", "--set"
 AUTO = "auto"
 T = TypeVar("T")
-DRILL = "train.drill"
-STRATEGY, STRATEGIES = "train.strategy", {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
-"""Settings of an entry point, unless a configuration says otherwise."""
+STRATEGIES = {"trainers.ddp": "ddp", "trainers.fsdp": "fsdp"}
+"""Default strategy of each entry point."""
 ALIASES: Mapping[str, str] = {
     "nsa.l": "model.nsa.block_size",
     "nsa.d": "model.nsa.block_stride",
@@ -42,20 +41,22 @@ ALIASES: Mapping[str, str] = {
     "train.eval_every": "eval.every",
     "train.out_dir": "report.out_dir",
 }
-"""Names that configurations of other systems use for our settings."""
+"""Names of our keys in the configurations of other systems."""
 VALUES: Mapping[str, Mapping[Any, Any]] = {
     "runtime.gradient_checkpointing": {True: "all", False: "none"},
     "nsa.phi": {"avg": "mean"},
 }
-"""Values that are called otherwise too, by the foreign name of the key."""
+"""Values of other systems, by their name of the key."""
+INCLUDE, MOST_INCLUDES = "include", 4
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings and, for each dotted key, which source set it."""
+    """The settings, the origin of each dotted key, and the configuration file, "" without one."""
 
     settings: Settings
     origins: Mapping[str, str]
+    config: str = ""
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Returns `{key: {"value": …, "origin": …}}` as plain data, for run.json."""
@@ -64,27 +65,12 @@ class Resolved:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields `(dotted key, value)` of nested mappings, an empty one as a value."""
+    """Yields `(dotted key, value)` of nested mappings; an empty mapping is a value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def types() -> dict[str, Any]:
-    """Returns the annotation of each dotted key."""
-    return dict(_types(Settings, ""))
-
-
-def _types(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(cls)
-    for each in fields(cls):
-        hint = hints[each.name]
-        if is_dataclass(hint):
-            yield from _types(hint, f"{prefix}{each.name}.")
-        else:
-            yield f"{prefix}{each.name}", hint
 
 
 def resolve(
@@ -94,42 +80,47 @@ def resolve(
     entry: str = "trainers.ddp",
     origins: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Returns the settings of a training that would start here and now.
+    """Returns the settings of a training in this environment.
 
-    `overrides` are values by dotted key, as text or already typed; `origins` says who set one, if
-    it was not `--set`. `entry` is the module that torchrun starts. Raises UsageError: one sentence
-    that names the file, flag or key.
+    `overrides` are values by dotted key, as text or typed; `origins` has the origin of those that
+    `--set` did not set. `entry` is the module that torchrun starts. Raises UsageError that names
+    the file, flag or key.
     """
-    known, said = types(), origins or {}
+    known, named = keys(), origins or {}
     values = dict(flatten(asdict(Settings())))
     found = dict.fromkeys(values, DEFAULT)
     if entry in STRATEGIES:
         values[STRATEGY], found[STRATEGY] = STRATEGIES[entry], f"entry {entry}"
     layers: list[tuple[str, Any, str]] = []
     if config is not None:
-        own = _from_yaml(Path(config), known)
-        layers += ((key, value, f"config {config}") for key, value in own)
+        layers += _from_yaml(Path(config), known)
     for name, value in flags.from_environment(environment).items():
         if key := flags.FLAGS[name].setting:
             layers.append((key, value, f"flag {name}"))
     for key, value in (overrides or {}).items():
         if key not in known:
             raise UsageError(f"--set {key}: there is no such setting{did_you_mean(key, known)}")
-        layers.append((key, value, said.get(key, COMMAND_LINE)))
+        layers.append((key, value, named.get(key, COMMAND_LINE)))
     for key, value, origin in layers:  # from the weakest source to the strongest
         values[key] = _convert(key, value, known[key], origin)
         found[key] = origin
     settings = _build(Settings, "", values, str(config) if config else "settings")
     refuse(settings, found)
     drill.parse(settings.train.drill, _source(found[DRILL], DRILL))
-    return Resolved(settings, found)
+    return Resolved(settings, found, str(config or ""))
 
 
-def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    names = known.keys() | ALIASES.keys()
-    for written, value in flatten(yamlfile.load(path)):
+def _from_yaml(
+    path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
+) -> Iterator[tuple[str, Any, str]]:
+    """Yields key, value and origin of a configuration, after those of the file that it includes."""
+    document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
+    if INCLUDE in document:
+        included = _included(path, document.pop(INCLUDE), includers)
+        yield from _from_yaml(included, known, (*includers, path))
+    for written, value in flatten(document):
         if written in names:
-            yield translate(written, value)
+            yield *translate(written, value), f"config {path}"
         elif not any(name.startswith(f"{written}.") for name in names):
             raise UsageError(
                 f"{path}: there is no setting {written!r}{did_you_mean(written, names)}"
@@ -138,26 +129,40 @@ def _from_yaml(path: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]
             raise UsageError(f"{path}: {written!r} is a section of key: value lines, not {value!r}")
 
 
+def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
+    """Returns the file that `path` includes, relative to it. Raises UsageError."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{path}: {INCLUDE!r} must be the path of one YAML file, not {name!r}")
+    included, chain = path.parent / name, (*includers, path)
+    if any(included.resolve() == each.resolve() for each in chain):
+        raise UsageError(f"{path}: {INCLUDE} {name}: the files include each other; remove one")
+    if len(chain) > MOST_INCLUDES:
+        raise UsageError(f"{path}: {INCLUDE} {name}: more than {MOST_INCLUDES} files deep")
+    if not included.is_file():
+        raise UsageError(f"{path}: {INCLUDE}: there is no file {included}; correct the path")
+    return included
+
+
 def translate(key: str, value: Any) -> tuple[str, Any]:
-    """Returns our name of a key and our word for its value; what is ours stays as it is."""
+    """Returns our name of a key and of its value; our own names are unchanged."""
     if isinstance(value, str | bool):
         value = VALUES.get(key, {}).get(value, value)
     return ALIASES.get(key, key), value
 
 
-def _convert(key: str, value: Any, kind: Any, origin: str) -> Any:
-    """Returns `value` as the annotation says. Raises UsageError that says what would be right."""
-    kind, limits = get_args(kind) or kind, LIMITS.get(key, ANY_COUNT)
+def _convert(name: str, value: Any, key: Key, origin: str) -> Any:
+    """Returns `value` with the type of its key. Raises UsageError that names the right values."""
+    expected = key.kind, key.low, key.high
     try:
-        return convert(value, kind, *limits)
+        return convert(value, *expected)
     except ValueError:
         raise UsageError(
-            f"{_source(origin, key)} cannot be {value!r}; it takes {takes(kind, *limits)}"
+            f"{_source(origin, name)} cannot be {value!r}; it takes {takes(*expected)}"
         ) from None
 
 
 def _source(origin: str, key: str) -> str:
-    """Names a value by where the operator wrote it."""
+    """Returns the place where the operator wrote a value, for an error."""
     if origin.startswith("flag "):
         return f"the {origin} ({key})"
     if origin == COMMAND_LINE:
@@ -166,11 +171,11 @@ def _source(origin: str, key: str) -> str:
 
 
 def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> T:
-    """Returns a section, whose keys begin with `prefix`, from plain data as a checkpoint has it.
+    """Returns a section, whose keys begin with `prefix`, from the plain data of a checkpoint.
 
-    What is not there has its default. Raises UsageError, and TypeError where there is none.
+    Missing keys have their default. Raises UsageError, and TypeError where a key has none.
     """
-    known, values = dict(_types(cls, prefix)), {}
+    known, values = dict(section_keys(cls, prefix)), {}
     for key, value in plain.items():
         if key in known:
             values[key] = _convert(key, value, known[key], where)
@@ -180,15 +185,15 @@ def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> 
 
 
 def _build(cls: Any, prefix: str, values: Mapping[str, Any], where: str) -> Any:
-    """Returns a frozen section with those in it. Raises UsageError where its rules are broken."""
-    hints, held = get_type_hints(cls), {}
+    """Returns a frozen section with its subsections. Raises UsageError where a rule is broken."""
+    hints, arguments = get_type_hints(cls), {}
     for each in fields(cls):
         key, kind = f"{prefix}{each.name}", hints[each.name]
         if is_dataclass(kind):
-            held[each.name] = _build(kind, f"{key}.", values, where)
+            arguments[each.name] = _build(kind, f"{key}.", values, where)
         elif key in values:
-            held[each.name] = values[key]
+            arguments[each.name] = values[key]
     try:
-        return cls(**held)
+        return cls(**arguments)
     except ValueError as error:
         raise UsageError(f"{where}: {prefix.rstrip('.')}: {str(error).rstrip('.')}") from None

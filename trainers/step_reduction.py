@@ -1,8 +1,7 @@
-"""The one small all-reduce of a step: what all ranks learn about a step, read one step later.
+"""The one small all-reduce of a step, finished one step later.
 
-Loss, token count, non-finite count and the wish to halt travel together. Every rank issues it at
-the same place and reads it at the same place, so what follows from it is decided alike everywhere
-without another collective.
+It sums loss, token count, non-finite count and requests to halt over all ranks. Every rank starts
+and finishes it at the same place, so all ranks decide alike without another collective.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.contract.rundir import ASKS
+from trainers.contract.rundir import REQUEST_FILES
 
-WISHES = (".HALT", "SIGTERM", "SIGINT")
-"""Reasons to halt; a rank's other words count as the first."""
+HALT_REASONS = (".HALT", "SIGTERM", "SIGINT")
+"""Reasons to halt; other reasons of a rank count as the first."""
 
 FIGURES = ("loss_sum", "tokens", "right", "nonfinite", "spike")
 
@@ -34,51 +33,52 @@ class Row:
     right: int
     nonfinite: bool
     spike: bool
-    wish: str
-    asks: frozenset[str] = frozenset()
+    halt_reason: str
+    requests: frozenset[str] = frozenset()
 
     @property
     def skipped(self) -> bool:
-        """Says whether the optimizer left the weights alone."""
+        """True where the optimizer did not change the weights."""
         return self.nonfinite or self.spike
 
     @property
     def nonfinite_loss(self) -> bool:
-        """Says whether the loss of a rank was not finite."""
+        """True where the loss of a rank was not finite."""
         return not math.isfinite(self.loss_sum)
 
     @property
     def overflow(self) -> bool:
-        """Says whether the gradients were not finite although the loss was."""
+        """True where the gradients were not finite although the loss was."""
         return self.nonfinite and not self.nonfinite_loss
 
     @property
     def loss(self) -> float:
-        """Returns the token-weighted mean over all ranks, in nats."""
+        """The token-weighted mean over all ranks, in nats."""
         return self.loss_sum / max(self.tokens, 1)
 
 
-class Votes:
-    """Issues and collects the rows. `reduce` sums a vector over ranks: `(vector) -> wait()`."""
+class StepReduction:
+    """Reduces the figures of each step. `reduce` starts to sum a vector over ranks, in place, and
+    returns a function that waits for it."""
 
     def __init__(self, reduce: Callable[[Tensor], Callable[[], None]], device: torch.device):
         self._reduce, self._device = reduce, device
         self._open: deque[tuple[int, Tensor, Callable[[], None]]] = deque()
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
-    def cast(self, step: int, figures: Tensor, wish: str, asks: frozenset[str]) -> None:
-        """Sends this rank's figures (float64, as `FIGURES`), its wish ("" for none) and asks."""
-        wishes = [0.0] * len(WISHES)
-        if wish:
-            wishes[WISHES.index(wish) if wish in WISHES else 0] = 1.0
-        wishes += [float(name in asks) for name in ASKS]
-        vector = torch.cat((figures, torch.tensor(wishes, dtype=torch.float64).to(self._device)))
+    def start(self, step: int, figures: Tensor, halt_reason: str, requests: frozenset[str]) -> None:
+        """Starts to sum this rank's `FIGURES` (float64), halt reason ("" for none) and requests."""
+        flags = [0.0] * len(HALT_REASONS)
+        if halt_reason:
+            flags[HALT_REASONS.index(halt_reason) if halt_reason in HALT_REASONS else 0] = 1.0
+        flags += [float(name in requests) for name in REQUEST_FILES]
+        vector = torch.cat((figures, torch.tensor(flags, dtype=torch.float64).to(self._device)))
         self._open.append((step, *self._send(vector)))
 
-    def collect(self, all_of_them: bool) -> list[Row]:
-        """Returns the finished rows: of all steps but the last, or of `all_of_them`."""
+    def finish(self, include_newest: bool) -> list[Row]:
+        """Waits for the open rows, the newest only if asked, and returns them, the oldest first."""
         rows = []
-        while len(self._open) > (0 if all_of_them else 1):
+        while len(self._open) > (0 if include_newest else 1):
             step, vector, wait = self._open.popleft()
             wait()
             rows.append(_row(step, vector.tolist()))
@@ -88,7 +88,7 @@ class Votes:
         wait = self._reduce(vector)
         if self._side is None:
             return vector, wait
-        # The copy to the host runs beside the next step; only its event is ever waited for.
+        # The copy to the host overlaps the next step; only its event is waited for.
         host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
@@ -102,10 +102,10 @@ class Votes:
 
 def _row(step: int, values: list[float]) -> Row:
     loss_sum, tokens, right, nonfinite, spike = values[: len(FIGURES)]
-    counts = zip((*WISHES, *ASKS), values[len(FIGURES) :], strict=True)
-    wished = [name for name, count in counts if count]
-    wishes = [name for name in wished if name in WISHES]
+    counts = zip((*HALT_REASONS, *REQUEST_FILES), values[len(FIGURES) :], strict=True)
+    named = [name for name, count in counts if count]
+    reasons = [name for name in named if name in HALT_REASONS]
     return Row(
         step, loss_sum, int(tokens), int(right), nonfinite > 0, spike > 0,
-        wishes[0] if wishes else "", frozenset(wished) - frozenset(wishes),
+        reasons[0] if reasons else "", frozenset(named) - frozenset(reasons),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Documents as one endless packed stream of tokens, whose position is small and exact.
+"""Documents as one endless packed stream of tokens with a small and exact position.
 
-Documents are tokenised, followed by the end token, joined, and cut into sequences of S + 1 that
-overlap by one. With bytes, text files are joined exactly as on disk, and documents of the other
-formats are followed by a zero byte; with gpt2, each is followed by `<|endoftext|>`.
+Documents are tokenised, followed by the end token, joined, and cut into sequences of S + 1 tokens
+that overlap by one. With bytes, text files are joined without a separator, and documents of the
+other formats are followed by a zero byte; with gpt2, each is followed by `<|endoftext|>`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from trainers import documents, tokenizer
 from trainers.documents import Documents
 from trainers.failures import DataError
 from trainers.schema import DataSettings
-from trainers.sequences import Share, Source, State, stack
+from trainers.sequences import RankRows, Source, State, stack
 from trainers.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = b"\0"
 
 
 class Lane:
-    """Every `lanes`-th file again and again, as sequences of S + 1 tokens.
+    """Every `lanes`-th file, repeated forever, as sequences of S + 1 tokens.
 
-    A place is `[epoch, file, cursor, skip]`: the piece of a file that holds the next token, and how
-    many of its tokens come before that one.
+    A place is `[epoch, file, cursor, skip]`: the piece of a file with the next token, and the
+    number of the piece's tokens before it.
     """
 
     def __init__(self, docs: Documents, index: int, lanes: int, words: Tokenizer, seq_len: int):
@@ -36,7 +36,7 @@ class Lane:
         self.seek(0, 0, 0, 0)
 
     def seek(self, epoch: int, file: int, cursor: int, skip: int) -> None:
-        """Goes to a place; the file is opened by the next `take`."""
+        """Moves to a place; the next `take` opens the file."""
         if min(epoch, file, cursor, skip) < 0 or file >= len(self._files):
             raise ValueError(f"there is no place {epoch}, {file}, {cursor}, {skip}")
         self._pieces = self._walk(epoch, file, cursor)
@@ -44,7 +44,7 @@ class Lane:
         self._data, self._start, self._end, self._at = b"", 0, 0, skip
 
     def take(self) -> bytes:
-        """Returns the next S + 1 tokens; the last of them comes again as the next first."""
+        """Returns the next S + 1 tokens; the last is also the first of the next sequence."""
         width = self._words.kind.itemsize
         while self._end <= self._at + self._seq_len:
             place, tokens = next(self._pieces)
@@ -59,7 +59,7 @@ class Lane:
         return self._data[begin : begin + (self._seq_len + 1) * width]
 
     def place(self) -> list[int]:
-        """Returns where the next sequence begins."""
+        """Returns the place of the next sequence."""
         first, place = self._marks[0]
         return [*place, self._at - first]
 
@@ -78,8 +78,7 @@ class Lane:
                 cursor = 0
             if nothing:
                 raise DataError(
-                    f"{self._docs.about} gives not one token; give another data.path, or change "
-                    "data.held_out"
+                    f"{self._docs.about} has no token; change data.path or data.held_out"
                 )
             epoch, file = epoch + 1, 0
 
@@ -93,10 +92,10 @@ class Lane:
 
 
 class Stream(Source):
-    """Documents in `lanes` streams side by side: sequence i is the next one of lane i % lanes.
+    """Documents in `lanes` parallel streams: sequence i is the next one of lane i % lanes.
 
-    So neighbours in a batch come from different files. Each rank walks all lanes and keeps its
-    share, which is why a position holds for any number of ranks.
+    So a batch mixes files. Each rank reads all lanes and keeps its part, so a position is valid for
+    any number of ranks.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Stream(Source):
         )
         self._lanes = [Lane(docs, j, lanes, self._words, data.seq_len) for j in range(lanes)]
 
-    def read(self, count: int, rank: int, world: int) -> Share:
+    def read(self, count: int, rank: int, world: int) -> RankRows:
         mine = []
         for index in range(self.position, self.position + count):
             sequence = self._lanes[index % len(self._lanes)].take()

@@ -1,4 +1,4 @@
-"""Sequences drawn by index: random bytes, and spans that return beyond the window."""
+"""Generated sequences: random bytes, and random bytes with a span that returns."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import random
 import torch
 
 from trainers.schema import DataSettings
-from trainers.sequences import Share, Source, stack
+from trainers.sequences import RankRows, Source, stack
 
 HELD_OUT = "held-out/"
 
 
 class Synthetic(Source):
-    """Uniform random bytes: nothing can be learned, the loss stays at ln 256.
+    """Uniform random bytes: nothing can be learned, so the loss stays at ln 256.
 
-    A sequence follows from seed and index alone, so a position is one number. What is held out
-    has a seed of its own.
+    A sequence depends on seed and index only, so a position is one number. The held-out part has
+    its own seed.
     """
 
     name = "synthetic"
@@ -27,7 +27,7 @@ class Synthetic(Source):
         self.about = "synthetic random bytes"
         self.fingerprint = f"source={self.name} seed={self._seed} seq_len={data.seq_len}"
 
-    def read(self, count: int, rank: int, world: int) -> Share:
+    def read(self, count: int, rank: int, world: int) -> RankRows:
         first = self.position
         mine = range(first + (rank - first) % world, first + count, world)
         mask = torch.zeros(len(mine), self.seq_len, dtype=torch.bool)
@@ -42,17 +42,17 @@ class Synthetic(Source):
         return self.drawn(index)[0]
 
     def drawn(self, index: int) -> tuple[bytearray, random.Random]:
-        """Returns S + 1 bytes that follow from seed and index, and the generator after them."""
+        """Returns S + 1 bytes for seed and index, and the generator after them."""
         generator = random.Random(f"{self._seed}/{index}")
         return bytearray(generator.randbytes(self.seq_len + 1)), generator
 
 
 class Recall(Synthetic):
-    """Random bytes in which a random span returns, `recall_distance` bytes later and scored.
+    """Random bytes in which a random span returns `recall_distance` bytes later; that is scored.
 
-    The distance is beyond the window, so only attention that reaches further can predict it; up to
-    `recall_distance_max`, where that is set, it is drawn anew for each sequence. The first byte of
-    the return is not scored: nothing before it tells that the return begins.
+    The distance exceeds the window, so only attention that reaches further can predict the return.
+    With `recall_distance_max`, the distance is drawn for each sequence. The first byte of the
+    return is not scored, because it cannot be predicted.
     """
 
     name = "recall"

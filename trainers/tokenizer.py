@@ -1,6 +1,6 @@
-"""Tokens: bytes, or the byte pairs of GPT-2 where tiktoken and its files are at hand.
+"""Tokenizers: bytes, or the byte pairs of GPT-2 from tiktoken and its cached files.
 
-A tokenizer turns one piece of text into tokens of `kind`, in the machine's byte order.
+A tokenizer converts one piece of text to tokens of `kind`, in the machine's byte order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GPT2_FILES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Tokens of `kind`; `end` is one token, or nothing."""
+    """A tokenizer; `end` is the token after a document, b"" for none."""
 
     kind: torch.dtype
     end: bytes
     encode: Callable[[bytes], bytes]
-    """The tokens of a text. Raises ValueError where it cannot."""
+    """Returns the tokens of a text. Raises ValueError."""
 
 
 def gpt2(encoding: Any) -> Tokenizer:
@@ -46,7 +46,7 @@ def gpt2(encoding: Any) -> Tokenizer:
 def build(name: str, end_of_document: bytes) -> Tokenizer:
     """Returns a tokenizer. Raises DataError where gpt2 is not installed or not cached.
 
-    `end_of_document` is what the bytes of a document are followed by.
+    `end_of_document` follows each document of the byte tokenizer.
     """
     if name == "byte":
         return Tokenizer(torch.uint8, end_of_document, lambda text: text)
@@ -59,9 +59,9 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
         ) from None
     cache = _cache()
     advice = (
-        "where there is a network, run "
-        "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and give the folder as "
-        "TIKTOKEN_CACHE_DIR, or use data.tokenizer=byte"
+        "on a machine with a network, run "
+        "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")' and set "
+        "TIKTOKEN_CACHE_DIR to its folder, or use data.tokenizer=byte"
     )
     if not all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_FILES):
         raise DataError(f"the files of the gpt2 tokenizer are not in {cache}; {advice}")
@@ -75,6 +75,6 @@ def build(name: str, end_of_document: bytes) -> Tokenizer:
 
 
 def _cache() -> Path:
-    """Returns where tiktoken keeps its files."""
+    """Returns the folder of tiktoken's cached files."""
     named = environ.get("TIKTOKEN_CACHE_DIR") or environ.get("DATA_GYM_CACHE_DIR")
     return Path(named or Path(tempfile.gettempdir()) / "data-gym-cache")

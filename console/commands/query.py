@@ -263,8 +263,7 @@ def flags(options: argparse.Namespace) -> int:
         lines.append(group)
         for flag in TABLE:
             if flag.group == group:
-                unset = f"unset: {'config' if flag.setting else 'its library'} decides"
-                default = f"default {flag.default}" if flag.default else unset
+                default = f"default {flag.default or 'none'}" if flag.setting else "default: unset"
                 lines.append(f"  {flag.name:<26} {flag.help} ({expected(flag)}; {default})")
     show(options.json, records, lines)
     return 0

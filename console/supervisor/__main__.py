@@ -78,7 +78,7 @@ def main() -> int:
         "--adopt", metavar="JSON", help="adopt the launch, with these settings of the operator"
     )
     options = parser.parse_args()
-    rundir.keep_own_rights()
+    rundir.set_safe_umask()
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     log(f"{started} supervisor pid {os.getpid()} of {options.launch}")
     try:

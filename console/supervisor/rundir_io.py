@@ -233,7 +233,7 @@ class Directory(Recorder):
         def report(reason: str) -> None:
             then(f"cannot write {name}: {reason}; the ranks continue" if reason else "")
 
-        self.reported_job(lambda: rundir.ask(run, name, by), report, run)
+        self.reported_job(lambda: rundir.write_request(run, name, by), report, run)
 
     def event(
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",

@@ -224,7 +224,7 @@ def test_a_halt_that_finds_no_room_for_a_request_writes_the_file(tmp_path):
     (path / rundir.REQUESTS).touch()
     with directory.owned(path):
         assert actions.send(path, "halt", {}, "tester") == ""
-    assert (run / rundir.HALT).read_text() == "asked by tester\n"
+    assert (run / rundir.HALT).read_text() == "requested by tester\n"
 
 
 def test_a_request_into_a_frozen_directory_is_given_up_in_time(frozen):

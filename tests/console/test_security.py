@@ -93,14 +93,14 @@ def test_a_directory_of_somebody_else_is_refused_for_launch_and_for_requests(tmp
 def test_no_request_goes_where_everybody_may_write(tmp_path):
     path = directory.launch(tmp_path)
     path.chmod(0o777)
-    with pytest.raises(RefusedError, match=r"everybody may write into .*chmod go-w"):
+    with pytest.raises(RefusedError, match=r"every user can write into .*chmod go-w"):
         actions.send(path, "note", {"text": "x"}, "tester")
     path.chmod(0o700)
     (path / rundir.REQUESTS).mkdir()
     (path / rundir.REQUESTS).chmod(0o777)
     with (
         directory.owned(path),
-        pytest.raises(RefusedError, match="everybody may write into"),
+        pytest.raises(RefusedError, match="every user can write into"),
     ):
         actions.send(path, "note", {"text": "x"}, "tester")
     assert listing(path / rundir.REQUESTS) == []
@@ -110,7 +110,7 @@ def test_a_way_that_everybody_may_rename_is_refused_and_tmp_is_not(tmp_path):
     shared = tmp_path / "shared"
     (shared / "mine").mkdir(parents=True)
     shared.chmod(0o777)
-    with pytest.raises(RefusedError, match=r"everybody may rename what is in .*shared"):
+    with pytest.raises(RefusedError, match=r"every user can rename files in .*shared"):
         claim(shared / "mine" / "launch")
     prepared = actions.prepare(options(tmp_path, run_dir=shared / "mine" / "launch"))
     assert any(c.name == "directory" and c.result == "fail" for c in prepared.checks)

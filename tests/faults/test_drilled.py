@@ -101,7 +101,7 @@ def test_nan_on_one_rank_stops_all_before_the_optimizer_and_checkpoints_stay_goo
     for rank in range(2):
         error = heartbeats(ended.run(), rank, "error")[-1]
         assert (error["attempt"], error["step"], error["exit_code"]) == (2, NAN, 10)
-        assert "the weights were not touched" in error["error"]
+        assert "the weights are unchanged" in error["error"]
     newest = latest_checkpoint(ended.run())
     assert newest is not None
     assert newest.name == f"step_{SAVED:08d}"

@@ -45,7 +45,7 @@ def save(kind: str) -> Path | BaseException:
         used = saver(kind == "background")
         if kind != "background":
             return used.save(position)
-        used.save_beside(position)
+        used.save_async(position)
         used.wait()
         return used.collect()[0]
     except BaseException as error:

@@ -72,7 +72,7 @@ for step in range(1, steps + 1):
     run.pulse.set(step, "backward")
     struct.pack_into("<q", board, 8 * run.rank, step)
     while min(struct.unpack_from(f"<{run.world}q", board)) < step:
-        if mode == "again" and run.halt_wish:
+        if mode == "again" and run.halt_reason:
             os._exit(1)
         time.sleep(0.002)
 end = {"phase": Path(run.run).name, "attempt": run.attempt, "rank": run.rank, "step": step,

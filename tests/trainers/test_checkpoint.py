@@ -143,7 +143,7 @@ def test_an_index_that_wants_to_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (path,) = saved(tmp_path / "run", made(1), 1)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match="system, which is no part of it"):
+    with pytest.raises(CheckpointError, match="system: not allowed"):
         checkpoint.load(path, made(2))
     assert not (tmp_path / "pwned").exists()
 
@@ -158,7 +158,7 @@ def test_weights_and_settings_go_into_one_safetensors_file(tmp_path, capsys):
         for name, weight in parts.model.state_dict().items():
             assert torch.equal(file.get_tensor(name), weight)
     for words, code, says in (
-        ((tmp_path, target), 15, "has no checkpoint that verifies: there is none"),
+        ((tmp_path, target), 15, "has no verified checkpoint: there is none"),
         ((tmp_path / "run", tmp_path / "no" / "x"), 15, "cannot write"),
         ((tmp_path / "run",), 13, "target"),
     ):

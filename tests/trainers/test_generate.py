@@ -72,7 +72,7 @@ def test_a_seed_decides_what_is_drawn(run):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("nowhere", "--prompt", "x"), 15, "nowhere has no checkpoint that verifies"),
+        (("nowhere", "--prompt", "x"), 15, "nowhere has no verified checkpoint"),
         (("nowhere", "--prompt", ""), 13, "--prompt is empty"),
         (("nowhere",), 13, "--prompt"),
         (("nowhere", "--prompt", "x", "--tokens", 0), 13, "--tokens is at least 1"),

@@ -49,7 +49,7 @@ def elsewhere(tmp_path, rank: int):
 
 HARMS = {
     "missing": (lambda run: shutil.rmtree(run / "checkpoints"), "no readable manifest.json"),
-    "another": (lambda run: saved(run, made(2), 3), "another checkpoint than"),
+    "another": (lambda run: saved(run, made(2), 3), "another checkpoint than on rank 0"),
     "a file is missing": (
         lambda run: (run / "checkpoints/step_00000003/__0_0.distcp").unlink(), "cannot be read",
     ),

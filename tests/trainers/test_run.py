@@ -139,7 +139,7 @@ def test_a_directory_that_holds_a_run_is_refused(text_run, tmp_path):
         capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
     )  # fmt: skip
     assert done.returncode == 13
-    assert "already holds a run" in done.stderr
+    assert "already contains a run" in done.stderr
     assert (text_run.path / "heartbeat_rank0.jsonl").read_bytes() == before
 
 

@@ -38,7 +38,7 @@ def test_a_background_save_holds_the_moment_it_began(tmp_path):
     parts = made(1)
     saver = Saver(tmp_path, parts, BACKGROUND)
     before = {name: weight.clone() for name, weight in parts.model.state_dict().items()}
-    saver.save_beside(at(1))
+    saver.save_async(at(1))
     train(parts, 0, 2)
     (path,) = waited(saver)
     assert isinstance(path, Path)
@@ -54,7 +54,7 @@ def test_a_failed_background_save_is_told_once_and_harms_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        saver.save_beside(at(2))
+        saver.save_async(at(2))
         (failed,) = waited(saver)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -81,7 +81,7 @@ ERRORS = [MemoryError(), ValueError("a"), KeyError("a"), TypeError("a"), SystemE
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told(tmp_path, error):
     saver = Saver(tmp_path, made(1), BACKGROUND)
-    saver.save_beside(replace(at(1), data={"x": Raises(error)}))
+    saver.save_async(replace(at(1), data={"x": Raises(error)}))
     (failed,) = waited(saver)
     assert isinstance(failed, CheckpointError)
     assert type(error).__name__ in str(failed)
@@ -91,8 +91,8 @@ def test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told(tmp_path
 
 def test_a_second_save_keeps_the_failure_of_the_first(tmp_path):
     saver = Saver(tmp_path, made(1), BACKGROUND)
-    saver.save_beside(replace(at(1), data={"x": Raises(ValueError("a"))}))
-    saver.save_beside(at(2))
+    saver.save_async(replace(at(1), data={"x": Raises(ValueError("a"))}))
+    saver.save_async(at(2))
     saver.save(at(3))
     failed, second = saver.collect()
     assert isinstance(failed, CheckpointError)
@@ -145,7 +145,7 @@ def test_a_save_that_a_peer_leaves_is_given_up_in_time_and_removed(tmp_path, pee
     def work(rank, parallel, member):
         del member
         mine = (peer if rank else Saver)(run, made(1, parallel), BACKGROUND)
-        mine.save_beside(at(1))
+        mine.save_async(at(1))
         if rank:
             time.sleep(60)
         began = time.monotonic()
@@ -173,7 +173,7 @@ class Blocks:
 def test_a_process_that_has_to_end_waits_less_and_the_seal_cannot_come_after(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "HURRY_S", 0.3)
     mine, go = Saver(tmp_path, made(1), BACKGROUND), threading.Event()
-    mine.save_beside(replace(at(1), data={"x": Blocks(go)}))
+    mine.save_async(replace(at(1), data={"x": Blocks(go)}))
     began = time.monotonic()
     (failed,) = mine.finish(lambda: True)
     assert time.monotonic() - began < 20
@@ -192,15 +192,15 @@ def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_
     home = run.stat()
     mine = Saver(run, made(1), BACKGROUND, lambda: os.path.samestat(run.stat(), home))
     move = MovesAt(run, away)
-    mine.save_beside(replace(at(2), data={"x": "before"}))
+    mine.save_async(replace(at(2), data={"x": "before"}))
     assert [type(each) for each in waited(mine)] == [type(run)]
     moving = Saver(run, made(1), BACKGROUND, move)
-    moving.save_beside(at(3))
+    moving.save_async(at(3))
     (failed,) = waited(moving)
     assert "step_00000003 failed" in str(failed)
     assert f"the run directory {run} was moved or replaced" in str(failed)
     assert names(run) == [".step_00000009.tmp"]
-    for save in (mine.save, mine.save_beside):
+    for save in (mine.save, mine.save_async):
         with pytest.raises(CheckpointError, match="was moved or replaced"):
             save(at(4))
     assert names(run) == [".step_00000009.tmp"]
@@ -232,7 +232,7 @@ def test_a_directory_that_rank_0_finds_replaced_fails_the_save_on_all_ranks(tmp_
         mine = Saver(run, made(1, parallel), BACKGROUND, move)
         if not background:
             return mine.save(at(1))
-        mine.save_beside(at(1))
+        mine.save_async(at(1))
         mine.wait()
         (failed,) = mine.collect()
         raise failed

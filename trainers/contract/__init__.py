@@ -1,7 +1,7 @@
-"""The run contract: what trainers write, what the console reads, what both agree on.
+"""The run contract: the files that trainers write and the console reads.
 
-Standard library only (`yamlfile` alone needs pyyaml), and nothing here knows NSA or torch, so any
-torchrun program can join a run and any reader can follow one. See docs/run-directory.md.
+Standard library only, except `yamlfile`, which needs pyyaml. Any torchrun program can join a run
+through `member`, without NSA or torch. See docs/run-directory.md.
 """
 
 VERSION = 1

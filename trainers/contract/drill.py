@@ -1,7 +1,7 @@
-"""Drills: which faults a trainer can be asked to have, and the grammar that asks for them.
+"""Drills: the faults that a trainer can produce for practice, and the grammar of a drill.
 
-`KIND@STEP[:RANK][:SECONDS][!]`, several by commas: rank 0 unless RANK is a number or `all`; in the
-first attempt only, unless `!` says in every one. Needs no torch: a launch refuses a wrong one.
+`KIND@STEP[:RANK][:SECONDS][!]`, several separated by commas. RANK is a number or `all`, 0 by
+default. A drill happens in the first attempt only, with `!` in every attempt. Needs no torch.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _WORD = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One fault. `amount` is what SECONDS is unless it is given; None: it takes none."""
+    """One fault. `amount` is the default of SECONDS; None: the kind accepts none."""
 
     about: str
     amount: float | None = None
     place: Place = "forward"
     lasts: bool = False
-    """Strikes at every step from then on, not at one."""
+    """True where the fault happens at every step from the first one on."""
 
 
 KINDS: dict[str, Kind] = {
     "raise": Kind("a ValueError in the forward pass"),
-    "exit": Kind("the process leaves with 7, without a word"),
+    "exit": Kind("the process exits with code 7 and writes no error record"),
     "oom": Kind("the exception of a CUDA device that is out of memory"),
     "kill": Kind("SIGKILL to itself"),
     "segv": Kind("a segmentation fault in native code"),
     "abort": Kind("abort() in native code"),
-    "half": Kind("half a heartbeat line, then the process leaves with 7"),
-    "stop": Kind("SIGSTOP to itself; SIGCONT lets it go on"),
+    "half": Kind("half a heartbeat line, then the process exits with code 7"),
+    "stop": Kind("SIGSTOP to itself; SIGCONT resumes it"),
     "sleep": Kind("sleeps in the forward pass", FOREVER_S),
     "spin": Kind("a busy Python loop in the forward pass", FOREVER_S),
     "gil": Kind("waits in native code and holds the GIL", FOREVER_S),
-    "deaf": Kind("ignores SIGTERM, then as gil: only SIGKILL ends it", FOREVER_S),
+    "deaf": Kind("ignores SIGTERM and holds the GIL: only SIGKILL ends it", FOREVER_S),
     "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits"),
     "loader": Kind("the loader's thread sleeps in the read for that step", FOREVER_S, "loader"),
     "nan": Kind("the loss is NaN", place="logits"),
@@ -59,13 +59,13 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One fault of one rank (None: of all) at an optimizer step; its text is what asks for it."""
+    """One fault of one rank (None: of all) at an optimizer step; `str` returns its grammar."""
 
     kind: str
     step: int
     rank: int | None = 0
     amount: float | None = None
-    """Seconds, or MiB a step; None where the kind takes none."""
+    """Seconds, or MiB per step; None where the kind accepts none."""
     every_attempt: bool = False
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Drill:
 
 
 def parse(text: str, named: str) -> tuple[Drill, ...]:
-    """Returns the drills in `text`, none in "". Raises UsageError that begins with `named`."""
+    """Returns the drills in `text`, none for "". Raises UsageError that begins with `named`."""
     return tuple(_one(word.strip(), named) for word in text.split(",")) if text else ()
 
 
@@ -88,7 +88,7 @@ def _one(word: str, named: str) -> Drill:
         raise UsageError(f"{named}: the drill {word!r} is not {GRAMMAR}")
     amount = float(found["amount"]) if found["amount"] else kind.amount
     if found["amount"] and (kind.amount is None or not amount):
-        wrong = "takes no SECONDS" if kind.amount is None else "needs SECONDS above 0"
+        wrong = "accepts no SECONDS" if kind.amount is None else "needs SECONDS above 0"
         raise UsageError(f"{named}: the drill {word!r} is refused: {name} {wrong}")
     rank = None if found["rank"] == ALL else int(found["rank"] or 0)
     return Drill(name, int(found["step"]), rank, amount, bool(found["every"]))

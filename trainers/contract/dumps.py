@@ -1,24 +1,24 @@
 """Stack dumps that cannot kill a healthy process.
 
-SIGUSR1 only wakes a helper thread, through `signal.set_wakeup_fd`: also while the main thread is
-blocked in a collective. With the GIL in hand, so that every frame is whole, it has faulthandler
-write all threads, and then torch the collective flight record; no object of the program is touched.
+SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
+in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
+all threads and then torch the collective flight record; it touches no object of the program.
 
-A rank that holds the GIL in native code never lets the helper run. For it there is `LAST_RESORT`:
-faulthandler writes the main thread from the signal handler itself. Send it only where SIGUSR1
-stayed unanswered and nothing moves, so that the frames stand still.
+Where a rank holds the GIL in native code, the helper cannot run. Then `LAST_RESORT` lets
+faulthandler write the main thread from the signal handler itself. Send it only after SIGUSR1 had no
+effect and the rank makes no progress, so that its frames do not change.
 
-This process's SIGUSR1, `LAST_RESORT` and wake-up descriptor belong to the dumper.
+The dumper owns this process's SIGUSR1, `LAST_RESORT` and wake-up descriptor.
 
-What killed healthy trainings before (CPython 3.11.7, one in about 50,000 dumps each; read from
-their core files):
+Two other ways killed healthy trainings (CPython 3.11.7, about one in 50,000 dumps each, according
+to their core files):
 
-- faulthandler in the handler of SIGUSR1: a frame's evaluation publishes a C frame some instructions
-  before it fills in `current_frame` (3.12 does too), and the handler follows what lies there. With
-  `all_threads=True` it was one in 7 to 1,019.
-- `sys._current_frames()` and `f_back` in the helper: the frame object is allocated, which may
-  collect garbage, which may give the GIL away; meanwhile the frame's thread can return from it and
-  call another function in the same place, and the object is bound to a frame larger than itself.
+- faulthandler in the handler of SIGUSR1: the evaluation of a frame publishes a C frame some
+  instructions before it sets `current_frame` (3.12 too), and the handler follows the old pointer.
+  With `all_threads=True` it was one in 7 to 1,019.
+- `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
+  garbage and release the GIL; meanwhile the frame's thread can return from it and call another
+  function in the same place, and the object refers to a frame larger than itself.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from types import FrameType
 from trainers.contract import rundir
 
 END_MARK = "=== end of dump"
-LAST_RESORT = signal.SIGRTMIN + 1  # programs have their own use for SIGUSR2
+LAST_RESORT = signal.SIGRTMIN + 1  # programs often use SIGUSR2 themselves
 LAST_DUMP_S = 2.0
 STDERR = 2
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+).*\n((?: .*\n)*)", re.MULTILINE)
 _WOKEN = re.compile(r'\A  File ".*dumps\.py", line \d+ in _woken\n')
 _END = 0
-UNSEEN = "  (not among the 100 newest threads, which are all that faulthandler shows)\n"
+UNSEEN = "  (not available: faulthandler shows the 100 newest threads only)\n"
 
 
 def ignore() -> None:
-    """Makes the dump signals harmless until `install`; exec keeps the ignore for children."""
+    """Ignores the dump signals until `install`; children inherit this through exec."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(LAST_RESORT, signal.SIG_IGN)
 
 
 def _woken(_number: int, _frame: FrameType | None) -> None:
-    """Does nothing: that Python handles the signal is what wakes the helper thread."""
+    """Does nothing; Python's handling of the signal wakes the helper thread."""
 
 
 def _flight_record() -> str:
-    """Returns torch's collective flight record as JSON, "" where torch offers none."""
+    """Returns torch's collective flight record as JSON, "" without one."""
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     dump = getattr(distributed, "_dump_fr_trace_json", None)
@@ -73,7 +73,7 @@ def _flight_record() -> str:
 
 
 def _scratch() -> int:
-    """Returns a file in memory; not every build of Python, and not every kernel, offers one."""
+    """Returns a file in memory, or a temporary one where Python or the kernel has no memfd."""
     try:
         return os.memfd_create("nsa-dump", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
@@ -84,8 +84,8 @@ def _scratch() -> int:
 class StackDumper:
     """Owns SIGUSR1 and `LAST_RESORT` of this process; install it in the main thread.
 
-    The dump goes to `live` (memory-backed: a frozen run directory cannot block it) and from there,
-    by `later`, which runs a function where it may block, to `stackdump_rank{R}.txt` of the run.
+    The dump goes to `live`, which is in memory, so a frozen run directory cannot block it. `later`
+    runs a function that may block; it copies the dump to `stackdump_rank{R}.txt` of the run.
     """
 
     def __init__(
@@ -102,41 +102,41 @@ class StackDumper:
         self.count = 0
         self._main = threading.main_thread().ident or 0
         self._scratch = _scratch()
-        self._flight, self._trouble, self._asked_to_keep = "", "", False
+        self._flight, self._last_error, self._copy_is_queued = "", "", False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._wake_read, True)
-        self._thread = threading.Thread(target=self._serve, name="nsa-dumper", daemon=True)
+        self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Takes over the signals and their wake-up; a native crash leaves its stack on stderr."""
+        """Registers both signals; a native crash writes its stack to stderr from here on."""
         if not faulthandler.is_enabled():
-            # The crashing thread alone: the frames of the others may change meanwhile.
+            # Only the crashing thread: the frames of the others may change meanwhile.
             faulthandler.enable(STDERR, all_threads=False)
         self._thread.start()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGUSR1, _woken)
-        signal.siginterrupt(signal.SIGUSR1, False)  # native calls of the program go on
-        signal.signal(LAST_RESORT, signal.SIG_IGN)  # what `uninstall` comes back to
+        signal.siginterrupt(signal.SIGUSR1, False)  # native calls of the program continue
+        signal.signal(LAST_RESORT, signal.SIG_IGN)  # `unregister` restores this handler
         faulthandler.register(LAST_RESORT, file=self._fd, all_threads=False)
-        os.register_at_fork(after_in_child=self._let_go)
+        os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals from here on: a dump while Python ends would kill the process."""
+        """Ignores both signals from here on: a dump while Python exits would kill the process."""
         if self._thread.ident is None:
             return
-        self._let_go()
+        self._unregister()
         with suppress(BlockingIOError):
             os.write(self._wake_write, bytes([_END]))
         self._thread.join(LAST_DUMP_S)
 
     @staticmethod
-    def _let_go() -> None:
-        """A forked child does so too: it would write its parent's pipe and its stack."""
+    def _unregister() -> None:
+        """Ignores both signals, also in a forked child, which shares its parent's files."""
         faulthandler.unregister(LAST_RESORT)
         ignore()
         signal.set_wakeup_fd(-1)
 
-    def _serve(self) -> None:
+    def _run_dumps(self) -> None:
         while _END not in (numbers := os.read(self._wake_read, 4096)):
             if signal.SIGUSR1 not in numbers:
                 continue
@@ -144,15 +144,15 @@ class StackDumper:
             try:
                 os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
                 self._flight = _flight_record()
-                if not self._asked_to_keep:
-                    self._asked_to_keep = True
-                    self._later(self._keep)
-            except Exception as error:  # whatever this dump met, the next one must come
-                self._trouble = f"{type(error).__name__}: {error}"
+                if not self._copy_is_queued:
+                    self._copy_is_queued = True
+                    self._later(self._save)
+            except Exception as error:  # one failed dump must not prevent the next
+                self._last_error = f"{type(error).__name__}: {error}"
 
-    def _keep(self) -> None:
-        """Brings to the run directory what came since the last time, of a spray its whole."""
-        self._asked_to_keep, record = False, self._flight
+    def _save(self) -> None:
+        """Copies all new dumps and the newest flight record to the run directory."""
+        self._copy_is_queued, record = False, self._flight
         self._copy_to_run()
         if record:
             name = f"flight_rank{self._rank}_{time.time_ns() // 1_000_000}.json"
@@ -161,7 +161,7 @@ class StackDumper:
                 old.unlink(missing_ok=True)
 
     def _threads_text(self) -> str:
-        """Returns the stacks of all threads but this one, the main thread's first."""
+        """Returns the stacks of all threads except this one, the main thread's first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         os.lseek(self._scratch, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._scratch, all_threads=True)
@@ -172,10 +172,10 @@ class StackDumper:
         stacks.pop(threading.get_ident(), None)
         parts = [
             f"=== rank {self._rank} pid {os.getpid()} unix {time.time():.3f}\n",
-            f"=== the dump before failed: {self._trouble}\n" if self._trouble else "",
+            f"=== the previous dump failed: {self._last_error}\n" if self._last_error else "",
             f"Stack (most recent call first):\n{main}",
         ]
-        self._trouble = ""
+        self._last_error = ""
         for ident, frames in stacks.items():
             name = " ".join(names.get(ident, f"{ident:#x}").split())
             parts.append(f"Thread {name} (most recent call first):\n{frames}")

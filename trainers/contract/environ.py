@@ -1,8 +1,4 @@
-"""The one module that reads the process environment.
-
-Settings, console and supervisor ask here, so a test can show that nothing else does and that every
-variable that matters is in a table.
-"""
+"""The only module that reads the process environment; it lists every variable that matters."""
 
 from __future__ import annotations
 
@@ -14,15 +10,15 @@ ATTEMPT = "NSA_CONSOLE_ATTEMPT"
 LIVE_DIR = "NSA_CONSOLE_LIVE_DIR"
 TOKEN = "NSA_CONSOLE_TOKEN"
 CONFIG = "CONFIG"
-"""Names the YAML file of a trainer that is started by hand without `--config`."""
+"""Variable with the YAML file of a trainer that is started by hand without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
-"""Set by the supervisor in the environment of torchrun; the ranks find their run by them."""
+"""Variables that the supervisor sets for torchrun; they tell the ranks their run."""
 
 ALERT_PREFIX = "NSA_ALERT_"
 ALERT_NAMES = tuple(
     f"{ALERT_PREFIX}{name}" for name in ("NAME", "LEVEL", "TEXT", "RUN", "STATE", "TS", "COUNT")
 )
-"""Variables that tell the operator's hook about an alert."""
+"""Variables of the operator's alert hook."""
 
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
@@ -30,7 +26,7 @@ INHERITED = (
     "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TIKTOKEN_CACHE_DIR",
     "XDG_CACHE_HOME",
 )  # fmt: skip
-"""Variables that a training inherits from the launcher beside its flags, and no others."""
+"""All variables that a training inherits from the launcher, apart from its flags."""
 
 
 def snapshot() -> dict[str, str]:
@@ -44,5 +40,5 @@ def get(name: str, default: str = "") -> str:
 
 
 def inherited() -> dict[str, str]:
-    """Returns the allow-listed part of the environment that a child may have."""
+    """Returns the variables of `INHERITED` that are set."""
     return {name: os.environ[name] for name in INHERITED if name in os.environ}

@@ -1,4 +1,4 @@
-"""Errors that a person reads: one sentence that says what, to what, and what to do."""
+"""Errors for the operator: one sentence with what failed, on what, why, and what to do."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterable
 
 
 class ContractError(Exception):
-    """Something failed; `exit_code` is what `nsa-console` returns for it."""
+    """Base of all errors here; `nsa-console` returns its `exit_code`."""
 
     exit_code = 5
 
 
 class UsageError(ContractError):
-    """The words of a command, a plan, a config or a flag are wrong."""
+    """A command line, plan, configuration or flag is wrong."""
 
     exit_code = 2
 
 
 class NotFoundError(ContractError):
-    """There is no such run."""
+    """A run does not exist."""
 
     exit_code = 3
 
 
 class RefusedError(ContractError):
-    """The request is understood and refused; nothing was changed."""
+    """A valid request is refused; nothing was changed."""
 
     exit_code = 4
 

@@ -1,4 +1,4 @@
-"""Heartbeat, version 1: one JSON object a line, one file a rank, at most 4 KiB a line."""
+"""Heartbeat, version 1: one file per rank, one JSON object of at most 4 KiB per line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from trainers.contract import VERSION, jsonl
 
 REQUIRED_INTEGERS = ("v", "rank", "step", "attempt")
 LARGEST: Mapping[str, int] = {"rank": 10**6, "attempt": 10**6, "step": 10**12}
-"""No run has more: a record that says so is skipped as one that cannot be read."""
+"""Upper limits; a record with a larger value is skipped as unreadable."""
 TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
-"""Lists that grow with the number of steps or layers; shortened first when a line is too long."""
+"""Lists that are shortened first in a long line; they grow with the number of steps or layers."""
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Returns the line of a record, shortened to 4 KiB; what was cut is named in `cut`."""
+    """Returns the line of a record, shortened to 4 KiB; `cut` names the shortened field."""
     line = jsonl.encode(record)
     if len(line) <= jsonl.MAX_HEARTBEAT_BYTES:
         return line
@@ -35,7 +35,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def accept(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the record if it is a heartbeat of this version, else None."""
+    """Returns the record where it is a heartbeat of this version, else None."""
     if any(jsonl.integer(record, key) is None for key in REQUIRED_INTEGERS):
         return None
     if record["v"] != VERSION:

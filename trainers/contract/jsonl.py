@@ -1,8 +1,8 @@
-"""JSON lines that survive anything: written whole, read whatever the bytes are.
+"""JSON lines: safe writing, and reading of files with any content.
 
-A line is written by one `os.write` on an O_APPEND descriptor. A reader keeps the unfinished tail,
-skips and counts what it cannot parse, notices truncation and replacement, and never reads more
-than a bounded amount at once.
+One `os.write` on an O_APPEND descriptor writes a whole line. A reader buffers the unfinished last
+line, skips and counts lines that it cannot parse, detects truncation and replacement, and reads a
+bounded amount at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _plain(value: Any) -> Any:
-    """Replaces non-finite floats by their names; JSON has no word for them."""
+    """Returns the value with non-finite floats replaced by their names, as JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
 
 
 def _foreign(value: Any) -> Any:
-    """Returns the number in a value that JSON does not know (a tensor's, say), else its text."""
+    """Returns the number in a value of another type (a tensor, for example), else its text."""
     try:
         return _plain(float(value))
     except (TypeError, ValueError, RuntimeError):
@@ -47,9 +47,9 @@ def _foreign(value: Any) -> Any:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """Returns one line, newline included; non-finite floats become "nan", "inf", "-inf".
+    """Returns one line with its newline; non-finite floats become "nan", "inf", "-inf".
 
-    No value makes it raise: the thread that writes records must not die of a foreign figure.
+    It raises for no value, as the thread that writes records must survive unknown types.
     """
     try:
         text = json.dumps(record, separators=(",", ":"), allow_nan=False, default=_foreign)
@@ -59,7 +59,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Returns the object on one line, or None for whatever is not one."""
+    """Returns the object on one line, None for anything else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Returns `record[key]` as a float (names of non-finite numbers included), None if absent."""
+    """Returns `record[key]` as a float (also names of non-finite numbers), None for others."""
     value = record.get(key)
     return value if type(value) is float else _number(value)
 
@@ -99,35 +99,35 @@ def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
 
 
 def numbers(record: Mapping[str, Any], key: str) -> list[float]:
-    """Returns the numbers in the list `record[key]`, none when it is no list."""
+    """Returns the numbers in the list `record[key]`, [] for anything else."""
     value = record.get(key)
     found = map(_number, value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
 def integers(record: Mapping[str, Any], key: str) -> list[int]:
-    """Returns the integers in the list `record[key]`, none when it is no list."""
+    """Returns the integers in the list `record[key]`, [] for anything else."""
     value = record.get(key)
     found = (integer({"": each}, "") for each in value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
 def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns `record[key]` when it is an object, else an empty one."""
+    """Returns `record[key]` when it is an object, else {}."""
     value = record.get(key)
     return value if isinstance(value, dict) else {}
 
 
 def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the objects in the list `record[key]`, none when it is no list."""
+    """Returns the objects in the list `record[key]`, [] for anything else."""
     value = record.get(key)
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def open_regular(path: Path, below: Path | None = None) -> int | None:
-    """Opens a regular file for reading; None for a link, a fifo, a directory or nothing.
+    """Opens a regular file for reading; None for a link, fifo, directory or missing file.
 
-    No directory between `below` and the file may be a link either.
+    With `below`, the directories between it and the file must not be links either.
     """
     fd = open_inside(path, below)
     if fd is None:
@@ -135,14 +135,14 @@ def open_regular(path: Path, below: Path | None = None) -> int | None:
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
-    except OSError:  # the disk does not say what it is
+    except OSError:  # the type is not available
         pass
     os.close(fd)
     return None
 
 
 def open_inside(path: Path, below: Path | None) -> int | None:
-    """Opens what is at `path` for reading, following no link below `below`; None if it cannot."""
+    """Opens `path` for reading without following links below `below`; None where that fails."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     at, names = None, [str(path)]
     if below is not None:
@@ -162,9 +162,9 @@ def open_inside(path: Path, below: Path | None) -> int | None:
 
 @contextlib.contextmanager
 def opened(path: Path, below: Path | None = None) -> Iterator[int]:
-    """Gives the descriptor of a regular file, for reading; `below` as in `open_regular`.
+    """Yields the descriptor of a regular file, for reading; `below` as in `open_regular`.
 
-    Raises OSError where there is none that can be read.
+    Raises OSError where there is no readable file.
     """
     fd = open_regular(path, below)
     if fd is None:
@@ -178,7 +178,7 @@ def opened(path: Path, below: Path | None = None) -> Iterator[int]:
 def read_bytes(
     path: Path, limit: int, offset: int | None = None, below: Path | None = None
 ) -> bytes:
-    """Returns at most `limit` bytes from `offset` on (None: the last ones), b"" when unreadable.
+    """Returns at most `limit` bytes from `offset` on (None: the last ones), b"" on an error.
 
     `below` as in `open_regular`.
     """
@@ -189,7 +189,7 @@ def read_bytes(
 
 
 def size_bytes(path: Path) -> int:
-    """Returns the size of a regular file, 0 without one that can be read."""
+    """Returns the size of a regular file in bytes, 0 where it cannot be read."""
     with contextlib.suppress(OSError), opened(path) as fd:
         return os.fstat(fd).st_size
     return 0
@@ -199,9 +199,9 @@ HEAD_BYTES = 4096
 
 
 def head(path: Path) -> str:
-    """Returns a hash of a file's first line, "" while it has none.
+    """Returns a hash of a file's first line, "" while that is incomplete.
 
-    It tells a file of records from another one with its name, also in a copy.
+    The hash identifies a file of records, also in a copy and under another name.
     """
     if path.suffix == GZIP:
         unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
@@ -216,7 +216,7 @@ def head(path: Path) -> str:
 
 
 class Line(NamedTuple):
-    """One record with the place of its line in its file, in bytes."""
+    """One record, with offset and length of its line in bytes."""
 
     at: int
     length: int
@@ -224,7 +224,7 @@ class Line(NamedTuple):
 
 
 def is_missing(path: Path) -> bool:
-    """Says whether nothing is at a path; False also where that cannot be told."""
+    """Returns whether nothing is at a path; False also where that is unknown."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -237,11 +237,10 @@ def is_missing(path: Path) -> bool:
 class Tail:
     """Follows one growing file of JSON lines.
 
-    `accept` turns a decoded object into a record or None (then it counts as skipped). `poll`
-    returns the new records, `poll_lines` with their places; call it until `offset` stands still to
-    catch up with a long file. It begins at `begin_at`, or with `recent_bytes` so far before the end
-    of a longer file. A hole in a file is not read. A file that is replaced is read from its begin,
-    unless it `stays`.
+    `accept` returns a record for a decoded object, or None, which counts as skipped. `poll` returns
+    the new records and `poll_lines` also their places; repeat it until `offset` no longer changes
+    to reach the end of a long file. Reading starts at `begin_at`, or with `recent_bytes` that far
+    before the end. Holes are skipped. A replaced file is read from its start, except with `stays`.
     """
 
     def __init__(
@@ -251,32 +250,32 @@ class Tail:
         self.path = path
         self._stays = stays
         self.generation = 0
-        """The number of times that it began with a file: a replaced or cut one is read again."""
+        """Number of starts: a replaced or truncated file is read again."""
         self.is_replaced = False
-        """The file at the path is another one, which is not read, as it `stays` with its own."""
+        """With `stays`: another file is at the path; it is not read."""
         self.line_at = self._begin_at = begin_at
-        """`line_at` is the begin of the line that is read next: all before it was taken in."""
+        """`line_at` is the offset of the next line; all lines before it were returned."""
         self.left_out_bytes = 0
-        """The bytes before the place where reading began."""
+        """Bytes before the place where reading started."""
         self._recent_bytes = recent_bytes
         self.skipped = 0
         self.unread = False
-        """A file was there the last time, or may have been, and could not be read."""
+        """True where the last poll could not read a file that exists or may exist."""
         self.size_bytes = 0
         self.offset = 0
         self.taken_bytes = 0
-        """The bytes that were read: fewer than `offset` where a part was left out."""
+        """Bytes that were read; less than `offset` where a part was left out."""
         self._accept = accept
         self._identity: tuple[int, int] | None = None
         self._carry = b""
         self._overlong = False
 
     def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[dict[str, Any]]:
-        """Returns the records that arrived since the last call, of at most 1 MiB."""
+        """Returns the records since the last call, from at most 1 MiB."""
         return [line.record for line in self.poll_lines(limit_bytes)]
 
     def poll_lines(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Line]:
-        """Returns the same, each record with its place in the file."""
+        """Returns the same records, each with its place in the file."""
         data = self._read(min(limit_bytes, READ_CHUNK_BYTES))
         if not data:
             return []
@@ -297,7 +296,7 @@ class Tail:
             self._carry, self._overlong = b"", True
         found = []
         for line in lines:
-            # Zeros before a record are a hole, or what a crash of the host left.
+            # Zeros before a record come from a hole, or from a crash of the host.
             text = line.lstrip(b"\0")
             record = decode(text) if len(text) <= MAX_LINE_BYTES else None
             record = self._accept(record) if record is not None else None
@@ -332,7 +331,7 @@ class Tail:
         return data
 
     def _skip_hole(self, fd: int, size_bytes: int) -> None:
-        """Goes on behind a hole: whoever lengthens a file makes no records. Raises OSError."""
+        """Continues after a hole. Raises OSError."""
         try:
             data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
         except OSError as error:
@@ -345,9 +344,9 @@ class Tail:
             self._carry, self._overlong = b"", False
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
-        """Begins with a file that is new at the path; half a line at the begin is left out.
+        """Starts with a new file at the path; a partial first line is left out.
 
-        The byte before the begin tells whether a line begins there.
+        The byte before the start shows whether a line starts there.
         """
         recent = size_bytes if self._recent_bytes is None else self._recent_bytes + 1
         self._identity, self._carry = identity, b""
@@ -360,10 +359,10 @@ class Tail:
 
 
 class Packed(Tail):
-    """Reads a gzip file of JSON lines that does not grow; `offset` counts its own bytes.
+    """Reads a complete gzip file of JSON lines; `offset` counts compressed bytes.
 
-    `begin_at` and the places of lines are those in the text. What cannot be unpacked ends it, and
-    counts as one line that was skipped.
+    `begin_at` and the places of lines count uncompressed bytes. Reading ends at damaged data, which
+    counts as one skipped line.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Membership of one process in a run: its pulse, its heartbeat, its dumps, its halt.
+"""The contract in one rank: its pulse, heartbeat, stack dumps and halt.
 
-`join()` is all that a torchrun program needs:
+A torchrun program needs `join()` only:
 
     run = join()
     for step in range(1, steps + 1):
         if run.step(step, loss=loss):
             break
 
-Then the console shows it, dumps its stacks and halts all ranks at the same step.
+The console then shows its ranks, dumps their stacks and halts them at the same step.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
 HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that torchrun passes on to its ranks before it kills them."""
+"""Signals that torchrun forwards to its ranks before it kills them."""
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
 """Records that carry the number of steps with a non-finite loss."""
 _BOARD = struct.Struct("<qqq")
-_WISH, _SEAL = 0x48414C54, 0x5EA1
-"""A wish to halt on the board, and the mark by which a step is known that rank 0 decided on."""
+_REQUESTED, _SEAL = 0x48414C54, 0x5EA1
+"""Marks on the board: a requested halt, and a step that rank 0 decided on."""
 
 
 class Member:
-    """One rank in one attempt of one run; everything here returns at once, whatever the disk does.
+    """One rank in one attempt of one run. No method except `close` waits for the disk.
 
-    `halt_wish` is why this rank wants to stop ("" if it does not): all ranks have to agree on a
-    step before one may (`step` does it for programs that meet in a collective every step).
+    `halt_reason` says why this rank is to halt, "" while it is not. All ranks must agree on the
+    step first; `Joined.step` does that for programs with a collective in every step.
     """
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
@@ -69,17 +69,17 @@ class Member:
         )
         self._heartbeat = rundir.heartbeat(run, self.rank)
         self._numbering = threading.Lock()
-        """Records are queued in the order of their numbers, whatever thread they come from."""
-        self.halt_wish = ""
+        """Held while a record is numbered and queued, so that both orders are the same."""
+        self.halt_reason = ""
         self._ignored_halt = None if self.supervised else self._identity(rundir.HALT)
-        self._known_asks = {name: self._identity(name) for name in rundir.ASKS}
-        self._asks: set[str] = set()
+        self._known_requests = {name: self._identity(name) for name in rundir.REQUEST_FILES}
+        self._requests: set[str] = set()
         self.dumper = dumps.StackDumper(run, self.live, self.rank, self.recorder.call)
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
 
     def start(self) -> None:
-        """Takes over SIGUSR1 and the signals that end, and starts to watch for `.HALT`."""
+        """Registers the handlers of SIGUSR1 and `HALTING`, and starts to poll for `.HALT`."""
         self.dumper.install()
         for number in HALTING:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -89,7 +89,7 @@ class Member:
     def beat(self, msg: str, step: int, **figures: Any) -> None:
         """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
 
-        Its number is spent also when the record is dropped: the gap says so.
+        A dropped record uses its number too, so the gap shows it.
         """
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
@@ -107,11 +107,11 @@ class Member:
         self.recorder.put(self.run / name, data)
 
     def log(self, text: str) -> None:
-        """Writes one line to this rank's log without waiting for it."""
+        """Queues one line for this rank's log."""
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
     def close(self, step: int, **figures: Any) -> bool:
-        """Writes the last record and waits for the disk; False when it did not take everything."""
+        """Writes the exit record and waits for the disk; False where records are still queued."""
         self._stop.set()
         self.pulse.set(step, "exit")
         self.beat("exit", step, dropped_records=self.recorder.dropped, **figures)
@@ -130,13 +130,13 @@ class Member:
         os.close(fd)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.halt_wish = self.halt_wish or signal.Signals(number).name
+        self.halt_reason = self.halt_reason or signal.Signals(number).name
 
-    def take_asks(self) -> frozenset[str]:
-        """Returns what was asked of this rank since the last call, of `rundir.ASKS`."""
-        taken = frozenset(self._asks)
-        self._asks -= taken
-        return taken
+    def new_requests(self) -> frozenset[str]:
+        """Returns the files of `rundir.REQUEST_FILES` that appeared since the last call."""
+        found = frozenset(self._requests)
+        self._requests -= found
+        return found
 
     def _identity(self, name: str) -> tuple[int, int] | None:
         try:
@@ -146,17 +146,17 @@ class Member:
         return status.st_ino, status.st_mtime_ns
 
     def _watch(self) -> None:
-        """Polls for files off the training thread: a directory that hangs must not hang a step."""
+        """Polls for files in a thread, so that a directory that hangs does not stall a step."""
         mirrored = 0.0
         while not self._stop.wait(HALT_POLL_S):
             found = self._identity(rundir.HALT)
             if found not in (None, self._ignored_halt) and self.home.is_there():
-                self.halt_wish = self.halt_wish or rundir.HALT
-            for name in rundir.ASKS:
+                self.halt_reason = self.halt_reason or rundir.HALT
+            for name in rundir.REQUEST_FILES:
                 seen = self._identity(name)
-                if seen not in (None, self._known_asks[name]) and self.home.is_there():
-                    self._known_asks[name] = seen
-                    self._asks.add(name)
+                if seen not in (None, self._known_requests[name]) and self.home.is_there():
+                    self._known_requests[name] = seen
+                    self._requests.add(name)
             if self.live is None and time.monotonic() - mirrored >= PULSE_MIRROR_S:
                 mirrored = time.monotonic()
                 self.recorder.call(self._mirror_pulse)
@@ -173,12 +173,12 @@ class Member:
 
 
 class HaltBoard:
-    """A few shared bytes through which the ranks of one host agree on the step to halt at.
+    """Shared bytes through which the ranks of one host agree on the step to halt at.
 
-    Rank 0 publishes `step + 1` before it enters the collective of `step`; no rank can begin
-    `step + 1` before that collective, so all of them see the decision in time. It begins by
-    clearing what a former program in the same directory decided; wishes are made again each step.
-    Bytes that are neither a wish nor a sealed step mean nothing.
+    Rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can begin
+    `step + 1` before that collective, so all ranks see the decision in time. Rank 0 clears the
+    decision of an earlier program at the start; ranks repeat their request each step. Other bytes
+    than a request or a sealed step are ignored.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -186,20 +186,20 @@ class HaltBoard:
         if rank == 0:
             self._memory[:] = bytes(_BOARD.size)
 
-    def decide(self, rank: int, step: int, wish: bool) -> bool:
-        """Says whether `step` must not be begun."""
-        wished, halt_at, seal = _BOARD.unpack_from(self._memory)
-        wished, decided = wished == _WISH, halt_at > 0 and seal == halt_at ^ _SEAL
-        if wish and not wished:
-            struct.pack_into("<q", self._memory, 0, _WISH)
-        if rank == 0 and not decided and (wish or wished):
+    def decide(self, rank: int, step: int, halt: bool) -> bool:
+        """Returns whether to halt before `step`; `halt` is this rank's own request."""
+        mark, halt_at, seal = _BOARD.unpack_from(self._memory)
+        requested, decided = mark == _REQUESTED, halt_at > 0 and seal == halt_at ^ _SEAL
+        if halt and not requested:
+            struct.pack_into("<q", self._memory, 0, _REQUESTED)
+        if rank == 0 and not decided and (halt or requested):
             halt_at, decided = step + 1, True
             struct.pack_into("<qq", self._memory, 8, halt_at, halt_at ^ _SEAL)
         return decided and halt_at <= step
 
 
 class Joined(Member):
-    """A member for programs that are not ours; needs one collective of all ranks a step."""
+    """One rank of a foreign program, which needs a collective of all ranks in every step."""
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
@@ -211,18 +211,19 @@ class Joined(Member):
         self.pulse.nonfinite_steps = 0
         self.start()
         self.beat("boot", 0)
-        atexit.register(self._leave)
+        atexit.register(self._exit)
 
     def step(self, step: int, **figures: Any) -> bool:
-        """Says that `step` begins (figures are of the step before); True: all ranks stop here.
+        """Marks the start of `step`; returns True where all ranks halt before it.
 
-        Steps with a non-finite `loss` are counted, unless a step comes without a plain number.
+        `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
+        each step passes a plain number.
         """
         if self._in_step:
             self._count(figures.get("loss"))
         self._end_step(**figures)
-        if self._board.decide(self.rank, step, bool(self.halt_wish)):
-            self._reason = self.halt_wish or "agreed"
+        if self._board.decide(self.rank, step, bool(self.halt_reason)):
+            self._reason = self.halt_reason or "agreed"
             self.pulse.set(self._last_step, "halt")
             self.beat("halt", self._last_step, reason=self._reason)
             return True
@@ -237,14 +238,15 @@ class Joined(Member):
             self.beat("progress", self._last_step, steps_dt_s=[duration_s], **figures)
 
     def _count(self, loss: object) -> None:
-        """Counts a loss; one that is no plain number may wait for a device, and ends the count."""
+        """Counts a non-finite loss. A loss that is no plain number could wait for a device, so it
+        ends the count."""
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
             self.pulse.nonfinite_steps += not math.isfinite(loss)
 
-    def _leave(self) -> None:
-        """The last step of a loop ends here, unless an exception that nobody caught ended it."""
+    def _exit(self) -> None:
+        """Ends the last step, unless an uncaught exception did, and writes the exit record."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
@@ -255,9 +257,9 @@ class Joined(Member):
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
-    """Returns the run directory this process belongs to and its environment.
+    """Returns the run directory of this process (the environment's, else `run`), and its variables.
 
-    Raises UsageError when neither the environment nor the caller names a run directory.
+    Raises UsageError without either.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)

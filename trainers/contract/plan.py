@@ -1,4 +1,4 @@
-"""A plan: the phases of a launch as data. Read from YAML, strict, frozen."""
+"""Plans: the phases of a launch as frozen data, parsed strictly from YAML."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class WatchRule:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """When the supervisor calls a run stalled, and how long things may take (seconds).
+    """Stall limits and other time limits of the supervisor, in seconds.
 
-    `eval_s` and `save_s` None: as `startup_s`. A stall is answered with more than a dump only when
-    it has lasted `stall_act_s` in all; the default is longer than a collective may take.
+    `eval_s` and `save_s` None: as `startup_s`. The supervisor reacts with more than a dump only
+    after `stall_act_s` of a stall; the default is longer than a collective may take.
     """
 
     stall_floor_s: float = 60.0
@@ -60,10 +60,10 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """When the supervisor starts a run again from its newest good checkpoint.
+    """The policy for restarts of a run from its newest verified checkpoint.
 
-    `stall` includes `crash`. It gives up after `attempts` without a new checkpoint; `backoff_s` is
-    what it waits before the first of them, and it doubles.
+    `stall` includes `crash`. Restarts stop after `attempts` without a new checkpoint. The wait
+    before the first is `backoff_s`; it doubles each time.
     """
 
     when: RestartWhen = "never"
@@ -73,7 +73,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One run of a plan. `module` or `script` is what torchrun starts with `args`."""
+    """One phase of a plan. torchrun starts `module` or `script` with `args`."""
 
     name: str
     proves: str = ""
@@ -89,7 +89,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Phases with what they share."""
+    """The phases of a launch, and the settings of the whole launch."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -106,7 +106,7 @@ class Plan:
 
 
 SHARED_KEYS = ("nproc", "module", "script", "config", "flags")
-"""Keys that may stand once for all phases; a phase overrides them (flags are merged)."""
+"""Keys that a plan may set for all phases; a phase overrides them, flags are merged."""
 
 
 def load(path: Path) -> Plan:
@@ -115,7 +115,7 @@ def load(path: Path) -> Plan:
 
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
-    """Returns the plan in parsed YAML; `where` stands in the error."""
+    """Returns the plan in parsed YAML. Raises UsageError that begins with `where`."""
     _printable(document, where)
     _known(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
     shared = {key: document[key] for key in SHARED_KEYS if key in document}
@@ -148,7 +148,7 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
     for key in ("module", "script"):
         if str(merged.get(key, "")).strip().startswith("-"):
             raise UsageError(
-                f"{where}: {key!r} cannot start with '-': torchrun takes it as its own"
+                f"{where}: {key!r} cannot start with '-': torchrun would read it as an option"
             )
     _known(merged, list(get_type_hints(Phase)), where)
     _check_name(merged.get("name"), where)
@@ -156,9 +156,9 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 
 
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
-    """Returns a section of a plan by its annotations, with what of it is `read` already.
+    """Returns a section of a plan from `raw`, converted by its annotations, and from `read`.
 
-    Null, as plan.json has it, is not given. Raises UsageError.
+    A null, as in plan.json, counts as absent. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
     _known(raw, list(kinds), where)
@@ -181,7 +181,7 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
         if not isinstance(value, list):
             raise UsageError(f"{where}: {key!r} must be a list of words")
         return tuple(str(word) for word in value)
-    if NoneType in parts:  # what may be left out
+    if NoneType in parts:
         return _read(value, parts[0], key, where)
     kind, limits = parts or kind, LIMITS.get(key, ANY_SPAN)
     try:
@@ -204,7 +204,7 @@ def _flag_values(raw: Any, where: str) -> dict[str, str]:
 
 
 def _printable(value: Any, where: str) -> None:
-    """Refuses what no command line and no environment can hold, wherever it stands."""
+    """Raises UsageError for characters that no command line and no environment can contain."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _printable(key, where)
@@ -215,7 +215,7 @@ def _printable(value: Any, where: str) -> None:
     elif isinstance(value, str):
         bad = UNPRINTABLE.search(value)
         if bad:
-            raise UsageError(f"{where} holds the control character {bad[0]!r}; take it out")
+            raise UsageError(f"{where} contains the control character {bad[0]!r}; remove it")
 
 
 def _known(raw: Mapping[str, Any], known: list[str], where: str) -> None:

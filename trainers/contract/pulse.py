@@ -1,9 +1,9 @@
-"""The pulse: 256 bytes a rank in shared memory that say where the rank is right now.
+"""The pulse: 256 bytes of shared memory per rank, with its current step and phase.
 
 Layout (little endian): sequence number, magic, rank, pid, step, phase, since (monotonic s), beat
 (monotonic s), collectives, device step, device phase, records, non-finite steps, …, sequence number
-again. The writer goes from the first byte to the last; a reader takes the last sequence number
-first and the first one last, and believes what lies between only if both are equal.
+again. A writer writes from the first byte to the last. A reader reads the last sequence number
+first and the first one last, and accepts the bytes between only where both are equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainers.contract import jsonl
 
 SIZE_BYTES = 256
 LATEST_S = 1e10
-"""No host is up for so long: a later time is none."""
+"""Largest uptime of a host; a later time is invalid."""
 MAGIC = 0x4E534150
 PHASES = (
     "boot", "load", "fetch", "forward", "backward", "optimizer", "log", "eval", "save", "halt",
@@ -35,10 +35,10 @@ _END = SIZE_BYTES - _SEQUENCE.size
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """One rank's position. `since` and `beat` are CLOCK_MONOTONIC seconds of its host.
+    """The position of one rank. `since` and `beat` are CLOCK_MONOTONIC seconds of its host.
 
-    `records` is the number of the newest heartbeat that was queued, `nonfinite_steps` the number of
-    steps with a non-finite loss in this process, -1 where it does not count them.
+    `records` is the number of the newest queued heartbeat, `nonfinite_steps` the number of steps
+    with a non-finite loss in this process, -1 where they are not counted.
     """
 
     rank: int
@@ -55,9 +55,9 @@ class Pulse:
 
 
 def mapped(path: Path, size: int) -> mmap.mmap:
-    """Maps a file of at least `size` bytes; makes it where there is none. Raises OSError.
+    """Maps a file of at least `size` bytes and creates it where it is missing. Raises OSError.
 
-    Its room is taken here: a store into a file with holes is SIGBUS when the memory is full.
+    It allocates the bytes: a store into a hole raises SIGBUS when the memory is full.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -70,9 +70,9 @@ def mapped(path: Path, size: int) -> mmap.mmap:
 class PulseWriter:
     """Writes this rank's pulse into `path`, or into private memory when `path` is None.
 
-    One `set` is three copies into mapped memory: no system call, nothing that can block as long
-    as the file is memory-backed. Three, because `struct.pack_into` clears its target first, from
-    either end, and a reader saw that.
+    One `set` makes three copies into mapped memory and no system call, so it cannot block where
+    the file is in memory. A single `struct.pack_into` would clear its target first, visibly to
+    readers.
     """
 
     def __init__(self, path: Path | None, rank: int):
@@ -84,27 +84,27 @@ class PulseWriter:
         self.phase = "boot"
         self.collectives = self.records = 0
         self.nonfinite_steps = -1
-        """Steps with a non-finite loss; -1 while nobody counts them."""
+        """Steps with a non-finite loss; -1 while they are not counted."""
         self._lock = threading.Lock()
-        """A record may come from another thread than the one that steps."""
+        """Held while writing: records come from several threads."""
         self._device: tuple[int, str] = (-1, "")
         self.memory: mmap.mmap | bytearray
         self.memory = bytearray(SIZE_BYTES) if path is None else mapped(path, SIZE_BYTES)
         self.set(0, "boot")
 
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
-        """Says that `phase` of `step` begins now; without device figures the host's stand in."""
+        """Marks the start of `phase` of `step`. Without device figures, the host's are used."""
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase
         self._write(self._since)
 
     def count(self) -> None:
-        """Says that one more collective was reached, in the phase that this rank is in."""
+        """Counts one more collective in the current phase."""
         self.collectives += 1
         self._write(time.monotonic())
 
     def number(self) -> int:
-        """Returns the number of the next record; it is in the pulse before the record is queued."""
+        """Returns the number of the next record, which the pulse shows before it is queued."""
         self.records += 1
         self._write(self._beat)
         return self.records
@@ -130,7 +130,7 @@ class PulseWriter:
 
 
 def unpack(data: bytes) -> Pulse | None:
-    """Returns the pulse in 256 bytes, None if they are torn or no pulse."""
+    """Returns the pulse in 256 bytes, None where they are torn or invalid."""
     if len(data) != SIZE_BYTES:
         return None
     (magic, rank, pid, step, code, since, beat, count, device_step, device_code, records,
@@ -147,7 +147,7 @@ def unpack(data: bytes) -> Pulse | None:
 
 
 def is_blank(fd: int) -> bool:
-    """Says whether nobody has written yet into an open file that has room for a pulse."""
+    """Returns whether an open file with room for a pulse has none yet."""
     try:
         return os.pread(fd, SIZE_BYTES + 1, 0) == bytes(SIZE_BYTES)
     except OSError:
@@ -155,16 +155,16 @@ def is_blank(fd: int) -> bool:
 
 
 def read(path: Path, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in a file, None where there is none to believe."""
+    """Returns the pulse in a file, None without a valid one."""
     with contextlib.suppress(OSError), jsonl.opened(path) as fd:
         return read_open(fd, tries)
     return None
 
 
 def read_open(fd: int, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in an open file, None where there is none to believe.
+    """Returns the pulse in an open file, None without a valid one.
 
-    Reads with `pread` and not through a mapping: a hostile file that shrinks cannot harm.
+    It uses `pread`: a file that shrinks would raise SIGBUS in a mapping.
     """
     try:
         for _ in range(tries):

@@ -1,7 +1,7 @@
-"""The thread that writes, so that the training thread never does.
+"""A writer thread, so that the training thread never waits for the disk.
 
-A record that cannot be written at once waits in a bounded queue; when the queue is full, or the
-disk is, records are dropped and counted. A frozen filesystem stops this thread and nothing else.
+Records wait in a bounded queue. When the queue or the disk is full, records are dropped and
+counted. A frozen filesystem blocks only this thread.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from trainers.contract import heartbeat, rundir
 MAX_WAITING = 10_000
 STDOUT = Path("<stdout>")
 REPLACED = (
-    "was removed or replaced by somebody while the run goes on: records go on in the file that is "
-    "there now, and it may lack those from before"
+    "was removed or replaced during the run: new records go to the file that is there now, "
+    "earlier ones may be lost"
 )
-MOVED = "the directory was moved, replaced or removed by somebody while the run goes on"
+MOVED = "the directory was moved, replaced or removed during the run"
 Item = tuple[Path, Any]
 
 
 class Recorder:
     """Appends whole records to files from one daemon thread.
 
-    `put` costs the caller a queue insertion. Heartbeats travel as dicts and are encoded here. While
-    `ours` says that another directory is at the path, files that are open are written to wherever
-    they are now, and nothing is opened or replaced: the other one may belong to another run.
+    `put` costs the caller one queue insertion. Heartbeats are queued as dicts and encoded here.
+    While `ours` returns False, another directory is at the path, perhaps of another run: files that
+    are open are still written, and no file is opened or replaced.
     """
 
     check_every_s = 1.0
-    """Time between two checks that a file is still the one at its path."""
+    """Time between two checks that the open file is still at its path."""
 
     def __init__(self, ours: Callable[[], bool] = lambda: True) -> None:
         self._ours = ours
         self._queue: queue.SimpleQueue[Item | Callable[[], None] | None] = queue.SimpleQueue()
         self._descriptors: dict[Path, tuple[int, float]] = {STDOUT: (1, math.inf)}
-        """Of each file, and when to look whether it is still there."""
+        """The descriptor of each file, and the time of its next check."""
         self._torn: set[Path] = set()
         self._failed: set[Path] = set()
         self.dropped = 0
         self.trouble = ""
-        """Why the last record was dropped."""
+        """The reason of the last dropped record."""
         self.failing = ""
-        """Why the newest write failed, "" when it did not."""
+        """The reason of the newest write's failure, "" after a success."""
         self._closed = False
         self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="nsa-recorder", daemon=True)
@@ -58,18 +58,18 @@ class Recorder:
 
     @property
     def waiting(self) -> int:
-        """The number of records and calls that have not been written yet."""
+        """The number of queued records and calls."""
         return self._queue.qsize()
 
     def blocked_s(self) -> float:
-        """For how long the write that is under way has been waiting for the disk; 0 for none."""
+        """Returns for how long the current write has waited for the disk, 0 without one."""
         since = self._busy_since
         return time.monotonic() - since if since else 0.0
 
     def put(self, path: Path, record: dict[str, Any] | bytes, keep: bool = False) -> bool:
-        """Queues one record for `path`; False when it was dropped because too many wait.
+        """Queues one record for `path`; returns False where the full queue drops it.
 
-        One to `keep` is queued however many wait.
+        A record to `keep` is queued in any case.
         """
         if self._closed or (self._queue.qsize() >= MAX_WAITING and not keep):
             self.dropped += 1
@@ -78,11 +78,11 @@ class Recorder:
         return True
 
     def call(self, work: Callable[[], None]) -> None:
-        """Queues a function that writes something else (an atomic document, say)."""
+        """Queues a function that writes something else, such as an atomic document."""
         self._queue.put(work)
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Waits until everything queued is written; False when the disk did not take it in time."""
+        """Waits until all records are written; returns False after `timeout_s`."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -101,12 +101,12 @@ class Recorder:
                 self.dropped += 1
                 self.trouble = f"{error.strerror}: {error.filename or 'write failed'}"
                 self.failing = self.trouble
-                self._say_once(error)
-            except Exception as error:  # a call that fails must not end the records of all others
+                self._report_once(error)
+            except Exception as error:  # a failed call must not end the writer
                 self.dropped += 1
                 before, self.trouble = self.trouble, f"{type(error).__name__}: {error}"
                 if self.trouble != before:
-                    self._say(f"a record is dropped and counted: {self.trouble}")
+                    self._report(f"a record is dropped and counted: {self.trouble}")
             self._busy_since = 0.0
         for path, (fd, _) in self._descriptors.items():
             if path != STDOUT:
@@ -118,7 +118,7 @@ class Recorder:
         work()
 
     def _next(self) -> Item | Callable[[], None] | None:
-        """Waits for what is to be done next; None is the end."""
+        """Waits for the next record or call; None ends the thread."""
         return self._queue.get()
 
     def _write(self, path: Path, record: dict[str, Any] | bytes) -> None:
@@ -130,12 +130,12 @@ class Recorder:
         if written < len(data):
             self._torn.add(path)
             self.dropped += 1
-            self.trouble = f"{path.name} was written in part: the disk is full"
+            self.trouble = f"{path.name} was written partly: the disk is full"
         else:
             self._torn.discard(path)
 
     def _file(self, path: Path) -> int:
-        """Returns a descriptor of what is at `path`: somebody may have removed or replaced it."""
+        """Returns a descriptor of the file at `path`, which may have been removed or replaced."""
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()
         if fd is None:
@@ -148,9 +148,9 @@ class Recorder:
         return fd
 
     def _reopen(self, path: Path, fd: int) -> None:
-        """Puts what is at `path` behind the descriptor; the last line there may lack its end.
+        """Redirects the descriptor to the file at `path`, whose last line may be incomplete.
 
-        A file that was moved away is written to while nothing can be put into its place.
+        Where that cannot be opened, records still go to the file that was moved away.
         """
         try:
             new = self._open(path)
@@ -169,16 +169,16 @@ class Recorder:
         return rundir.open_append(path)
 
     def _replaced(self, path: Path) -> None:
-        """Says that what was written to `path` before may not be in it."""
-        self._say(f"{path.name} {REPLACED}")
+        """Reports that earlier records may be missing in `path`."""
+        self._report(f"{path.name} {REPLACED}")
 
-    def _say_once(self, error: OSError) -> None:
+    def _report_once(self, error: OSError) -> None:
         where = Path(str(error.filename)) if error.filename else Path("run directory")
         if where not in self._failed:
             self._failed.add(where)
-            self._say(f"records are dropped and counted, training goes on: {error}")
+            self._report(f"records are dropped and counted, training continues: {error}")
 
-    def _say(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         try:
             os.write(2, f"{message}\n".encode("utf-8", "replace"))
         except OSError:

@@ -1,7 +1,7 @@
-"""Names and paths of a launch and of its runs, and the safe ways to write into them.
+"""Names and paths of a launch and its runs, and safe functions to read and write them.
 
-A launch directory holds one run directory a phase. Everything in them may come from somebody
-else: links are not followed, only regular files are read, and sizes are bounded.
+A launch directory holds one run directory per phase. Their content may come from other users, so
+links are not followed, only regular files are read, and sizes are bounded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ RUN, ENV, SUPERVISOR, EVENTS, GATES, METRICS, SNAPSHOT = (
 REQUESTS, VERDICTS, CHECKPOINTS, LATEST, HALT, ANOMALY = (
     "requests", "verdicts", "checkpoints", "latest", ".HALT", ".anomaly_type",
 )  # fmt: skip
-ASKS = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
-"""Files whose appearance, or new time, asks a training for something once."""
+REQUEST_FILES = CHECKPOINT_NOW, PROFILE_NOW = ".CHECKPOINT", ".PROFILE"
+"""Files that request one checkpoint or profile by their appearance or a new modification time."""
 TORCHRUN_LOG, TRAINING_CSV = "torchrun.log", "training.csv"
 LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES = 4 << 20
 RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
-"""The name of a run's directory in its launch: what a document names otherwise is not followed."""
+"""Pattern of a run's directory in its launch; other names in documents are ignored."""
 
 
 def heartbeat(run: Path, rank: int) -> Path:
@@ -59,14 +59,14 @@ PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
 
 
 def part(path: Path, number: int) -> Path:
-    """Returns where an older part of a file of records lies, before it is compressed."""
+    """Returns the path of an older part of a file of records, before compression."""
     return path.with_name(f"{path.name}.{number:04d}")
 
 
 def parts(path: Path) -> list[tuple[int, Path]]:
     """Returns the older parts of a file of records with their numbers, the oldest first.
 
-    A part that is there compressed and plain is named compressed. Raises OSError.
+    Where a part exists compressed and plain, it is the compressed one. Raises OSError.
     """
     found: dict[int, Path] = {}
     for name in sorted(os.listdir(path.parent)):
@@ -85,7 +85,7 @@ def rank_log(run: Path, attempt: int, rank: int) -> Path:
 
 
 def kept_log(log: Path) -> Path:
-    """What a log held before its last rotation."""
+    """Returns the path of the part of a log from before its last rotation."""
     return log.with_name(f"{log.name}.1")
 
 
@@ -94,7 +94,7 @@ def pulse(live: Path, rank: int) -> Path:
 
 
 def live_stack(live: Path, rank: int) -> Path:
-    """The memory-backed file into which a rank's signal handler dumps."""
+    """Returns the path of the file in memory that receives a rank's stack dumps."""
     return live / f"stack_rank{rank}.txt"
 
 
@@ -108,7 +108,7 @@ def host_name() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Returns the kernel's boot id: a pid means something only within one boot."""
+    """Returns the kernel's boot id, "" where it is not available; pids are valid in one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -116,7 +116,7 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns when a process started (clock ticks since boot), None if it has ended."""
+    """Returns the start time of a process in clock ticks since boot, None where it has ended."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -126,7 +126,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """Returns what identifies a process for good: pid, start time, boot id and host."""
+    """Returns the unique identity of a process: pid, start time, boot id and host."""
     ticks = start_ticks(pid) if pid else _own_start_ticks(os.getpid())
     return {
         "pid": pid or os.getpid(), "start_ticks": ticks, "boot_id": boot_id(), "host": host_name(),
@@ -135,12 +135,12 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 @functools.cache
 def _own_start_ticks(pid: int) -> int | None:
-    """Is asked once: without a descriptor to spare this process would look dead to all others."""
+    """Cached, because without a free descriptor this process would look dead to all others."""
     return start_ticks(pid)
 
 
 def is_alive(owner: Mapping[str, Any]) -> bool:
-    """Says whether the process that an `identity` names still runs on this host and boot."""
+    """Returns whether the process with this `identity` runs on this host and boot."""
     pid = jsonl.integer(owner, "pid")
     if pid is None or pid <= 0:
         return False
@@ -151,10 +151,7 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
 
 
 class Home:
-    """A directory as it was when it was opened: it is believed only while it is at its path.
-
-    Raises OSError where it cannot be opened.
-    """
+    """An open directory that can be compared with the one at its path. Raises OSError."""
 
     def __init__(self, path: Path):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,17 +159,17 @@ class Home:
         self._is_there = True
 
     def is_there(self) -> bool:
-        """Says whether the directory was neither moved nor replaced nor removed."""
+        """Returns whether the directory is still at its path; the last result on an I/O error."""
         try:
             self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except (FileNotFoundError, NotADirectoryError):
             self._is_there = False
-        except OSError:  # it cannot be looked at now: what was known stays
+        except OSError:
             pass
         return self._is_there
 
     def is_replaced(self) -> bool:
-        """Says whether something else is at its path; a path with nothing is no such sign."""
+        """Returns whether something else is at its path; False where nothing is there."""
         return not self.is_there() and os.path.lexists(self.path)
 
     def close(self) -> None:
@@ -180,7 +177,7 @@ class Home:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns what changes when a file is written to or replaced, None where there is none."""
+    """Returns inode, size and modification time of a file, None without one."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -191,7 +188,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 def read_json(
     path: Path, limit: int = MAX_DOCUMENT_BYTES, below: Path | None = None
 ) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, None for anything else, whatever is at `path`.
+    """Returns the object in a JSON file, None for anything else at `path`.
 
     `below` as in `jsonl.open_regular`.
     """
@@ -205,7 +202,7 @@ def lock_token(launch: Path) -> str:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replaces `path` as a whole: temporary name, fsync, rename. Raises OSError."""
+    """Replaces `path` atomically: temporary name, fsync, rename. Raises OSError."""
     if isinstance(data, str):
         data = data.encode()
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
@@ -226,7 +223,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Replaces a JSON document as a whole, a line for each key of its two upper levels.
+    """Replaces a JSON document atomically, with one line per key of its two upper levels.
 
     Raises OSError.
     """
@@ -235,7 +232,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _lines(value: object, indent: str, levels: int) -> str:
-    """Returns JSON; `json.dumps` with an indent costs ten times as much."""
+    """Returns indented JSON, ten times faster than `json.dumps` with an indent."""
     if not (levels and value and isinstance(value, dict)):
         return json.dumps(value)
     inner = (
@@ -246,31 +243,28 @@ def _lines(value: object, indent: str, levels: int) -> str:
 
 
 def open_append(path: Path) -> int:
-    """Opens a file to append whole records to: a regular one, never through a link.
-
-    Raises OSError.
-    """
+    """Opens a regular file to append records; follows no link. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def keep_own_rights() -> None:
-    """Gives this process a umask with which its own files stay open to it, and are not to all."""
+def set_safe_umask() -> None:
+    """Sets a umask that lets this process use its own files and closes them to others."""
     mask = os.umask(0o077) & 0o077
     os.umask(mask or 0o022)
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory of mode 0700, parents too; one that is there gets this mode.
+    """Creates a directory and its parents with mode 0700; an existing one gets that mode.
 
-    Raises RefusedError with the reason.
+    Raises RefusedError.
     """
     try:
         for folder in reversed((path, *path.parents)):
@@ -278,40 +272,36 @@ def make_directory(path: Path) -> None:
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise RefusedError(
-            f"cannot create the directory {path}: {error.strerror}; give another with --run-dir"
+            f"cannot create the directory {path}: {error.strerror}; pass another with --run-dir"
         ) from error
     check_owner(path)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise RefusedError(f"{path} is not writable; give another with --run-dir")
+        raise RefusedError(f"{path} is not writable; pass another with --run-dir")
     _close_to_others(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory and what is in it, as far as the disk lets it; raises nothing.
-
-    Python's own `ignore_errors` lets the error of an fstat through.
-    """
-    with contextlib.suppress(OSError):
+    """Removes a directory and its content as far as possible; raises nothing."""
+    with contextlib.suppress(OSError):  # `ignore_errors` does not cover an error of fstat
         shutil.rmtree(path, ignore_errors=True)
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError when `path` is a link, no directory, or open to somebody else."""
+    """Raises RefusedError where `path` is a link, no directory, or writable for other users."""
     if check_owner(path).st_mode & stat.S_IWOTH:
         raise RefusedError(
-            f"everybody may write into {path}, so what stands there may be anybody's; "
-            f"chmod go-w {path}"
+            f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
         )
 
 
 def check_owner(path: Path) -> os.stat_result:
-    """Returns the status of a directory. Raises RefusedError for a link or somebody else's."""
+    """Returns the status of a directory. Raises RefusedError for a link or another user's."""
     try:
         status = path.lstat()
     except OSError as error:
-        raise RefusedError(f"cannot look at {path}: {error.strerror}") from error
+        raise RefusedError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise RefusedError(f"{path} is a link, not a directory; give the directory itself")
+        raise RefusedError(f"{path} is a link, not a directory; name the directory itself")
     if status.st_uid != os.geteuid():
         raise RefusedError(
             f"{path} belongs to user id {status.st_uid}, not to you, so it is read-only here"
@@ -320,22 +310,22 @@ def check_owner(path: Path) -> os.stat_result:
 
 
 def check_parents(path: Path) -> None:
-    """Raises RefusedError when anybody could put another directory in the place of `path`."""
+    """Raises RefusedError where any user could replace `path` by another directory."""
     try:
         resolved = path.absolute().parent.resolve()
         for parent in (resolved, *resolved.parents):
             mode = parent.stat().st_mode if parent.exists() else 0
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 raise RefusedError(
-                    f"everybody may rename what is in {parent}; chmod o-w {parent}, or give "
+                    f"every user can rename files in {parent}; chmod o-w {parent}, or pass "
                     "another directory with --run-dir"
                 )
     except (OSError, RuntimeError) as error:
-        raise RefusedError(f"cannot look at the way to {path}: {error}") from error
+        raise RefusedError(f"cannot read the parents of {path}: {error}") from error
 
 
 def _close_to_others(path: Path) -> None:
-    """Takes a directory of ours from group and others. Raises RefusedError where it cannot be."""
+    """Removes the rights of group and others from a directory. Raises RefusedError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -347,10 +337,10 @@ def _close_to_others(path: Path) -> None:
         raise RefusedError(f"cannot close {path} to others: {error.strerror}") from error
 
 
-def ask(run: Path, name: str, by: str) -> None:
-    """Creates `.HALT` or one of `ASKS`; on a full disk it lacks its text and means the same.
+def write_request(run: Path, name: str, by: str) -> None:
+    """Creates or touches `.HALT` or one of `REQUEST_FILES`; on a full disk the file is empty.
 
-    Raises OSError where the ranks find nothing new.
+    Raises OSError where the ranks would see no change.
     """
     path = run / name
     before = stamp(path)
@@ -358,7 +348,7 @@ def ask(run: Path, name: str, by: str) -> None:
         fd = open_append(path)
         try:
             with contextlib.suppress(OSError):
-                os.write(fd, f"asked by {by}\n".encode("utf-8", "replace"))
+                os.write(fd, f"requested by {by}\n".encode("utf-8", "replace"))
             os.utime(fd)
         finally:
             os.close(fd)
@@ -368,7 +358,7 @@ def ask(run: Path, name: str, by: str) -> None:
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames a `.HALT` that is there before the start; returns its new name, None without one."""
+    """Renames a `.HALT` from before the start; returns its new path, None without one."""
     halt = run / HALT
     aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
     try:

@@ -1,6 +1,6 @@
-"""One value of a flag, a setting or a plan: what it may be, read and said in one way.
+"""Conversion of one value of a flag, setting or plan, and the sentence for a wrong one.
 
-A kind is bool, int, float, str, or the texts to choose from.
+A kind is bool, int, float, str, or a tuple of choices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Kind = type | tuple[str, ...]
 
 
 def convert(value: Any, kind: Kind, low: float = -math.inf, high: float = math.inf) -> Any:
-    """Returns a value, or what a text says, as its kind; a number is finite and within bounds.
+    """Returns a value or its text as `kind`; numbers must be finite and within the limits.
 
     Raises ValueError.
     """
@@ -35,7 +35,7 @@ def _convert(value: Any, kind: Kind) -> Any:
         return text in TRUE
     if kind is str and isinstance(value, str) and all(ord(c) >= 32 for c in value):
         return value
-    # Text too, where a float is wanted: YAML 1.1 reads 1e-3 as a word.
+    # Text is converted too: YAML 1.1 reads 1e-3 as text.
     if kind is int and not isinstance(value, bool | float):
         return int(value)
     if kind is float and not isinstance(value, bool):
@@ -44,7 +44,7 @@ def _convert(value: Any, kind: Kind) -> Any:
 
 
 def takes(kind: Kind, low: float = -math.inf, high: float = math.inf) -> str:
-    """Says in words which values `convert` takes."""
+    """Returns in words which values `convert` accepts."""
     if isinstance(kind, tuple):
         return " or ".join(kind) if len(kind) == 2 else "one of " + ", ".join(kind)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]

@@ -1,4 +1,4 @@
-"""The one YAML loader: safe tags only, bounded size, depth and aliases, no duplicate keys."""
+"""The YAML loader: safe tags only, bounded size and depth, no aliases, no duplicate keys."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def load(path: Path) -> dict[str, Any]:
     if data is None:
         raise UsageError(f"there is no file {path}; give the path of a YAML file")
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path} has {len(data)} bytes; a config has at most {MAX_BYTES}")
+        raise UsageError(f"{path} has {len(data)} bytes; the limit is {MAX_BYTES}")
     return parse(data, str(path))
 
 
 def parse(data: bytes | str, name: str) -> dict[str, Any]:
-    """Returns the mapping in YAML text; `name` stands in the error."""
+    """Returns the mapping in YAML text. Raises UsageError that begins with `name`."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -47,7 +47,7 @@ def parse(data: bytes | str, name: str) -> dict[str, Any]:
                 name = str(key.value)
                 if name in seen:
                     line = key.start_mark.line + 1
-                    raise yaml.YAMLError(f"the key {name!r} stands twice (line {line})")
+                    raise yaml.YAMLError(f"the key {name!r} occurs twice (line {line})")
                 seen.add(name)
             return super().construct_mapping(node, deep)
 
@@ -61,5 +61,5 @@ def parse(data: bytes | str, name: str) -> dict[str, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise UsageError(f"{name} holds a {type(document).__name__}; it must be key: value lines")
+        raise UsageError(f"{name} is a {type(document).__name__}; it must be key: value lines")
     return document

@@ -35,8 +35,8 @@ def items(
     """
     found = [] if between is None else [Item(None, between, between, False)]
     for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
-        here = now.get(flag.name, flag.default)
-        planned = None if coming is None else coming.get(flag.name, flag.default)
+        here = now.get(flag.name, "")
+        planned = None if coming is None else coming.get(flag.name, "")
         found.append(Item(flag, here, changed.get(flag.name, planned), flag.name in changed))
     return found
 
@@ -80,11 +80,11 @@ def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | N
     A bool goes: the other value, this value, back. A choice goes through its choices. Anything
     else needs to be typed.
     """
-    if flag.kind == "bool":
+    if flag.kind is bool:
         other = "0" if (now or flag.default).lower() in TRUE else "1"
         cycle: list[str | None] = [None, other, "1" if other == "0" else "0"]
-    elif flag.kind == "choice":
-        cycle = [None, *flag.choices]
+    elif isinstance(flag.kind, tuple):
+        cycle = [None, *flag.kind]
     else:
         return False, None
     index = cycle.index(changed) if changed in cycle else 0

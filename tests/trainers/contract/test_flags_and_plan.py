@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,21 +27,17 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ({"phasess": []}, "did you mean 'phases'"),
         ({"name": "Bad Name"}, "lower-case"),
         ({"phases": []}, "at least one phase"),
-        ({"phases": "x"}, "at least one phase"),
         ({"phases": [{"name": "a"}, {"name": "a"}]}, "same name"),
         ({"phases": [{"nam": "a"}]}, "did you mean 'name'"),
         ({"phases": [{"name": "a", "nproc": 0}]}, "nproc"),
-        ({"phases": [{"name": "a", "nproc": "two"}]}, "nproc"),
         ({"phases": [{"name": "a", "flags": {"NSA_LRR": 1}}]}, "did you mean 'NSA_LR'"),
         ({"phases": [{"name": "a", "flags": {"NSA_LR": "fast"}}]}, "a number"),
         ({"phases": [{"name": "a", "flags": {"NSA_DISABLE_CSV_LOGS": 7}}]}, "0 or 1"),
         ({"between": "maybe"}, "go or ask"),
         ({"watch": {"stall_floor": 3}}, "did you mean 'stall_floor_s'"),
         ({"watch": {"stall_floor_s": -1}}, "seconds"),
-        ({"gpus": -2}, "gpus"),
         ({"watch": {"rules": {"disk": {"for_s": "soon"}}}}, "'for_s' cannot be 'soon'; it takes"),
         ({"restart": "always"}, "'when' cannot be 'always'; it takes one of never, crash, stall"),
-        ({"restart": {"attempts": 0}}, "it takes a whole number from 1 to 1000"),
         ({"restart": {"backoff_s": 601}}, "it takes a number from 0 to 600 seconds"),
         ({"restart": 3}, "restart must be key: value lines"),
         ({"about": ["x"]}, "'about' cannot be ['x']; it takes a text"),
@@ -108,39 +103,8 @@ def test_a_flag_in_the_environment_that_no_table_knows_is_an_error():
     assert flags.from_environment({"HOME": "/x", "NSA_LR": "3e-4"}) == {"NSA_LR": 3e-4}
 
 
-@pytest.mark.parametrize("flag", flags.TABLE, ids=lambda flag: flag.name)
-def test_every_flag_says_what_it_takes_and_keeps_its_value(flag):
-    good = {"bool": "1", "int": "3", "float": "1.5", "str": "text", "drill": "raise@2"}.get(
-        flag.kind
-    )
-    good = good or flag.choices[0]
-    value = flags.parse(flag.name, good)
-    assert flags.parse(flag.name, flags.format_value(value)) == value
-    assert flag.help.endswith(".")
-    if flag.default:
-        flags.parse(flag.name, flag.default)
-    if flag.kind != "str":
-        with pytest.raises(UsageError, match=flag.name):
-            flags.parse(flag.name, "no such value")
-
-
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
-def test_a_flag_is_a_finite_number(text):
-    for flag in flags.TABLE:
-        if flag.kind == "float":
-            with pytest.raises(UsageError, match=f"{flag.name} cannot be '{text}'"):
-                flags.parse(flag.name, text)
-
-
 def test_null_is_not_given_and_a_word_is_when_to_restart():
     phase = {"name": "a", "nproc": None, "config": None}
     loaded = plan.parse({"name": "p", "phases": [phase], "restart": "stall", "watch": None}, "p")
     assert (loaded.phases[0], loaded.watch) == (plan.Phase("a"), plan.Watch())
     assert loaded.restart == plan.Restart("stall")
-
-
-def test_plans_survive_yaml_and_back():
-    loaded = plan.parse(MINIMAL | {"flags": {"NSA_LR": 0.001}}, "p")
-    assert yaml.safe_load(yaml.safe_dump(loaded.as_dict()["phases"][0]["flags"])) == {
-        "NSA_LR": "0.001"
-    }

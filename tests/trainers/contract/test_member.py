@@ -1,4 +1,4 @@
-"""Joining a run: dumps that harm nothing, a halt that all ranks agree on, records that survive."""
+"""Joining a run: harmless dumps, a halt of all ranks at one step, records that survive."""
 
 from __future__ import annotations
 
@@ -22,66 +22,71 @@ from trainers.contract.recorder import Recorder
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import ctypes, os, resource, sys, threading, time
+from pathlib import Path
 from trainers.contract.member import join
-run = join()
-def say(name):
-    open(os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], name), "x").close()
+run, here, mode = join(), Path(os.environ["NSA_CONSOLE_RUN_DIR"]), sys.argv[1]
 def busy():
     while True:
         sum(range(2000))
 threading.Thread(target=busy, name="prefetch", daemon=True).start()
-mode = sys.argv[1]
+def held():
+    (here / "there").touch()
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    native.pthread_mutex_lock(mutex)
+    native.pthread_mutex_lock(mutex)  # for ever; unlike sleep() no signal ends it
 for step in range(1, 100000):
     if run.step(step, loss=1.0 / step):
         break
     if mode == "block":
-        threading.Lock().acquire() or time.sleep(0)
         lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=60)
-    if mode == "gil" and step == 3:
-        records = os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], "heartbeat_rank0.jsonl")
-        while not os.path.exists(records) or "progress" not in open(records).read():
+    if step == 3 and mode == "gil":
+        records = here / "heartbeat_rank0.jsonl"
+        while not records.exists() or "progress" not in records.read_text():
             time.sleep(0.01)
-        def held():
-            say("there")
-            native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-            native.pthread_mutex_lock(mutex)
-            native.pthread_mutex_lock(mutex)  # for ever; unlike sleep() no signal ends it
         held()
-    if mode == "crowd" and step == 3:
+    if step == 3 and mode == "crowd":
         for _ in range(110):
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        say("there")
-    if mode == "full" and step == 3:
+        (here / "there").touch()
+    if step == 3 and mode == "full":
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
-        sys.stdout.flush()
-        os.mkdir(os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], "there"))
-        while not os.path.exists(os.path.join(os.environ["NSA_CONSOLE_RUN_DIR"], "room")):
+        (here / "there").mkdir()
+        while not (here / "room").exists():
             time.sleep(0.02)
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    if mode == "leave" and step == 3:
+    if step == 3 and mode == "leave":
         run.close(step)
-        say("there")
+        (here / "there").touch()
         time.sleep(60)
     time.sleep(0.01)
 """
 
 
-def environment(
-    run: Path, live: Path | None = None, rank: int = 0, world: int = 1
-) -> dict[str, str]:
+def environment(run: Path, live: Path | None = None) -> dict[str, str]:
     named = {
-        environ.RUN_DIR: str(run), environ.RUN_ID: "test/0-x", environ.ATTEMPT: "1",
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+        environ.RUN_DIR: str(run), environ.RUN_ID: "test/0-x", environ.ATTEMPT: "1", "RANK": "0",
         "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     return named | ({environ.LIVE_DIR: str(live)} if live else {})
 
 
-def start(run: Path, mode: str, live: Path | None = None, rank: int = 0, world: int = 1):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, mode], env=environment(run, live, rank, world)
-    )
+@pytest.fixture
+def start(tmp_path):
+    """Starts `PROGRAM` in a mode; kills it at the end of the test."""
+    started = []
+
+    def start(mode: str, live: Path | None = None, variables: dict[str, str] | None = None, **more):
+        words, variables = [sys.executable, "-c", PROGRAM, mode], variables or {}
+        started.append(
+            subprocess.Popen(words, env=variables or environment(tmp_path, live), **more)
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def wait_for(condition, seconds: float = 20.0):
@@ -94,9 +99,13 @@ def wait_for(condition, seconds: float = 20.0):
     raise AssertionError("did not happen in time")
 
 
-def beats(run: Path, rank: int = 0) -> list[dict]:
-    path = rundir.heartbeat(run, rank)
+def beats(run: Path) -> list[dict]:
+    path = rundir.heartbeat(run, 0)
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_progress(run: Path) -> None:
+    wait_for(lambda: any(b["msg"] == "progress" for b in beats(run)))
 
 
 @pytest.fixture
@@ -106,157 +115,112 @@ def live(tmp_path_factory):
     shutil.rmtree(path, ignore_errors=True)
 
 
-def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live):
-    process = start(tmp_path, "block", live)
-    try:
-        wait_for(lambda: any(b["msg"] == "boot" for b in beats(tmp_path)))
-        time.sleep(0.3)
-        process.send_signal(signal.SIGUSR1)
-        stack = rundir.live_stack(live, 0)
-        text = wait_for(lambda: stack.exists() and dumps.END_MARK in stack.read_text()) and (
-            stack.read_text()
-        )
-        main, _, others = text.partition("Thread ")
-        assert "Stack (most recent call first)" in main
-        assert "in <module>" in main
-        assert "prefetch (most recent call first)" in others
-        kept = rundir.stackdump(tmp_path, 0)  # copied a moment later
-        assert wait_for(lambda: kept.exists() and dumps.END_MARK in kept.read_text())
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
+def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live, start):
+    process = start("block", live)
+    wait_for(lambda: any(b["msg"] == "boot" for b in beats(tmp_path)))
+    time.sleep(0.3)
+    process.send_signal(signal.SIGUSR1)
+    stack, kept = rundir.live_stack(live, 0), rundir.stackdump(tmp_path, 0)
+    wait_for(lambda: stack.exists() and dumps.END_MARK in stack.read_text())
+    main, _, others = stack.read_text().partition("Thread ")
+    assert "Stack (most recent call first)" in main
+    assert "in <module>" in main
+    assert "prefetch (most recent call first)" in others
+    assert wait_for(lambda: kept.exists() and dumps.END_MARK in kept.read_text())
+    assert process.poll() is None
 
 
-def test_hundreds_of_dumps_beside_a_busy_thread_kill_nothing(tmp_path, live):
-    """Each waits for the GIL, which the busy thread gives away every 5 ms."""
-    process = start(tmp_path, "run", live)
-    stack = rundir.live_stack(live, 0)
-    try:
-        wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
-        deadline = time.monotonic() + 60
-        while stack.read_text().count(dumps.END_MARK) < 200:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            for _ in range(50):
-                process.send_signal(signal.SIGUSR1)
-                time.sleep(0.0005)
-        step = pulse.read(rundir.pulse(live, 0)).step
-        wait_for(lambda: pulse.read(rundir.pulse(live, 0)).step > step + 5)
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
+@pytest.mark.parametrize("mode", ["gil", "leave"])
+def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, start, mode):
+    process, stack = start(mode, live), rundir.live_stack(live, 0)
+    wait_for_progress(tmp_path)
+    wait_for((tmp_path / "there").exists)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    assert not stack.read_text()
+    process.send_signal(dumps.LAST_RESORT)
+    if mode == "gil":
+        wait_for(lambda: "in held" in stack.read_text())
+    time.sleep(0.2)
+    assert process.poll() is None
+    assert dumps.END_MARK not in stack.read_text()
 
 
-@pytest.mark.parametrize("at_rest", [True, False], ids=["joined", "left"])
-def test_the_last_resort_needs_no_gil_and_never_ends_a_member(tmp_path, live, at_rest):
-    process = start(tmp_path, "gil" if at_rest else "leave", live)
-    stack = rundir.live_stack(live, 0)
-    try:
-        wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
-        wait_for(lambda: (tmp_path / "there").exists())
-        time.sleep(0.3)
-        process.send_signal(signal.SIGUSR1)
-        time.sleep(0.3)
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("crowd", "shows the 100 newest threads only"),
+        ("full", "the previous dump failed: OSError"),
+    ],
+)
+def test_a_dump_says_what_it_lacks_and_the_next_one_comes(tmp_path, live, start, mode, says):
+    process, stack = start(mode, live), rundir.live_stack(live, 0)
+    wait_for((tmp_path / "there").exists)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    (tmp_path / "room").touch()
+    if mode == "full":
         assert not stack.read_text()
-        process.send_signal(dumps.LAST_RESORT)
-        if at_rest:
-            wait_for(lambda: "in held" in stack.read_text())
+    for _ in range(2):
         time.sleep(0.2)
-        assert process.poll() is None
-        assert dumps.END_MARK not in stack.read_text()
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize(("mode", "says"), [
-    ("crowd", "not among the 100 newest threads"), ("full", "the dump before failed: OSError"),
-])  # fmt: skip
-def test_a_dump_says_what_it_lacks_and_the_next_one_comes(tmp_path, live, mode, says):
-    process = start(tmp_path, mode, live)
-    stack = rundir.live_stack(live, 0)
-    try:
-        wait_for((tmp_path / "there").exists)
         process.send_signal(signal.SIGUSR1)
-        time.sleep(0.3)
-        (tmp_path / "room").touch()
-        if mode == "full":
-            assert not stack.read_text()
-        for _ in range(2):
-            time.sleep(0.2)
-            process.send_signal(signal.SIGUSR1)
-        wait_for(lambda: stack.read_text().count(dumps.END_MARK) >= 2)
-        assert says in stack.read_text()
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
+    wait_for(lambda: stack.read_text().count(dumps.END_MARK) >= 2)
+    assert says in stack.read_text()
+    assert process.poll() is None
 
 
-def test_sigusr1_before_the_handler_is_there_is_harmless_when_it_was_ignored(tmp_path):
-    """What torchrun's children inherit from a supervisor that ignores SIGUSR1."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "run"],
-        env=environment(tmp_path),
-        preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
-    )
-    try:
-        for _ in range(100):
-            process.send_signal(signal.SIGUSR1)
-            time.sleep(0.005)
-        wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
+def test_sigusr1_before_the_handler_is_there_is_harmless_when_it_was_ignored(tmp_path, start):
+    """torchrun's children inherit the ignored signal from the supervisor."""
+    process = start("run", preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    for _ in range(100):
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.005)
+    wait_for_progress(tmp_path)
+    assert process.poll() is None
 
 
-@pytest.mark.parametrize("how", ["file", "sigterm"])
-def test_a_halt_ends_the_program_with_its_reason(tmp_path, live, how):
-    process = start(tmp_path, "run", live)
-    wait_for(lambda: any(b["msg"] == "progress" for b in beats(tmp_path)))
-    if how == "file":
+@pytest.mark.parametrize("how", [rundir.HALT, "SIGTERM"])
+def test_a_halt_ends_the_program_with_its_reason(tmp_path, live, start, how):
+    process = start("run", live)
+    wait_for_progress(tmp_path)
+    if how == rundir.HALT:
         (tmp_path / rundir.HALT).touch()
     else:
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     records = beats(tmp_path)
     halt = next(b for b in records if b["msg"] == "halt")
-    assert halt["reason"] == (rundir.HALT if how == "file" else "SIGTERM")
-    assert records[-1]["msg"] == "exit"
-    assert records[-1]["step"] == halt["step"]
+    assert halt["reason"] == how
+    assert (records[-1]["msg"], records[-1]["step"]) == ("exit", halt["step"])
 
 
-def test_the_directories_of_a_log_are_closed_to_others(tmp_path):
+def test_without_shared_memory_the_pulse_is_in_the_run_directory_and_logs_are_closed_to_others(
+    tmp_path, start
+):
     umask = os.umask(0o022)
-    process = start(tmp_path, "run")
     try:
-        wait_for(lambda: beats(tmp_path))
-        log = rundir.rank_log(tmp_path, 1, 0)
-        modes = [path.stat().st_mode & 0o777 for path in (log, log.parent, log.parent.parent)]
-        assert modes == [0o600, 0o700, 0o700]
+        process = start("run")
+        found = wait_for(lambda: pulse.read(rundir.pulse(tmp_path, 0)))
     finally:
         os.umask(umask)
-        process.kill()
-        process.wait()
+    assert found.pid == process.pid
+    wait_for(lambda: (pulse.read(rundir.pulse(tmp_path, 0)) or found).step > found.step)
+    log = rundir.rank_log(tmp_path, 1, 0)
+    modes = [path.stat().st_mode & 0o777 for path in (log, log.parent, log.parent.parent)]
+    assert modes == [0o600, 0o700, 0o700]
 
 
-def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_path):
+def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_path, start):
     (tmp_path / rundir.HALT).touch()
     variables = environment(tmp_path)
     del variables[environ.RUN_ID]
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, "run"], env=variables)
-    try:
-        wait_for(lambda: any(b["step"] >= 10 for b in beats(tmp_path)))
-        assert process.poll() is None
-        (tmp_path / rundir.HALT).unlink()
-        (tmp_path / rundir.HALT).write_text("now")
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()
+    process = start("run", variables=variables)
+    wait_for(lambda: any(b["step"] >= 10 for b in beats(tmp_path)))
+    assert process.poll() is None
+    (tmp_path / rundir.HALT).unlink()
+    (tmp_path / rundir.HALT).write_text("now")
+    assert process.wait(20) == 0
 
 
 def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
@@ -281,17 +245,17 @@ def test_noise_on_the_board_halts_nobody(tmp_path, noise):
     board = HaltBoard(tmp_path, 1, 0)
     with rundir.halt_board(tmp_path, 1).open("r+b") as stream:
         stream.write(noise)
-    assert not any(board.decide(0, step, wish=False) for step in range(1, 9))
-    assert not board.decide(0, 9, wish=True)
-    assert board.decide(0, 10, wish=False)
+    assert not any(board.decide(0, step, halt=False) for step in range(1, 9))
+    assert not board.decide(0, 9, halt=True)
+    assert board.decide(0, 10, halt=False)
 
 
 def test_what_a_former_program_decided_halts_nobody(tmp_path):
     before = HaltBoard(tmp_path, 1, 0)
-    assert not before.decide(0, 1, wish=True)
-    assert before.decide(0, 2, wish=False)
+    assert not before.decide(0, 1, halt=True)
+    assert before.decide(0, 2, halt=False)
     after = HaltBoard(tmp_path, 1, 0)
-    assert not any(after.decide(0, step, wish=False) for step in (1, 2, 3))
+    assert not any(after.decide(0, step, halt=False) for step in (1, 2, 3))
 
 
 LOOP = """
@@ -310,29 +274,15 @@ if len(sys.argv) > 1:
 
 
 @pytest.mark.parametrize(("words", "steps"), [((), [1, 2, 3]), (("raise",), [1, 2])])
-def test_the_last_step_of_a_loop_counts_unless_it_failed(tmp_path, words, steps):
+def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_converted(
+    tmp_path, words, steps
+):
     subprocess.run([sys.executable, "-c", LOOP, *words], env=environment(tmp_path), timeout=30)
     records = [b for b in beats(tmp_path) if b["msg"] == "progress"]
     assert [b["step"] for b in records] == steps
+    assert records[0]["loss"] == 0.5
+    assert "Odd object" in records[0]["odd"]
     assert beats(tmp_path)[-1]["msg"] == "exit"
-
-
-def test_a_figure_that_json_does_not_know_costs_no_record(tmp_path):
-    subprocess.run([sys.executable, "-c", LOOP], env=environment(tmp_path), timeout=30)
-    first = next(b for b in beats(tmp_path) if b["msg"] == "progress")
-    assert first["loss"] == 0.5
-    assert "Odd object" in first["odd"]
-
-
-def test_without_shared_memory_the_pulse_stands_in_the_run_directory(tmp_path):
-    process = start(tmp_path, "run")
-    try:
-        found = wait_for(lambda: pulse.read(rundir.pulse(tmp_path, 0)))
-        assert found.pid == process.pid
-        wait_for(lambda: (pulse.read(rundir.pulse(tmp_path, 0)) or found).step > found.step)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
@@ -357,7 +307,7 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
         with (mount / "rest").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
             while stream.write(b"x" * 4096):
                 pass
-        rundir.ask(mount, rundir.HALT, "tester")
+        rundir.write_request(mount, rundir.HALT, "tester")
         assert (mount / rundir.HALT).exists()
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
