@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from console import actions
+from console import actions, request_schema
 from console.sources import process
 from console.supervisor import requests
 from console.supervisor.mailbox import Mailbox
@@ -261,11 +261,11 @@ def test_an_ended_run_takes_no_request(launched):
 )
 def test_wrong_words_are_refused_before_anything_is_sent(action, args, says):
     with pytest.raises(UsageError, match=says):
-        requests.check(action, args)
+        request_schema.check(action, args)
 
 
 def test_every_action_is_documented_and_reachable():
-    for action in requests.TABLE:
+    for action in request_schema.TABLE:
         assert action.help.endswith(".")
         assert action.mailboxes
         assert all(argument.help for argument in action.args)
