@@ -60,7 +60,7 @@ def test_the_supervisor_is_small_and_idle_and_has_no_torch(launched):
         ("b4.json", {"id": "b4", "action": "dump", "args": [1]}, "version 1"),
         ("b5.json", {"id": "b5", "action": "dump", "v": 2}, "version 1"),
         ("b6.json", {"id": "b6", "action": "kill"}, "needs yes"),
-        ("b7.json", {"id": "b7", "action": "proceed"}, "asked of a launch"),
+        ("b7.json", {"id": "b7", "action": "proceed"}, "send proceed to a launch"),
         ("b8.json", {"id": "../b8", "action": "note", "args": {"text": ""}}, "text takes"),
     ],
 )
