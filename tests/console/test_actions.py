@@ -133,7 +133,7 @@ def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):
         ({"flags": {"NSA_ACCUM": "0"}}, "at least 1"),
         ({"nproc": 0}, "1 to 1024"),
         ({"between": "maybe"}, "go or ask"),
-        ({"sets": {"train.lr": "1"}}, "'one' starts a program of its own"),
+        ({"sets": {"train.lr": "1"}}, "'one' starts a foreign program"),
         ({"run_dir": Path("x" * 300)}, "cannot be a directory: File name too long"),
     ],
 )

@@ -91,9 +91,15 @@ def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsy
         ("launch cpu_smoke --run-dir ''", 2, "--run-dir: '' is empty"),
         ("launch cpu_smoke --flag NSA_LR=1e400", 2, "NSA_LR cannot be '1e400'"),
         ("launch cpu_smoke --set train.lr=nan", 2, "train.lr cannot be 'nan'"),
-        ("launch {script} --set train.lr=1", 2, "starts a program of its own"),
+        ("launch {script} --set train.lr=1", 2, "starts a foreign program"),
         ("fly", 2, "invalid choice: 'fly'"),
-        ("launch", 2, "PLAN"),
+        ("launch", 2, "either PLAN or --config"),
+        ("launch cpu_smoke --config configs/tiny_cpu.yaml", 2, "either PLAN or --config"),
+        ("launch cpu_smoke --trainer fsdp", 2, "--trainer needs --config"),
+        ("launch --config nowhere.yaml", 2, "no config file nowhere.yaml"),
+        ("launch --config {script}", 2, "there is no setting 'name'"),
+        ("launch --config configs/tiny_cpu.yaml --set train.stepz=3", 2, "'train.steps'"),
+        ("launch --config configs/tiny_cpu.yaml --phase first", 2, "no phase 'first'"),
     ],
 )
 def test_what_is_wrong_is_named(words, code, said, over, tmp_path, capsys):
