@@ -43,7 +43,7 @@ def launch(tmp_path_factory):
 # --- standard output that takes nothing -------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["flags", "plans --json", "--help", "status {}", "logs {}"])
+@pytest.mark.parametrize("words", ["flags", "--help", "logs {}"])
 @pytest.mark.parametrize(
     ("where", "err_lines"), [("> /dev/full", 1), (">&-", 1), (">&- 2>&- <&-", 0)]
 )
