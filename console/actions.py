@@ -1,4 +1,4 @@
-"""Every operator action once: keys, buttons and subcommands call these functions and no others."""
+"""The actions of an operator. Keys, buttons and commands call these functions and no others."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ from console.status_text import shell_line
 from console.supervisor import launch_spec, launcher
 from console.supervisor.launch_spec import LaunchSpec
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
+from trainers.contract import plan as plans_module
 from trainers.contract.errors import RefusedError, UsageError, did_you_mean
-from trainers.contract.plan import BETWEEN, Between, Phase, Plan
+from trainers.contract.plan import BETWEEN, Phase, Plan
 
 FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices", "shell"
+TRAINERS = ("ddp", "fsdp")
 ANSWER_POLL_S = 0.05
 ANSWER_BYTES = 1 << 20
-"""An answer is looked for from so far before the end of the events on."""
+"""Length of the end of `events.jsonl` in which the answer to a request is looked for first."""
 
 
 def who() -> str:
-    """Returns who asks: user, host and process."""
+    """Returns the sender of a request: user, host and process."""
     return f"{process.user_name()}@{rundir.host_name()} pid {os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The choices of an operator; an empty one leaves the plan as it is."""
+    """The choices of an operator; an empty one leaves the plan as it is.
 
-    plan: str
+    The plan is a name or a YAML file, or one phase with a `config` and a trainer of `TRAINERS`.
+    """
+
+    plan: str = ""
+    config: Path | None = None
+    trainer: str = ""
     phase: str = ""
     flags: Mapping[str, str] = field(default_factory=dict)
     sets: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +58,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that was checked and not begun; `phases` are what their run.json would hold."""
+    """A launch that is checked and not started; `phases` are what their run.json would hold."""
 
     plan: Plan
     directory: Path
@@ -93,45 +100,48 @@ class Prepared:
 
 
 def prepare(options: LaunchOptions) -> Prepared:
-    """Returns what a launch would do, with all checks; writes nothing.
+    """Returns a launch with all its checks; writes nothing.
 
-    Raises UsageError for words that are wrong: plan, phase, flag, setting, gate. RefusedError where
-    there is no working directory to start a training in.
+    Raises UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value.
+    Raises RefusedError where the working directory does not exist any more.
     """
     try:
         Path.cwd()
     except OSError:
-        raise RefusedError("the working directory is gone: cd into one that is there") from None
-    plan, flag_origins, set_origins = _plan(options)
+        raise RefusedError("the working directory is gone: cd to one that exists") from None
+    plan, flag_origins = _plan(options)
     directory = _directory(options, plan.name)
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
-    given = LaunchSpec(
-        name, plan, who(), flag_origins, set_origins, launcher.host_facts(),
-        launch_spec.git_facts(catalog.PROJECT), operator=settings.load(),
+    spec = LaunchSpec(
+        name, plan, who(), flag_origins, dict.fromkeys(options.sets, SET_OPTION),
+        launcher.host_facts(), launch_spec.git_facts(catalog.PROJECT), operator=settings.load(),
     )  # fmt: skip
-    case = preflight.Case(plan, directory, options.devices, given.operator)
-    phases = tuple(_run_record(given, index, directory) for index in range(len(plan.phases)))
+    phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))
+    if options.config is not None:
+        plan = replace(plan, gpus=_gpus(phases[0]))
+        spec = replace(spec, plan=plan)
+    case = preflight.Case(plan, directory, options.devices, spec.operator)
     checks = preflight.run(case, [phase["settings"] for phase in phases])
-    return Prepared(plan, directory, phases, checks, given)
+    return Prepared(plan, directory, phases, checks, spec)
 
 
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory; the supervisor owns it from then on.
 
-    `seen` is the plan that an operator was asked about; one that has changed since is refused.
-    Raises UsageError, RefusedError or ContractError; then nothing was begun and nothing is left.
+    `seen` is the plan that an operator confirmed; one that has changed since is refused.
+    Raises UsageError, RefusedError or ContractError; then nothing is started and nothing is left.
     """
     prepared = prepare(options)
     if seen is not None and prepared.plan != seen:
         raise RefusedError(
             f"the plan {seen.name} has changed since it was checked, so nothing was launched; "
-            "look at it again"
+            "check it again"
         )
     return begin(prepared, by)
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts what was prepared, as `launch` does."""
+    """Starts a prepared launch, as `launch` does."""
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
@@ -139,61 +149,81 @@ def begin(prepared: Prepared, by: str) -> Path:
     return prepared.directory
 
 
-def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str], dict[str, str]]:
-    """Returns the plan with everything the launch changes in it, and what came from where."""
-    path = catalog.find(options.plan)
-    plan = catalog.load(options.plan)
+def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str]]:
+    """Returns the plan with the changes of the launch, and the origins of its flags."""
     if options.between and options.between not in BETWEEN:
         raise UsageError(f"--between {options.between!r}: it is go or ask")
-    between: Between = "ask" if (options.between or plan.between) == "ask" else "go"
-    given = flags.from_shell(environ.snapshot())
-    flag_origins = dict.fromkeys(given, SHELL)
-    given |= {name: _checked(name, value) for name, value in options.flags.items()}
-    flag_origins |= dict.fromkeys(options.flags, FLAG_OPTION)
-    if options.devices:
-        given[flags.DEVICES] = _checked(flags.DEVICES, options.devices)
-        flag_origins[flags.DEVICES] = DEVICES_OPTION
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
         raise UsageError(f"--nproc {options.nproc}: it is 1 to 1024 processes")
+    if options.config is None:
+        plan, folder = catalog.load(options.plan), catalog.find(options.plan).parent
+    else:
+        plan, folder = _of_config(options.config, options.trainer), options.config.parent
+    given, origins = _flags(options)
     phases = tuple(
         replace(
             phase,
             nproc=options.nproc or phase.nproc,
-            script=_script(phase, path),
+            script=_script(phase, folder),
             set={**phase.set, **options.sets},
             flags={**phase.flags, **given},
         )
         for phase in plan.phases
         if options.phase in ("", phase.name)
     )
-    foreign = [phase.name for phase in phases if not launch_spec.is_ours(phase)]
-    if options.sets and foreign:
-        raise UsageError(
-            f"--set {next(iter(options.sets))}: the phase {foreign[0]!r} starts a program of its "
-            "own, and its settings are not known here; put its words into the plan's args"
-        )
     if not phases:
         known = [phase.name for phase in plan.phases]
         raise UsageError(
             f"{plan.name} has no phase {options.phase!r}{did_you_mean(options.phase, known)}"
         )
-    plan = replace(plan, phases=phases, between=between)
-    return plan, flag_origins, dict.fromkeys(options.sets, SET_OPTION)
+    foreign = [phase.name for phase in phases if not launch_spec.is_ours(phase)]
+    if options.sets and foreign:
+        raise UsageError(
+            f"--set {next(iter(options.sets))}: the phase {foreign[0]!r} starts a foreign program, "
+            "whose settings are not known; add the option to `args` in the plan"
+        )
+    between = "ask" if (options.between or plan.between) == "ask" else "go"
+    return replace(plan, phases=phases, between=between), origins
+
+
+def _of_config(config: Path, trainer: str) -> Plan:
+    """Returns a plan of one phase that trains with a config. Raises UsageError."""
+    if not catalog.is_file(catalog.project_file(str(config))):
+        raise UsageError(f"there is no config file {config}; give a YAML file with settings")
+    module = f"trainers.{trainer or TRAINERS[0]}"
+    phase = {"name": "train", "module": module, "config": str(config)}
+    return plans_module.parse({"name": config.stem.lower(), "phases": [phase]}, str(config))
+
+
+def _gpus(run: Mapping[str, Any]) -> int:
+    """Returns the number of GPUs that a run needs: one for each process on CUDA."""
+    return run["nproc"] if run["settings"]["train.device"]["value"] == "cuda" else 0
+
+
+def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the flags that the launch sets, and their origins; the command line comes first."""
+    given = flags.from_shell(environ.snapshot())
+    origins = dict.fromkeys(given, SHELL) | dict.fromkeys(options.flags, FLAG_OPTION)
+    given |= {name: _checked(name, value) for name, value in options.flags.items()}
+    if options.devices:
+        given[flags.DEVICES] = _checked(flags.DEVICES, options.devices)
+        origins[flags.DEVICES] = DEVICES_OPTION
+    return given, origins
 
 
 def _checked(name: str, value: str) -> str:
     return flags.format_value(flags.parse(name, value))
 
 
-def _script(phase: Phase, plan_file: Path) -> str:
+def _script(phase: Phase, folder: Path) -> str:
     """Returns a script's path: below the working directory, the project or the plan's folder."""
-    places = [Path(phase.script), catalog.PROJECT / phase.script, plan_file.parent / phase.script]
+    places = [Path(phase.script), catalog.PROJECT / phase.script, folder / phase.script]
     found = next(filter(catalog.is_file, places), None) if phase.script else None
     return str(found or phase.script)
 
 
 def _directory(options: LaunchOptions, plan: str) -> Path:
-    """Returns where the launch goes: what was chosen, else a directory of this second."""
+    """Returns the directory of the launch: the one of `--run-dir`, else one of this second."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     path = options.run_dir or options.root / plan / stamp
     try:
@@ -206,35 +236,36 @@ def _directory(options: LaunchOptions, plan: str) -> Path:
     return path
 
 
-def _run_record(given: LaunchSpec, index: int, directory: Path) -> Mapping[str, Any]:
-    run = directory / f"{index}-{given.plan.phases[index].name}"
+def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, Any]:
+    run = directory / f"{index}-{spec.plan.phases[index].name}"
     contract = {
-        environ.RUN_DIR: str(run.absolute()), environ.RUN_ID: f"{given.launch}/{run.name}",
+        environ.RUN_DIR: str(run.absolute()), environ.RUN_ID: f"{spec.launch}/{run.name}",
         environ.ATTEMPT: "1",
     }  # fmt: skip
-    return given.run_record(index, run, given.flags(index, {}), contract)
+    return spec.run_record(index, run, spec.flags(index, {}), contract)
 
 
 def adopt(path: Path, sure: bool = False) -> str:
-    """Gives the launch of a run whose supervisor is gone a new one; returns what was done.
+    """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
-    Raises RefusedError when it has ended, belongs to nobody's launch or is watched.
+    Raises RefusedError when the launch has ended or its supervisor lives, and for a run without a
+    launch. `sure` confirms it after a restart of the host.
     """
     top = launches.launch_of(path)
     if top is None:
-        raise RefusedError(f"{path} belongs to no launch, so no supervisor can take it over")
+        raise RefusedError(f"{path} belongs to no launch, so no supervisor can adopt it")
     launches.check_in_place(top)
-    return f"a new supervisor watches {launcher.adopt(top, settings.load(), sure)}"
+    return f"a new supervisor has adopted {launcher.adopt(top, settings.load(), sure)}"
 
 
 # --- requests --------------------------------------------------------------------------------
 
 
 def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
-    """Drops a request into the right mailbox of a launch or run; returns its id.
+    """Writes a request into the mailbox of a launch or run; returns its id.
 
-    Raises UsageError for wrong words, RefusedError where nobody would answer. A halt that no
-    supervisor would take writes `.HALT` itself and returns "".
+    Raises UsageError for an unknown action or argument, RefusedError where no supervisor would
+    answer. A halt without a supervisor writes `.HALT` itself and returns "".
     """
     converted = check(action, args)
     folder, box = targets.mailbox(path, ACTIONS[action])
@@ -267,12 +298,9 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
 
 
 def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None:
-    """Returns the event that answers a request, None when none came in time."""
+    """Returns the event that answers a request, None when none comes within `timeout_s`."""
     if not request_id:
-        text = (
-            "no supervisor could be asked, so .HALT was written; ranks that live stop at the same "
-            "step"
-        )
+        text = ".HALT was written, without a supervisor; live ranks stop at the same step"
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
@@ -293,12 +321,12 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
 
 
 def halt(run: Path, by: str) -> None:
-    """Writes `.HALT` where no supervisor does. Raises RefusedError when that fails too."""
+    """Writes `.HALT` in place of a supervisor. Raises RefusedError when that fails too."""
     rundir.check_ours(run)
     try:
         rundir.write_request(run, rundir.HALT, by)
     except OSError as error:
         raise RefusedError(
-            f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks go on; "
-            "stop them with TERM"
+            f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks continue; "
+            "send them TERM"
         ) from error

@@ -1,4 +1,4 @@
-"""The subcommands that act: they start a launch, or send a request and print its answer."""
+"""The commands that act: they start a launch, or send a request and print its answer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,23 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
     return result
 
 
-def launch(options: argparse.Namespace) -> int:
-    """Starts a plan and returns, or waits for its end."""
-    chosen = LaunchOptions(
-        plan=options.plan, phase=options.phase or "", flags=pairs(options.flag, "--flag"),
+def _chosen(options: argparse.Namespace) -> LaunchOptions:
+    """Returns the options of a launch. Raises UsageError unless it names one plan or config."""
+    if (options.plan is None) == (options.config is None):
+        raise UsageError("launch needs either PLAN or --config FILE; see nsa-console launch --help")
+    if options.trainer and options.config is None:
+        raise UsageError("--trainer needs --config; the phases of a plan name their own trainer")
+    return LaunchOptions(
+        plan=options.plan or "", config=options.config, trainer=options.trainer or "",
+        phase=options.phase or "", flags=pairs(options.flag, "--flag"),
         sets=pairs(options.set, "--set"), nproc=options.nproc, devices=options.devices or "",
         run_dir=options.run_dir, between=options.between, root=options.root,
     )  # fmt: skip
-    prepared = actions.prepare(chosen)
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Starts a plan and returns, or waits for its end."""
+    prepared = actions.prepare(_chosen(options))
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1
@@ -49,15 +58,34 @@ def launch(options: argparse.Namespace) -> int:
     name = launches.launch_id(path)
     if options.wait:
         if not options.json:
-            say(f"launched {name} in {path}; ctrl+c leaves, the run goes on")
+            say(f"launched {name} in {path}; ctrl+c leaves, the run continues")
         return follow(RunSource(path), options.json)
     known = options.run_dir is None and options.root == launches.ROOT
-    line = f"launched {name} in {path}; watch it: {program()} watch {name if known else path}"
+    line = f"launched {name} in {path}; to follow it: {program()} watch {name if known else path}"
     show(options.json, {"id": name, "path": str(path)}, [line])
     return 0
 
 
-def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
+def adopt(options: argparse.Namespace) -> int:
+    """Starts a new supervisor for a run whose supervisor has died."""
+    text = actions.adopt(launches.find(options.run, options.root, act=True), options.yes)
+    show(options.json, {"ok": True, "text": text}, (clean(text),))
+    return 0
+
+
+def act(options: argparse.Namespace) -> int:
+    """Sends the action of a command, or the one that an option of it chooses."""
+    name = getattr(options, "action", None) or options.command.name
+    given = {each.name: getattr(options, each.name) for each in ACTIONS[name].args}
+    return _request(options, name, {key: value for key, value in given.items() if value})
+
+
+def do(options: argparse.Namespace) -> int:
+    """Sends any action: ACTION NAME=VALUE …"""
+    return _request(options, options.action, pairs(options.args, "argument"))
+
+
+def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
     """Sends one request and prints the answer. Raises ContractError when none comes in time."""
     path = launches.find(options.run, options.root, act=True)
 
@@ -70,48 +98,20 @@ def ask(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
         event = within(options.timeout + SPARE_S, sent_and_answered)
     except TimeoutError:
         raise ContractError(
-            f"{path} took no request {limit}: its file system does not answer, and whether "
-            f"{action} arrives is open; ask again when it does"
+            f"the file system of {path} does not answer {limit}: delivery of {action} unknown; "
+            "send it again when the file system answers"
         ) from None
     if event is None:
         host, stopped = targets.host_and_stopped(path, ACTIONS[action])
-        of = f" from the supervisor on {host}, and nothing else was done" if host else ""
+        of = f" from the supervisor on {host}" if host else ""
         then = f"see nsa-console status {options.run}"
         if pids := " ".join(map(str, stopped)):
-            then = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} lets it go on"
+            then = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
         raise ContractError(
-            f"no answer to {action} {limit}{of}; the request stays and may be executed yet; {then}"
+            f"no answer to {action} {limit}{of}; the request stays and may still be executed; "
+            f"{then}"
         )
     detail = (f"  {clean(str(line))}" for line in event.get("detail") or ())
     name = launches.launch_id(launches.launch_of(path) or path)
     show(options.json, event, (f"{name}: {clean(str(event.get('text', '')))}", *detail))
     return 0 if event.get("ok") else 4
-
-
-def adopt(options: argparse.Namespace) -> int:
-    """Gives a run whose supervisor is gone a new one."""
-    text = actions.adopt(launches.find(options.run, options.root, act=True), options.yes)
-    show(options.json, {"ok": True, "text": text}, (clean(text),))
-    return 0
-
-
-def dump(options: argparse.Namespace) -> int:
-    """Takes the stacks of all ranks, or of one."""
-    return ask(options, "dump", {} if options.rank is None else {"rank": options.rank})
-
-
-def halt(options: argparse.Namespace) -> int:
-    """Asks all ranks to stop at the same step and to save."""
-    return ask(options, "halt", {})
-
-
-def stop(options: argparse.Namespace) -> int:
-    """Sends TERM, waits the grace time, then KILL, to the whole tree."""
-    if options.kill and not options.yes:
-        raise UsageError("stop --kill ends all ranks without a checkpoint; add --yes to mean it")
-    return ask(options, "kill" if options.kill else "stop", {"yes": True} if options.kill else {})
-
-
-def do(options: argparse.Namespace) -> int:
-    """Sends any request of the contract: ACTION name=value …"""
-    return ask(options, options.action, pairs(options.args, "argument"))

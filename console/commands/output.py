@@ -1,4 +1,4 @@
-"""Standard output of the commands, and what happens when it takes nothing."""
+"""Writes the results of the commands to standard output, and errors to standard error."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NAME = "nsa-console"
 
 
 class OutputError(ContractError):
-    """Standard output took nothing; what the command did before stays done."""
+    """Cannot write to standard output; the action itself succeeded."""
 
     exit_code = 6
 
     def __init__(self, error: OSError, lost: str):
         lost = " ".join(lost.split())
-        super().__init__(f"standard output takes nothing ({error.strerror}); lost: {lost}")
+        super().__init__(f"cannot write to standard output: {error.strerror}; not written: {lost}")
         self.reader_left = error.errno == errno.EPIPE
 
 
 def prepare() -> None:
-    """Gives closed standard descriptors a file, and unprintable characters an escape.
+    """Opens closed standard descriptors on the null device, and escapes unprintable characters.
 
     Otherwise the next file that is opened would become the standard output of a child.
     """
@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def is_terminal() -> bool:
-    """Says whether a person sits at both ends."""
+    """Returns whether standard input and output are a terminal."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
@@ -69,7 +69,7 @@ def emit(record: Any) -> None:
 
 
 def program() -> str:
-    """Returns the words that start this program again: its name where the shell finds it."""
+    """Returns the command that starts this program: its name where the shell finds it."""
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m console"
@@ -79,7 +79,7 @@ def program() -> str:
 
 
 def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:
-    """Prints a result: as data, or as lines for people. Raises OutputError."""
+    """Prints a result: one JSON document, or lines of text. Raises OutputError."""
     if as_json:
         emit(record)
         return
@@ -88,7 +88,7 @@ def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:
 
 
 def complain(error: ContractError, as_json: bool) -> int:
-    """Says why a command failed, on standard error and as data; returns the exit code."""
+    """Prints the error of a command, on standard error and as data; returns the exit code."""
     if isinstance(error, OutputError):
         discard()
     elif as_json:
@@ -101,19 +101,19 @@ def complain(error: ContractError, as_json: bool) -> int:
 
 
 def tell(sentence: str) -> None:
-    """Prints a sentence on standard error; where that takes nothing, the exit code has to do."""
+    """Prints a sentence on standard error; a write that fails is not an error."""
     with contextlib.suppress(OSError):
         print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def discard() -> None:
-    """Lets what standard output still holds vanish, so that Python can end without an error."""
+    """Discards buffered output, so that Python can exit without an error."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws how far a long reading is, over itself, on a terminal; None takes it away."""
+    """Draws the progress of a long read, over itself, on a terminal; None removes it."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

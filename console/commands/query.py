@@ -1,4 +1,4 @@
-"""The subcommands that only look: they read run directories and registries, and write nothing."""
+"""The commands that only read run directories and registries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from console import status_text
@@ -22,7 +23,7 @@ from trainers.contract.errors import NotFoundError, UsageError
 LOGS_POLL_S = 0.5
 FULL_BYTES = 8 << 20
 ENDED_EARLY: tuple[State, ...] = ("halted", "stopped", "killed", "failed", "crashed", "lost")
-"""In these a run has not taken all its steps."""
+"""States of a run that ended before its last step."""
 
 
 def source(options: argparse.Namespace) -> RunSource:
@@ -55,39 +56,48 @@ def runs(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Says how one run is."""
+    """Prints the state, ranks, alerts and gates of a run."""
     run = source(options)
     state = confirmed(run)
-    lines = [*status_text.status_lines(state, run.whole), *_go_on(state)]
+    lines = [*status_text.status_lines(state, run.whole), *_resume(state)]
     show(options.json, status_text.as_json(state, run.whole), lines)
     return status_text.exit_code(state, run.whole)
 
 
-def _go_on(state: RunState) -> Iterator[str]:
-    """Yields how a phase that was ended goes on from its checkpoint, where a plan has its name."""
+def _resume(state: RunState) -> Iterator[str]:
+    """Yields the command that resumes an ended phase from its checkpoint."""
     launch = state.launch
     if launch is None or state.state not in ENDED_EARLY or not (state.checkpoint and state.decided):
         return
     from console.plans import catalog
 
     name = next((p.name for p in launch.phases if p.dir == Path(state.path).name), "")
+    config = next((b for a, b in pairwise(state.argv) if a == "--config"), "")
     if name and catalog.is_plan(launch.plan):
-        words = [launch.plan, "--phase", name, "--set", f"checkpoint.resume={state.path}"]
-        command = f"nsa-console launch {shlex.join(words)}"
-        yield f"  go on from its checkpoint, with that launch's options: {command}"
+        words = [launch.plan, "--phase", name]
+    elif config and Path(config).stem.lower() == launch.plan:
+        words = ["--config", config]
+    else:
+        return
+    command = shlex.join([*words, "--set", f"checkpoint.resume={state.path}"])
+    yield f"  resume from its checkpoint, with that launch's options: nsa-console launch {command}"
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Follows one run until it ends, in one sentence a change."""
+    """Follows one run until it ends: on the screen, or with one sentence a change."""
+    if not (options.plain or options.json or options.until_waiting):
+        from console.commands.screen import screen
+
+        return screen(options)
     return follow(source(options), options.json, options.interval, options.until_waiting)
 
 
 def follow(
     run: RunSource, as_json: bool, interval_s: float = 1.0, until_waiting: bool = False
 ) -> int:
-    """Says what changes until nothing more comes; returns the exit code of the end.
+    """Prints each change until the end of a run or launch; returns the exit code of the end.
 
-    With `until_waiting` nothing more comes of a plan that waits either.
+    With `until_waiting` it returns also when the plan waits for confirmation.
     """
     changes = status_text.Changes()
     while True:
@@ -99,7 +109,7 @@ def follow(
         if status_text.is_over(state) or (until_waiting and waits):
             break
         time.sleep(interval_s)
-    for line in () if as_json else _go_on(state):
+    for line in () if as_json else _resume(state):
         say(line.strip())
     if as_json:
         emit(status_text.as_json(state, run.whole))
@@ -107,7 +117,7 @@ def follow(
 
 
 def check(options: argparse.Namespace) -> int:
-    """Says go or no go: the preflight of a plan, or the gates of a run so far."""
+    """Prints go or no go: the preflight of a plan, or the gates of a run so far."""
     from console.plans import catalog
 
     if catalog.is_plan(options.run):
@@ -116,7 +126,7 @@ def check(options: argparse.Namespace) -> int:
         return _check_run(options)
     except (NotFoundError, UsageError):
         if plan := catalog.misspelt(options.run):
-            text = f"{options.run!r} is no plan, and names no one run; did you mean {plan!r}?"
+            text = f"{options.run!r} names no plan and no single run; did you mean {plan!r}?"
             raise UsageError(text) from None
         raise
 
@@ -151,13 +161,13 @@ def _check_run(options: argparse.Namespace) -> int:
 
 
 def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
-    """Says what the verdict on the gates rests on, "" for a run without any."""
+    """Returns the sources of the result of the gates, "" for a run without gates."""
     if not state.gates:
         return ""
     if code and not status_text.no_go(state):
-        return f"based on {rundir.GATES} alone"
+        return f"based only on {rundir.GATES}"
     has_snapshot, ts, count = run.counted
-    records = f"the {status_text.counted(count, 'record')} that were read"
+    records = f"the {status_text.counted(count, 'record')} that are read"
     if has_snapshot:
         of = f"{rundir.SNAPSHOT} of {status_text.age(liveness.age(ts))} ago"
         full = f"nsa-console check {shlex.quote(named)} --full replays all records"
@@ -168,33 +178,33 @@ def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:
-    """Returns a source that has read all records; says on a terminal how far it is."""
+    """Returns a source that has read all records; draws the progress on a terminal."""
     run = RunSource(launches.find(options.run, options.root), FULL_BYTES, reads="all")
     most = 0
 
-    def told(left: int) -> None:
+    def show_left(left: int) -> None:
         nonlocal most
         most = max(most, left)
         show_progress(1 - left / most, f"of {size_words(most)}")
 
-    run.read_all(told)
+    run.read_all(show_left)
     show_progress(None)
     return run
 
 
 def _no_go(state: RunState, whole: bool) -> str:
-    """Returns "no go" with how the run or launch is, its gates, and documents that disagree."""
+    """Returns "no go" with the state of the run or launch, failed gates, and disagreements."""
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
     missed = status_text.missed(state.gates) if word == state.state == "completed" else ""
     doubt = state.launch.doubt if state.launch else ""
     doubt = "" if doubt in why else doubt
-    told = f"{word}: {why}" if why else word
-    return f"no go; {name} is {'; '.join(filter(None, (told, missed, doubt)))}"
+    reason = f"{word}: {why}" if why else word
+    return f"no go; {name} is {'; '.join(filter(None, (reason, missed, doubt)))}"
 
 
 def _go(state: RunState, whole: bool) -> str:
-    """Returns "go", with the phases of a plan that have not run yet."""
+    """Returns "go" with the phases of a plan that are not started yet."""
     rest = [phase.name for phase in state.launch.rest] if whole and state.launch else []
     return f"go so far; not run yet: {', '.join(rest)}" if rest else "go"
 
@@ -206,7 +216,7 @@ def logs(options: argparse.Namespace) -> int:
     run = source(options)
     state = run.poll()
     if run.run_path is None:
-        raise NotFoundError(f"{options.run} has no run yet, so no logs")
+        raise NotFoundError(f"{options.run} has no run yet, so it has no logs")
     if isinstance(options.rank, int) and not options.follow:
         _must_have_rank(run, state, options.rank)
     pattern = _pattern(options.grep or "")
@@ -234,11 +244,11 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"--grep {text!r} is no regular expression: {error}") from None
+        raise UsageError(f"--grep {text!r} is not a regular expression: {error}") from None
 
 
 def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:
-    """Raises NotFoundError for a rank that neither a record nor a log knows."""
+    """Raises NotFoundError for a rank that has neither a record nor a log."""
     known = [each.rank for each in state.ranks]
     if run.run_path is None or rank in known:
         return

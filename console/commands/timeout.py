@@ -1,7 +1,7 @@
-"""Work that may hang, with a time limit that holds.
+"""Runs work that may hang, with a time limit.
 
-Whoever touches a directory that hangs cannot be ended before the directory answers, not even by
-KILL: so a child does it, and the command leaves without it.
+A process that waits for a hung file system cannot be ended, not even by KILL. So a child process
+does the work, and the command exits without it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Returns what `work` returns in a child process, or raises the error that it raised.
 
-    Raises TimeoutError after `limit_s`; the child is killed, at once or when the kernel lets it.
+    Raises TimeoutError after `limit_s` seconds; the child is killed, now or when it wakes.
     """
     reading, writing = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        _be_the_child(work, writing.send)
+        _work_in_child(work, writing.send)
     writing.close()
     try:
         if not reading.poll(limit_s):
@@ -33,7 +33,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
         result, error = reading.recv()
     except EOFError:
         raise ContractError(
-            "the request's process died; whether it arrived is open, ask again"
+            "the process of the request died: delivery unknown; send it again"
         ) from None
     except BaseException:
         os.kill(child, signal.SIGKILL)
@@ -44,12 +44,12 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
     return result
 
 
-def _be_the_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
-    """Works and answers; holds none of the caller's files, so that nobody waits for this child."""
+def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
+    """Sends the result of `work`; closes the standard files, for which a caller could wait."""
     try:
-        silence = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
-            os.dup2(silence, fd)
+            os.dup2(null, fd)
         try:
             outcome = (work(), None)
         except Exception as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Coroutine
+from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +22,7 @@ from console.tui.background import Pending, request
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, Snapshot, open_source
-from console.tui.operator import Doing, preload
+from console.tui.operator import Operator, Request, preload
 from console.tui.paste import LEAVE
 from console.tui.screens.dashboard import Dashboard, wanted_series
 from console.tui.screens.view import Body, Main, View
@@ -52,7 +52,7 @@ def bindings() -> list[Binding]:
     ]  # fmt: skip
 
 
-class ConsoleApp(Doing, App[int], inherit_bindings=False):
+class ConsoleApp(App[int], inherit_bindings=False):
     """The screen. It owns nothing: leaving it changes no run."""
 
     CSS = """
@@ -69,7 +69,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         root: Path,
         terminal: Terminal,
         actions: Any = None,
-        request: Callable[[Path, str, Mapping[str, Any]], str] = request,
+        request: Request = request,
         opener: Callable[[Path], RunSource] = open_source,
     ):
         super().__init__(driver_class=TerminalDriver)
@@ -77,8 +77,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.animation_level = "none"
         self.terminal = terminal
         self.draft = Draft(plan, root)
-        self._actions = actions
-        self.request = request
+        self.operator = Operator(self, request, actions)
         self.book = LogBook()
         self.feed = Feed(partial(self.call_later, self.take), wanted_series, path, root, opener)
         self.snapshot: Snapshot | None = None
@@ -196,10 +195,11 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
-        elif question := key.question:
-            work = partial(self.ask_or_say, lambda: question(self.state))
+        elif key.question is not None:
+            work = partial(self.operator.ask, key.question)
         elif self.view_name in key.views:
-            work = getattr(self.view, f"do_{key_id}", None) or getattr(self, f"do_{key_id}")
+            places = (self.view, self, self.operator)
+            work = next(filter(None, (getattr(each, f"do_{key_id}", None) for each in places)))
         else:
             work = None
         if work is None:
@@ -231,8 +231,6 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Says that pasted text did nothing: no field has the focus for it."""
         self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
-    action_quit_now = Doing.do_leave
-
     def open_overlay(self, overlay: Overlay) -> None:
         if self.overlay is None:
             self.answer.clear()
@@ -261,3 +259,56 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
     def say(self, text: str, level: str = "ok") -> None:
         """Shows what became of a deed."""
         self.answer.say(text, level)
+
+    # --- the keys that mean the same in every view -----------------------------------------------
+
+    def _choose_view(self, name: str) -> Coroutine[Any, Any, None]:
+        self.chosen_by_hand = True
+        return self.show_view(name)
+
+    do_dashboard = partialmethod(_choose_view, "dashboard")
+    do_launch_view = do_flags = partialmethod(_choose_view, "launch")
+    do_stall_view = partialmethod(_choose_view, "stall")
+    do_logs_view = partialmethod(_choose_view, "logs")
+    do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
+
+    def do_next_alert(self) -> None:
+        self.alert.turn()
+
+    def do_pause(self) -> None:
+        self.hold(not self.paused)
+
+    def do_copy(self) -> None:
+        text = self.view.copied()
+        if not text:
+            self.say("there is nothing to copy here", "error")
+            return
+        self.copy_to_clipboard(text)
+        copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
+        try:
+            self.say(f"{copied} and to {clipboard.save('copied.txt', text)}")
+        except OSError as error:
+            self.say(f"{copied}; not to a file: {error.strerror}", "error")
+
+    def do_back(self) -> None:
+        self.answer.clear()
+        self.screen.set_focus(None)
+        self.view.arrive()
+
+    def do_palette(self) -> None:
+        from console.tui.command_palette import Commands
+
+        self.open_overlay(Commands(self.view_name))
+
+    def do_help(self) -> None:
+        from console.tui.screens.help import Reader, help_rows
+
+        self.open_overlay(
+            Reader(f"Keys in {self.view_name}", help_rows(self.view_name, self.size.width - 2))
+        )
+
+    def do_leave(self) -> None:
+        self.feed.stop()
+        self.exit(0)
+
+    action_quit_now = do_leave

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from console.action_table import ACTIONS
 from console.model import LaunchState
 from console.status_text import counted
 from console.tui.confirmations import CannotAsk, Choice, Question, Target
@@ -93,7 +94,7 @@ class Draft:
             ("starts", f"{ranks} by torchrun, {asks if self.between == 'ask' else goes}"),
             ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "as in the plan"),
             ("writes", where),
-            ("loses", "nothing"),
+            ACTIONS["launch"].cost,
         )
         target, choice = Target(where, plan.name, host, ()), Choice("Launch", "launch")
         return Question(f"Launch {plan.name}?", facts, target, (choice,))

@@ -185,11 +185,11 @@ def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
 def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
     launch = directory.launch(tmp_path / "artifacts", "cpu_smoke")
     run = directory.run(launch / "0-first", state="halted")
-    assert "go on" not in said(capsys, "status", launch)[1]
+    assert "resume" not in said(capsys, "status", launch)[1]
     (run / rundir.CHECKPOINTS).mkdir()
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
     command = f"nsa-console launch cpu_smoke --phase first --set checkpoint.resume={run}"
-    sentence = f"go on from its checkpoint, with that launch's options: {command}\n"
+    sentence = f"resume from its checkpoint, with that launch's options: {command}\n"
     assert sentence in said(capsys, "status", launch)[1]
     state = rundir.read_json(launch / rundir.PLAN_STATE)
     directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})

@@ -91,18 +91,46 @@ def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsy
         ("launch cpu_smoke --run-dir ''", 2, "--run-dir: '' is empty"),
         ("launch cpu_smoke --flag NSA_LR=1e400", 2, "NSA_LR cannot be '1e400'"),
         ("launch cpu_smoke --set train.lr=nan", 2, "train.lr cannot be 'nan'"),
-        ("launch {script} --set train.lr=1", 2, "starts a program of its own"),
+        ("launch {script} --set train.lr=1", 2, "starts a foreign program"),
+        ("launch nope", 2, "no plan 'nope'"),
+        ("launch cpu_smok", 2, "did you mean 'cpu_smoke'"),
+        ("launch /nowhere/plan.yaml", 2, "plan"),
+        ("launch cpu_smoke --flag NSA_LRR=1", 2, "did you mean 'NSA_LR'"),
+        ("launch cpu_smoke --flag NSA_LR=fast", 2, "a number"),
+        ("launch cpu_smoke --flag NSA_LR", 2, "NAME=VALUE"),
+        ("launch cpu_smoke --set train.stepz=3", 2, "did you mean 'train.steps'"),
+        ("launch cpu_smoke --set train.steps=abc", 2, "train.steps"),
+        ("launch cpu_smoke --set model.n_heads=3", 2, "multiple of n_kv_groups"),
+        ("launch cpu_smoke --set data.path=/nowhere", 2, "/nowhere"),
+        ("launch cpu_smoke --phase sanitty", 2, "did you mean 'sanity'"),
+        ("launch cpu_smoke --nproc 0", 2, "nproc"),
+        ("launch cpu_smoke --run-dir /usr", 4, "not empty"),
+        ("status nope", 3, "no run 'nope'"),
+        ("status /usr", 3, "is not a run"),
+        ("do {run} fly", 2, "no action 'fly'"),
+        ("do {run} note text", 2, "NAME=VALUE"),
+        ("stop {run} --kill", 2, "--yes"),
+        ("logs {run} --grep [", 2, "regular expression"),
+        ("", 2, "needs a terminal"),
         ("fly", 2, "invalid choice: 'fly'"),
-        ("launch", 2, "PLAN"),
+        ("launch", 2, "either PLAN or --config"),
+        ("launch cpu_smoke --config configs/tiny_cpu.yaml", 2, "either PLAN or --config"),
+        ("launch cpu_smoke --trainer fsdp", 2, "--trainer needs --config"),
+        ("launch --config nowhere.yaml", 2, "no config file nowhere.yaml"),
+        ("launch --config {script}", 2, "there is no setting 'name'"),
+        ("launch --config configs/tiny_cpu.yaml --set train.stepz=3", 2, "'train.steps'"),
+        ("launch --config configs/tiny_cpu.yaml --phase first", 2, "no phase 'first'"),
     ],
 )
 def test_what_is_wrong_is_named(words, code, said, over, tmp_path, capsys):
     script = tmp_path / "p.yaml"
     script.write_text("name: p\nphases: [{name: a, script: p.yaml}]\n")
-    given = shlex.split(words.format(run=over, script=script))
+    given = ["--root", str(tmp_path), *shlex.split(words.format(run=over, script=script))]
+    before = sorted((*over.rglob("*"), *tmp_path.rglob("*")))
     assert cli.main(given) == code
+    assert sorted((*over.rglob("*"), *tmp_path.rglob("*"))) == before
     out, err = capsys.readouterr()
-    assert (said in err, out) == (True, "")
+    assert (said in err, len(err.splitlines()), out) == (True, 1, "")
 
 
 def test_help_is_a_reference_of_80_columns_whose_examples_are_commands(capsys, monkeypatch):

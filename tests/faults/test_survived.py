@@ -253,8 +253,9 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
         assert actions.answer(run.path, asked, 0.5) is None
         assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
         with pytest.raises(ContractError, match=f"is stopped, kill -CONT {supervisor} {child}"):
-            control.dump(argparse.Namespace(
-                run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False
+            control.do(argparse.Namespace(
+                run=str(run.path), root=run.path.parent, action="dump", args=[], timeout=0.5,
+                json=False,
             ))  # fmt: skip
     assert actions.answer(run.path, asked, 15)["ok"]
     assert words.startswith(f"working process (pid {child}) is stopped (SIGSTOP")

@@ -9,9 +9,9 @@ from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
-from console.model import LaunchState
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
+from console.tui.operator import Operator
 from console.tui.rows import text_of
 from console.tui.terminal import Terminal
 from console.tui.widgets.lines import Lines, Panel
@@ -46,11 +46,10 @@ class Console(Protocol):
     book: LogBook
     draft: Draft
     terminal: Terminal
+    operator: Operator
 
     def say(self, text: str, level: str = "ok") -> None: ...
     def open_overlay(self, overlay: Overlay) -> None: ...
-    def prepare(self) -> None: ...
-    def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None: ...
 
 
 class View(Widget):

@@ -1,15 +1,15 @@
-"""Acting: by key, by Tab and Enter, by click; questions with No as default and a frozen target."""
+"""Acting: by key, by Tab and Enter, by click; questions with No as default and a fixed target."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import pytest
 
 from console.tui import confirmations
 from console.tui.background import request
 from console.tui.confirmations import CannotAsk
+from console.tui.keys import KEYS
 from console.tui.rows import text_of
 from console.tui.widgets.confirm import question_rows
 from console.tui.widgets.flags import next_value
@@ -20,66 +20,84 @@ from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, unt
 from trainers.contract.errors import ContractError
 from trainers.contract.flags import FLAGS
 
-PATH = "/nowhere/cpu_smoke/20261120-031500/1-plumbing"
-SIZES = [(80, 24), (120, 40)]
+LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
+PATH = f"{LAUNCH}/1-plumbing"
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+async def see(pilot, *words):
+    await until(pilot, lambda: all(each in picture(pilot.app) for each in words), 20)
+
+
+def played(state, *keys, then="", asked=None, **given):
+    """Presses keys on a state and waits for words, each as the screen shows them.
+
+    A key that begins with "…" is such words, and not pressed. Returns the requests that were sent.
+    """
+    asked = asked or Asked(**given)
+    app = app_on(state, actions=asked)
+
+    async def body(pilot):
+        for key in keys:
+            await (see(pilot, key[1:]) if key.startswith("…") else pilot.press(key))
+        if then:
+            await see(pilot, then)
+        else:
+            await until(pilot, lambda: bool(asked.sent))
+
+    drive(app, body)
+    return asked.sent
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
 @pytest.mark.parametrize("way", ["key", "tab", "click"])
 def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
     asked = Asked(text="all ranks stop at step 45")
     app = app_on(recorded.running(), actions=asked)
 
     async def body(pilot):
-        if way == "key":
-            await pilot.press("H")
-        elif way == "click":
+        if way == "click":
             await pilot.click("#button-halt")
         else:
-            await pilot.press("tab", "tab", "enter")
-        await until(pilot, lambda: "Halt this run" in picture(app))
-        for fact in ("gpu01", "48230, 48231", "not run: recall", "1-plumbing"):
-            assert fact in picture(app)
+            await pilot.press(*{"key": ["H"], "tab": ["tab", "tab", "enter"]}[way])
+        await see(pilot, "Halt this run", "gpu01", "48230, 48231", "not run: recall", "1-plumbing")
         if way == "click":
             await pilot.click("#choice0")
         else:
             await pilot.press("tab", "enter")
-        await until(pilot, lambda: "all ranks stop at step 45" in picture(app))
+        await see(pilot, "all ranks stop at step 45")
         assert asked.sent == [(PATH, "halt", {})]
 
     drive(app, body, size)
 
 
-@pytest.mark.parametrize("answer", [["enter"], ["escape"], ["n"], ["q"]])
 @pytest.mark.parametrize("key", ["D", "H", "L"])
+@pytest.mark.parametrize("answer", ["enter", "escape", "n", "q"])
 def test_no_is_the_default_and_sends_nothing(key, answer):
     asked = Asked()
-    state = recorded.waiting() if key == "L" else recorded.running()
-    app = app_on(state, actions=asked)
+    app = app_on(recorded.waiting() if key == "L" else recorded.running(), actions=asked)
 
     async def body(pilot):
         await pilot.press(key)
-        await until(pilot, lambda: "y yes" in picture(app))
-        await pilot.press(*answer)
+        await see(pilot, "y yes")
+        await pilot.press(answer)
         await until(pilot, lambda: app.overlay is None)
-        await pilot.pause(0.05)
-        assert asked.sent == []
-        assert app.is_running
+        assert (asked.sent, app.pending, app.is_running) == ([], [], True)
 
     drive(app, body)
 
 
-def test_the_target_is_frozen_when_the_question_opens():
+def test_a_question_keeps_its_target_and_takes_no_other_keys():
     asked = Asked()
     app = app_on(recorded.running(), actions=asked)
 
     async def body(pilot):
         await pilot.press("D")
-        await until(pilot, lambda: "Dump the stacks of 2 ranks?" in picture(app))
+        await see(pilot, "Dump the stacks of all ranks?")
         other = recorded.running(id="another/0-run", path="/nowhere/another/0-run")
         app.take(dataclasses.replace(app.snapshot, state=other))
-        await pilot.pause()
-        assert "1-plumbing" in picture(app)
+        await pilot.press("4", "H", "p")
+        assert (app.view_name, app.paused) == ("dashboard", False)
+        await see(pilot, "Dump the stacks of all ranks?", "1-plumbing")
         await pilot.press("y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][0] == PATH
@@ -87,75 +105,15 @@ def test_the_target_is_frozen_when_the_question_opens():
     drive(app, body)
 
 
-def test_other_keys_do_nothing_while_a_question_is_open():
+def test_a_kill_needs_the_name_of_the_run_and_a_wrong_one_can_be_corrected():
     asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("H")
-        await until(pilot, lambda: "Halt this run" in picture(app))
-        await pilot.press("4", "D", "p")
-        await pilot.pause()
-        assert app.view_name == "dashboard"
-        assert "Halt this run" in picture(app)
-        assert not app.paused
-
-    drive(app, body)
-
-
-def test_kill_needs_the_name_of_the_run():
-    asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("K")
-        await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
-        await pilot.press(*"1-plumb", "tab", "tab", "enter")
-        await pilot.pause(0.05)
-        assert asked.sent == []
-        if app.overlay is None:
-            await pilot.press("K")
-            await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
-        else:
-            app.query_one("#confirm Input").value = ""
-            app.query_one("#confirm Input").focus()
-        await pilot.press(*"1-plumbing", "enter", "tab", "tab", "enter")
-        await until(pilot, lambda: bool(asked.sent))
-        assert asked.sent == [(PATH, "kill", {"yes": True})]
-
-    drive(app, body)
-
-
-def test_a_wrong_name_is_said_and_can_be_corrected_at_once():
-    asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("K")
-        await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
-        await pilot.press(*"2-plumbing", "enter")
-        await until(pilot, lambda: "that is not 1-plumbing" in picture(app))
-        await pilot.press("home", "delete", "1")
-        await until(pilot, lambda: "that is not" not in picture(app))
-        await pilot.press("enter")
-        await until(pilot, lambda: "→ chooses" in picture(app))
-        await pilot.press("right", "enter")
-        await until(pilot, lambda: bool(asked.sent))
-        assert asked.sent == [(PATH, "stop", {})]
-
-    drive(app, body)
-
-
-def test_a_refusal_is_one_sentence_on_the_screen():
-    app = app_on(recorded.running(), actions=Asked(ok=False, text="rank 1 does not catch it"))
-
-    async def body(pilot):
-        await pilot.press("D", "y")
-        await until(pilot, lambda: "✗ rank 1 does not catch it" in picture(app))
-        await pilot.press("escape")
-        await until(pilot, lambda: "does not catch" not in picture(app))
-
-    drive(app, body)
+    keys = ("K", "…type 1-plumbing to go on", *"2-plumbing", "enter", "…that is not 1-plumbing")
+    played(recorded.running(), *keys, "tab", "tab", "enter", then="that is not", asked=asked)
+    assert asked.sent == []
+    again = (*keys, "home", "delete", "1", "enter", "…→ chooses", "right")
+    assert played(recorded.running(), *again, "enter") == [(PATH, "stop", {})]
+    kill = played(recorded.running(), *again, "right", "enter")
+    assert kill == [(PATH, "kill", {"yes": True})]
 
 
 def test_an_answer_is_text_and_no_command_to_the_terminal():
@@ -163,32 +121,24 @@ def test_an_answer_is_text_and_no_command_to_the_terminal():
 
     async def body(pilot):
         await pilot.press("D", "y")
-        await until(pilot, lambda: "[red]boo[/red]" in picture(app))
+        await see(pilot, "[red]boo[/red]")
         assert all(line.isprintable() for line in lines(app))
 
     drive(app, body)
 
 
-def test_a_mistake_in_what_was_asked_is_said():
-    asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-    app.request = lambda *given: {}["nothing"]
+def test_a_mistake_in_an_action_is_shown():
+    class Broken(Asked):
+        def request(self, *given):
+            raise KeyError("nothing")
 
-    async def body(pilot):
-        await pilot.press("D", "y")
-        await until(
-            pilot, lambda: "dump failed: KeyError: 'nothing'; please report" in picture(app)
-        )
-
-    drive(app, body)
+    words = "dump failed: KeyError: 'nothing'; please report"
+    played(recorded.running(), "D", "y", then=words, asked=Broken())
 
 
-def test_the_real_request_names_what_refuses_it(tmp_path):
-    with pytest.raises(ContractError, match="there is no run"):
-        request(tmp_path / "nowhere", "dump", {})
-
-
-def test_a_request_runs_nothing_from_the_working_directory(tmp_path, monkeypatch):
+def test_a_request_names_its_rejection_and_runs_nothing_from_the_working_directory(
+    tmp_path, monkeypatch
+):
     planted(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ContractError, match="there is no run"):
@@ -196,93 +146,28 @@ def test_a_request_runs_nothing_from_the_working_directory(tmp_path, monkeypatch
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_directory_that_does_not_answer_does_not_hold_up_the_screen():
-    app = app_on(recorded.running(), actions=Asked(delay_s=3.0))
-
-    async def body(pilot):
-        await pilot.press("D", "y")
-        started = time.monotonic()
-        for key in "2341":
-            await pilot.press(key)
-        assert time.monotonic() - started < 2.0
-        assert "dump: asked …" in picture(app)
-
-    drive(app, body)
+def test_the_alert_that_is_shown_is_acknowledged():
+    sent = played(recorded.stalled(), "A", "…Acknowledge this alert?", "y")
+    assert sent == [(PATH, "ack", {"alert": "stall-3"})]
 
 
-def test_acting_on_a_run_that_ended_says_so():
-    app = app_on(recorded.crashed())
-
-    async def body(pilot):
-        await pilot.press("H")
-        await until(pilot, lambda: "has ended (crashed)" in picture(app))
-
-    drive(app, body)
-
-
-def test_the_alert_that_was_shown_is_acknowledged():
-    asked = Asked(text="noted")
-    app = app_on(recorded.stalled(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("A")
-        await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
-        await pilot.press("y")
-        await until(pilot, lambda: bool(asked.sent))
-        assert asked.sent == [(PATH, "ack", {"alert": "stall-3"})]
-
-    drive(app, body)
-
-
-def test_a_flag_toggled_while_a_launch_waits_is_asked_of_the_launch():
-    asked = Asked(text="NSA_OPT_FUSED=1 from the next phase")
-    app = app_on(recorded.waiting(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("2", "j", "j", "space")
-        await until(pilot, lambda: "from the next phase" in picture(app))
-        assert asked.sent == [
-            ("/nowhere/cpu_smoke/20261120-031500", "set-flag",
-             {"name": "NSA_OPT_FUSED", "value": "1"})
-        ]  # fmt: skip
-
-    drive(app, body)
+def test_a_flag_is_changed_while_a_launch_waits():
+    sent = played(recorded.waiting(), "2", "j", "j", "space")
+    assert sent == [(LAUNCH, "set-flag", {"name": "NSA_OPT_FUSED", "value": "1"})]
 
 
 def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
-    asked = Asked()
-    app = app_on(recorded.waiting(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("2", "enter")
-        await until(pilot, lambda: "a number of at least 0" in picture(app))
-        await pilot.press("ctrl+a", "ctrl+k", *"fast")
-        await until(pilot, lambda: "cannot be 'fast'" in picture(app))
-        await pilot.press("enter")
-        assert asked.sent == []
-        await pilot.press(*["backspace"] * 4, *"0.01", "enter")
-        await until(pilot, lambda: bool(asked.sent))
-        assert asked.sent[0][2] == {"name": "NSA_LR", "value": "0.01"}
-
-    drive(app, body)
+    field, wrong = "…a number of at least 0", "…cannot be 'fast'"
+    keys = ("2", "enter", field, "ctrl+a", "ctrl+k", *"fast", wrong, "enter")
+    sent = played(recorded.waiting(), *keys, *["backspace"] * 4, *"0.01", "enter")
+    assert [args for _, _, args in sent] == [{"name": "NSA_LR", "value": "0.01"}]
 
 
-def test_proceed_names_the_phase_and_goes_to_the_launch():
+def test_proceed_names_the_phase_and_shows_the_phase_that_starts():
+    facts = ("…Start phase recall?", "…NSA_LR=0.001", "…Attention works.")
     asked = Asked(text="recall starts")
-    app = app_on(recorded.waiting(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("L")
-        await until(pilot, lambda: "Start phase recall?" in picture(app))
-        assert "NSA_LR=0.001" in picture(app)
-        assert "Attention works." in picture(app)
-        await pilot.press("y")
-        await until(pilot, lambda: bool(asked.sent))
-        assert asked.sent == [
-            ("/nowhere/cpu_smoke/20261120-031500", "proceed", {"phase": "recall"})
-        ]
-
-    drive(app, body)
+    played(recorded.waiting(), "2", "L", *facts, "y", then="tok/s ──", asked=asked)
+    assert asked.sent == [(LAUNCH, "proceed", {"phase": "recall"})]
 
 
 def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
@@ -290,40 +175,25 @@ def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     app = app_on(root=tmp_path, actions=asked)
 
     async def body(pilot):
-        await until(pilot, lambda: "✓ python" in picture(app), 20)
+        await see(pilot, "✓ python")
         await pilot.press("space")
-        await until(pilot, lambda: "go on while gates pass" in picture(app))
+        await see(pilot, "go on while gates pass")
         await pilot.press("down", "down", "down", "space")
-        await until(pilot, lambda: "* launch" in picture(app))
+        await see(pilot, "* launch")
         await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {}, 20)
         await pilot.press("L")
-        await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
-        assert "2 ranks by torchrun, goes on while the gates pass" in picture(app)
+        await see(pilot, "Launch cpu_smoke?", "2 ranks by torchrun")
         await pilot.press("y")
-        await until(pilot, lambda: "launched cpu_smoke in" in picture(app))
+        await see(pilot, "launched cpu_smoke in")
         options = asked.launched[0]
         assert (options.plan, options.between) == ("cpu_smoke", "go")
         assert options.flags == {"NSA_OPT_FUSED": "1"}
-        assert app.view_name == "dashboard"
+        await until(pilot, lambda: app.view_name == "dashboard")
 
     drive(app, body)
 
 
-def test_leaving_asks_nothing_and_sends_nothing():
-    for key in ("q", "ctrl+c"):
-        asked = Asked()
-        app = app_on(recorded.running(), actions=asked)
-
-        async def body(pilot, key=key, app=app):
-            await pilot.press(key)
-            await until(pilot, lambda: not app.is_running or app._exit)
-
-        drive(app, body)
-        assert asked.sent == []
-        assert app.return_value == 0
-
-
-def test_a_held_picture_hides_no_stall_and_looks_like_no_frozen_directory():
+def test_a_paused_display_hides_no_stall_and_looks_like_no_frozen_directory():
     app = app_on(recorded.running(8, True))
 
     async def body(pilot):
@@ -337,14 +207,14 @@ def test_a_held_picture_hides_no_stall_and_looks_like_no_frozen_directory():
         assert lines(app)[1].startswith("! CRIT rank 3: no step for 74 s")
         assert lines(app)[2:-2] == held
         await pilot.press("p")
-        await until(pilot, lambda: "◂" in picture(app))
+        await see(pilot, "◂")
         assert "paused" not in picture(app)
 
     drive(app, body)
 
 
 @pytest.mark.parametrize("key", "234")
-def test_another_view_is_another_picture_and_shows_what_is(key):
+def test_another_view_resumes_the_display(key):
     app = app_on(recorded.running())
 
     async def body(pilot):
@@ -358,16 +228,19 @@ def test_another_view_is_another_picture_and_shows_what_is(key):
     drive(app, body)
 
 
-def test_a_copy_that_no_file_takes_is_on_the_clipboard_and_the_screen_lives(monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/nowhere")
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_view_is_copied_to_the_clipboard_and_to_a_file(tmp_path, monkeypatch, writable):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path) if writable else "/dev/null/nowhere")
     app = app_on(recorded.waiting())
 
     async def body(pilot):
         await pilot.press("2", "y")
-        await until(
-            pilot, lambda: "to the clipboard; not to a file: Not a directory" in picture(app)
-        )
-        assert app.clipboard.startswith("OMP_NUM_THREADS=1 torchrun")
+        trouble = "copied 1 line to the clipboard; not to a file: Not a directory"
+        await see(pilot, "copied 1 line to the clipboard and to" if writable else trouble)
+        command = "OMP_NUM_THREADS=1 torchrun -m trainers.ddp --config configs/tiny_cpu.yaml"
+        assert app.clipboard == command
+        copy = tmp_path / "nsa-console" / "copied.txt"
+        assert not writable or copy.read_text() == f"{command}\n"
 
     drive(app, body)
 
@@ -383,75 +256,51 @@ def test_a_launch_that_begins_elsewhere_is_shown_where_there_was_none(tmp_path):
     drive(app, body)
 
 
-def test_what_is_shown_is_copied_to_a_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    app = app_on(recorded.waiting())
-
-    async def body(pilot):
-        await pilot.press("2", "y")
-        await until(pilot, lambda: "copied 1 line " in picture(app))
-        text = (tmp_path / "nsa-console" / "copied.txt").read_text()
-        assert text == "OMP_NUM_THREADS=1 torchrun -m trainers.ddp --config configs/tiny_cpu.yaml\n"
-
-    drive(app, body)
-
-
-def test_commands_are_found_by_their_words():
-    asked = Asked()
-    app = app_on(recorded.running(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("colon")
-        await until(pilot, lambda: "what to do" in picture(app))
-        await pilot.press(*"stacks of all", "enter")
-        await until(pilot, lambda: "Dump the stacks of 2 ranks?" in picture(app))
-
-    drive(app, body)
-
-
 @pytest.mark.parametrize(
     ("down", "up"), [("down", "up"), ("tab", "shift+tab"), ("ctrl+n", "ctrl+p")]
 )
 def test_the_list_of_commands_moves_while_its_field_has_the_focus(down, up):
+    keys = ("colon", "…› 1", down, down, "…› 3", up, "enter")
+    played(recorded.running(), *keys, then="command of phase")
+
+
+def test_commands_are_found_by_their_words_and_by_a_click():
+    keys = ("colon", "…what to do", *"stacks of all", "enter")
+    played(recorded.running(), *keys, then="Dump the stacks of all ranks?")
     app = app_on(recorded.running())
 
     async def body(pilot):
         await pilot.press("colon")
-        await until(pilot, lambda: "› 1" in picture(app))
-        await pilot.press(down, down)
-        await until(pilot, lambda: "› 3" in picture(app))
-        await pilot.press(up, "enter")
-        await until(pilot, lambda: app.view_name == "launch" and app.overlay is None)
-
-    drive(app, body)
-
-
-def test_enter_does_the_command_that_was_clicked():
-    app = app_on(recorded.running())
-
-    async def body(pilot):
-        await pilot.press("colon")
-        await until(pilot, lambda: "› 1" in picture(app))
+        await see(pilot, "› 1")
         await pilot.click("#reading", offset=(10, 3))
-        await until(pilot, lambda: "› 3" in picture(app))
+        await see(pilot, "› 3")
         await pilot.press("enter")
         await until(pilot, lambda: app.view_name == "stall" and app.overlay is None)
 
     drive(app, body)
 
 
-def test_the_question_says_run_host_pids_and_what_is_lost():
-    for make in (confirmations.dump, confirmations.halt, confirmations.kill):
-        question = make(recorded.stalled())
+def test_a_confirmation_names_run_host_pids_and_cost():
+    for key in (KEYS["dump"], KEYS["halt"], KEYS["stop"]):
+        question = key.question(recorded.stalled())
         text = "\n".join(text_of(row) for row in question_rows(question, 80))
-        for part in ("run ", "host ", "pids ", "loses ", "gpu01", "48230"):
+        for part in ("run ", "host ", "pids ", key.actions[0].cost[0], "gpu01", "48230"):
             assert part in text
-    with pytest.raises(CannotAsk, match="no run"):
-        confirmations.dump(None)
-    with pytest.raises(CannotAsk, match="still runs"):
-        confirmations.proceed(recorded.running())
-    with pytest.raises(CannotAsk, match="no alert"):
-        confirmations.acknowledge(recorded.running(), "", "")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: KEYS["dump"].question(None), "no run"),
+        (lambda: KEYS["halt"].question(recorded.crashed()), r"has ended \(crashed\)"),
+        (lambda: KEYS["adopt"].question(recorded.running()), "without a supervisor"),
+        (lambda: confirmations.proceed(recorded.running()), "still running"),
+        (lambda: confirmations.acknowledge(recorded.running(), "", ""), "no alert"),
+    ],
+)
+def test_an_action_without_a_target_says_why(make, says):
+    with pytest.raises(CannotAsk, match=says):
+        make()
 
 
 def test_space_goes_through_the_values_and_back():

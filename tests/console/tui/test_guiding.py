@@ -10,8 +10,8 @@ import pytest
 
 from console.model import Alert
 from console.sources.stacks import Frame, Stack, Thread
-from console.tui import confirmations
 from console.tui.feed import Snapshot
+from console.tui.keys import KEYS
 from console.tui.rows import rule, text_of, width_of
 from console.tui.widgets.answer import KEEP_S
 from console.tui.widgets.picker import Picker
@@ -90,7 +90,7 @@ def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
         assert lines(app)[1].endswith("a 2 of 2")
         assert "A ack" not in lines(app)[1]
         await pilot.press("A")
-        await until(pilot, lambda: "it goes when its cause goes" in picture(app))
+        await until(pilot, lambda: "it clears automatically" in picture(app))
         await pilot.press("a", "A")
         await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
         await pilot.press("escape")
@@ -173,16 +173,6 @@ def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_path, st
     drive(app, body)
 
 
-def test_going_on_shows_the_phase_that_starts():
-    app = app_on(recorded.waiting())
-
-    async def body(pilot):
-        await pilot.press("2", "L", "y")
-        await until(pilot, lambda: app.view_name == "dashboard")
-
-    drive(app, body)
-
-
 def test_a_key_that_does_nothing_is_said():
     app = app_on(recorded.running())
 
@@ -209,7 +199,7 @@ def reversed_in(picker: Picker) -> list[str]:
     return [text for row in picker.shown for text, style in row if style == "cursor"]
 
 
-def test_a_list_does_not_look_as_if_it_took_the_keys_that_a_field_takes():
+def test_a_field_takes_the_cursor_from_the_list_and_says_once_what_it_takes():
     app = app_on(recorded.waiting())
 
     async def body(pilot):
@@ -217,19 +207,9 @@ def test_a_list_does_not_look_as_if_it_took_the_keys_that_a_field_takes():
         flags = app.query_one("#flags", Picker)
         await until(pilot, lambda: reversed_in(flags))
         app.feed.stop()
-        await pilot.press("enter")
+        await pilot.press("enter", *["backspace"] * 5)
         await until(pilot, lambda: "a number of at least 0" in picture(app))
         assert not reversed_in(flags)
-
-    drive(app, body)
-
-
-def test_a_field_says_once_what_it_takes():
-    app = app_on(recorded.waiting())
-
-    async def body(pilot):
-        await pilot.press("2", "enter", *["backspace"] * 5)
-        await until(pilot, lambda: "a number of at least 0" in picture(app))
         assert picture(app).count("a number of at least 0") == 1
 
     drive(app, body)
@@ -258,8 +238,7 @@ def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatch):
     drive(app, body)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
-def test_where_nobody_watches_nobody_says_that_nothing_stalls(size):
+def test_where_nobody_watches_nobody_says_that_nothing_stalls():
     for verdict in (None, recorded.VERDICT):
         app = app_on(dataclasses.replace(recorded.unsupervised(), verdict=verdict))
 
@@ -276,30 +255,7 @@ def test_where_nobody_watches_nobody_says_that_nothing_stalls(size):
                 assert "nsa-console watchdog cpu_smoke-20261120-031500/1-plumbing" in words
                 assert "none: nobody watches" in picture(app)
 
-        drive(app, body, size)
-
-
-def test_a_halt_of_a_run_that_stands_promises_nothing_and_names_what_ends_it():
-    asked = Asked()
-    app = app_on(recorded.stalled(), actions=asked)
-
-    async def body(pilot):
-        await pilot.press("H")
-        await until(pilot, lambda: "Halt this run" in picture(app))
-        words = " ".join(picture(app).split())
-        assert "loses nothing" not in words
-        assert "ranks obey at the end of a step, and rank 3 stands in backward" in words
-        assert "K ends a run that stands" in words
-        await pilot.press("y")
-        await until(pilot, lambda: bool(asked.sent))
-
-    drive(app, body)
-    stands = dataclasses.replace(recorded.stalled(), verdict=None)
-    assert (
-        "obey at the end of a step, and they stand"
-        in dict(confirmations.halt(stands).facts)["loses"]
-    )
-    assert "nothing" in dict(confirmations.halt(recorded.running()).facts)["loses"]
+        drive(app, body)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +273,7 @@ def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
     drive(app, body)
 
 
-def test_tab_stays_in_what_is_open():
+def test_tab_stays_in_a_question():
     app = app_on(recorded.running())
 
     async def body(pilot):
@@ -328,13 +284,15 @@ def test_tab_stays_in_what_is_open():
             await pilot.press("tab")
             names.append(app.focused and app.focused.id)
         assert names == ["choice0", "no", "choice0"]
-        await pilot.press("escape")
-        await until(pilot, lambda: app.overlay is None)
-        await pilot.press("colon")
-        await until(pilot, lambda: "what to do" in picture(app))
-        for key, at in (("tab", 1), ("down", 2), ("shift+tab", 1), ("up", 0)):
-            await pilot.press(key)
-            assert app.query_one("#reading", Picker).cursor == at
-        assert app.in_field
 
     drive(app, body)
+
+
+def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_it():
+    halt, stalled = KEYS["halt"].question, recorded.stalled()
+    facts = dict(halt(stalled).facts)
+    assert facts["keeps"].endswith("end of its step, and rank 3 is stalled in backward")
+    assert facts["else"] == "K stops a stalled run"
+    facts = dict(halt(dataclasses.replace(stalled, verdict=None)).facts)
+    assert facts["keeps"].endswith("and a rank is stalled")
+    assert "all work" in dict(halt(recorded.running()).facts)["keeps"]

@@ -1,0 +1,43 @@
+"""The command that opens the screen."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+
+from console.commands import output
+from console.sources import launches
+from trainers.contract import environ
+from trainers.contract.errors import UsageError
+
+FAILED = 5
+
+
+def screen(options: argparse.Namespace) -> int:
+    """Opens the screen on a run, or on the plan of `--plan`; returns the exit code.
+
+    Garbage is not collected before the first picture: nothing of the start is garbage.
+    """
+    if not output.is_terminal():
+        raise UsageError("the screen needs a terminal; use a subcommand (nsa-console --help)")
+    path = launches.find(options.run, options.root) if options.run else None
+    from console.tui.terminal import detect
+
+    terminal = detect(environ.snapshot(), options.mouse)
+    if terminal.dumb:
+        raise UsageError(
+            "this terminal cannot show the screen (TERM is dumb or not set); "
+            "use `nsa-console watch RUN --plain`"
+        )
+    gc.disable()
+    from console.tui import styles
+    from console.tui.app import ConsoleApp
+
+    styles.ascii_only = terminal.ascii_only
+    app = ConsoleApp(path, options.plan, options.root, terminal)
+    app.run(mouse=terminal.mouse)
+    app.feed.stop()
+    for each in app.pending:
+        if each.label != "check":
+            output.tell(f"no answer yet to {each}; nsa-console runs shows its result")
+    return FAILED if app.return_code else 0

@@ -1,0 +1,265 @@
+"""The table of commands. The commands that send a request are drawn from the table of actions."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from console import action_table
+from console.action_table import ACTIONS, Action
+
+ANSWER_S = 15.0
+LONGEST_S = 86_400.0
+LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
+LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
+
+# --- types of options --------------------------------------------------------------------------
+
+
+def word(text: str) -> str:
+    """Returns a word that is not empty and holds no control character."""
+    if not text.strip() or any(ord(character) < 32 for character in text):
+        raise argparse.ArgumentTypeError(f"{text!r} is empty or holds control characters")
+    return text
+
+
+def path(text: str) -> Path:
+    """Returns a path whose length a file system accepts."""
+    name = os.fsencode(word(text))
+    longest = max(map(len, name.split(b"/")))
+    if len(name) > LONGEST_PATH_BYTES or longest > LONGEST_NAME_BYTES:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}… is too long for a path")
+    return Path(text)
+
+
+def run_or_plan(text: str) -> str:
+    """Returns the name of a run or plan, or its path."""
+    path(text)
+    return text
+
+
+def seconds(text: str) -> float:
+    """Returns a time span in seconds."""
+    value = float(text)
+    if not (math.isfinite(value) and 0 < value <= LONGEST_S):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {LONGEST_S:g} seconds")
+    return value
+
+
+def at_least(least: int, what: str) -> Callable[[str], int]:
+    """Returns a converter to whole numbers from `least` on."""
+
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+
+    return convert
+
+
+def log_name(text: str) -> int | str:
+    """Returns a rank, or the name of another log of a run."""
+    return text if text in ("sup", "torchrun") else at_least(0, "a rank; ranks count from 0")(text)
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **more: Any) -> Option:
+    """Returns the arguments of one `add_argument`."""
+    return names, more
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand. `work` is its function, as `module.function` of `console.commands`."""
+
+    name: str
+    about: str
+    examples: tuple[str, ...]
+    options: tuple[Option, ...] = ()
+    more: str | Callable[[], str] = ""
+    work: str = ""
+
+    def __call__(self, options: argparse.Namespace) -> int:
+        module, function = self.work.split(".")
+        return getattr(import_module(f"console.commands.{module}"), function)(options)
+
+
+JSON = option("--json", action="store_true", help="print one JSON document a line")
+TIMEOUT = option(
+    "--timeout", type=seconds, default=ANSWER_S, metavar="SECONDS",
+    help="longest wait for the answer, in seconds (default: %(default)s)",
+)  # fmt: skip
+INTERVAL = option(
+    "--interval", type=seconds, default=1.0, metavar="SECONDS",
+    help="time between two polls, in seconds (default: %(default)s)",
+)  # fmt: skip
+
+
+def _run(metavar: str = "RUN", also: str = "") -> Option:
+    where = "directory, id (PLAN-TIME or PLAN-TIME/PHASE), unique beginning of an id, or latest"
+    return option("run", type=run_or_plan, metavar=metavar, help=also + where)
+
+
+def _listed(heading: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Returns a table as help: the name of a row, and its text wrapped beside it."""
+    wrapped = (
+        textwrap.fill(f"{name}{text}", 79, subsequent_indent=" " * len(name)) for name, text in rows
+    )
+    return "\n".join((heading, *wrapped)) + "\n"
+
+
+def _actions() -> str:
+    """Returns the table of actions as help; arguments in brackets are optional."""
+    rows = []
+    for action in action_table.TABLE:
+        given = (f"{a.name}=…" if a.required else f"[{a.name}=…]" for a in action.args)
+        if action.mailboxes:
+            rows.append((f"  {' '.join((action.name, *given)):<25} ", action.help))
+    return _listed("actions:", rows)
+
+
+def _rules() -> str:
+    """Returns the table of watch rules as help."""
+    from console.diagnose.rules import HALTING, TABLE
+
+    rows = []
+    for rule in TABLE:
+        sign = "≥" if rule.threshold > rule.clear else "≤"
+        held = f", {rule.for_s:g} s" if rule.for_s else ""
+        text = f"{rule.help}: {sign} {rule.threshold:g} {rule.unit}{held}"
+        rows.append((f" {'*' if rule.name in HALTING else ' '}{rule.name:<19} ", text))
+    heading = "rules (* halts with --halt, after three times as long):"
+    return _listed(heading, rows) + LEGACY
+
+
+QUERIES: tuple[Command, ...] = (
+    Command("runs", "List launches, newest first.", ("runs", "runs --limit 5 --json"), (
+        option("--limit", type=at_least(1, "a whole number of at least 1"), default=50,
+               metavar="N", help="largest number of launches (default: %(default)s)"),
+    ), work="query.runs"),
+    Command("status", "Print the state, ranks, alerts and gates of a run.",
+            ("status latest", "status latest --json"), (_run(),), work="query.status"),
+    Command("watch", "Follow one run until it ends.",
+            ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"), (
+        _run(),
+        option("--plain", action="store_true", help="print one sentence a change, no screen"),
+        option("--until-waiting", action="store_true",
+               help="as --plain, and return when the plan waits for `do RUN proceed`"),
+        INTERVAL,
+    ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
+       "query.watch"),
+    Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
+        "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
+    ), (
+        _run("DIR"),
+        option("--halt", action="store_true",
+               help="write .anomaly_type and .HALT, once, when a rule with * is broken"),
+        INTERVAL,
+    ), _rules, "watchdog.watchdog"),
+    Command("check", "Print go or no go: for a plan, or for a run so far.",
+            ("check cpu_smoke", "check latest"),
+            (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
+             option("--full", action="store_true",
+                    help="read all records of the run instead of its snapshot; may take minutes")),
+            "A plan: its preflight on this machine. A run: its gates.\n", "query.check"),
+    Command("logs", "Print the logs of a run, merged or of one rank.",
+            ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
+        _run(),
+        option("--rank", type=log_name, metavar="R", help="only this rank, or sup, torchrun"),
+        option("--grep", type=word, metavar="RE", help="only lines that match this regex"),
+        option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
+    ), work="query.logs"),
+    Command("flags", "Print the registry of environment flags.", ("flags",), work="query.flags"),
+    Command("plans", "Print the registry of plans.", ("plans", "plans --json"), work="query.plans"),
+)  # fmt: skip
+
+LAUNCH = Command(
+    "launch", "Launch a plan or a config.", (
+        "launch cpu_smoke",
+        "launch cpu_smoke --phase recall --wait",
+        "launch cpu_smoke --flag NSA_LR=0.0005 --dry-run",
+        "launch --config configs/tiny_cpu.yaml --nproc 2 --wait",
+        "launch --config configs/m7c_125m.yaml --trainer fsdp --dry-run",
+    ), (
+        option("plan", nargs="?", type=run_or_plan, metavar="PLAN",
+               help="name of a plan from `plans`, or its YAML file"),
+        option("--config", type=path, metavar="FILE",
+               help="YAML file of settings: one phase that trains with it, without a plan"),
+        option("--trainer", choices=("ddp", "fsdp"),
+               help="trainer of --config (default: ddp)"),
+        option("--phase", type=word, help="only this phase (default: all)"),
+        option("--flag", action="append", default=[], metavar="NAME=VALUE",
+               help="environment flag of every phase, see `flags`; may be repeated"),
+        option("--set", action="append", default=[], metavar="KEY=VALUE",
+               help="setting of every phase, e.g. train.steps=20; may be repeated"),
+        option("--nproc", type=int, metavar="N",
+               help="processes of every phase, 1-1024 (default: as planned; 1 with --config)"),
+        option("--devices", type=word, metavar="LIST", help="GPUs, as CUDA_VISIBLE_DEVICES"),
+        option("--run-dir", type=path, metavar="DIR",
+               help="directory of the launch (default: a new one below --root)"),
+        option("--between", choices=("go", "ask"), default="",
+               help="after a passed phase: continue, or wait for `do RUN proceed` "
+               "(default: as planned)"),
+        option("--wait", action="store_true", help="wait for the end"),
+        option("--dry-run", action="store_true",
+               help="print checks, commands and environment without a start"),
+    ), "Exactly one of PLAN and --config is needed.\n"
+       "--wait returns the exit code of the launch's end, and with --json prints its\n"
+       "status then. Without --wait, 0 means that the launch has started.\n", "control.launch",
+)  # fmt: skip
+ADOPT = Command(
+    "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
+        _run(), option("--yes", action="store_true", help="confirm after a restart of the host"),
+    ), "Live ranks continue under the new supervisor. Its records decide the result of\n"
+       "a run that has ended meanwhile, and the plan continues.\n", "control.adopt",
+)  # fmt: skip
+DO = Command(
+    "do", "Send any action as a request.",
+    tuple(each for action in action_table.TABLE if not action.verb for each in action.examples), (
+        _run(),
+        option("action", type=word, metavar="ACTION", help="name of an action of the list below"),
+        option("args", nargs="*", metavar="NAME=VALUE", help="arguments of the action"),
+        TIMEOUT,
+    ), _actions, "control.do",
+)  # fmt: skip
+
+
+def _lower(sentence: str) -> str:
+    """Returns a sentence as the help of an option."""
+    return sentence[0].lower() + sentence[1:].rstrip(".")
+
+
+def _verbs() -> Iterator[Command]:
+    """Yields the commands that send one action each, or choose one by an option."""
+    verbs: dict[str, list[Action]] = {}
+    for action in action_table.TABLE:
+        if action.verb:
+            verbs.setdefault(action.verb.split()[0], []).append(action)
+    for verb, actions in verbs.items():
+        options = [_run()]
+        for action in actions:
+            if choice := action.verb.partition(" ")[2]:
+                options.append(option(choice, dest="action", action="store_const",
+                                      const=action.name, help=_lower(action.help)))  # fmt: skip
+            for each in action.args:
+                kind = {"type": word, "metavar": each.metavar} if each.metavar else {
+                    "action": "store_true"}  # fmt: skip
+                options.append(option(f"--{each.name}", help=each.help, **kind))
+        examples = tuple(each for action in actions for each in action.examples)
+        yield Command(verb, actions[0].help, examples, (*options, TIMEOUT), work="control.act")
+
+
+TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, ADOPT, *_verbs(), DO)
