@@ -127,7 +127,7 @@ def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"flags": {"NSA_ACCUM": "0"}}, "at least 1"),
+        ({"flags": {"NSA_ACCUM": "0"}}, "from 1 to 65536"),
         ({"between": "maybe"}, "go or ask"),
         (
             {"plan": "cpu_smoke", "flags": {"NSA_DDP_STATIC_GRAPH": "1", "NSA_ACCUM": "2"}},

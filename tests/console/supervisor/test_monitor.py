@@ -49,7 +49,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
         observers=SimpleNamespace(alerts=Alerts(event, directory)),
         services=SimpleNamespace(directory=SimpleNamespace(document=lambda path, record: None)),
     )  # fmt: skip
-    run = SimpleNamespace(event=event, publish=lambda: None)
+    run = SimpleNamespace(event=event, publish=lambda: None, settings={})
     dog = Monitor(context, run, dict, late)
     looks(1000, step=50)
     directory.close()
