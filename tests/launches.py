@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -214,3 +215,13 @@ class Begin:
     def clean(self) -> None:
         for each in self.begun:
             each.clean()
+
+
+def set_hook(folder: Path, patch: pytest.MonkeyPatch, *words: str) -> None:
+    """Makes `hook.py` with these words the operator's alert hook."""
+    settings = folder / "nsa-console" / "settings.yaml"
+    settings.parent.mkdir(mode=0o700)
+    hook = [sys.executable, str(PROGRAMS / "hook.py"), *words]
+    settings.write_text(json.dumps({"hook": hook, "hook_every_s": 1}))
+    settings.chmod(0o600)
+    patch.setenv("XDG_CONFIG_HOME", str(folder))

@@ -1,19 +1,23 @@
-"""The stage of the faults: a home of its own, launches that end, one scene a test."""
+"""Fixtures of the faults: a home directory, launches that are ended, one scene for each test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.scene import Scene
-from tests.launches import Begin
+from tests.launches import STUB, Begin, Started, phase
+from trainers.contract import rundir
+
+ON_STALL = {"when": "stall", "attempts": 3, "backoff_s": 0.2}
+WATCH = {"stall_floor_s": 1, "startup_s": 20, "grace_s": 1, "stall_act_s": 3}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Iterator[Path]:
-    """What every process of these tests takes for its home and its temporary directory."""
+    """The home and temporary directory of every process of these tests."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
@@ -31,7 +35,7 @@ def begin(home, tmp_path_factory) -> Iterator[Begin]:
 
 @pytest.fixture
 def injection(request) -> int:
-    """Which of several injections this is; `make faults` repeats those that are timed."""
+    """The number of this injection; `make faults` repeats those that are timed."""
     return getattr(request, "param", 0)
 
 
@@ -46,11 +50,32 @@ def scene(request, home, injection) -> Iterator[Scene]:
 
 @pytest.fixture
 def orders(tmp_path_factory) -> Path:
-    """Where the ranks of `obedient.py` look for what to do."""
+    """The folder from which the ranks of `obedient.py` read their orders."""
     return tmp_path_factory.mktemp("orders")
 
 
 @pytest.fixture
 def full(request) -> bool:
-    """Says whether everything is injected, as `make faults` does."""
+    """Whether everything is injected, as `make faults` does."""
     return bool(request.config.option.markexpr)
+
+
+@pytest.fixture
+def launch(scene, begin, orders) -> Iterator[Callable[..., Started]]:
+    """Starts two ranks under the small torchrun, restarted when they stall or crash.
+
+    A launch that still runs at the end of the test is stopped.
+    """
+    found: list[Started] = []
+
+    def start(*phases, steps: int = 100_000, shell=STUB, **plan) -> Started:
+        phases = phases or (phase("one", "obedient.py", steps, orders),)
+        plan = {"restart": ON_STALL, "watch": WATCH} | plan
+        found.append(begin(*phases, shell=shell, **plan))
+        found[-1].wait_steps(5)
+        return found[-1]
+
+    yield start
+    for started in found:
+        if rundir.is_alive(started.plan_state["supervisor"]):
+            scene.stop(started)

@@ -1,4 +1,4 @@
-"""One injection of a fault: when it was seen, by which words, and what it left behind."""
+"""One injection of a fault: when a console showed it, in which words, and what it left behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import shm
 from tests.launches import Started
+from tests.terminal import Terminal
 from tests.trainers.runs import latest_checkpoint
 from trainers import manifest
 from trainers.contract import rundir
@@ -30,10 +32,24 @@ Seen = Callable[[RunState], str]
 def console(*words: object, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     """Runs `nsa-console` in a process of its own; returns exit code, output, errors."""
     done = subprocess.run(
-        [sys.executable, "-m", "console", *map(str, words)], cwd=ROOT, text=True,
-        capture_output=True, timeout=60, env={**os.environ, **(env or {})},
+        [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True, timeout=60,
+        env={**os.environ, **(env or {})},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
+
+
+CONSOLE = [sys.executable, "-m", "console"]
+
+
+@contextmanager
+def watching(path: Path, shows: str = "RUNNING") -> Iterator[Terminal]:
+    """A screen that watches a launch; it is left by `q` unless it has ended."""
+    with Terminal([*CONSOLE, "watch", str(path)], ROOT) as screen:
+        screen.wait(shows)
+        yield screen
+        if not screen.closed:
+            screen.press("q")
+            assert screen.wait_exit() == 0
 
 
 def status(path: Path) -> tuple[int, dict[str, Any]]:
@@ -70,6 +86,19 @@ def order(folder: Path, rank: int, words: str) -> None:
         time.sleep(0.002)
 
 
+def all_run(pids: Mapping[int, int]) -> bool:
+    return all(process.state(pid) in "RSD" for pid in pids.values())
+
+
+def plant_kill(run: Path) -> Path:
+    """Writes a request to kill into a directory; returns its file."""
+    path = run / rundir.REQUESTS / "planted.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"v": 1, "id": "planted", "action": "kill", "args": {"yes": True}, "by": "x"}
+    rundir.write_json(path, record | {"ts": time.time()})
+    return path
+
+
 def sentence_of(alert: str) -> Seen:
     """Looks for an alert by its name."""
     return lambda state: next((a.text for a in state.alerts if a.id == alert), "")
@@ -99,8 +128,7 @@ class Scene:
     def __init__(self, home: Path, record: Callable[[dict[str, Any]], None]):
         self._home, self._before, self._record = home, world(home), record
         self.seen_s: float | None = None
-        self._words = ""
-        self._left = "0 files"
+        self._words, self._left = "nothing to see", "0 files"
 
     def inject(
         self, started: Started, act: Callable[[], object], seen: Seen, guard_s: float = 30.0
@@ -115,8 +143,8 @@ class Scene:
         return words
 
     def note(self, words: str, seconds: float | None = None) -> None:
-        """Writes down by which words the fault was seen, and when."""
-        self._words, self.seen_s = words, seconds
+        """Records the words in which the fault was shown, and after how many seconds."""
+        self._words, self.seen_s = words, self.seen_s if seconds is None else seconds
 
     def goes_on(self, started: Started, pids: Mapping[int, int]) -> None:
         """Nothing was killed that should live: the same ranks step on, and a console says so."""
@@ -135,6 +163,31 @@ class Scene:
         code, said = status(started.path)
         assert (code, said["state"]) == (0, "running"), said["why"]
         self._left = "0 killed, 0 files"
+
+    def steps_on(
+        self, started: Started, pids: Mapping[int, int], for_s: float = 0.0
+    ) -> None:  # fmt: skip
+        """The same ranks live for a while, record steps, and were not restarted."""
+        until = time.monotonic() + for_s
+        while time.monotonic() < until:
+            assert started.pids() == pids, started.state()
+            time.sleep(0.2)
+
+        def newest() -> int:
+            path = rundir.heartbeat(started.run(), 0)
+            return json.loads(path.read_bytes().splitlines()[-1])["step"]
+
+        before = newest()
+        started.wait(lambda: newest() > before + 5, 20)
+        assert started.pids() == pids
+        assert all_run(pids)
+        assert started.state()["attempt"] == 1
+
+    def stop(self, started: Started) -> None:
+        """Stops the run, which ends as it should."""
+        assert started.ask("stop")["ok"]
+        started.wait_end()
+        self.ended(started, "stopped", 4)
 
     def ended(self, started: Started, state: str, code: int) -> str:
         """The run is over as it should be, nothing is lost or left; returns the reason."""

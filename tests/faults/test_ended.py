@@ -31,14 +31,6 @@ def run(begin, orders):
     return started
 
 
-@pytest.fixture
-def small_run(begin, orders):
-    """A launch of two ranks under the small torchrun."""
-    started = begin(phase("one", "obedient.py", 100_000, orders), watch=WATCH, shell=STUB)
-    started.wait_steps(3)
-    return started
-
-
 def names_rank_1(state) -> str:
     return state.why if "rank 1" in state.why else ""
 
@@ -57,7 +49,7 @@ def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, o
     assert why.endswith("rank 0 ended because of it")
     exits = [rank.exit for rank in RunSource(run.run()).poll().ranks]
     assert exits == ["killed by SIGKILL, because of another", "killed by SIGKILL"]
-    scene.note(why, scene.seen_s)
+    scene.note(why)
 
 
 RAISED = {
@@ -65,6 +57,48 @@ RAISED = {
     "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
     "raise OutOfMemoryError CUDA out of memory": "rank 1: out of GPU memory; lower",
 }
+CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
+
+
+def first_then_slow(cases: dict[str, str]) -> list[object]:
+    """`make test` has the first case of a row."""
+    slow = [pytest.param(words, marks=pytest.mark.slow) for words in list(cases)[1:]]
+    return [next(iter(cases)), *slow]
+
+
+def ends_by_itself(scene, run, orders, words) -> str:
+    """Gives rank 1 an order that ends the run; returns the reason."""
+    scene.inject(run, lambda: order(orders, 1, words), names_rank_1)
+    ended = run.wait_end()
+    why = scene.ended(run, "crashed", 5)
+    assert why.startswith("rank 1")
+    assert [phase["state"] for phase in ended["phases"]] == ["crashed", "later"]
+    gates = rundir.read_json(run.run() / rundir.GATES)["gates"]
+    # A native crash can take the last records with it.
+    assert [gate["result"] for gate in gates] in (["fail"], ["unknown"])
+    scene.note(why)
+    return why
+
+
+@pytest.mark.fault("2")
+@pytest.mark.parametrize("words", first_then_slow(RAISED))
+def test_a_rank_that_raises_or_exits_is_named_with_the_reason(scene, run, orders, words):
+    assert RAISED[words] in ends_by_itself(scene, run, orders, words)
+
+
+@pytest.mark.fault("3")
+@pytest.mark.parametrize("words", first_then_slow(CRASHED))
+def test_a_native_crash_is_named_with_its_signal(scene, run, orders, words):
+    why = ends_by_itself(scene, run, orders, words)
+    assert why.startswith(f"rank 1 crashed in native code ({CRASHED[words]}) at step ")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("30")
+def test_half_a_record_is_ignored_and_the_one_before_it_counts(scene, run, orders):
+    why = ends_by_itself(scene, run, orders, "half")
+    assert not rundir.heartbeat(run.run(), 1).read_bytes().endswith(b"\n")
+    assert int(why.partition("at step ")[2].split()[0].rstrip(";,")) >= 3
 
 
 @pytest.mark.fault("2", "again and again")
@@ -80,42 +114,6 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time(scene, begin):
     assert "not restarted: the same error twice without a new checkpoint between" in why
     assert started.state()["attempt"] == 2
     scene.note(why)
-
-
-CRASHED = {"segv": "SIGSEGV", "abort": "SIGABRT"}
-
-
-def first_then_slow(cases: dict[str, str]) -> list[object]:
-    """`make test` has the first case of a row."""
-    slow = [pytest.param(words, marks=pytest.mark.slow) for words in list(cases)[1:]]
-    return [next(iter(cases)), *slow]
-
-
-@pytest.mark.fault("2")
-@pytest.mark.parametrize("words", first_then_slow(RAISED))
-def test_a_rank_that_raises_or_exits_is_named_with_the_reason(scene, run, orders, words):
-    why = ends_by_itself(scene, run, orders, words)
-    assert RAISED[words] in why
-
-
-@pytest.mark.fault("3")
-@pytest.mark.parametrize("words", first_then_slow(CRASHED))
-def test_a_native_crash_is_named_with_its_signal(scene, run, orders, words):
-    why = ends_by_itself(scene, run, orders, words)
-    assert why.startswith(f"rank 1 crashed in native code ({CRASHED[words]}) at step ")
-
-
-def ends_by_itself(scene, run, orders, words) -> str:
-    scene.inject(run, lambda: order(orders, 1, words), names_rank_1)
-    ended = run.wait_end()
-    why = scene.ended(run, "crashed", 5)
-    assert why.startswith("rank 1")
-    assert [phase["state"] for phase in ended["phases"]] == ["crashed", "later"]
-    gates = rundir.read_json(run.run() / rundir.GATES)["gates"]
-    # A native crash can take the last records with it.
-    assert [gate["result"] for gate in gates] in (["fail"], ["unknown"])
-    scene.note(why, scene.seen_s)
-    return why
 
 
 @pytest.mark.fault("24")
@@ -146,7 +144,7 @@ def test_a_killed_supervisor_is_said_and_the_ranks_can_still_be_halted(scene, ru
     assert console("halt", run.path)[0] == 0
     run.wait(lambda: not process.with_token(run.token()), 20)
     assert "halted at step" in scene.ended(run, "halted", 4)
-    scene.note(words, scene.seen_s)
+    scene.note(words)
 
 
 @pytest.mark.slow
@@ -162,37 +160,22 @@ def test_a_rank_that_is_dead_and_not_reaped_is_not_alive(scene, run):
         os.kill(agent, signal.SIGCONT)
     run.wait_end()
     assert "rank 1 was killed by SIGKILL" in scene.ended(run, "crashed", 5)
-    scene.note(words, scene.seen_s)
+    scene.note(words)
 
 
 @pytest.mark.slow
 @pytest.mark.fault("28")
-def test_a_rank_that_sleeps_uninterruptibly_is_said_and_not_killed(
-    scene, small_run, orders, tmp_path
-):
-    pids = small_run.pids()
+def test_a_rank_that_sleeps_uninterruptibly_is_said_and_not_killed(scene, run, orders, tmp_path):
+    pids = run.pids()
     with ext4(tmp_path, 64) as mount:
         subprocess.run(["fsfreeze", "-f", str(mount)], check=True)
         try:
             words = scene.inject(
-                small_run, lambda: order(orders, 1, f"write {mount / 'file'}"),
+                run, lambda: order(orders, 1, f"write {mount / 'file'}"),
                 verdict_of("uninterruptible"),
             )  # fmt: skip
             assert process.state(pids[1]) == "D"
         finally:
             subprocess.run(["fsfreeze", "-u", str(mount)], check=True)
-        scene.goes_on(small_run, pids)
+        scene.goes_on(run, pids)
     assert "uninterruptible sleep" in words
-
-
-@pytest.mark.slow
-@pytest.mark.fault("30")
-def test_half_a_record_is_ignored_and_the_one_before_it_counts(scene, small_run, orders):
-    scene.inject(small_run, lambda: order(orders, 1, "half"), names_rank_1)
-    small_run.wait_end()
-    why = scene.ended(small_run, "crashed", 5)
-    assert why.startswith("rank 1")
-    assert not rundir.heartbeat(small_run.run(), 1).read_bytes().endswith(b"\n")
-    step = int(why.partition("at step ")[2].split()[0].rstrip(";,"))
-    assert step >= 3
-    scene.note(why, scene.seen_s)

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import pytest
 from console.sources import process
 from tests.console.sources import directory
 from tests.fakes import nvml as fake
-from tests.faults.scene import ROOT, console
-from tests.launches import STUB, phase
-from tests.terminal import Terminal
+from tests.faults.scene import console, watching
+from tests.launches import STUB
 from trainers.contract import environ, rundir
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
@@ -127,33 +125,20 @@ def test_looking_at_a_hostile_directory_runs_nothing_and_writes_nothing(scene, t
     after = {path: path.lstat().st_mtime_ns for path in launch.rglob("*")}
     changed = {path for path, time in after.items() if before.get(path) != time}
     assert changed <= halts
-    with Terminal([sys.executable, "-m", "console", "watch", str(launch)], ROOT) as screen:
-        screen.wait("LOST")
-        for key in "12345":
-            screen.press(key)
-        screen.press("q")
-        assert screen.wait_exit() == 0
+    with watching(launch, "LOST") as screen:
+        screen.press(*"12345")
     assert not canary.exists()
     scene.note(f"exit codes {sorted(set(codes.values()))}, nothing ran")
 
 
 @pytest.mark.slow
 @pytest.mark.fault("d")
-def test_a_gpu_that_is_busy_at_idle_power_shows_both_figures(scene, begin, orders, tmp_path):
+def test_a_gpu_that_is_busy_at_idle_power_shows_both_figures(scene, launch, tmp_path):
     fake.build(tmp_path)
     fake.write(tmp_path, count=2, gpu1={"util": 100, "power_mw": 70_000})
-    started = begin(
-        phase("one", "obedient.py", 100_000, orders),
-        shell={**STUB, "LD_LIBRARY_PATH": str(tmp_path)},
-    )  # fmt: skip
-    started.wait_steps(3)
-    with Terminal([sys.executable, "-m", "console", "watch", str(started.path)], ROOT) as screen:
+    started = launch(shell={**STUB, "LD_LIBRARY_PATH": str(tmp_path)})
+    with watching(started.path) as screen:
         shown = screen.wait(lambda text: "100%" in text and "70W" in text, 30)
-        screen.press("q")
-        assert screen.wait_exit() == 0
     row = next(line for line in shown.splitlines() if "100%" in line)
     assert "70W" in row
-    assert started.ask("halt")["ok"]
-    started.wait_end()
     scene.note(" ".join(row.split()))
-    scene.ended(started, "halted", 4)

@@ -1,4 +1,4 @@
-"""Sources that lie, are gone, or belong to somebody else: nothing is killed, and it is said."""
+"""Sources that lie, are missing or belong to another run: nothing is killed, and it is said."""
 
 from __future__ import annotations
 
@@ -12,54 +12,26 @@ import time
 import pytest
 
 from console import actions
+from console.commands.watchdog import watch_rules
 from console.sources import process
 from console.sources.run import RunSource
-from tests.faults.scene import console, order, sentence_of, state_of, status
+from console.supervisor import offline
+from tests.faults.conftest import WATCH
+from tests.faults.scene import (
+    all_run,
+    console,
+    order,
+    plant_kill,
+    sentence_of,
+    state_of,
+    status,
+)
 from tests.launches import STUB, phase
 from trainers.contract import rundir
 
-WATCH = {"stall_floor_s": 1, "startup_s": 20, "grace_s": 1, "stall_act_s": 3}
-ON_STALL = {"when": "stall", "attempts": 3, "backoff_s": 0.2}
 ACTED_S = 6.0
-"""Longer than a restart by rule would take to come: three limits, and the looks."""
+"""Longer than a restart by rule takes to come: three limits, and the polls."""
 decision = pytest.mark.decision
-
-
-@pytest.fixture
-def launch(begin, orders):
-    """Starts two ranks under the small torchrun that are restarted when they stall or crash."""
-
-    def start(**plan):
-        plan = {"restart": ON_STALL, "watch": WATCH} | plan
-        started = begin(phase("one", "obedient.py", 100_000, orders), shell=STUB, **plan)
-        started.wait_steps(5)
-        return started
-
-    return start
-
-
-def steps_on(started, pids, for_s=0.0) -> None:
-    """The same ranks live and step on, and nothing was done to them."""
-    until = time.monotonic() + for_s
-    while time.monotonic() < until:
-        assert started.pids() == pids, started.state()
-        time.sleep(0.2)
-
-    def newest() -> int:
-        path = rundir.heartbeat(started.run(), 0)
-        return json.loads(path.read_bytes().splitlines()[-1])["step"]
-
-    before = newest()
-    started.wait(lambda: newest() > before + 5, 20)
-    assert started.pids() == pids
-    assert all(process.state(pid) in "RSD" for pid in pids.values())
-    assert started.state()["attempt"] == 1
-
-
-def ends(scene, started) -> None:
-    assert started.ask("stop")["ok"]
-    started.wait_end()
-    scene.ended(started, "stopped", 4)
 
 
 LINES = ("Sending process 5 closing signal SIGTERM", "Received 15 death signal, shutting down")
@@ -73,12 +45,11 @@ def test_lines_in_torchruns_log_end_no_rank_and_refuse_no_restart(scene, launch,
     for words in LINES:
         order(orders, 1, f"speak {words}")
     time.sleep(WATCH["grace_s"] + 1.5)
-    steps_on(started, pids)
+    scene.steps_on(started, pids)
     assert started.state()["state"] == "running"
     os.kill(pids[1], signal.SIGKILL)
     started.wait(lambda: started.state()["attempt"] == 2 and started.pids(), 20)
     scene.note("nothing to see; a rank that is killed then is restarted all the same")
-    ends(scene, started)
 
 
 @decision("end-others", "absent")
@@ -91,8 +62,6 @@ def test_a_rank_that_ends_well_ends_no_other(scene, launch, orders):
     time.sleep(WATCH["grace_s"] + 1.5)
     assert process.state(pids[0]) in "RS"
     assert not [e for e in started.events(0) if e["kind"] == "alert"]
-    scene.note("nothing to see")
-    ends(scene, started)
 
 
 @decision("act-on-stall", "true")
@@ -103,7 +72,6 @@ def test_a_stall_that_pulses_and_records_show_is_restarted_in_time(scene, launch
     order(orders, 1, "sleep 3600")
     started.wait(lambda: started.state()["attempt"] == 2 and started.pids(), 30)
     scene.note("restart, by the watch rule stall", time.monotonic() - begun)
-    ends(scene, started)
 
 
 @decision("act-on-stall", "lie")
@@ -113,9 +81,8 @@ def test_a_pulse_that_stands_still_while_records_show_steps_restarts_nothing(sce
     pids = started.pids()
     words = scene.inject(started, lambda: order(orders, 1, "mute"), sentence_of("pulse"))
     assert words.startswith("rank 1 records later steps than its pulse shows")
-    steps_on(started, pids, ACTED_S)
+    scene.steps_on(started, pids, ACTED_S)
     assert started.state()["state"] == "running"
-    ends(scene, started)
 
 
 @decision("act-on-figure", "lie")
@@ -129,7 +96,7 @@ def test_a_nan_that_one_rank_alone_records_halts_nothing(scene, launch, orders):
         started, lambda: order(orders, 0, lie), sentence_of("non_finite-withheld")
     )  # fmt: skip
     assert words.startswith("halt withheld: the second source does not agree: ")
-    steps_on(started, pids)
+    scene.steps_on(started, pids)
     assert not (started.run() / rundir.HALT).exists()
     order(orders, 1, lie)
     started.wait_state("halted")
@@ -145,11 +112,10 @@ def test_removed_shared_memory_stalls_and_restarts_nothing(scene, launch):
     live = started.state()["live_dir"]
     words = scene.inject(started, lambda: shutil.rmtree(live), sentence_of("live-directory"))
     assert "was removed while the run goes on" in words
-    steps_on(started, pids, ACTED_S)
+    scene.steps_on(started, pids, ACTED_S)
     state = RunSource(started.path).poll()
     assert (state.state, state.step is not None) == ("running", True), state.why
     assert not [e for e in started.events(0) if e["kind"] in ("verdict", "watch")]
-    ends(scene, started)
 
 
 @decision("own-directory", "absent")
@@ -173,19 +139,19 @@ def test_a_moved_launch_and_a_new_one_at_its_path_do_not_touch_each_other(
     assert second.ask("stop")["ok"]
     second.wait_end()
     assert second.plan_state["supervisor"]["pid"] != owner
-    assert all(process.state(pid) in "RSD" for pid in pids.values())
+    assert all_run(pids)
     told = first.wait(lambda: [e for e in first.events(0) if e.get("alert") == "own-directory"])
     shutil.rmtree(path)
     away.rename(path)
     first.path = path
-    steps_on(first, pids)
+    scene.steps_on(first, pids)
     scene.note(told[0]["text"])
-    ends(scene, first)
+    scene.stop(first)
 
 
 @decision("own-directory", "lie")
 @pytest.mark.fault("g", "replaced by a copy of a stopped one")
-def test_a_copy_of_a_stopped_launch_in_its_place_stops_nothing(scene, begin, launch, tmp_path):
+def test_a_copy_of_a_stopped_launch_in_its_place_stops_nothing(scene, launch, tmp_path):
     stopped = launch()
     assert stopped.ask("halt")["ok"]
     stopped.wait_end()
@@ -195,33 +161,30 @@ def test_a_copy_of_a_stopped_launch_in_its_place_stops_nothing(scene, begin, lau
     path.rename(away)
     shutil.copytree(stopped.path, path)
     shutil.copyfile(away / rundir.LOCK, path / rundir.LOCK)
-    request = {"v": 1, "id": "planted", "action": "kill", "args": {"yes": True}, "by": "x",
-               "ts": time.time()}  # fmt: skip
-    rundir.write_json(path / "0-one" / rundir.REQUESTS / "planted.json", request)
+    planted = plant_kill(path / "0-one")
     time.sleep(3)
-    assert all(process.state(pid) in "RSD" for pid in pids.values())
-    assert (path / "0-one" / rundir.REQUESTS / "planted.json").exists()
+    assert all_run(pids)
+    assert planted.exists()
     started.path = away
     owner = started.plan_state["supervisor"]
     os.kill(owner["pid"], signal.SIGTERM)
     started.wait(lambda: not rundir.is_alive(owner), 20)
     assert not process.with_token(started.token())
-    assert (path / "0-one" / rundir.REQUESTS / "planted.json").exists()
+    assert planted.exists()
     scene.note("nothing in the copy is obeyed; TERM to the supervisor ends the ranks")
 
 
 @decision("own-directory", "true")
 @pytest.mark.fault("n")
-def test_a_halt_file_in_the_launch_directory_halts_the_run_and_the_plan(scene, begin, orders):
-    started = begin(phase("one", "obedient.py", 100_000, orders),
-                    phase("two", "obedient.py", 5, orders), shell=STUB, watch=WATCH)  # fmt: skip
-    started.wait_steps(5)
+def test_a_halt_file_in_the_launch_directory_halts_the_run_and_the_plan(scene, launch, orders):
+    phases = [phase(name, "obedient.py", 100_000, orders) for name in ("one", "two")]
+    started = launch(*phases)
     scene.inject(started, (started.path / rundir.HALT).touch, state_of("halted"))
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["halted", "later"]
     why = scene.ended(started, "halted", 4)
     assert "asked by .HALT in the launch directory" in why
-    scene.note(why, scene.seen_s)
+    scene.note(why)
 
 
 CLAIMS = (
@@ -239,16 +202,10 @@ def test_records_that_no_program_writes_harm_nobody(scene, launch, orders):
     for claim in CLAIMS:
         order(orders, 1, f"claim {json.dumps(claim)}")
     time.sleep(2)
-    steps_on(started, pids)
+    scene.steps_on(started, pids)
     assert status(started.path)[1]["state"] == "running"
-    watchdog = subprocess.Popen(
-        ["timeout", "--signal=TERM", "3", "nsa-console", "watchdog", str(started.path)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    ) if shutil.which("nsa-console") else None  # fmt: skip
-    if watchdog is not None:
-        assert "Traceback" not in watchdog.communicate()[1]
-    scene.note("nothing to see")
-    ends(scene, started)
+    source = offline.OfflineRun(started.path)
+    watch_rules(source.watch, True, 1.0).look(source.poll())
 
 
 @pytest.mark.fault("j")
@@ -261,9 +218,7 @@ def test_signals_that_mean_nothing_do_not_end_the_supervisor(scene, launch):
         os.kill(owner["pid"], number)
         time.sleep(0.05)
     assert rundir.is_alive(owner)
-    steps_on(started, pids)
-    scene.note("nothing to see")
-    ends(scene, started)
+    scene.steps_on(started, pids)
 
 
 @decision("restart", "absent")
@@ -283,7 +238,6 @@ def test_a_restart_waits_for_a_directory_that_cannot_be_read(scene, launch):
     kept.replace(born)
     started.wait(lambda: started.pids() and started.state()["state"] == "running", 20)
     assert started.state()["attempt"] == 2
-    ends(scene, started)
 
 
 @decision("restart", "lie")
@@ -303,7 +257,7 @@ def test_no_attempt_begins_in_the_directory_of_another_run(scene, launch):
 
 @decision("restart", "true")
 @pytest.mark.fault("o")
-def test_other_code_at_a_restart_is_said(scene, begin, orders, tmp_path):
+def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     script = tmp_path / "repository" / "obedient.py"
     script.parent.mkdir()
     shutil.copy("tests/programs/obedient.py", script)
@@ -311,8 +265,7 @@ def test_other_code_at_a_restart_is_said(scene, begin, orders, tmp_path):
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
         subprocess.run([*git, *words], check=True)
     one = {"name": "one", "script": str(script), "args": ["100000", str(orders)]}
-    started = begin(one, shell=STUB, watch=WATCH, restart=ON_STALL)
-    started.wait_steps(5)
+    started = launch(one)
     first = started.wait(lambda: started.state().get("git"))
     assert len(first["sha"]) == 40
     script.write_text(script.read_text() + "# changed\n")
@@ -322,7 +275,6 @@ def test_other_code_at_a_restart_is_said(scene, begin, orders, tmp_path):
     assert words.startswith("the code changed since the last attempt or supervisor: commit ")
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["git"] != first and s)
     assert (again["git"]["dirty"], again["ended"][0]["sha"]) == (True, first["sha"])
-    ends(scene, started)
 
 
 @decision("stop", "true")
@@ -348,15 +300,11 @@ def test_a_stop_of_a_stalled_run_says_nothing_untrue(scene, launch, orders):
 @pytest.mark.fault("26", "a stop")
 def test_a_process_with_another_token_is_not_stopped(scene, launch):
     started = launch()
-    stranger = subprocess.Popen(
-        ["sleep", "60"], env={**os.environ, "NSA_CONSOLE_TOKEN": "0123456789abcdef"}
-    )
-    try:
-        ends(scene, started)
+    environment = {**os.environ, "NSA_CONSOLE_TOKEN": "0123456789abcdef"}
+    with subprocess.Popen(["sleep", "60"], env=environment) as stranger:
+        scene.stop(started)
         assert stranger.poll() is None
-    finally:
         stranger.kill()
-        stranger.wait()
     scene.note("only the processes of the run were ended")
 
 
@@ -364,7 +312,7 @@ def test_a_process_with_another_token_is_not_stopped(scene, launch):
 @pytest.mark.fault("l", "nothing to signal")
 def test_a_stop_of_a_run_that_has_ended_signals_nobody(scene, launch):
     started = launch()
-    ends(scene, started)
+    scene.stop(started)
     code, _, errors = console("stop", started.path)
     assert (code, "Traceback" in errors) == (4, False)
     scene.note(errors.strip())

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import time
 
 import pytest
 
-from console.sources import process
 from console.sources.run import RunSource
-from tests.faults.scene import order
-from tests.faults.test_lies import ON_STALL, WATCH, ends, steps_on
-from tests.launches import STUB, phase
+from tests.faults.scene import all_run, order, plant_kill
+from tests.launches import STUB
 from trainers.contract import rundir
 
 WITHOUT_MEMORY = """
@@ -24,19 +23,6 @@ if "console.supervisor" in sys.orig_argv:
 """
 
 
-@pytest.fixture
-def launch(begin, orders):
-    """Starts two ranks under the small torchrun."""
-
-    def start(steps=100_000, shell=STUB, **plan):
-        plan = {"restart": ON_STALL, "watch": WATCH} | plan
-        started = begin(phase("one", "obedient.py", steps, orders), shell=shell, **plan)
-        started.wait_steps(5)
-        return started
-
-    return start
-
-
 @pytest.mark.decision("own-directory", "lie")
 @pytest.mark.fault("g", "run directory replaced by a copy of another run's")
 def test_another_runs_directory_in_the_place_of_ours_is_neither_obeyed_nor_written(scene, launch):
@@ -44,20 +30,14 @@ def test_another_runs_directory_in_the_place_of_ours_is_neither_obeyed_nor_writt
     pids, run = started.pids(), started.run()
     started.wait_state("running")
     away = run.rename(started.path / "away")
-    (run / rundir.REQUESTS).mkdir(parents=True)
-    request = {"v": 1, "id": "planted", "action": "kill", "args": {"yes": True}, "by": "x",
-               "ts": time.time()}  # fmt: skip
-    rundir.write_json(run / rundir.REQUESTS / "planted.json", request)
+    planted = plant_kill(run)
     time.sleep(6)
-    assert all(process.state(pid) in "RSD" for pid in pids.values())
-    assert sorted(os.listdir(run)) == [rundir.REQUESTS]
-    assert os.listdir(run / rundir.REQUESTS) == ["planted.json"]
-    (run / rundir.REQUESTS / "planted.json").unlink()
-    (run / rundir.REQUESTS).rmdir()
-    run.rmdir()
+    assert all_run(pids)
+    assert os.listdir(run) == [rundir.REQUESTS]
+    assert os.listdir(run / rundir.REQUESTS) == [planted.name]
+    shutil.rmtree(run)
     away.rename(run)
-    steps_on(started, pids)
-    ends(scene, started)
+    scene.steps_on(started, pids)
 
 
 @pytest.mark.decision("act-on-stall", "absent")
@@ -70,8 +50,7 @@ def test_without_shared_memory_a_stall_is_said_and_nothing_is_done(scene, launch
     told = started.wait(lambda: {a.id: a.text for a in RunSource(started.path).poll().alerts}
                         .get("stall-withheld"), 30)  # fmt: skip
     assert "without shared memory pulses and records come through the same directory" in told
-    steps_on(started, pids)
-    ends(scene, started)
+    scene.steps_on(started, pids)
 
 
 @pytest.mark.fault("i", "a heartbeat with a hole of 1 TB")
@@ -92,5 +71,4 @@ def test_a_supervisor_without_a_descriptor_to_spare_harms_no_rank(scene, launch)
     assert started.child() == child
     resource.prlimit(child, resource.RLIMIT_NOFILE, (3, 3))
     started.wait(lambda: started.child() != child)
-    steps_on(started, pids)
-    ends(scene, started)
+    scene.steps_on(started, pids)

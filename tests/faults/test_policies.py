@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 
 import pytest
 
@@ -14,7 +13,7 @@ from console.supervisor.hooks import LOG, MAX_OUTPUT_BYTES
 from tests.faults.scene import order, sentence_of, verdict_of
 from tests.faults.test_drilled import trainer
 from tests.faults.test_survived import rss_mib
-from tests.launches import PROGRAMS, STUB, phase
+from tests.launches import STUB, set_hook
 
 pytestmark = pytest.mark.slow
 
@@ -87,20 +86,11 @@ HOOK_SAYS = {
 
 @pytest.mark.fault("35")
 @pytest.mark.parametrize("mode", HOOK_SAYS)
-def test_a_hook_that_misbehaves_holds_nobody_up(scene, begin, orders, tmp_path, monkeypatch, mode):
+def test_a_hook_that_misbehaves_holds_nobody_up(scene, launch, orders, tmp_path, monkeypatch, mode):
     kept = tmp_path / "kept"
     kept.mkdir()
-    settings = tmp_path / "nsa-console" / "settings.yaml"
-    settings.parent.mkdir(mode=0o700)
-    hook = [sys.executable, str(PROGRAMS / "hook.py"), str(kept), mode]
-    settings.write_text(json.dumps({"hook": hook, "hook_every_s": 1}))
-    settings.chmod(0o600)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    started = begin(
-        phase("one", "obedient.py", 100_000, orders), shell=STUB,
-        watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": 2},
-    )  # fmt: skip
-    started.wait_steps(3)
+    set_hook(tmp_path, monkeypatch, str(kept), mode)
+    started = launch(restart="never", watch={"stall_floor_s": 2, "startup_s": 60, "grace_s": 2})
     pids, supervisor = started.pids(), started.plan_state["supervisor"]["pid"]
     words = scene.inject(started, lambda: order(orders, 1, "sleep 4.5"), verdict_of("behind"))
     told = started.wait(lambda: [json.loads(path.read_text()) for path in kept.glob("*.json")])
@@ -119,7 +109,4 @@ def test_a_hook_that_misbehaves_holds_nobody_up(scene, begin, orders, tmp_path, 
             started.wait(lambda pid=pid: process.state(pid) in (process.GONE, "Z"), 30)
     assert (started.path / LOG).stat().st_size < 2 * MAX_OUTPUT_BYTES
     assert rss_mib(supervisor) < 48
-    assert started.ask("halt")["ok"]
-    started.wait_end()
-    scene.ended(started, "halted", 4)
-    scene.note(words, scene.seen_s)
+    scene.note(words)

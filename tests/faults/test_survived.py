@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -22,7 +22,16 @@ from console.commands import control
 from console.sources import process, stacks
 from console.sources.pace import KEPT_STEPS
 from console.sources.run import RunSource
-from tests.faults.scene import ROOT, console, order, sentence_of, verdict_of
+from tests.faults.scene import (
+    CONSOLE,
+    ROOT,
+    Seen,
+    console,
+    order,
+    sentence_of,
+    verdict_of,
+    watching,
+)
 from tests.launches import phase
 from tests.terminal import Terminal
 from trainers.contract import rundir
@@ -74,7 +83,7 @@ def terminal(begin, taken_ports, orders):
     options = begin.options(
         phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000}), watch=WATCH
     )
-    words = [sys.executable, "-m", "console", "--root", str(options.root)]
+    words = [*CONSOLE, "--root", str(options.root)]
     with Terminal([*words, "launch", options.plan, "--wait"], ROOT) as shown:
         yield options.root, shown
 
@@ -118,119 +127,124 @@ def run(begin, first, orders, injection):
 
 
 @pytest.fixture
+def pids(scene, run):
+    """The ranks of the run; after the test the same ones step on."""
+    found = run.pids()
+    yield found
+    scene.goes_on(run, found)
+
+
+@pytest.fixture
 def running(begin, first, orders):
     """A launch whose ranks live, with torchrun or without."""
     return newest(begin, orders, lambda it: it.plan_state["state"] != "ended")
 
 
 @pytest.mark.fault("23")
-def test_a_run_starts_where_the_default_ports_are_taken(scene, run):
+def test_a_run_starts_where_the_default_ports_are_taken(scene, run, pids):
     scene.note(run.state()["state"])
-    scene.goes_on(run, run.pids())
 
 
 @pytest.mark.fault("10")
-def test_sigusr1_kills_nothing_neither_at_the_start_nor_later(scene, run):
-    pids, over = run.pids(), threading.Event()
+def test_sigusr1_kills_nothing_neither_at_the_start_nor_later(run, pids):
+    over = threading.Event()
     threading.Timer(1.0, over.set).start()
     spray(run, over)
-    scene.note("nothing to see")
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("12")
-def test_a_run_outlives_the_terminals_that_launched_and_showed_it(scene, run, terminal):
-    pids, (_, launcher) = run.pids(), terminal
-    words = [sys.executable, "-m", "console", "watch", str(run.path)]
-    with Terminal(words, ROOT) as screen:
-        screen.wait("RUNNING")
+def test_a_run_outlives_the_terminals_that_launched_and_showed_it(run, pids, terminal):
+    _, launcher = terminal
+    with watching(run.path) as screen:
         screen.hang_up()
         if not launcher.closed:
             launcher.hang_up()
         screen.wait_exit()
-    scene.note("nothing to see")
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("11", "console, mid-run")
-def test_a_killed_console_is_opened_again_on_the_same_run(scene, run):
-    pids, words = run.pids(), [sys.executable, "-m", "console", "watch", str(run.path)]
-    with Terminal(words, ROOT) as screen:
-        screen.wait("RUNNING")
+def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
+    with watching(run.path) as screen:
         os.kill(screen.pid, signal.SIGKILL)
         assert screen.wait_exit() == -signal.SIGKILL
-    with Terminal(words, ROOT) as screen:
-        shown = screen.wait("RUNNING")
-        screen.press("q")
-        assert screen.wait_exit() == 0
-    assert shown.startswith(f"tested {run.path.name[9:13]} one")
+    with watching(run.path) as screen:
+        assert screen.text.startswith(f"tested {run.path.name[9:13]} one")
     scene.note("the same run")
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("4")
-def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, orders):
-    pids = run.pids()
+def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
     words = scene.inject(run, lambda: order(orders, 1, f"sleep {STILL_S}"), verdict_of("behind"))
     assert "rank 1 is behind: in forward of step" in words
     assert "rank 0 waits in backward" in words
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("5")
-def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, orders):
-    pids = run.pids()
-    words = scene.inject(run, lambda: order(orders, 1, f"gil {2 * STILL_S}"), verdict_of("behind"))
+def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, pids, orders):
+    words = scene.inject(run, lambda: order(orders, 1, f"gil {3 * STILL_S}"), verdict_of("behind"))
     assert "rank 1 is behind: in forward of step" in words
-    assert console("status", run.path)[0] == 1
     answer = run.ask("dump")
     assert answer["ok"], answer
+    assert console("status", run.path)[0] == 1
     assert re.search(r"rank 1 dumped: \S+ \(native code holds the GIL", answer["detail"][1])
     held = run.wait(lambda: stacks.latest(run.run(), [1]).get(1)).threads
     assert [thread.name for thread in held] == ["main"]
     assert "hold_the_gil" in [frame.function for frame in held[0].frames]
-    scene.goes_on(run, pids)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[Callable[[], None]]:
+    """Yields what stops a process; it goes on afterwards."""
+    try:
+        yield lambda: os.kill(pid, signal.SIGSTOP)
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.fault("8")
-def test_a_stopped_rank_is_offered_cont_and_never_killed(scene, run):
-    pids = run.pids()
-    try:
-        words = scene.inject(run, lambda: os.kill(pids[1], signal.SIGSTOP), verdict_of("stopped"))
-    finally:
-        os.kill(pids[1], signal.SIGCONT)
-    assert f"kill -CONT {pids[1]} lets it go on" in words
-    scene.goes_on(run, pids)
+def test_a_stopped_rank_is_offered_cont_and_never_killed(scene, run, pids):
+    with stopped(pids[1]) as stop:
+        words = scene.inject(run, stop, verdict_of("stopped"))
+    assert f"kill -CONT {pids[1]}" in words
+
+
+@pytest.mark.fault("8", "torchrun")
+def test_a_stopped_torchrun_is_said(scene, run, pids):
+    agent = run.state()["torchrun"]["pid"]
+    with stopped(agent) as stop:
+        words = scene.inject(run, stop, sentence_of("torchrun-stopped"))
+    assert words.startswith(f"torchrun (pid {agent}) is stopped (SIGSTOP")
+
+
+def steps_from(run) -> None:
+    """Waits until a console shows twenty more steps."""
+    before = RunSource(run.path).poll().step
+    run.wait(lambda: RunSource(run.path).poll().step > before + 20)
 
 
 @pytest.mark.fault("b")
-def test_a_stopped_supervisor_is_said_and_its_working_process_answers(scene, run):
-    pids, supervisor = run.pids(), run.plan_state["supervisor"]["pid"]
-    try:
-        words = scene.inject(
-            run, lambda: os.kill(supervisor, signal.SIGSTOP), sentence_of("supervisor-stopped")
-        )
-        before = RunSource(run.path).poll().step
-        run.wait(lambda: RunSource(run.path).poll().step > before + 20)
+def test_a_stopped_supervisor_is_said_and_its_working_process_answers(scene, run, pids):
+    supervisor = run.plan_state["supervisor"]["pid"]
+    with stopped(supervisor) as stop:
+        words = scene.inject(run, stop, sentence_of("supervisor-stopped"))
+        steps_from(run)
         assert run.ask("note", text="while it was stopped")["ok"]
         assert RunSource(run.path).poll().armed.endswith("the supervisor is stopped")
-    finally:
-        os.kill(supervisor, signal.SIGCONT)
     assert words.startswith(f"supervisor (pid {supervisor}) is stopped (SIGSTOP")
     assert f"kill -CONT {supervisor}" in words
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("w")
-def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_go_on(scene, run):
-    pids, child = run.pids(), run.child()
+def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_go_on(
+    scene, run, pids
+):
+    child = run.child()
     supervisor = run.plan_state["supervisor"]["pid"]
     with contextlib.ExitStack() as stack:
         words = scene.inject(
             run, lambda: stack.enter_context(run.stopped()), sentence_of("working-process-stopped")
         )
-        before = RunSource(run.path).poll().step
-        run.wait(lambda: RunSource(run.path).poll().step > before + 20)
+        steps_from(run)
         asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
         assert actions.answer(run.path, asked, 0.5) is None
         assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
@@ -240,30 +254,28 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
             ))  # fmt: skip
     assert actions.answer(run.path, asked, 15)["ok"]
     assert words.startswith(f"working process (pid {child}) is stopped (SIGSTOP")
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("w")
-def test_a_working_process_that_is_killed_is_replaced_and_the_ranks_go_on(scene, run):
-    pids, child = run.pids(), run.child()
+def test_a_working_process_that_is_killed_is_replaced_and_the_ranks_go_on(scene, run, pids):
+    child = run.child()
     words = scene.inject(
         run, lambda: os.kill(child, signal.SIGKILL), sentence_of("supervisor-replaced")
     )  # fmt: skip
     assert "the supervisor's working process ended with SIGKILL" in words
     assert run.ask("note", text="is served")["ok"]
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.slow
 @pytest.mark.fault("25")
 @pytest.mark.parametrize("seconds", [-3600, 86_400])
-def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(scene, run, orders, seconds):
+def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(run, pids, orders, seconds):
     def told() -> int:
         """Counts what is said beside the clock; an alert of a test before may be over meanwhile."""
         events = [event for event in run.events(0) if event["kind"] != "clear"]
         return sum(event.get("alert") != "clock" for event in events)
 
-    pids, events = run.pids(), told()
+    events = told()
     order(orders, 0, f"clock {seconds}")
     try:
         source, end = RunSource(run.path), time.monotonic() + STILL_S
@@ -276,8 +288,6 @@ def test_a_wall_clock_that_jumps_is_no_stall_and_no_negative_time(scene, run, or
     finally:
         order(orders, 0, "clock 0")
     assert told() == events
-    scene.note("nothing to see")
-    scene.goes_on(run, pids)
 
 
 HOSTILE = (
@@ -294,9 +304,17 @@ print(next(line for line in open("/proc/self/status") if "VmHWM" in line), file=
 """
 
 
+def skipped_since(before: int) -> Seen:
+    """Looks for all of `HOSTILE` among the skipped records."""
+    return lambda state: (
+        f"{state.skipped_records} records were skipped"
+        if state.skipped_records >= before + len(HOSTILE) else ""
+    )  # fmt: skip
+
+
 @pytest.mark.fault("21")
-def test_garbage_among_the_records_is_counted_and_costs_bounded_memory(scene, run):
-    pids, supervisor = run.pids(), run.plan_state["supervisor"]["pid"]
+def test_garbage_among_the_records_is_counted_and_costs_bounded_memory(scene, run, pids):
+    supervisor = run.plan_state["supervisor"]["pid"]
     mine = rundir.heartbeat(run.run(), 0)
     fifo, folder, long = (rundir.heartbeat(run.run(), rank) for rank in (7, 8, 9))
     before = RunSource(run.path).poll().skipped_records
@@ -313,8 +331,7 @@ def test_garbage_among_the_records_is_counted_and_costs_bounded_memory(scene, ru
         os.truncate(rundir.heartbeat(run.run(), 1), 0)
 
     try:
-        scene.inject(run, spoil, lambda s: f"{s.skipped_records} records were skipped"
-                     if s.skipped_records >= before + len(HOSTILE) else "")  # fmt: skip
+        scene.inject(run, spoil, skipped_since(before))
         done = subprocess.run(
             [sys.executable, "-c", PEAK, str(run.path)], cwd=ROOT, capture_output=True, text=True
         )
@@ -324,12 +341,11 @@ def test_garbage_among_the_records_is_counted_and_costs_bounded_memory(scene, ru
         fifo.unlink()
         folder.rmdir()
         long.unlink()
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("21", "deleted, replaced")
-def test_records_that_are_deleted_or_replaced_disturb_nobody(scene, run, tmp_path):
-    pids, mine, aside = run.pids(), rundir.heartbeat(run.run(), 1), tmp_path / "aside"
+def test_records_that_are_deleted_or_replaced_disturb_nobody(scene, run, pids, tmp_path):
+    mine, aside = rundir.heartbeat(run.run(), 1), tmp_path / "aside"
     source = RunSource(run.path)
     before = source.poll().skipped_records
     mine.rename(aside)
@@ -337,26 +353,8 @@ def test_records_that_are_deleted_or_replaced_disturb_nobody(scene, run, tmp_pat
     mine.symlink_to("/etc/passwd")
     assert source.poll().skipped_records == before
     mine.unlink()
-    scene.inject(
-        run, lambda: mine.write_bytes(b"".join(HOSTILE)),
-        lambda s: f"{s.skipped_records} records were skipped"
-        if s.skipped_records >= before + len(HOSTILE) else "",
-    )  # fmt: skip
+    scene.inject(run, lambda: mine.write_bytes(b"".join(HOSTILE)), skipped_since(before))
     shutil.move(aside, mine)
-    scene.goes_on(run, pids)
-
-
-@pytest.mark.fault("8", "torchrun")
-def test_a_stopped_torchrun_is_said(scene, run):
-    pids, agent = run.pids(), run.state()["torchrun"]["pid"]
-    try:
-        words = scene.inject(
-            run, lambda: os.kill(agent, signal.SIGSTOP), sentence_of("torchrun-stopped")
-        )
-    finally:
-        os.kill(agent, signal.SIGCONT)
-    assert words.startswith(f"torchrun (pid {agent}) is stopped (SIGSTOP")
-    scene.goes_on(run, pids)
 
 
 def rss_mib(pid: int) -> float:
@@ -368,20 +366,15 @@ ESCAPES = "\x1b]52;c;cHduZWQ=\x07\x1b]0;pwned\x07\x1b[2J\x1b[31m[red]boo[/red]\u
 
 
 @pytest.mark.fault("22")
-def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(scene, run):
-    pids, log = run.pids(), rundir.rank_log(run.run(), 1, 0)
+def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(scene, run, pids):
+    log = rundir.rank_log(run.run(), 1, 0)
     with log.open("a") as stream:
         stream.write(f"{ESCAPES}\n")
-    assert actions.answer(
-        run.path, actions.send(run.path, "note", {"text": ESCAPES}, ESCAPES), 15
-    )["ok"]  # fmt: skip
-    words = [sys.executable, "-m", "console", "watch", str(run.path)]
-    with Terminal(words, ROOT) as screen:
-        screen.wait("RUNNING")
+    sent = actions.send(run.path, "note", {"text": ESCAPES}, ESCAPES)
+    assert actions.answer(run.path, sent, 15)["ok"]
+    with watching(run.path) as screen:
         screen.press("4")
         shown = screen.wait("[red]boo[/red] marker")
-        screen.press("q")
-        assert screen.wait_exit() == 0
     assert "pwned" not in screen.screen.title + screen.screen.icon_name
     assert b"cHduZWQ" not in screen.raw
     assert "cHdu" not in shown
@@ -389,15 +382,13 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(scene, run):
     assert code == 0
     assert not set(out) & set("\x1b\x07\x9b\u202e")
     scene.note("shown as plain text")
-    scene.goes_on(run, pids)
 
 
 @pytest.mark.fault("9")
-def test_ranks_that_torchrun_left_are_found_and_go_on(scene, run):
-    pids, agent = run.pids(), run.state()["torchrun"]["pid"]
+def test_ranks_that_torchrun_left_are_found_and_go_on(scene, run, pids):
+    agent = run.state()["torchrun"]["pid"]
     words = scene.inject(run, lambda: os.kill(agent, signal.SIGKILL), sentence_of("torchrun-gone"))
     assert "ranks 0, 1 still run" in words
-    scene.goes_on(run, pids)
 
 
 def halts_answered(run) -> list[dict]:
@@ -408,10 +399,8 @@ def halts_answered(run) -> list[dict]:
 @pytest.mark.fault("13")
 def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(scene, running):
     run = running
-    words = [sys.executable, "-m", "console", "watch", str(run.path)]
-    with Terminal(words, ROOT) as one, Terminal(words, ROOT) as two:
+    with watching(run.path) as one, watching(run.path) as two:
         for screen in (one, two):
-            screen.wait("RUNNING")
             screen.press("H")
             screen.wait("Halt this run")
         pids = run.pids().values()
@@ -424,8 +413,6 @@ def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(sc
             os.kill(pid, signal.SIGCONT)
         for screen in (one, two):
             screen.wait("HALTED")
-            screen.press("q")
-            assert screen.wait_exit() == 0
     assert all(event["ok"] for event in found)
     assert sum(".HALT is written" in event["text"] for event in found) == 1
     run.wait_end()

@@ -23,6 +23,7 @@ from console.supervisor.hooks import (
     document,
     variables,
 )
+from tests.launches import set_hook
 from trainers.contract import rundir
 
 from .conftest import phase
@@ -239,14 +240,9 @@ def test_a_launch_directory_that_is_gone_is_only_a_failure(tmp_path):
 
 
 def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, monkeypatch):
-    settings = tmp_path / "nsa-console" / "settings.yaml"
-    settings.parent.mkdir(mode=0o700)
     kept = tmp_path / "kept"
     kept.mkdir()
-    argv = [sys.executable, str(PROGRAM), str(kept)]
-    settings.write_text(json.dumps({"hook": argv, "hook_every_s": 1}))
-    settings.chmod(0o600)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    set_hook(tmp_path, monkeypatch, str(kept))
     started = begin(phase("one", "member.py", 100_000))
     started.wait_steps(2)
     os.kill(started.pids()[1], signal.SIGKILL)
