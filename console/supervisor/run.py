@@ -14,7 +14,7 @@ from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import liveness
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -99,7 +99,7 @@ class Run:
             summary = recovery.summary(held, None if is_kept else path, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
         # A new reader begins before the snapshot's end: it has to learn what is usual.
-        reading = Reading(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
+        reading = RecordFiles(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
         live = Live(token, world, self.number, path, held is not None)
         if held is not None and live.path is None and self._link.began(path, home, self.number):
             live.renew(self.number)  # no process has it yet
@@ -220,7 +220,7 @@ class Run:
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run, unless as much was asked before; returns the answer."""
         if self._again_at is not None:
-            self._conclude(*decide(Facts(before=self._ended[-1].why, asked=action, by=by)))
+            self._conclude(*decide(Facts(previous_end=self._ended[-1].why, asked=action, by=by)))
             return "no rank was running; no further attempt starts"
         answer = self.attempt.end(action, by)
         self._decide()
@@ -277,7 +277,7 @@ class Run:
         """Starts the next attempt when its time has come; a `.HALT` ends the waiting."""
         self.attempt.tick()
         if self.attempt.known.halt_file:
-            self._conclude(*decide(Facts(before=self._ended[-1].why, halt_file=True)))
+            self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
         elif self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
             self.number += 1
@@ -310,7 +310,7 @@ class Run:
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._again_at = time.monotonic() + again.wait_s
         text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
-        return self._become(*decide(Facts(before=why, again=text)))
+        return self._become(*decide(Facts(previous_end=why, next_attempt=text)))
 
     def _become(self, state: State, why: str) -> None:
         self.why = why

@@ -213,7 +213,7 @@ def test_a_stopped_supervisor_is_said_and_its_working_process_answers(scene, run
         before = RunSource(run.path).poll().step
         run.wait(lambda: RunSource(run.path).poll().step > before + 20)
         assert run.ask("note", text="while it was stopped")["ok"]
-        assert RunSource(run.path).poll().armed.endswith("the supervisor is stopped")
+        assert RunSource(run.path).poll().armed.endswith("no restart (the supervisor is stopped)")
     finally:
         os.kill(supervisor, signal.SIGCONT)
     assert words.startswith(f"supervisor (pid {supervisor}) is stopped (SIGSTOP")
@@ -233,7 +233,7 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
         run.wait(lambda: RunSource(run.path).poll().step > before + 20)
         asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
         assert actions.answer(run.path, asked, 0.5) is None
-        assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
+        assert RunSource(run.path).poll().armed == "none (the supervisor is stopped)"
         with pytest.raises(ContractError, match=f"is stopped, kill -CONT {supervisor} {child}"):
             control.dump(argparse.Namespace(
                 run=str(run.path), root=run.path.parent, rank=None, timeout=0.5, json=False

@@ -15,7 +15,7 @@ import pytest
 
 from console.run_state import Facts, decide
 from console.sources import liveness, oom_counts, process
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.sources.reducer import NO_RECORDS, Head, Reducer
 from console.sources.series import Series
 from console.supervisor import launch_spec
@@ -60,7 +60,7 @@ class Trial:
         self.link, self.reducer = owners.begin(), Reducer(Series(keeps=False), timed=True)
         self.tree = Tree(token, 2, self.poller, self.link)
         self.poller.register(self.link.fd, select.POLLIN)
-        self.files = Files(self.run, 1, 2, Reading(self.run))
+        self.files = Files(self.run, 1, 2, RecordFiles(self.run))
         self.before = oom_counts.snapshot()
         log = rundir.open_append(logs / rundir.TORCHRUN_LOG)
         self.tree.spawn((*agent, str(PROGRAMS / "ends.py"), mode), environment, log, 10.0)
@@ -155,7 +155,7 @@ def test_a_rank_that_leaves_a_real_group_is_named_and_not_the_one_that_lost_it(b
     state, why = decide(facts)
     assert state == "crashed"
     assert why == (
-        "rank 0 ended first, with exit 0 at step 5, while the others went on; "
+        "rank 0 exited first (code 0) at step 5, while the others continued; "
         "rank 1 ended because of it"
     )
     words = {end.rank: end.log for end in facts.ends}
@@ -204,14 +204,14 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(begin)
     assert not rundir.is_alive(rundir.identity() | {
         "pid": worker.handle.pid, "start_ticks": worker.handle.start_ticks,
     })  # fmt: skip
-    assert liveness.exit_words(worker.as_dict(), {}) == "dead (unreaped), killed by SIGKILL"
+    assert liveness.exit_words(worker.as_dict(), {}) == "killed (SIGKILL), unreaped"
     sampler = Sampler(NoGpus(), lambda rank: None)
     rows = sampler.sample(list(trial.tree.workers.values()), trial.heads, 1, 0.0)["ranks"]
     assert [row["state"] for row in rows] == [rows[0]["state"], "Z"]
     assert rows[0]["state"] in ("R", "S")
     trial.tree.agent.send(signal.SIGCONT)
     facts = trial.ended()
-    assert liveness.exit_words(worker.as_dict(), {}) == "killed by SIGKILL"
+    assert liveness.exit_words(worker.as_dict(), {}) == "killed (SIGKILL)"
     assert decide(facts)[1].startswith("rank 1 was killed by SIGKILL at step ")
 
 
@@ -228,7 +228,7 @@ def test_a_rank_whose_parent_is_gone_still_tells_how_it_ended(begin):
     why = decide(facts)[1]
     if trial.tree.workers[1].signal is None:
         assert "rank 1 ended at step " in why
-        assert "its exit code is not known; its last record says progress" in why
+        assert "exit code not available; its last record says progress" in why
         pytest.skip("this kernel does not keep how a reaped process ended (Linux 6.15 does)")
     assert why.startswith("rank 1 was killed by SIGKILL at step ")
 

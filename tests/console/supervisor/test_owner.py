@@ -301,7 +301,7 @@ def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
     os.kill(started.child(), signal.SIGKILL)
     (text,) = started.wait(silent)
     owner = owner_of(started)
-    assert text.startswith(f"the supervisor (pid {owner}) lives, but has written nothing ")
+    assert text.startswith(f"the supervisor (pid {owner}) is alive but has written nothing ")
     os.kill(owner, signal.SIGTERM)
     assert started.wait_end()["phases"][0]["state"] == "stopped"
     assert not silent()

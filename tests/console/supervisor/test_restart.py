@@ -281,7 +281,7 @@ def test_stalls_of_a_former_supervisor_are_the_most_that_document_and_events_say
 def test_a_copy_is_not_taken_over_and_does_not_touch_the_processes_of_the_original(lost):
     copy = lost.path.with_name("copy")
     shutil.copytree(lost.path, copy)
-    with pytest.raises(ContractError, match="is a copy, or was moved"):
+    with pytest.raises(ContractError, match="is a copy or was moved"):
         actions.adopt(copy)
     assert set(lost.pids().values()) <= set(process.with_token(lost.token()))
 
@@ -361,7 +361,7 @@ def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_tak
     started.wait(lambda: not rundir.is_alive(owner), 10)
     state = RunSource(started.path).poll()
     assert (state.state, status_text.exit_code(state)) == ("lost", 5)
-    assert "attempt 2 does not begin without one" in state.why
+    assert "so attempt 2 does not start; adopt the run" in state.why
     assert state.why.endswith("(exit 7)")
     assert actions.send(started.path, "halt", {}, "tester") == ""
     long_ago = started.state() | {"since_ts": time.time() - 3600}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from console.sources.logs import LogSource
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.supervisor.rotation import Rotation
 from console.supervisor.run_files import Files
 from tests.mounts import tmpfs
@@ -212,7 +212,7 @@ def test_who_looks_after_a_cut_sees_what_was_before_it_once_and_also_without_a_n
 
 
 def test_the_supervisor_finds_torchruns_words_after_a_rotation(run):
-    log, files = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, Files(run, 1, 1, Reading(run))
+    log, files = rundir.logs(run, 1) / rundir.TORCHRUN_LOG, Files(run, 1, 1, RecordFiles(run))
     append(log, numbered(0, 800))
     append(log, b"W1121 Received 15 death signal\n")
     assert rotation(run).look()
@@ -224,5 +224,5 @@ def test_an_exception_that_was_just_rotated_still_explains_the_end(run):
     log = rundir.rank_log(run, 1, 0)
     append(log, numbered(0, 800) + b"ValueError: the batch of step 5 is broken\n")
     assert rotation(run).look()
-    files = Files(run, 1, 1, Reading(run))
+    files = Files(run, 1, 1, RecordFiles(run))
     assert files.rest().last[0].error == "ValueError: the batch of step 5 is broken"
