@@ -16,7 +16,7 @@ from console import status_text
 from console.model import NO_GO, Alert, Gate, LaunchState, RunState
 from console.plans import gates
 from console.sources import liveness
-from console.sources.reading import MAX_RANKS
+from console.sources.record_files import MAX_RANKS
 from console.sources.run import RunSource
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
@@ -144,7 +144,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
     for worker in jsonl.entries(document, "workers"):
         end, rank = jsonl.mapping(worker, "exit"), jsonl.integer(worker, "rank")
         if end.get("signal") or jsonl.integer(end, "code"):
-            yield f"rank {rank} ended with {liveness.exit_words(worker, {})}"
+            yield f"rank {rank}: {liveness.exit_words(worker, {})}"
 
 
 def _disagreement(told: Gate | None, mine: Gate | None) -> str:
