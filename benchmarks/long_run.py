@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, median, publish, table
 from console.sources import snapshot
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import SPANS_S, Series
 from console.supervisor.parts import LEVEL, PART_BYTES
@@ -136,7 +136,7 @@ def samples(began: float, span_s: int, host: str) -> Iterator[bytes]:
 def observe(run: Path) -> None:
     """Writes the snapshot and the history that a supervisor leaves that has read all of it."""
     reducer, ended = Reducer(Series(keeps=False)), []
-    reading = Reading(run)
+    reading = RecordFiles(run)
     while batches := list(reading.poll(LOOK_BYTES)):
         for batch in batches:
             reducer.take(batch)

@@ -272,7 +272,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     rundir.check_ours(folder)
     launches.check_in_place(path)
     run = targets.run_to_halt(path) if action == "halt" else None
-    if run is not None and targets.is_unserved(run, folder, box):
+    if run is not None and targets.is_unsupervised(run, folder, box):
         halt(run, by)
         return ""
     supervisor = targets.supervisor(folder, box)

@@ -1,4 +1,4 @@
-"""Signs in texts and counters of a lost peer, of memory, and of errors that no restart cures."""
+"""Patterns of known errors: a lost peer, out of memory, and errors that a restart cannot fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PEER_SIGNS: Mapping[str, str] = {
+LOST_PEER_TEXTS: Mapping[str, str] = {
     "onnection closed by peer": "gloo/transport/tcp/pair.cc; NCCL misc/socket.cc",
     "onnection reset by peer": "gloo/transport/tcp/pair.cc, from errno ECONNRESET",
     "onnection closed by remote peer": "NCCL misc/socket.cc",
@@ -21,12 +21,12 @@ PEER_SIGNS: Mapping[str, str] = {
     "Connection was likely closed. Did the remote server": "torch c10d/Utils.hpp, TCPStore",
     "another rank is gone": "trainers/failures.py",
 }  # fmt: skip
-"""Texts of a rank whose peer is gone or does not come, with the file that writes each."""
+"""Texts of a rank that lost its peer, with the source file that writes each."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")
-"""EPIPE is of a peer only where a collective or the store says so: stdout has it too."""
+"""EPIPE means a lost peer only in a collective or the store: stdout raises it too."""
 
 _SIZE = r"[\d.]+ ?(?:[KMGT]?i?B|bytes)"
-_ASKED = re.compile(rf"[Tt]ried to allocate ({_SIZE})")
+_REQUESTED = re.compile(rf"[Tt]ried to allocate ({_SIZE})")
 _FREE = re.compile(
     rf"GPU (?P<gpu>\d+) has a total capacity of (?P<total>{_SIZE}) of which "
     rf"(?P<free>{_SIZE}) is free"
@@ -42,12 +42,12 @@ GPU_ADVICE = "lower train.batch_size or set train.recompute to all"
 HOST_ADVICE = "lower train.batch_size or data.seq_len"
 
 OUT_OF_MEMORY = 11
-HOPELESS_CODES: Mapping[int, str] = {13: "trainers/failures.py: configuration"}
-_HOPELESS = re.compile(
+PERMANENT_CODES: Mapping[int, str] = {13: "trainers/failures.py: configuration"}
+_PERMANENT = re.compile(
     r"(?:[\w.]+\.)?(?:UsageError|RefusedError|ModuleNotFoundError|ImportError|SyntaxError|"
     r"IndentationError|TabError)(?::|$)"
 )
-"""Exceptions that come again however often the same program is started."""
+"""Exceptions that every start of the same program raises."""
 
 _NUMBER = r"[-+]?\d+(?:[.,:]\d+)*(?:[eE][-+]?\d+)?"
 _HEX = r"0x[0-9a-fA-F]+|\b(?=[a-fA-F-]*\d)[0-9a-fA-F]{8}[0-9a-fA-F-]*\b"
@@ -60,36 +60,36 @@ _VARYING = (
 
 
 def lost_peer(text: str) -> bool:
-    """Says whether an error is what a rank writes that was left alone by another."""
-    return any(sign in text for sign in PEER_SIGNS) or bool(_BROKEN_PIPE.search(text))
+    """Returns whether an error means that another rank exited or does not answer."""
+    return any(sign in text for sign in LOST_PEER_TEXTS) or bool(_BROKEN_PIPE.search(text))
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns what was asked for, what was free and what to do; "" for another error.
+    """Returns the requested size, the free size and advice; "" for another error.
 
-    An exit code of 11 says that memory ran out, whatever the text.
+    Exit code 11 means out of memory, whatever the text.
     """
     if _HOST_MEMORY.search(text) and not re.search(r"CUDA|HIP|GPU", text):
-        return f"out of host memory{_asked(text)}; {HOST_ADVICE}"
+        return f"out of host memory{_requested(text)}; {HOST_ADVICE}"
     if not _GPU_MEMORY.search(text):
-        return f"out of memory{_asked(text)}; {GPU_ADVICE}" if code == OUT_OF_MEMORY else ""
-    held = _FREE.search(text)
-    free = f", {held['free']} of {held['total']} free on GPU {held['gpu']}" if held else ""
-    return f"out of GPU memory{_asked(text)}{free}; {GPU_ADVICE}"
+        return f"out of memory{_requested(text)}; {GPU_ADVICE}" if code == OUT_OF_MEMORY else ""
+    sizes = _FREE.search(text)
+    free = f", {sizes['free']} of {sizes['total']} free on GPU {sizes['gpu']}" if sizes else ""
+    return f"out of GPU memory{_requested(text)}{free}; {GPU_ADVICE}"
 
 
-def _asked(text: str) -> str:
-    found = _ASKED.search(text)
+def _requested(text: str) -> str:
+    found = _REQUESTED.search(text)
     return f": asked for {found[1]}" if found else ""
 
 
-def hopeless(text: str) -> bool:
-    """Says whether an exception comes again however often the program is started."""
-    return bool(_HOPELESS.match(text))
+def is_permanent(text: str) -> bool:
+    """Returns whether every start of the program raises this exception."""
+    return bool(_PERMANENT.match(text))
 
 
-def same_words(text: str) -> str:
-    """Returns an error without what differs from time to time: numbers, addresses, sizes."""
+def without_numbers(text: str) -> str:
+    """Returns an error with its numbers, addresses and sizes replaced by placeholders."""
     for pattern, instead in _VARYING:
         text = pattern.sub(instead, text)
     return text.strip()[:200]
@@ -97,38 +97,38 @@ def same_words(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OomCounts:
-    """Out-of-memory kills since boot: of one cgroup and those below it, and of the whole host.
+    """Out-of-memory kills since boot, of one cgroup with its children and of the whole host.
 
-    None for not known.
+    None where the count is not available.
     """
 
     cgroup: int | None = None
     host: int | None = None
     path: str = ""
-    """The file that `cgroup` was read from."""
+    """The file with the count of `cgroup`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OomEvidence:
-    """The counters from before a run and from after it."""
+    """The counts of kills before and after a run."""
 
     before: OomCounts
     after: OomCounts
 
     @property
     def here(self) -> bool:
-        """Says whether the kernel killed in the cgroup of the run."""
+        """Whether the kernel killed a process in the cgroup of the run."""
         return _rose(self.before.cgroup, self.after.cgroup)
 
     @property
     def elsewhere(self) -> bool:
-        """Says whether it killed on this host, but none that the cgroup of the run counts."""
+        """Whether the kernel killed a process on this host, outside the cgroup of the run."""
         known = self.after.cgroup is not None
         return known and not self.here and _rose(self.before.host, self.after.host)
 
     @property
     def perhaps(self) -> bool:
-        """Says whether it killed on this host and no cgroup tells whom."""
+        """Whether the kernel killed a process on this host and no cgroup count is available."""
         return self.after.cgroup is None and _rose(self.before.host, self.after.host)
 
     def words(self) -> str:

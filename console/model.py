@@ -1,7 +1,7 @@
-"""The console's data, frozen: replaced on every sample, never edited.
+"""The data of the console: frozen dataclasses, replaced at every poll.
 
 No Textual, no files, no processes here. Times are unix seconds unless the name says otherwise;
-`None` means "not measured", never zero.
+`None` means "not available", never zero.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ Result = Literal["fail", "unknown", "pass"]
 Sure = Literal["high", "medium", "low"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 RESULTS: tuple[Result, ...] = get_args(Result)
-"""Both the worst first."""
+"""Both start with the worst."""
 
 LIVE_STATES: frozenset[State] = frozenset(
     ("queued", "preflight", "starting", "running", "stalled", "halting", "stopping", "restarting",
      "unsupervised")
 )  # fmt: skip
-"""In these, processes of the run may still be there."""
+"""States in which processes of the run may be alive."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
-"""The alert that says that a run cannot go on: a rank ended before the others."""
+"""The alert of a run that cannot continue: a rank ended before the others."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
 NO_GO = "no-go"
-"""The alert that says that the records do not confirm the gates of a run that completed."""
+"""The alert of a completed run whose records do not confirm its gates."""
 EXIT_CODES: Mapping[State, int] = {
     "completed": 0, "halted": 4, "stopped": 4, "killed": 4, "failed": 5, "crashed": 5, "lost": 5,
 }  # fmt: skip
-"""Exit codes of `--wait` and `status` for a run that ended; 0 for a live and healthy one."""
+"""Exit codes of `--wait` and `status` for a run that has ended; a live healthy run has 0."""
 UNHEALTHY_STATES: frozenset[State] = frozenset(("stalled", "unsupervised"))
-"""Live, and not as it should be: it needs somebody."""
+"""Live states that need an operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured number with its unit, the window it was taken over, and when."""
+    """A measured number with its unit, its window, and the time of the measurement."""
 
     value: float
     unit: str
@@ -69,14 +69,14 @@ class Pulse:
 
 
 RECENT_XID_S = 600.0
-"""For so long after its last Xid a GPU counts as one with an Xid."""
+"""A GPU shows its last Xid for this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU at one sample; fields are None where NVML gave nothing, `why` says why.
+    """One GPU at one sample; fields are None where NVML has no value, and `why` has the reason.
 
-    `state` is `ok`, `lost`, or `error`: NVML gives no figures for it.
+    `state` is `ok`, `lost`, or `error` (NVML has no values for it).
     """
 
     index: int
@@ -91,14 +91,14 @@ class Gpu:
     sm_mhz: float | None = None
     why: str = ""
     throttle: str = ""
-    """Why the driver holds the clocks down to protect the GPU, "" while it does not."""
+    """Why the driver lowers the clocks to protect the GPU, "" while it does not."""
     xid: int | None = None
     """The last critical error number of the driver."""
     ecc_uncorrected: int | None = None
-    """Memory errors since the driver was loaded that could not be corrected."""
+    """Uncorrected memory errors since the driver was loaded."""
     uuid: str = ""
     xids: tuple[int, ...] = ()
-    """The newest Xids in their order."""
+    """The newest Xids, oldest first."""
     xid_count: int = 0
     """Number of Xids since the supervisor started."""
     xid_ts: float | None = None
@@ -119,12 +119,12 @@ class Rank:
     gpu: Gpu | None
     exit: str = ""
     age_s: float | None = None
-    """Age of the newest pulse or record of this rank that was read."""
+    """Age of the newest pulse or record of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Something that asks for a person. `key` is the key that deals with it, "" for none."""
+    """A condition that needs an operator; `key` is the key of the action for it, "" for none."""
 
     id: str
     ts: float
@@ -133,12 +133,12 @@ class Alert:
     key: str = ""
     acknowledged: bool = False
     observed: bool = False
-    """Seen by this reader and not raised by the supervisor: it goes only with its cause."""
+    """Raised by this reader and not by the supervisor; it clears automatically."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who holds the run up, where and why, with the evidence for it."""
+    """The result of a diagnosis: which rank, which phase, why and how sure, with the evidence."""
 
     ts: float
     sentence: str
@@ -152,7 +152,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One acceptance rule of a phase, with the value that was measured against its bound."""
+    """One gate of a phase with its measured value and its bound."""
 
     name: str
     value: float | None
@@ -166,7 +166,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class PhaseState:
-    """One phase of a launch. `state` is `next` or `later` for phases that have no run yet."""
+    """One phase of a launch; `state` is `next` or `later` before it has a run."""
 
     index: int
     name: str
@@ -182,7 +182,7 @@ class PhaseState:
 
     @property
     def numbered(self) -> str:
-        """The name behind the number that people count it by."""
+        """Its number, counted from 1, and its name."""
         return f"{self.index + 1} {self.name}"
 
 
@@ -198,7 +198,7 @@ class PendingFlag:
 
 @dataclass(frozen=True, slots=True)
 class LaunchState:
-    """A launch: its phases and what waits for a decision."""
+    """A launch with its phases and pending flags."""
 
     id: str
     path: str
@@ -210,7 +210,7 @@ class LaunchState:
     between: str
     next_flags: tuple[PendingFlag, ...] = ()
     doubt: str = ""
-    """The gap or contradiction in its documents on its phases, "" for none."""
+    """The gap or contradiction in the documents on its phases, "" for none."""
 
     @property
     def under_way(self) -> bool:
@@ -218,11 +218,11 @@ class LaunchState:
 
     @property
     def current(self) -> str:
-        """The name of the current phase, "" for a launch without any."""
+        """The name of the current phase, "" for a launch without phases."""
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
-        """Returns a launch in which no phase with one of these directories passed its gates."""
+        """Returns the launch with the passed gates of these phases replaced by unknown."""
         phases = tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase
@@ -238,7 +238,7 @@ class LaunchState:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of a log, already harmless to a terminal."""
+    """One line of a log, safe for a terminal."""
 
     source: str
     text: str
@@ -246,7 +246,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything a screen shows of one run at one moment."""
+    """Everything that a screen shows of one run at one moment."""
 
     id: str
     path: str
@@ -260,7 +260,7 @@ class RunState:
     steps_planned: int | None = None
     eta_s: float | None = None
     data_age_s: float | None = None
-    """Age of the newest pulse or record that was read, whatever rank it came from."""
+    """Age of the newest pulse or record of any rank."""
     ranks: tuple[Rank, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     figures: Mapping[str, Figure] = field(default_factory=dict)
@@ -268,22 +268,23 @@ class RunState:
     verdict: Verdict | None = None
     gates: tuple[Gate, ...] = ()
     bounds: Mapping[str, str] = field(default_factory=dict)
-    """The gates that judge this phase at its end, by name, with their bounds."""
+    """The gates of this phase by name, with their bounds."""
     armed: str = ""
+    """The policy: what the supervisor does by itself on a stall or crash."""
     armed_short: str = ""
     launch: LaunchState | None = None
     skipped_records: int = 0
     skipped_in: str = ""
-    """The part of the files in which they were counted; "" means all of it."""
+    """The part of the files in which they were counted, "" for all of it."""
     behind_bytes: int = 0
-    """Records that are there and were not read yet: figures are older than they could be."""
+    """Bytes of records that were not read yet: newer values exist."""
     directory_blocked_s: float = 0.0
-    """For how long a write to the run directory has been waiting; 0 when it answers."""
+    """Duration of the pending write to the run directory, 0 without one."""
     checkpoint: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The flags this run's processes were born with."""
+    """The flags of this run's processes."""
     decided: Mapping[str, str] = field(default_factory=dict)
-    """Values of the settings that a flag could have set, by the flag's name."""
+    """Resolved settings by the name of the flag that sets them."""
     origins: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     backend: str = ""

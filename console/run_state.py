@@ -1,8 +1,8 @@
-"""The state of a run and why, decided here and nowhere else: for its supervisor and every reader.
+"""Decides the state of a run and the reason for it, for its supervisor and for every reader.
 
-torchrun returns 1 for everything, so the truth about an end comes from the ranks: how each ended,
-in which order, and what it wrote last. A rank that lost its peer is blamed where no other failed.
-A reader believes the supervisor's newest word as long as the processes do not speak against it.
+torchrun returns 1 for every failure, so the cause comes from the ranks: how each one ended, in
+which order, and its last records. A rank that lost its peer is blamed only where no other failed.
+A reader accepts what the supervisor said last unless living processes contradict it.
 """
 
 from __future__ import annotations
@@ -10,234 +10,240 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from console.ending import NAMED_CODES, End
 from console.error_patterns import OomEvidence
 from console.model import EXIT_CODES, State
+from console.rank_end import NAMED_CODES, RankEnd
 
 LAST_STEP = "done"
-"""The reason that a rank gives which took all its steps."""
-AT_ONCE_S = 0.5
-"""Ranks killed within this time were killed together: torchrun gives those that are left longer."""
+"""The reason of a rank that completed all its steps."""
+TOGETHER_S = 0.5
+"""Ranks killed within this time were killed together; torchrun gives the remaining ranks longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A reader's view of a run beside its records: the supervisor's word, and living processes."""
+class ReaderView:
+    """The evidence of a reader besides the records: the supervisor's last state, live processes."""
 
     state: State | None = None
-    """In the newest word of the supervisor, None where no document tells of it."""
+    """The last state that the supervisor wrote, None where no document has one."""
     why: str = ""
-    lives: bool = False
-    """The supervisor lives."""
-    gone: str = "the supervisor is gone"
+    has_supervisor: bool = False
+    """The supervisor is alive."""
+    no_supervisor: str = "the supervisor is not running"
     living: str = ""
-    """The ranks or processes of the run that live, in words, "" for none."""
+    """A sentence on the ranks or processes of the run that are alive, "" for none."""
     next_attempt: int = 2
-    newest: str = ""
-    """The age of the newest record, in words, "" without a record."""
-    goes_on: bool = False
-    """It is on another host, and its newest record is young."""
+    newest_record: str = ""
+    """A sentence on the age of the newest record, "" without a record."""
+    records_elsewhere: bool = False
+    """The run is on another host, and its newest record is recent."""
     behind: bool = False
     """Records are still being read."""
     trouble: str = ""
-    """The document of the supervisor is there and cannot be shown, for this reason."""
+    """The reason for which supervisor.json cannot be shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything the state of a run depends on.
+    """Everything that the state of a run depends on.
 
-    The supervisor knows the processes; a reader has the records and its `view`.
+    The supervisor observes the processes; a reader has the records and its `view`.
     """
 
     spawned: bool = False
     over: bool = False
     asked: str = ""
+    """The action of the request that ends the run, "" for none; `by` sent it."""
     by: str = ""
     halt_file: bool = False
     halting_ranks: int = 0
     step: int = 0
     verdict: str = ""
     agent_code: int | None = None
+    """Exit status of torchrun."""
     agent_gone: bool = False
-    ends: Sequence[End] = ()
+    ends: Sequence[RankEnd] = ()
     order: Sequence[int] = ()
+    """Ranks in the order of their ends."""
     halt_steps: Mapping[int, int] = field(default_factory=dict)
     reason: str = ""
-    """The reason that the ranks give for their end."""
-    told: bool = True
-    """Every rank's exit record was read, or they write none: no record was lost."""
+    """The reason in the exit records of the ranks."""
+    has_exit_records: bool = True
+    """Every exit record was read, or the program writes none: no record was lost."""
     agent_signal: str = ""
-    """The signal that torchrun's log names at its end, "" for none: a claim, see `told_to_end`."""
+    """The signal that torchrun's log names at its end: a claim, see `ended_by_signal`."""
     ending: str = ""
-    """Which rank failed, as soon as its exit was seen while others still run."""
+    """The failed rank, as soon as its exit was observed while others are alive."""
     world: int = 1
     failure: str = ""
-    """The reason for which the run could not be started, or its directory not be read."""
+    """The reason for which the run could not start, or its directory cannot be read."""
     oom: OomEvidence | None = None
-    """The kernel's kills for memory while the ranks ran, None where nobody looked."""
+    """The kernel's out-of-memory kills while the ranks ran, None where nothing was counted."""
     collecting: bool = False
     """All processes have ended, and their records are still being read."""
-    before: str | None = None
-    """The reason of the last end, while the run waits for its next attempt: nothing else counts."""
-    again: str = ""
-    """The time and the checkpoint at which that one begins."""
-    view: View = View()
+    previous_end: str | None = None
+    """How the last attempt ended, while the run waits for its next one: nothing else counts."""
+    next_attempt: str = ""
+    """When, and from which checkpoint, the next attempt starts."""
+    view: ReaderView = ReaderView()
     is_reader: bool = False
 
     @property
     def halt_wanted(self) -> bool:
-        """A halt was asked for, by a request or a `.HALT`."""
+        """A request or a `.HALT` file asks for a halt."""
         return self.asked == "halt" or self.halt_file
 
     @property
-    def said(self) -> str:
-        """The reason of the ranks, as their word and not as ours."""
+    def ranks_reason(self) -> str:
+        """The reason of the ranks as a quotation, "" without one."""
         return f'the ranks say "{self.reason}"' if self.reason else ""
 
     @property
-    def clean(self) -> bool:
-        """All ranks ended with 0, whatever became of torchrun; a bad exit speaks against its 0."""
+    def succeeded(self) -> bool:
+        """All ranks exited with code 0, by their own exits or by that of torchrun."""
         if any(end.signal or end.code not in (0, None) for end in self.ends):
             return False
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
         return self.agent_code == 0 or (all_zero and len(self.ends) == self.world)
 
     @property
-    def told_to_end(self) -> bool:
+    def ended_by_signal(self) -> bool:
         """torchrun's log names a signal, torchrun failed, and no rank failed by itself.
 
-        Anybody can print into that log, so the exits have to agree.
+        Any program can print into that log, so the exits have to agree.
         """
         failed = self.agent_code not in (0, None)
         by_itself = any(
-            end.bad and not end.secondary and end.signal != self.agent_signal for end in self.ends
+            end.failed and not end.secondary and end.signal != self.agent_signal
+            for end in self.ends
         )
         return bool(self.agent_signal) and failed and not by_itself
 
     @property
     def halted(self) -> bool:
-        """All ranks ended well, before their last step.
+        """All ranks exited with code 0 before their last step.
 
-        A halt that was asked for counts as obeyed if a full disk took their records.
+        A requested halt counts as done where a full disk lost the exit records.
         """
-        return self.clean and (bool(self.halt_steps) or (self.halt_wanted and not self.told))
+        lost = self.halt_wanted and not self.has_exit_records
+        return self.succeeded and (bool(self.halt_steps) or lost)
 
     @property
-    def unsure(self) -> bool:
-        """All ranks ended well, and whether they were done stood in records that are lost.
+    def completion_unknown(self) -> bool:
+        """All ranks exited with code 0; the records that say whether they were done are lost.
 
-        A program may well leave without a last record: then nothing else speaks against its end.
+        A program may exit without an exit record: then no other evidence contradicts its success.
         """
-        against = bool(self.failure) or self.agent_code not in (0, None)
-        return self.clean and not self.told and against
+        contradicted = bool(self.failure) or self.agent_code not in (0, None)
+        return self.succeeded and not self.has_exit_records and contradicted
 
     @property
-    def unseen(self) -> bool:
-        """The processes are gone, and nobody saw which ranks there were, or how torchrun ended."""
+    def unobserved(self) -> bool:
+        """The processes have ended, and neither the ranks nor the exit of torchrun are known."""
         return self.spawned and not self.ends and self.agent_code is None and not self.failure
 
     @property
-    def doubted(self) -> End | None:
-        """Returns a rank whose good end is doubted, where no rank has ended badly."""
-        if any(end.bad for end in self.ends):
+    def doubtful_end(self) -> RankEnd | None:
+        """A rank whose success is contradicted, None where a rank failed."""
+        if any(end.failed for end in self.ends):
             return None
         return next((end for end in self.ends if end.doubt), None)
 
     @property
-    def killed_at_once(self) -> bool:
-        """All ranks of a run got SIGKILL in the same moment, and not from here."""
-        killed = (end for end in self.ends if end.signal == "SIGKILL" and not end.culled)
+    def killed_together(self) -> bool:
+        """All ranks got SIGKILL at the same moment, and not from the supervisor."""
+        killed = [e for e in self.ends if e.signal == "SIGKILL" and not e.killed_after_failure]
         times = [end.ts for end in killed if end.ts is not None]
-        return len(times) == self.world > 1 and max(times) - min(times) <= AT_ONCE_S
+        return len(times) == self.world > 1 and max(times) - min(times) <= TOGETHER_S
 
-    def left_early(self) -> End | None:
-        """Returns the rank that ended well while the others needed it, None if there is none."""
-        bad = [end for end in self.ends if end.bad or end.unknown]
-        if not bad or not all(end.lost_peer for end in bad):
+    def exited_early(self) -> RankEnd | None:
+        """Returns the rank that exited with code 0 while the others needed it, None without one."""
+        failed = [end for end in self.ends if end.failed or end.unknown]
+        if not failed or not all(end.lost_peer for end in failed):
             return None
-        first = min((self.turn(end) for end in bad), default=0)
-        early = [end for end in self.ends if end.code == 0 and self.turn(end) < first]
-        return min(early, key=self.turn, default=None)
+        first = min(self.position(end) for end in failed)
+        early = [end for end in self.ends if end.code == 0 and self.position(end) < first]
+        return min(early, key=self.position, default=None)
 
-    def culprit(self) -> End | None:
-        """Returns the rank to blame: the first that ended badly and not because of another.
+    def culprit(self) -> RankEnd | None:
+        """Returns the rank to blame: the first that failed, and not because of another rank.
 
-        One whose end nobody knows is blamed before one that was told to end or lost its peer.
+        An unknown end is blamed before one that torchrun terminated or that lost its peer.
         """
-        bad = [end for end in self.ends if end.bad or (self.over and end.unknown)]
-        return self.left_early() or min(
-            bad, key=lambda e: (e.secondary, e.unknown, self.turn(e), e.rank), default=None
+        failed = [end for end in self.ends if end.failed or (self.over and end.unknown)]
+        return self.exited_early() or min(
+            failed, key=lambda e: (e.secondary, e.unknown, self.position(e), e.rank), default=None
         )
 
-    def turn(self, end: End) -> int:
-        """Returns its place in the order of the ends, those that are not in it last."""
+    def position(self, end: RankEnd) -> int:
+        """Returns the place of an end in `order`; ends outside of it come last."""
         return self.order.index(end.rank) if end.rank in self.order else len(self.order)
 
 
 def _halt_words(facts: Facts) -> str:
     steps = sorted(set(facts.halt_steps.values()))
-    by = f", asked by {facts.by}" if facts.by and facts.asked == "halt" else ""
-    cause = f"{facts.agent_signal} to torchrun" if facts.told_to_end else facts.said
-    by = by or (f" ({cause})" if cause else "")
+    cause = f"{facts.agent_signal} to torchrun" if facts.ended_by_signal else facts.ranks_reason
+    by = f" ({cause})" if cause else ""
+    if facts.by and facts.asked == "halt":
+        by = f", requested by {facts.by}"
     if len(steps) == 1:
         who = f"all {len(facts.halt_steps)} ranks" if len(facts.halt_steps) > 1 else "rank 0"
         return f"{who} halted at step {steps[0]}{by}"
     return f"ranks halted at steps {', '.join(map(str, steps))}{by}" if steps else f"halted{by}"
 
 
-def _done_words(facts: Facts) -> str:
-    """A run that needed fewer steps than planned says why."""
-    early = f"; {facts.said}" if facts.reason not in ("", LAST_STEP) else ""
+def _completed_words(facts: Facts) -> str:
+    """A run that needed fewer steps than planned gives the reason."""
+    early = f"; {facts.ranks_reason}" if facts.reason not in ("", LAST_STEP) else ""
     return f"all ranks done after step {facts.step}{early}"
 
 
-def _unsure_words(facts: Facts) -> str:
-    lost = facts.failure or "their last records are not there"
-    return (f"all ranks ended with exit 0 after step {facts.step}, but nobody knows whether they "
-            f"were done or were halted: {lost}; see their checkpoints and logs")  # fmt: skip
+def _completion_unknown_words(facts: Facts) -> str:
+    lost = facts.failure or "their exit records are missing"
+    return (f"all ranks exited with code 0 after step {facts.step}; it is unknown whether they "
+            f"completed or halted: {lost}; see their checkpoints and logs")  # fmt: skip
 
 
-def _doubted_words(facts: Facts) -> str:
-    end = facts.doubted
-    return f"nobody knows how rank {end.rank} ended: {end.doubt}" if end else ""
+def _doubtful_words(facts: Facts) -> str:
+    end = facts.doubtful_end
+    return f"the end of rank {end.rank} is unknown: {end.doubt}" if end else ""
 
 
-def _error_words(facts: Facts) -> str:
+def _failure_words(facts: Facts) -> str:
     end = facts.culprit()
     if end is None or (end.unknown and facts.failure):
-        return facts.failure or "the ranks ended without a word; see torchrun.log"
-    if facts.killed_at_once:
-        return _at_once_words(facts)
-    if end == facts.left_early():
+        return facts.failure or "the ranks exited without an error record; see torchrun.log"
+    if facts.killed_together:
+        return _killed_together_words(facts)
+    if end == facts.exited_early():
         at = f" at step {end.step}" if end.step else ""
-        sentence = f"rank {end.rank} ended first, with exit 0{at}, while the others went on"
+        sentence = f"rank {end.rank} exited first (code 0){at}, while the others continued"
     else:
-        sentence = _memory_words(facts, end)
-    others = [e for e in facts.ends if e.rank != end.rank and e.bad and e.secondary]
-    before = [e for e in others if e.lost_peer and facts.turn(e) < facts.turn(end)]
-    because = [e for e in others if e not in before]
-    told = [f"; {_ranks(before)} exited earlier, with the error of a lost peer"] * bool(before)
-    told += [f"; {_ranks(because)} ended because of it"] * bool(because)
-    return f"{sentence}{''.join(told)}"
+        sentence = _culprit_words(facts, end)
+    others = [e for e in facts.ends if e.rank != end.rank and e.failed and e.secondary]
+    earlier = [e for e in others if e.lost_peer and facts.position(e) < facts.position(end)]
+    later = [e for e in others if e not in earlier]
+    if earlier:
+        sentence += f"; {_ranks(earlier)} exited earlier, with the error of a lost peer"
+    return f"{sentence}; {_ranks(later)} ended because of it" if later else sentence
 
 
-def _ranks(ends: Sequence[End]) -> str:
+def _ranks(ends: Sequence[RankEnd]) -> str:
     """Returns "ranks 0, 2"."""
     return f"rank{'s' * (len(ends) > 1)} {', '.join(str(end.rank) for end in ends[:8])}"
 
 
-def _at_once_words(facts: Facts) -> str:
+def _killed_together_words(facts: Facts) -> str:
     step = f" at step {facts.step}" if facts.step else ""
     who = f"all {facts.world} ranks were killed"
     if facts.oom is not None and facts.oom.here:
         return f"{who} by the kernel at once{step}: out of host memory ({facts.oom.words()})"
-    by = "probably from outside, by a scheduler or who ends the container"
+    by = "probably from outside, by a scheduler or the container runtime"
     return f"{who} by SIGKILL at once{step}: {by}"
 
 
-def _memory_words(facts: Facts, end: End) -> str:
-    """The sentence on the rank to blame, with what the kernel counted while it ran."""
+def _culprit_words(facts: Facts, end: RankEnd) -> str:
+    """Returns the sentence on the rank to blame, with the kernel's kills while it ran."""
     oom, sentence = facts.oom, end.sentence()
     if oom is None:
         return sentence
@@ -254,101 +260,110 @@ def _memory_words(facts: Facts, end: End) -> str:
     return sentence
 
 
-def _trainer_named_it(facts: Facts) -> bool:
+def _has_named_error(facts: Facts) -> bool:
     end = facts.culprit()
     return end is not None and not end.signal and (bool(end.error) or end.code in NAMED_CODES)
 
 
 def _between_words(facts: Facts) -> str:
-    return f"{facts.asked} asked by {facts.by} before the next attempt; before: {facts.before}"
+    request = f"{facts.asked} requested by {facts.by} before the next attempt"
+    return f"{request}; previous end: {facts.previous_end}"
 
 
 Rule = tuple[State | None, Callable[[Facts], bool], Callable[[Facts], str]]
-"""A state, when it holds, and its sentence; None stands for what the supervisor said."""
+"""A state, its condition, and its sentence; None stands for the last state of the supervisor."""
 
-TOLD: tuple[Rule, ...] = (
-    (None, lambda f: f.view.lives and f.view.state is not None, lambda f: f.view.why),
+SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
+    (None, lambda f: f.view.has_supervisor and f.view.state is not None, lambda f: f.view.why),
     ("unsupervised", lambda f: f.view.state in EXIT_CODES and bool(f.view.living),
      lambda f: f"its documents say that the run is {f.view.state}, but {f.view.living}; "
-               f"{f.view.gone}"),
+               f"{f.view.no_supervisor}"),
     (None, lambda f: f.view.state in EXIT_CODES, lambda f: f.view.why),
     ("unsupervised", lambda f: bool(f.view.living),
-     lambda f: f"{f.view.gone if f.view.state else 'no document tells of it'}; {f.view.living}"),
+     lambda f: f"{f.view.no_supervisor if f.view.state else 'no document has a state'}; "
+               f"{f.view.living}"),
     ("lost", lambda f: f.view.state == "restarting" and not f.view.behind,
-     lambda f: f"{f.view.gone}, attempt {f.view.next_attempt} does not begin without one; adopt "
-               f"it: {f.view.why.partition(': ')[2]}"),
+     lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start; adopt "
+               f"the run: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
-"""Definitions for a reader: what the supervisor said, unless processes speak against it."""
+"""For a reader: the last state of the supervisor, unless living processes contradict it."""
 
-UNTOLD: tuple[Rule, ...] = (
-    ("queued", lambda f: f.view.state is None and not f.view.newest, lambda f: "no record yet"),
-    ("unsupervised", lambda f: f.view.state is None, lambda f: f"no supervisor; {f.view.newest}"),
-    ("unsupervised", lambda f: f.view.goes_on, lambda f: f"{f.view.gone}; {f.view.newest}"),
+NO_END_RECORDED: tuple[Rule, ...] = (
+    ("queued", lambda f: f.view.state is None and not f.view.newest_record,
+     lambda f: "no record yet"),
+    ("unsupervised", lambda f: f.view.state is None,
+     lambda f: f"no supervisor; {f.view.newest_record}"),
+    ("unsupervised", lambda f: f.view.records_elsewhere,
+     lambda f: f"{f.view.no_supervisor}; {f.view.newest_record}"),
     ("unsupervised", lambda f: f.view.behind,
-     lambda f: "the supervisor is gone; the records are still being read"),
-    ("lost", lambda f: True, lambda f: f"{f.view.gone} and so are all ranks; they left no reason"),
+     lambda f: f"{f.view.no_supervisor}; the records are still being read"),
+    ("lost", lambda f: True,
+     lambda f: f"{f.view.no_supervisor}, no rank is alive, and no exit record gives a reason"),
 )  # fmt: skip
-"""Definitions for a reader where neither the supervisor nor the ranks told of an end."""
+"""For a reader where neither the supervisor nor the ranks recorded an end."""
 
-BETWEEN: tuple[Rule, ...] = (
+BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
     ("killed", lambda f: f.asked == "kill", _between_words),
     ("stopped", lambda f: f.asked == "stop", _between_words),
     ("crashed", lambda f: f.asked == "restart", _between_words),
     ("halted", lambda f: f.asked == "halt", _between_words),
-    ("halted", lambda f: f.halt_file, lambda f: f".HALT is there; before: {f.before}"),
-    ("restarting", lambda f: True, lambda f: f"{f.again}: {f.before}"),
+    ("halted", lambda f: f.halt_file,
+     lambda f: f"a .HALT file exists; previous end: {f.previous_end}"),
+    ("restarting", lambda f: True, lambda f: f"{f.next_attempt}: {f.previous_end}"),
 )  # fmt: skip
-"""Definitions while no rank runs and a further attempt would begin."""
+"""While no rank runs and the next attempt would start."""
 
 ENDED: tuple[Rule, ...] = (
-    ("crashed", lambda f: f.asked == "restart", lambda f: f"ended for a restart by {f.by}"),
-    ("killed", lambda f: f.asked == "kill", lambda f: f"killed, asked by {f.by}"),
-    ("stopped", lambda f: f.asked == "stop" and not (f.clean and f.told and not f.halt_steps),
-     lambda f: f"stopped, asked by {f.by}"),
+    ("crashed", lambda f: f.asked == "restart",
+     lambda f: f"ended for a restart, requested by {f.by}"),
+    ("killed", lambda f: f.asked == "kill", lambda f: f"killed, requested by {f.by}"),
+    ("stopped",
+     lambda f: f.asked == "stop" and not (f.succeeded and f.has_exit_records and not f.halt_steps),
+     lambda f: f"stopped, requested by {f.by}"),
     ("halted", lambda f: f.halted or (f.asked == "halt" and not f.spawned), _halt_words),
-    ("stopped", lambda f: f.told_to_end and not (f.clean and f.told),
+    ("stopped", lambda f: f.ended_by_signal and not (f.succeeded and f.has_exit_records),
      lambda f: f"stopped by {f.agent_signal} to torchrun"),
-    ("lost", lambda f: f.unsure, _unsure_words),
-    ("lost", lambda f: f.unseen,
-     lambda f: "nobody saw how torchrun and its ranks ended; see torchrun.log"),
-    ("lost", lambda f: f.doubted is not None, _doubted_words),
-    ("completed", lambda f: f.clean, _done_words),
-    ("failed", _trainer_named_it, _error_words),
-    ("crashed", lambda f: True, _error_words),
+    ("lost", lambda f: f.completion_unknown, _completion_unknown_words),
+    ("lost", lambda f: f.unobserved,
+     lambda f: "the end of torchrun and its ranks was not observed; see torchrun.log"),
+    ("lost", lambda f: f.doubtful_end is not None, _doubtful_words),
+    ("completed", lambda f: f.succeeded, _completed_words),
+    ("failed", _has_named_error, _failure_words),
+    ("crashed", lambda f: True, _failure_words),
 )  # fmt: skip
-"""Definitions of the ends."""
+"""After all processes of the run have ended."""
 
 LIVE: tuple[Rule, ...] = (
     ("stopping", lambda f: f.collecting,
      lambda f: "all ranks have ended; their records are still being read"),
     ("stopping", lambda f: f.asked in ("restart", "stop", "kill"),
-     lambda f: f"{f.asked}, asked by {f.by}"),
+     lambda f: f"{f.asked}, requested by {f.by}"),
     ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
     ("stalled", lambda f: bool(f.verdict),
      lambda f: f.verdict + "; a halt is pending" * (f.halt_wanted and not f.halting_ranks)),
     ("halting", lambda f: f.halt_wanted or f.halting_ranks > 0,
-     lambda f: f"halt, asked by {f.by}" if f.by else "a .HALT file or a signal asks for it"),
+     lambda f: f"halt, requested by {f.by or 'a .HALT file or a signal'}"),
     ("running", lambda f: f.step > 0,
-     lambda f: "torchrun is gone, the ranks go on without it" if f.agent_gone else ""),
+     lambda f: "torchrun is not running; the ranks continue without it" if f.agent_gone else ""),
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip
-"""Definitions of the states while processes may live."""
+"""While processes of the run may be alive."""
 
 
-CHAPTERS: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (
-    (lambda f: f.is_reader, TOLD),
-    (lambda f: f.before is not None, BETWEEN),
+TABLES: tuple[tuple[Callable[[Facts], bool], tuple[Rule, ...]], ...] = (
+    (lambda f: f.is_reader, SAID_BY_SUPERVISOR),
+    (lambda f: f.previous_end is not None, BETWEEN_ATTEMPTS),
     (lambda f: f.over, ENDED),
-    (lambda f: f.is_reader, UNTOLD),
+    (lambda f: f.is_reader, NO_END_RECORDED),
     (lambda f: True, LIVE),
 )
-"""All definitions in their order: of those that apply, the first that holds is the state."""
+"""Each table of rules with its condition. The first rule that holds decides the state."""
 
 
 def decide(facts: Facts) -> tuple[State, str]:
     """Returns the state of a run and the reason for it."""
-    rules = (rule for applies, chapter in CHAPTERS if applies(facts) for rule in chapter)
+    rules = (rule for applies, table in TABLES if applies(facts) for rule in table)
     state, _, words = next(rule for rule in rules if rule[1](facts))
     trouble, why = facts.view.trouble, words(facts)
     return state or facts.view.state or "lost", f"{trouble}; {why}" if trouble else why

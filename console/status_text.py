@@ -1,4 +1,4 @@
-"""States in words and as JSON: for scripts, screen readers and terminals without a screen."""
+"""The state of a run as text lines, sentences, exit code and JSON, for scripts and terminals."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NOT_GOOD = 1
 FIGURES_EVERY_S = 10.0
 DASH = "–"
 COUNTED = ("records", "restarts", "stalls", "steps")
-"""Units of which there can be one."""
+"""Units with a singular form."""
 
 
 def age(seconds: float | None) -> str:
-    """Returns an age in at most four or five characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
+    """Returns an age in at most five characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
 
-    Up to a minute it is rounded up to whole seconds: a fresh figure reads a steady `1s`.
+    Seconds are rounded up, so that a new value shows a steady `1s`.
     """
     if seconds is None or not math.isfinite(seconds):
         return DASH
@@ -46,13 +46,13 @@ def age(seconds: float | None) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Returns how many there are of a thing, in the plural where it is not one."""
+    """Returns a count with its noun: "1 record", "2 records"."""
     plural = "" if count == 1 else "es" if thing.endswith("s") else "s"
     return f"{count:,} {thing}{plural}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Returns a figure with `digits` significant digits and thousands separated."""
+    """Returns a number with `digits` significant digits and a separator for thousands."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -62,11 +62,19 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def exit_code(state: RunState, whole: bool = False) -> int:
-    """Returns the documented exit code for a state: how the run is or ended, then its gates.
+def size(size_bytes: int) -> str:
+    """Returns a size in its largest fitting unit."""
+    for unit_bytes, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit_bytes:
+            return f"{size_bytes / unit_bytes:,.1f} {name}"
+    return f"{size_bytes} bytes"
 
-    With `whole` that of its launch, when that is over. A run that lost a rank has crashed already,
-    also while its other ranks are being ended.
+
+def exit_code(state: RunState, whole: bool = False) -> int:
+    """Returns the documented exit code for a state: of the state itself, then of its gates.
+
+    With `whole` it is that of the launch, when the launch is over. A run that lost a rank counts as
+    crashed, also while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
@@ -82,15 +90,15 @@ def exit_code(state: RunState, whole: bool = False) -> int:
 
 
 def no_go(state: RunState) -> str:
-    """Returns why the records do not confirm that a run passed, "" when they do."""
+    """Returns why the records do not confirm the gates of a run, "" where they do."""
     return next((alert.text for alert in state.alerts if alert.id == NO_GO), "")
 
 
 def launch_exit_code(launch: LaunchState) -> int:
-    """Returns the exit code of a launch that is over: that of the first phase that went wrong.
+    """Returns the exit code of a launch that is over: that of the first phase that did not pass.
 
-    A plan that ended before its last phase was halted, or lost its supervisor. One whose documents
-    do not tell of its phases, or not the same, is not good.
+    A plan that ended before its last phase was halted, or lost its supervisor. A launch whose
+    documents have no phases, or contradict each other, returns 1.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -106,7 +114,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns how a launch is, in a word and a sentence: as its run, unless it ended otherwise."""
+    """Returns the state of a launch as a word and a sentence; unless it ended, those of its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -119,19 +127,19 @@ def outcome(state: RunState) -> tuple[str, str]:
     gates = "gate failed" if failed else "gate unknown"
     words = {NOT_GOOD: gates, EXIT_CODES["halted"]: "halted"}
     word = words.get(code, state.state) if state.state == "completed" else state.state
-    left = ", ".join(phase.name for phase in launch.rest if phase.state in ("next", "later"))
-    return word, launch.why + (f"; not run: {left}" if left else "")
+    left = [phase.name for phase in launch.rest if phase.state in ("next", "later")]
+    return word, launch.why + (f"; not started: {', '.join(left)}" if left else "")
 
 
 def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
-    """Returns a run's state as plain data; the names are documented and stay."""
+    """Returns a run's state as JSON data; its keys are documented and stable."""
     record = dataclasses.asdict(state)
     record["exit_code"] = exit_code(state, whole)
     return record
 
 
 def progress(state: RunState) -> str:
-    """Returns how far a run is, in words."""
+    """Returns the progress of a run as text."""
     if state.step is None:
         return "no step yet"
     if state.steps_planned:
@@ -147,12 +155,12 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     if state.data_age_s is not None:
         yield f"  newest pulse or record read: {age(state.data_age_s)} old"
     if state.armed and state.state in LIVE_STATES:
-        yield f"  armed: {state.armed}"
+        yield f"  policy: {state.armed}"
     if state.backend:
         yield f"  attention: {state.backend}"
     if state.directory_blocked_s >= 1:
         blocked = age(state.directory_blocked_s)
-        yield f"  the run directory has not taken a write for {blocked}; training goes on"
+        yield f"  no write to the run directory has finished for {blocked}; training continues"
     if state.skipped_records:
         yield f"  {skipped(state)}, skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
@@ -181,9 +189,9 @@ def _state_lines(state: RunState, whole: bool) -> Iterator[str]:
 
 
 def skipped(state: RunState) -> str:
-    """Says how many records could not be read, and where they were counted."""
-    told = f"{counted(state.skipped_records, 'record')} could not be read"
-    return f"at least {told} ({state.skipped_in})" if state.skipped_in else told
+    """Returns the number of records that cannot be read, and the part of the files it is of."""
+    text = f"{counted(state.skipped_records, 'record')} cannot be read"
+    return f"at least {text} ({state.skipped_in})" if state.skipped_in else text
 
 
 def rank_line(rank: Rank) -> str:
@@ -215,7 +223,7 @@ def gate_value(gate: Gate) -> str:
 
 
 def missed(gates: Sequence[Gate]) -> str:
-    """Names the gates that did not pass, with value and bound, "" when all did."""
+    """Returns the gates that did not pass, with value and bound, "" where all passed."""
     return "; ".join(
         f"gate {gate.name} {gate.result} ({gate_value(gate)}, bound {gate.bound})"
         + (f": {gate.why}" if gate.result == "unknown" and gate.why else "")
@@ -242,28 +250,28 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
 
 
 class Changes:
-    """Turns successive states into one sentence a change, for `watch --plain` and `--wait`."""
+    """Turns successive states into a sentence per change, for `watch --plain` and `--wait`."""
 
     def __init__(self) -> None:
-        self._said: dict[str, object] = {}
+        self._last: dict[str, object] = {}
         self._figures_at = 0.0
 
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
-        """Yields what is new since the last call, in the order in which it happened."""
-        for key, what, sentence in _sayings(state):
-            if self._said.get(key) != what:
-                self._said[key] = what
+        """Yields the changes since the last call, in the order in which they happened."""
+        for key, value, sentence in _values(state):
+            if self._last.get(key) != value:
+                self._last[key] = value
                 if sentence:
                     yield f"{sentence}."
         if state.state == "running" and now - self._figures_at >= FIGURES_EVERY_S:
             self._figures_at = now
-            if self._said.get("figures") != (state.id, state.step):
-                self._said["figures"] = (state.id, state.step)
+            if self._last.get("figures") != (state.id, state.step):
+                self._last["figures"] = (state.id, state.step)
                 yield f"{progress(state)}{_figures(state)}."
 
 
-def _sayings(state: RunState) -> Iterator[tuple[str, object, str]]:
-    """Yields things that change: a key, what it is now, and the sentence that says so."""
+def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
+    """Yields everything that may change: a key, its present value, and a sentence on it."""
     launch, verdict = state.launch, state.verdict
     phases, current = (launch.phases, launch.phase) if launch else ((), 0)
     yield from _phases_ended(phases[:current])
@@ -271,26 +279,26 @@ def _sayings(state: RunState) -> Iterator[tuple[str, object, str]]:
     yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
     for alert in state.alerts:
         yield f"alert {alert.id}", alert.text, f"{alert.level.upper()}: {alert.text}"
-    said = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
-    yield "verdict", verdict and verdict.sentence, said
+    text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
+    yield "verdict", verdict and verdict.sentence, text
     blocked = state.directory_blocked_s >= 3
-    said = "The run directory does not take writes; training goes on" if blocked else ""
-    yield "blocked", blocked, said
+    text = "The run directory does not accept writes; training continues" if blocked else ""
+    yield "blocked", blocked, text
     for gate in state.gates:
         yield f"gate {state.id} {gate.name}", gate.result, f"Gate {gate_line(gate)}"
     yield from _phases_ended(phases[current:])
     if launch:
         why = outcome(state)[1] if launch.state == "ended" else launch.why
-        said = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
-        yield "launch", (launch.state, launch.why), said
+        text = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
+        yield "launch", (launch.state, launch.why), text
 
 
 def _phases_ended(phases: Sequence[PhaseState]) -> Iterator[tuple[str, object, str]]:
     for phase in phases:
         if phase.result:
             gates = f", gates: {phase.result}" if phase.state == "completed" else ""
-            said = f"Phase {phase.name} is {phase.state}{gates}"
-            yield f"phase {phase.name}", (phase.state, phase.result), said
+            text = f"Phase {phase.name} is {phase.state}{gates}"
+            yield f"phase {phase.name}", (phase.state, phase.result), text
 
 
 def _figures(state: RunState) -> str:
@@ -303,13 +311,13 @@ def _figures(state: RunState) -> str:
 
 
 def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Returns a command with the variables it gets as one line for a shell."""
+    """Returns a command with its variables as one line for a shell."""
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     return " ".join([*words, shlex.join(argv)])
 
 
 def is_over(state: RunState) -> bool:
-    """Says whether nothing more will come of a run and its launch."""
+    """Returns whether a run and its launch have ended."""
     launch, over = state.launch, state.state not in LIVE_STATES
     if launch is None or launch.state == "unknown":
         return over

@@ -1,6 +1,6 @@
-"""The target of an operator's action: the run, and the supervisor that takes the request.
+"""Finds the target of an operator's action: the run, and the supervisor that gets the request.
 
-Two sources have to agree on each, see the rows of kind `target` in docs/decisions.md.
+Two sources have to agree on each; see the rows of kind `target` in docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 from console.model import State
 from console.request_schema import Action, Mailbox
-from console.sources import documents, launches, liveness, process
+from console.sources import launch_documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.supervisor import lock, recovery
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
-UNSERVED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
-"""In these no supervisor answers; ranks may live, also where this host cannot see them."""
-NOT_SENT = "the request was not sent"
+UNSUPERVISED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
+"""States without a supervisor; ranks may be alive, also where this host cannot see them."""
+NOT_SENT = "request not sent"
 
 
 @dataclass(frozen=True, slots=True)
 class Supervisor:
-    """The supervisor that a document names; `token` is that of its lock."""
+    """The supervisor in a document, with the token of its lock."""
 
     identity: Mapping[str, Any]
     token: str
@@ -38,7 +38,7 @@ class Supervisor:
 
     @property
     def host(self) -> str:
-        """The name of its host if that is another one, else ""."""
+        """The name of its host, "" for this host."""
         host = jsonl.text(self.identity, "host")
         return "" if host == rundir.host_name() else host
 
@@ -46,16 +46,16 @@ class Supervisor:
 def current_run(launch: Path) -> Path:
     """Returns the run of a launch's current phase.
 
-    Raises NotFoundError before there is one, RefusedError where no document tells which it is.
+    Raises NotFoundError before it exists, RefusedError where no document names it.
     """
     state = _document(launch, rundir.PLAN_STATE)
     index, phases = jsonl.integer(state, "phase"), jsonl.entries(state, "phases")
     if index is not None and 0 <= index < len(phases):
-        name = documents.run_directory(phases[index])
+        name = launch_documents.run_directory(phases[index])
         if not name and phases[index].get("dir"):
             raise RefusedError(
-                f"{launch / rundir.PLAN_STATE} names a directory of its phase that is no "
-                f"<n>-<phase>, so it is not followed; {NOT_SENT}"
+                f"the directory of phase {index} in {launch / rundir.PLAN_STATE} is not named "
+                f"<n>-<phase>; {NOT_SENT}"
             )
         if name and (launch / name).is_dir():
             return launch / name
@@ -63,11 +63,11 @@ def current_run(launch: Path) -> Path:
 
 
 def run_to_halt(path: Path) -> Path | None:
-    """Returns the run whose ranks a halt stops, None before a launch has one."""
+    """Returns the run that a halt stops, None where a launch has no run yet."""
     if not launches.is_launch(path):
         return path
     for run in reversed(launches.run_directories(path)):
-        if _is_alone(run):
+        if _has_only_ranks(run):
             return run
     try:
         return current_run(path)
@@ -75,21 +75,21 @@ def run_to_halt(path: Path) -> Path | None:
         return None
 
 
-def _is_alone(run: Path) -> bool:
-    """Says whether processes of a run live here without a supervisor, whatever a state says."""
+def _has_only_ranks(run: Path) -> bool:
+    """Returns whether processes of a run are alive here without a supervisor, in any state."""
     top = launches.launch_of(run)
-    held = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
+    owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
     if top is not None:
-        held.append(rundir.read_json(top / rundir.LOCK, below=top) or {})
+        owners.append(rundir.read_json(top / rundir.LOCK, below=top) or {})
         state = rundir.read_json(top / rundir.PLAN_STATE, below=top) or {}
-        held.append(jsonl.mapping(state, "supervisor"))
-    elsewhere = any(each.get("host") not in (None, rundir.host_name()) for each in held)
-    lives = elsewhere or any(map(rundir.is_alive, held))
-    return not lives and bool(liveness.living_in(run))
+        owners.append(jsonl.mapping(state, "supervisor"))
+    elsewhere = any(each.get("host") not in (None, rundir.host_name()) for each in owners)
+    is_supervised = elsewhere or any(map(rundir.is_alive, owners))
+    return not is_supervised and bool(liveness.living_in(run))
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns the folder whose mailbox takes the action, and which kind it is."""
+    """Returns the directory that gets the requests of an action, and its kind."""
     top = launches.launch_of(path)
     here: Mailbox = "launch" if top == path else "run"
     if here in action.mailboxes:
@@ -97,26 +97,26 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
     if here == "launch":
         return current_run(path), "run"
     if top is None:
-        raise RefusedError(f"{path} belongs to no launch, so it takes no {action.name}")
+        raise RefusedError(f"{path} does not belong to a launch, which {action.name} needs")
     return top, "launch"
 
 
-def is_unserved(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Says whether no supervisor looks into the mailbox of a run that has not ended.
+def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
+    """Returns whether a run has not ended and no supervisor reads its requests.
 
-    A supervisor on another host shows only by its answer that it lives. Raises RefusedError where
-    the document that names it cannot be read, and no process of the run shows itself here.
+    A supervisor on another host counts as alive until its answer is missing. Raises RefusedError
+    where the document that names it cannot be read and no process of the run is alive here.
     """
-    if _is_alone(run):
+    if _has_only_ranks(run):
         return True
     owner, ended = _named(folder, box)
     if ended or owner.host:
         return False
-    return RunSource(run).poll().state in UNSERVED_STATES
+    return RunSource(run).poll().state in UNSUPERVISED_STATES
 
 
 def supervisor(folder: Path, box: Mailbox) -> Supervisor:
-    """Returns the supervisor that looks into a mailbox. Raises RefusedError without one."""
+    """Returns the supervisor that reads the requests of a directory, else raises RefusedError."""
     owner, ended = _named(folder, box)
     name = launches.launch_id(folder) if box == "launch" else folder.name
     if ended:
@@ -124,10 +124,10 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
     if not owner.host and not rundir.is_alive(owner.identity):
         raise RefusedError(_without_supervisor(name, folder, box, owner))
     top = launches.launch_of(folder)
-    held = top is not None and (bool(owner.host) or lock.is_held(top))
-    if top is None or not held or not owner.token or owner.token != rundir.lock_token(top):
+    is_held = top is not None and (bool(owner.host) or lock.is_held(top))
+    if top is None or not is_held or not owner.token or owner.token != rundir.lock_token(top):
         where = f" on {owner.host}" if owner.host else ""
-        found = "that of another supervisor" if held else "not held"
+        found = "that of another supervisor" if is_held else "not held"
         raise RefusedError(
             f"{top or folder} is not the directory of its supervisor (pid {owner.pid}{where}): its "
             f"lock is {found}, as in a copy or where a launch was moved away; {NOT_SENT}"
@@ -136,8 +136,10 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
 
 
 def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
-    """Returns the other host whose supervisor takes the action, "" for this one, and its processes
-    here that are stopped."""
+    """Returns the host of the supervisor for an action, and the pids of its stopped processes here.
+
+    The host is "" for this host.
+    """
     owner, _ = _named(*mailbox(path, action))
     named = (owner.identity, jsonl.mapping(owner.identity, "child"))
     pids = [jsonl.integer(each, "pid") or 0 for each in named
@@ -147,9 +149,9 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
-    """Returns the supervisor that a mailbox's document names, and how the run or launch ended.
+    """Returns the supervisor in the document of a directory, and how the run or launch ended.
 
-    Raises RefusedError when the document cannot be read.
+    Raises RefusedError where the document cannot be read.
     """
     top = launches.launch_of(folder)
     record = _document(folder, rundir.PLAN_STATE if box == "launch" else rundir.SUPERVISOR)
@@ -158,9 +160,9 @@ def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
     ended = clean(jsonl.text(record, "why") or state, 400) if over else ""
     if box == "run" and (record or top is None):
         return Supervisor(record, jsonl.text(record, "lock_token")), ended
-    # A run that begins has no document of its own yet: that of its launch names the supervisor.
-    held = record if box == "launch" or top is None else _document(top, rundir.PLAN_STATE)
-    owner = jsonl.mapping(held, "supervisor")
+    # A run that is starting has no supervisor.json yet: plan_state.json names the supervisor.
+    plan_state = record if box == "launch" or top is None else _document(top, rundir.PLAN_STATE)
+    owner = jsonl.mapping(plan_state, "supervisor")
     return Supervisor(owner, jsonl.text(owner, "token")), ended
 
 
@@ -169,10 +171,10 @@ def _document(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:
-    """Says why nothing takes a request there, and what to do."""
+    """Returns why no supervisor gets a request there, and what to do."""
     state, top = RunSource(folder).poll(), launches.launch_of(folder)
-    if box == "run" and state.state in liveness.ENDED - UNSERVED_STATES:
+    if box == "run" and state.state in liveness.ENDED - UNSUPERVISED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"
-    why = f"the supervisor of {name} is gone" if owner.pid else f"{name} has no supervisor"
-    advice = f"; nsa-console adopt {shlex.quote(str(top))} gives it a new one" if top else ""
+    why = f"the supervisor of {name} is not running" if owner.pid else f"{name} has no supervisor"
+    advice = f"; nsa-console adopt {shlex.quote(str(top))} starts a new one" if top else ""
     return f"{why}; {NOT_SENT}{advice}"

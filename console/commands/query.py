@@ -15,7 +15,7 @@ from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, show_pr
 from console.model import LIVE_STATES, RunState, State
 from console.plans.confirm import confirmed
 from console.sources import launches, liveness
-from console.sources.run import RunSource, size_words
+from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import rundir
 from trainers.contract.errors import NotFoundError, UsageError
@@ -185,7 +185,7 @@ def _read_all(options: argparse.Namespace) -> RunSource:
     def show_left(left: int) -> None:
         nonlocal most
         most = max(most, left)
-        show_progress(1 - left / most, f"of {size_words(most)}")
+        show_progress(1 - left / most, f"of {status_text.size(most)}")
 
     run.read_all(show_left)
     show_progress(None)

@@ -19,7 +19,7 @@ from console.diagnose.readings import History, Readings
 from console.diagnose.stall import limit_s, slowest
 from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES, diagnose
 from console.model import RECENT_XID_S, Gpu, Level
-from console.sources.gpu import said
+from console.sources.gpu import xid_words
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import WATCH_ACTIONS, Watch
 
@@ -220,7 +220,7 @@ def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
 def _xids_of(gpu: Gpu, now_ts: float) -> str:
     known = gpu.xid_ts is not None and 0 <= gpu.xid_ts <= now_ts
     at = time.strftime("%H:%M:%S", time.localtime(gpu.xid_ts if known else now_ts))
-    text = f"{said(gpu.xids or (gpu.xid or 0,), 1)} on GPU {gpu.index}"
+    text = f"{xid_words(gpu.xids or (gpu.xid or 0,), 1)} on GPU {gpu.index}"
     return f"{text} at {at}" if gpu.xid_count < 2 else f"{text}, {gpu.xid_count} times, last {at}"
 
 

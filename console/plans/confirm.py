@@ -16,7 +16,7 @@ from console import status_text
 from console.model import NO_GO, Alert, Gate, LaunchState, RunState
 from console.plans import gates
 from console.sources import liveness
-from console.sources.reading import MAX_RANKS
+from console.sources.record_files import MAX_RANKS
 from console.sources.run import RunSource
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError

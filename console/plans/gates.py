@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from console.model import RESULTS, Gate, Result
-from console.sources.fold import FIRST_LOSSES, Fold
+from console.sources.rank_totals import FIRST_LOSSES, RankTotals
 from console.sources.summary import Summary
 from console.status_text import counted
 from trainers.contract.errors import UsageError, did_you_mean
@@ -49,24 +49,24 @@ class Measured:
 def _steps_done(s: Summary) -> Measured:
     """Returns the step that every rank has done, by two sources each."""
     done: list[int] = []
-    exits = [part.exit[0] for fold in s.folds.values() if (part := fold.parts.get(fold.newest))
+    exits = [part.exit[0] for fold in s.ranks.values() if (part := fold.attempts.get(fold.newest))
              and part.exit is not None]  # fmt: skip
-    for rank, fold in sorted(s.folds.items()):
+    for rank, fold in sorted(s.ranks.items()):
         step, doubt = _steps_of(s, fold, exits)
         if doubt:
             return Measured(None, doubt=f"rank {rank}: {doubt}")
         if step or rank == 0:
             done.append(step)
-    return Measured(float(min(done)) if s.fold(0).progress else None)
+    return Measured(float(min(done)) if s.of_rank(0).progress else None)
 
 
-def _steps_of(s: Summary, fold: Fold, exits: list[int]) -> tuple[int, str]:
+def _steps_of(s: Summary, fold: RankTotals, exits: list[int]) -> tuple[int, str]:
     """Returns the last step of a rank, and the disagreement on it, "" for none.
 
     An exit record may have a later step than the progress records, which are not due at every
     step: then its pulse, or another rank, has to confirm it.
     """
-    part, end = fold.parts.get(fold.newest), s.ends.get((fold.newest, fold.rank))
+    part, end = fold.attempts.get(fold.newest), s.ends.get((fold.newest, fold.rank))
     if part is None or part.exit is None:
         if end is not None and part is not None and part.step > end.step:
             return 0, f"its newest record has step {part.step}, its pulse step {end.step}"
@@ -91,7 +91,7 @@ def _loss_finite(s: Summary) -> Measured:
     """Counts the steps with a non-finite loss in all attempts, by records and pulses."""
     worst: dict[int, int] = {}
     first, doubt, known = "", "", False
-    for attempt, rank, part, end in s.parts():
+    for attempt, rank, part, end in s.all_parts():
         by_pulse = end.nonfinite_steps if end is not None else -1
         count = max(part.counted or 0, part.bad_losses, by_pulse)
         worst[attempt] = max(count, worst.get(attempt, 0))
@@ -116,7 +116,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _loss_fall(s: Summary) -> Measured:
-    window, last = s.fold(0).window, s.fold(0).window.last("loss", FIRST_LOSSES)
+    window, last = s.of_rank(0).window, s.of_rank(0).window.last("loss", FIRST_LOSSES)
     few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
     if last is None or len(last) < FIRST_LOSSES or few:
         needs = f"{2 * FIRST_LOSSES} progress records are needed, {window.losses} exist"
@@ -127,7 +127,7 @@ def _loss_fall(s: Summary) -> Measured:
 
 
 def _toks_per_s(s: Summary) -> Measured:
-    found = s.fold(0).window.last("toks_per_s", MEDIAN_RECORDS)
+    found = s.of_rank(0).window.last("toks_per_s", MEDIAN_RECORDS)
     if found is None:
         return Measured(None, why="too few records of the steps before the restart are kept")
     ordered = sorted(found)
@@ -136,19 +136,19 @@ def _toks_per_s(s: Summary) -> Measured:
 
 
 def _bytes_right(s: Summary) -> Measured:
-    found = [each for each in s.fold(0).window.newest if each.bytes_right is not None]
+    found = [each for each in s.of_rank(0).window.newest if each.bytes_right is not None]
     if not found:
         return Measured(None)
     return Measured(found[-1].bytes_right, f"record of step {found[-1].step}")
 
 
 def _grad_norm(s: Summary) -> Measured:
-    fold = s.fold(0)
+    fold = s.of_rank(0)
     return Measured(fold.norm_min, f"lowest of {counted(fold.norms, 'record')}")
 
 
 def _memory(s: Summary) -> Measured:
-    largest = [fold.memory_mib.value for fold in s.folds.values()]
+    largest = [fold.memory_mib.value for fold in s.ranks.values()]
     return Measured(max((v for v in largest if v is not None), default=None), "largest rank")
 
 

@@ -63,7 +63,7 @@ class Case:
     operator: Settings = field(default_factory=Settings)
     root: Path = Path("/")
     """The root of the file system that is inspected."""
-    driver_s: float = nvml.ANSWER_S
+    driver_s: float = nvml.COUNT_TIMEOUT_S
     """Longest time to wait for the NVIDIA driver."""
 
     @property

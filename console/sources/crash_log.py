@@ -1,13 +1,14 @@
-"""Reads the last traceback, or faulthandler's text, at the end of a process's log.
+"""Reads the cause of a crash from the end of a log: the last exception, or faulthandler's dump.
 
-Pure functions over the end of a log. The text may be anything: what comes out is one clean line.
+Pure functions. The log may hold anything; each result is one clean line.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from console.sources import stacks
 from console.sources.sanitize import clean
@@ -19,86 +20,106 @@ _RANK = re.compile(r"\[rank(\d{1,6})\]: ?")
 _HEAD = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]*)", line (?P<line>\d{1,9})(?:, in .*)?')
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?::(?: .*)?)?$")
-_ALONE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
-_ASIDE = ("Exception ignored in", "Exception in thread")
-"""Before tracebacks that end nothing."""
+_WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
+_NOT_FATAL = ("Exception ignored in", "Exception in thread")
+"""Marker of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
-_THROWN = re.compile(r"terminate called after throwing an instance of '(.*)'")
-_WHAT = re.compile(r"\s+what\(\): +(.*)")
+_CXX_TYPE = re.compile(r"terminate called after throwing an instance of '(.*)'")
+_CXX_TEXT = re.compile(r"\s+what\(\): +(.*)")
 _FATAL = "Fatal Python error: "
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class Crash:
     """The last error in a log; every field is "" when the log has none.
 
-    `at` is "train.py:41", where the exception was raised; `fatal_at` is "forward (model.py:88)",
-    where faulthandler saw the process end. Both are the innermost place that is not in a library,
-    or the innermost of all.
+    `raised_at` is "train.py:41", the place of the exception; `crashed_in` is
+    "forward (model.py:88)", the place of a native crash according to faulthandler. Both are the
+    innermost place outside the libraries, or the innermost of all.
     """
 
     error: str = ""
-    at: str = ""
-    fatal_at: str = ""
+    raised_at: str = ""
+    crashed_in: str = ""
 
 
-def read(log: bytes, rank: int | None = None) -> LastWords:
-    """Returns the last words in a log; of a shared log only what `rank` or nobody signed."""
+class _Raised(NamedTuple):
+    """One exception in a log."""
+
+    error: str
+    place: str = ""
+    is_fatal: bool = True
+
+
+def read(log: bytes, rank: int | None = None) -> Crash:
+    """Returns the last error in a log; in a shared log lines of other ranks are skipped."""
     lines = [
         line for raw in log.decode("utf-8", "replace").splitlines()
-        if (line := _own(raw[:MAX_LINE], rank)) is not None
+        if (line := _without_prefix(raw[:MAX_LINE], rank)) is not None
     ]  # fmt: skip
-    error, at = _last_exception(lines)
-    return LastWords(clean(error, MAX_ERROR).strip(), at, _fatal(lines))
+    found = _last_exception(lines)
+    return Crash(clean(found.error, MAX_ERROR).strip(), found.place, _native_crash(lines))
 
 
-def _own(line: str, rank: int | None) -> str | None:
-    signed = _RANK.match(line)
-    if signed is None:
+def _without_prefix(line: str, rank: int | None) -> str | None:
+    """Returns a line without its "[rank1]: ", None for a line of another rank."""
+    prefix = _RANK.match(line)
+    if prefix is None:
         return line
-    return line[signed.end() :] if rank is None or int(signed[1]) == rank else None
+    return line[prefix.end() :] if rank is None or int(prefix[1]) == rank else None
 
 
-def _last_exception(lines: Iterable[str]) -> tuple[str, str]:
-    """Returns the last exception and where it was raised; one that was ignored only alone.
+def _last_exception(lines: list[str]) -> _Raised:
+    """Returns an uncaught C++ exception, else the last fatal one, else the last one."""
+    if thrown := _cxx_exception(lines):
+        return thrown
+    found = list(_exceptions(lines))
+    fatal = [each for each in found if each.is_fatal]
+    return (fatal or found or [_Raised("")])[-1]
 
-    What C++ threw and nobody caught ends the process: nothing after it counts.
-    """
-    last = aside = ("", "")
-    frames: list[Frame] | None = None
-    ignored, thrown = False, ""
+
+def _cxx_exception(lines: Iterable[str]) -> _Raised | None:
+    """Returns the exception that C++ code threw and did not catch, None without one."""
+    kind = ""
     for line in lines:
-        if not line[:1].isspace() and any(word in line for word in _OF_TORCHRUN):
-            frames, ignored = None, False
-        elif line.startswith(_ASIDE):
-            ignored = True
+        if thrown := _CXX_TYPE.match(line):
+            kind = thrown[1]
+        elif kind and (text := _CXX_TEXT.match(line)):
+            return _Raised(f"{kind}: {text[1]}")
+    return None
+
+
+def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
+    """Yields the exceptions of Python in a log, without those of torchrun itself."""
+    frames: list[Frame] | None = None
+    """The frames of the traceback that is being read, None outside of one."""
+    is_fatal = True
+    for line in lines:
+        is_indented = line[:1].isspace()
+        if not is_indented and any(name in line for name in _OF_TORCHRUN):
+            frames, is_fatal = None, True
+        elif line.startswith(_NOT_FATAL):
+            is_fatal = False
         elif line.startswith(_HEAD):
             frames = []
-        elif frames is not None and (frame := _FRAME.match(line)):
+        elif frames is None:
+            if _WITHOUT_TRACEBACK.match(line):
+                yield _Raised(line)
+        elif frame := _FRAME.match(line):
             frames.append(Frame(frame["file"], int(frame["line"]), ""))
-        elif frames is not None and not line[:1].isspace() and _RAISED.match(line):
-            if ignored:
-                aside = line, _place(frames)
-            else:
-                last = line, _place(frames)
-            frames, ignored = None, False
-        elif thread := _THROWN.match(line):
-            thrown = thread[1]
-        elif thrown and (what := _WHAT.match(line)):
-            return f"{thrown}: {what[1]}", ""
-        elif frames is None and _ALONE.match(line):
-            last = line, ""
-    return last if last[0] else aside
+        elif not is_indented and _RAISED.match(line):
+            yield _Raised(line, _place(frames), is_fatal)
+            frames, is_fatal = None, True
 
 
 def _place(frames: list[Frame]) -> str:
-    """Returns the innermost place of a traceback that is not in a library: "train.py:41"."""
+    """Returns the innermost place of a traceback outside the libraries: "train.py:41"."""
     top = stacks.own(frames[::-1])
     return clean(top.place, 90) if top else ""
 
 
-def _fatal(lines: list[str]) -> str:
-    """Returns where the thread was that died, as faulthandler says it; "" where it does not."""
+def _native_crash(lines: list[str]) -> str:
+    """Returns where the crashed thread was according to faulthandler, "" without its dump."""
     at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
     threads = stacks.parse("\n".join(lines[at:]))
     top = stacks.own(threads[0].frames) if threads and threads[0].name == MAIN else None

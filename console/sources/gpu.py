@@ -1,6 +1,6 @@
-"""One GPU as NVML describes it: a row for each read, whatever NVML answers, and its Xids.
+"""Reads one GPU through NVML: a row for every read, also for errors, and its Xids.
 
-An Xid is a critical error that the NVIDIA driver reports, with the GPU that it is about.
+An Xid is a critical error of one GPU that the NVIDIA driver reports.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from console.model import Gpu
 
 MIB = 1 << 20
 UNSUPPORTED_CODES = (3, 13)
-"""NVML_ERROR_NOT_SUPPORTED and _FUNCTION_NOT_FOUND: this GPU or driver has no such sensor."""
+"""NVML_ERROR_NOT_SUPPORTED and _FUNCTION_NOT_FOUND: the GPU or driver lacks the sensor."""
 LOST_CODE = 15
 """NVML_ERROR_GPU_IS_LOST."""
 GONE_CODES = (LOST_CODE, 6, 28)
-"""Also NVML_ERROR_NOT_FOUND and _GPU_NOT_FOUND, which the call for a handle returns."""
+"""With NVML_ERROR_NOT_FOUND and _GPU_NOT_FOUND, which the call for a handle returns."""
 THROTTLES = {0x08: "hardware slowdown", 0x20: "software, heat", 0x40: "hardware, heat",
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
 KEPT = 8
 WAIT_MS = 1000
 TIMEOUT_CODE = 10
-"""NVML_ERROR_TIMEOUT: no event is waiting."""
+"""NVML_ERROR_TIMEOUT: no event is pending."""
 RETRY_S = 1.0
-TOGETHER_S = 0.2
-"""GPUs that are opened within this time come into one event set."""
+BATCH_S = 0.2
+"""GPUs that are opened within this time share one event set."""
 
 
 def code_of(error: BaseException) -> int | None:
@@ -48,15 +48,15 @@ def words_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The Xids of one GPU: the newest numbers in their order, how many in all, the last's time."""
+    """The Xids of one GPU: the newest numbers, the total count, the time of the last one."""
 
     numbers: tuple[int, ...]
     count: int
     ts: float
 
 
-def said(numbers: tuple[int, ...], count: int) -> str:
-    """Returns "Xid 79", with all numbers where they differ and the count where it is not one."""
+def xid_words(numbers: tuple[int, ...], count: int) -> str:
+    """Returns "Xid 79", or "Xid 31, 79, 3 times"."""
     text = f"Xid {', '.join(str(number) for number in dict.fromkeys(numbers))}"
     return text if count < 2 else f"{text}, {count} times"
 
@@ -64,8 +64,8 @@ def said(numbers: tuple[int, ...], count: int) -> str:
 class XidLog:
     """Waits for events of all GPUs in one thread; `found` is replaced, never changed.
 
-    One event set holds all GPUs: each event names its own. NVML fails a wait when one of them is
-    lost, so the set is then made again of those that it still takes.
+    All GPUs share one event set, and each event names its GPU. A wait fails when a GPU is lost; the
+    set is then created again from the others.
     """
 
     def __init__(self, nvml: Any, stop: threading.Event):
@@ -75,10 +75,10 @@ class XidLog:
         self._handles: Mapping[int, Any] = {}
         self._opened = threading.Event()
         self._addresses: dict[int | None, int] = {}
-        """The GPU behind each handle that was ever opened: an event may come late."""
+        """The GPU of each handle that was ever opened: an event may come late."""
 
     def opened(self, index: int, handle: Any) -> None:
-        """Adds a GPU, or gives it another handle."""
+        """Adds a GPU, or replaces its handle."""
         address = _address(handle)
         with self._lock:
             if index not in self._handles or _address(self._handles[index]) != address:
@@ -87,25 +87,25 @@ class XidLog:
                 self._opened.set()
 
     def lost(self, index: int) -> None:
-        """Leaves a GPU out until it is opened again; an event of it that waits is still taken."""
+        """Removes a GPU until it is opened again; its pending events still count."""
         with self._lock:
             if index in self._handles:
                 self._handles = {i: h for i, h in self._handles.items() if i != index}
 
     def follow(self) -> None:
-        """Takes events until `stop`; an error of NVML is only a pause."""
+        """Reads events until `stop`; after an error of NVML it retries."""
         while not self._stop.is_set():
             try:
-                registered = self._take_all()
-            except Exception:  # each GPU's own row says what is wrong with it
+                registered = self._read_events()
+            except Exception:  # the row of each GPU has its error
                 registered = 0
             if not registered:
                 self._opened.wait(RETRY_S)
                 self._opened.clear()
-                self._stop.wait(TOGETHER_S)
+                self._stop.wait(BATCH_S)
 
-    def _take_all(self) -> int:
-        """Takes events until other handles are known and none waits; returns the number of GPUs.
+    def _read_events(self) -> int:
+        """Reads events until the GPUs change and none is pending; returns the number of GPUs.
 
         After an error the event set is not freed: NVML may have freed it.
         """
@@ -115,13 +115,13 @@ class XidLog:
         events = nvml.nvmlEventSetCreate()
         registered = self._register(handles, events)
         while registered and not self._stop.is_set():
-            if not self._take_next(events) and handles is not self._handles:
+            if not self._read_event(events) and handles is not self._handles:
                 break
         nvml.nvmlEventSetFree(events)
         return registered
 
     def _register(self, handles: Mapping[int, Any], events: Any) -> int:
-        """Returns how many GPUs can report Xids; some kinds cannot, and a lost one neither."""
+        """Returns the number of GPUs that can report Xids; some kinds and lost ones cannot."""
         nvml, count = self._nvml, 0
         for handle in handles.values():
             try:
@@ -131,8 +131,8 @@ class XidLog:
                 continue
         return count
 
-    def _take_next(self, events: Any) -> bool:
-        """Takes an event as soon as there is one; False when none came in time."""
+    def _read_event(self, events: Any) -> bool:
+        """Waits for the next event; returns False after a timeout."""
         try:
             event = self._nvml.nvmlEventSetWait_v2(events, WAIT_MS)
         except self._nvml.NVMLError as error:
@@ -154,22 +154,22 @@ def _address(handle: Any) -> int | None:
 
 @dataclass(slots=True)
 class Device:
-    """One device; keeps what does not change, and what was known before it was lost."""
+    """One GPU; its constant properties remain known after it is lost."""
 
     nvml: Any
     index: int
     xids: XidLog
     _handle: Any = None
     _known: Gpu = field(init=False)
-    """The row without figures: what does not change."""
+    """The row with the constant properties only."""
     _refused: dict[str, str] = field(default_factory=dict)
-    """The sensors that gave nothing when they were last asked, with the reason."""
+    """The sensors whose last read failed, with the reason."""
 
     def __post_init__(self) -> None:
         self._known = Gpu(self.index, "GPU", "error")
 
     def read(self) -> Gpu:
-        """Returns a row; an error is a row too, and the handle is then asked for again."""
+        """Returns a row, also for an error; the next read then opens the handle again."""
         try:
             if self._handle is None:
                 self._open()
@@ -229,7 +229,7 @@ class Device:
         )  # fmt: skip
 
     def _missing(self) -> str:
-        """Says which sensors gave nothing, by reason."""
+        """Returns the sensors whose last read failed, by reason."""
         by_reason: dict[str, list[str]] = {}
         for sensor, reason in self._refused.items():
             by_reason.setdefault(reason, []).append(sensor)
@@ -237,7 +237,7 @@ class Device:
         return "; ".join(parts)
 
     def _figure(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
-        """Returns a figure, None where this sensor gives none; only the loss of the GPU raises."""
+        """Returns the value of a sensor, None where it fails; only a lost GPU raises."""
         self._refused.pop(sensor, None)
         try:
             return ask(*args)

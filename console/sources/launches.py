@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-A command that only looks takes the best match. An action (`act`) also needs a second source that
-agrees, else it is refused: rows `target-id` and `target-latest` of docs/decisions.md.
+A query returns the best match. An action (`act`) also needs a second source that agrees, else it
+is refused: see the rows `target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from trainers.contract.errors import NotFoundError, RefusedError, UsageError, di
 
 ROOT = Path("artifacts")
 CLOCK_S = 60.0
-"""A clock may be set back by so much between two files of one launch."""
+"""The clock may be set back by this time between two files of one launch."""
 STAMP = re.compile(r"(\d{8}-\d{6})(-\d+)?")
-ONE_MOMENT_S = 1.0
+READ_WITHIN_S = 1.0
 """Creation time and uptime of a launch are read within this time."""
 SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
-"""No launch was created before 2001, nor later than a day from now."""
+"""Creation times before 2001, or more than a day from now, are not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A launch under the root. `written_ts` is the time of its plan file, written once.
+    """A launch under the root; `written_ts` is the modification time of its plan file.
 
-    `up_s` is for how long its host was up then, in the boot `boot_id`: a wrong clock has no part.
+    `up_s` is the uptime of its host at creation, in the boot `boot_id`, which no clock changes.
     """
 
     path: Path
@@ -43,10 +43,10 @@ class Known:
     up_s: float
 
     def claim_against(self, newest: Known) -> str:
-        """Returns the sign by which this one may be the newest instead, "" for none."""
+        """Returns the evidence that this launch is newer than `newest`, "" for none."""
         if self.written_ts > newest.written_ts:
             return "the time of that file"
-        if self.boot_id == newest.boot_id != "" and self.up_s > newest.up_s + ONE_MOMENT_S:
+        if self.boot_id == newest.boot_id != "" and self.up_s > newest.up_s + READ_WITHIN_S:
             return "the host's uptime"
         return "the same time" if self.created_ts == newest.created_ts else ""
 
@@ -90,7 +90,7 @@ def _known(path: Path) -> Known:
 
 
 def _stamped(stamp: str) -> float:
-    """Returns the time that a directory's name tells, 0 for digits that are none."""
+    """Returns the time in a directory's name, 0 where it is not valid."""
     try:
         return float(calendar.timegm(time.strptime(stamp, "%Y%m%d-%H%M%S")))
     except ValueError:
@@ -113,7 +113,7 @@ def launches(root: Path = ROOT) -> list[Path]:
 
 
 def _all(root: Path) -> list[Known]:
-    """Returns the launches by time of creation, the newest first; none twice through links."""
+    """Returns the launches by creation time, newest first, each once despite links."""
     found: dict[tuple[int, int], Known] = {}
     for path in _candidates(root):
         if path.is_symlink():
@@ -138,11 +138,11 @@ def _candidates(root: Path) -> list[Path]:
 
 
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
-    """Returns the launch or run that `name` means.
+    """Returns the launch or run with this name.
 
     `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of one, or
-    `latest`. Raises NotFoundError, UsageError when it fits several, and for an action (`act`)
-    RefusedError when two sources do not agree on one.
+    `latest`. Raises NotFoundError, UsageError where several match, and for an action (`act`)
+    RefusedError where two sources disagree.
     """
     path = Path(name)
     there = path.is_dir()
@@ -150,57 +150,57 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
         if not path.is_absolute() and (act or "/" not in name):
             _check_no_other(name, path, _all(root))
         return path
-    held = _all(root)
+    known = _all(root)
     if name == "latest":
-        return _latest(held, root, act)
+        return _latest(known, root, act)
     wanted, _, phase = name.partition("/")
-    matches = _matches(wanted, held)
+    matches = _matches(wanted, known)
     if there and not matches:
-        raise NotFoundError(f"{path} is not a run: it holds neither {rundir.PLAN} nor {rundir.RUN}")
+        raise NotFoundError(f"{path} is not a run: it has no {rundir.PLAN} and no {rundir.RUN}")
     if not matches:
-        ids = {each.id for each in held}
-        raise NotFoundError(f"there is no run {name!r} under {root}{did_you_mean(wanted, ids)}")
+        ids = {each.id for each in known}
+        raise NotFoundError(f"no run {name!r} under {root}{did_you_mean(wanted, ids)}")
     if len(matches) > 1:
         ids = [each.id for each in matches]
         words = [each.id if ids.count(each.id) == 1 else str(each.path) for each in matches[:4]]
-        more = "give more" if len(set(ids)) == len(ids) else "give the directory"
-        raise UsageError(f"{name!r} fits {len(matches)} runs: {', '.join(words)}; {more}")
+        more = "give a longer id" if len(set(ids)) == len(ids) else "give the directory"
+        raise UsageError(f"{name!r} matches {len(matches)} runs: {', '.join(words)}; {more}")
     launch = matches[0].path
     if act:
         check_in_place(launch, by_name=True)
     return _phase_run(launch, phase) if phase else launch
 
 
-def _matches(wanted: str, held: Sequence[Known]) -> list[Known]:
-    """Returns the launches of that id, else those whose id begins so."""
-    exact = [each for each in held if each.id == wanted]
-    return exact or [each for each in held if wanted and each.id.startswith(wanted)]
+def _matches(wanted: str, known: Sequence[Known]) -> list[Known]:
+    """Returns the launches with this id, else those whose id starts with it."""
+    exact = [each for each in known if each.id == wanted]
+    return exact or [each for each in known if wanted and each.id.startswith(wanted)]
 
 
-def _check_no_other(name: str, path: Path, held: Sequence[Known]) -> None:
-    """Raises UsageError when a directory's name is also the id of another launch."""
+def _check_no_other(name: str, path: Path, known: Sequence[Known]) -> None:
+    """Raises UsageError where a directory's name is also the id of another launch."""
     wanted = name.partition("/")[0]
-    others = [each for each in held if each.id == wanted]
-    others = [*held[:1], *others] if name == "latest" else others
+    others = [each for each in known if each.id == wanted]
+    others = [*known[:1], *others] if name == "latest" else others
     mine = launch_of(path) or path
     for other in others:
         if not mine.samefile(other.path):
             raise UsageError(
-                f"{name!r} is the directory {path.absolute()}, and the launch {other.path} has "
-                f"this name too; give {path.absolute()} or {other.path}"
+                f"{name!r} is the directory {path.absolute()} and also the launch {other.path}; "
+                f"give {path.absolute()} or {other.path}"
             )
 
 
-def _latest(held: Sequence[Known], root: Path, act: bool) -> Path:
-    """Returns the newest launch; for an action its plan file has to be the newest one too."""
-    if not held:
-        raise NotFoundError(f"there is no run under {root}; start one with nsa-console launch")
-    newest = held[0]
-    claims = [(each, sign) for each in held[1:] if (sign := each.claim_against(newest))]
+def _latest(known: Sequence[Known], root: Path, act: bool) -> Path:
+    """Returns the newest launch; an action also needs its plan file to be the newest."""
+    if not known:
+        raise NotFoundError(f"no run under {root}; start one with nsa-console launch")
+    newest = known[0]
+    claims = [(each, sign) for each in known[1:] if (sign := each.claim_against(newest))]
     if act and claims:
         rival, sign = max(claims, key=lambda claim: (claim[0].written_ts, claim[0].up_s))
         raise RefusedError(
-            f"which launch is the latest is not certain: {newest.path} by the creation time in its "
+            f"the latest launch is uncertain: {newest.path} by the creation time in its "
             f"{rundir.PLAN}, {rival.path} by {sign}; give an id or a directory"
         )
     if act:
@@ -210,20 +210,20 @@ def _latest(held: Sequence[Known], root: Path, act: bool) -> Path:
 
 
 def _check_age(newest: Known) -> None:
-    """Raises RefusedError for a launch whose plan claims to be younger than its own runs."""
+    """Raises RefusedError for a launch whose plan is newer than its own runs."""
     for run in run_directories(newest.path):
         born_ts = jsonl.number(rundir.read_json(run / rundir.RUN) or {}, "created_ts")
         if born_ts is not None and born_ts < newest.created_ts - CLOCK_S:
             raise RefusedError(
-                f"which launch is the latest is not certain: the {rundir.PLAN} of {newest.path} is "
-                f"younger than its run {run.name}; give an id or a directory"
+                f"the latest launch is uncertain: the {rundir.PLAN} of {newest.path} is newer than "
+                f"its run {run.name}; give an id or a directory"
             )
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError for a directory that is a copy, or was moved: its processes use another.
+    """Raises RefusedError for a directory that is a copy or was moved: its processes use another.
 
-    Its runs record their directory. One without such a record has to be given as a directory, not
+    Runs record their directory. A run without that record has to be given as a directory, not
     `by_name`.
     """
     launch = launch_of(path)
@@ -243,18 +243,18 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
             there = Path(home).parent if launch else Path(home)
             advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
             raise RefusedError(
-                f"{launch or run} is a copy, or was moved: its processes belong to "
+                f"{launch or run} is a copy or was moved: its processes use "
                 f"{clean(str(there), 400)}; {advice}"
             )
     if by_name and runs and not recorded:
         raise RefusedError(
-            f"{launch or path} does not record where it was started, so its id alone may mean "
-            "another run; give the directory"
+            f"{launch or path} does not record its directory, so its id may belong to another run; "
+            "give the directory"
         )
 
 
 def _is_home(home: Path, run: Path, host: str) -> bool:
-    """Says whether a run was started in this directory; another host may mount it elsewhere."""
+    """Returns whether a run was started in this directory; another host may mount it elsewhere."""
     try:
         return home.samefile(run)
     except OSError:

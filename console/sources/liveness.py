@@ -1,7 +1,7 @@
-"""The facts of a reader: the newest word of the supervisor, and which processes are really there.
+"""Which processes of a run are alive, and the facts that a reader's state of the run depends on.
 
-The supervisor decides the state; when it is gone it can decide nothing any more. What is left is
-`unsupervised` (processes of the run live), the end that its ranks wrote themselves, or `lost`.
+The supervisor decides the state of a run. Without a supervisor a reader has the processes that
+are alive (`unsupervised`), else the exit records of all ranks, else nothing (`lost`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from console.ending import End
 from console.model import EXIT_CODES, Alert, State
-from console.run_state import Facts, View
+from console.rank_end import RankEnd
+from console.run_state import Facts, ReaderView
 from console.sources import process
+from console.sources.documents import CLOCK_S
+from console.sources.reducer import Head
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -23,24 +25,22 @@ from trainers.contract.errors import RefusedError
 STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
-"""A process of another host that has been silent for so long is not believed to live."""
-CLOCK_S = 2.0
-"""The clock of a writer may be ahead of this one by so much."""
+"""A process of another host counts as alive for this time after its last record."""
 SUPERVISOR_SILENT_S = 20.0
-"""It says something every second in shared memory, every 5 s in its document."""
+"""A supervisor writes its heartbeat every second and its document every 5 s."""
 STOPPED = "T t"
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
 ROLES: Mapping[str, tuple[str, str]] = {
-    "supervisor": ("", "no attempt begins, and its working process is not replaced"),
-    "working process": ("child", "nothing is sampled and no request is answered"),
+    "supervisor": ("", "no attempt can start, and a failed working process is not replaced"),
+    "working process": ("child", "no samples are taken and no request is answered"),
     "torchrun": ("torchrun", "a rank that fails does not end the others"),
 }
-"""The processes beside the ranks: the key in supervisor.json, and the harm while it is stopped."""
+"""The processes besides the ranks: the key in supervisor.json, and the effect of a stop."""
 Record = Mapping[str, Any]
 
 
 def age(ts: float | None) -> float | None:
-    """Returns seconds since `ts`, None for what is not a time; never negative."""
+    """Returns seconds since `ts`, never negative; None for no valid time."""
     if ts is None or not math.isfinite(ts):
         return None
     return max(0.0, time.time() - ts)
@@ -51,9 +51,8 @@ def live_directory(supervisor: Record) -> Path | None:
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None
-    if supervisor.get("host") != rundir.host_name() or supervisor.get("boot_id") != (
-        rundir.boot_id()
-    ):
+    here = rundir.host_name(), rundir.boot_id()
+    if (supervisor.get("host"), supervisor.get("boot_id")) != here:
         return None
     try:
         rundir.check_ours(path)
@@ -62,116 +61,141 @@ def live_directory(supervisor: Record) -> Path | None:
     return path
 
 
-def supervisor_lives(supervisor: Record) -> bool:
-    """Says whether the supervisor that a document names still runs."""
+# --- the last state of the supervisor ----------------------------------------------------------
+
+
+def is_supervised(supervisor: Record) -> bool:
+    """Returns whether the supervisor that a document names is alive."""
     if supervisor.get("host") == rundir.host_name():
         return rundir.is_alive(supervisor)
-    silent = age(jsonl.number(supervisor, "updated_ts"))
-    return silent is not None and silent < SILENT_S
+    silent_s = age(jsonl.number(supervisor, "updated_ts"))
+    return silent_s is not None and silent_s < SILENT_S
 
 
-def newest(supervisor: Record, *others: Record | None) -> dict[str, Any]:
-    """Returns supervisor.json with the state that the newest of its stand-ins tells.
+def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
+    """Returns supervisor.json with the newest state of it and of `others`.
 
-    A disk that is full or does not answer keeps the document back; the last `state` event, or the
-    sign of life in shared memory, then tells more. An end in the document is final, and a time in
-    the future is none. An end that a stand-in tells is believed when no worker lives.
+    A disk that is full or does not answer delays the document; the last `state` event or the
+    supervisor heartbeat is then newer. An end in the document is final. Times in the future do
+    not count, and an end in `others` only counts while no worker is alive.
     """
-    told, at = supervisor, jsonl.number(supervisor, "updated_ts") or 0.0
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
-    latest = time.time() + CLOCK_S
-    for other in others:
-        ts = jsonl.number(other, "ts") if other else None
-        named = jsonl.text(other or {}, "state")
-        if not other or ts is None or named not in STATES:
+    newest, newest_ts = supervisor, jsonl.number(supervisor, "updated_ts") or 0.0
+    latest_ts = time.time() + CLOCK_S
+    for other in filter(None, others):
+        ts, state = jsonl.number(other, "ts"), jsonl.text(other, "state")
+        if ts is None or not newest_ts < ts <= latest_ts or state not in STATES:
             continue
-        if at < ts <= latest and (named not in ENDED or _may_have_ended(supervisor)):
-            told, at = {"since_ts": ts} | dict(other), ts
-    return dict(supervisor) | {
-        key: told[key] for key in ("state", "why", "since_ts") if key in told
-    }
+        if state not in ENDED or _may_have_ended(supervisor):
+            newest, newest_ts = {"since_ts": ts} | dict(other), ts
+    fields = ("state", "why", "since_ts")
+    return dict(supervisor) | {key: newest[key] for key in fields if key in newest}
 
 
-def facts(
-    supervisor: Record, born: Record, last: Mapping[int, Record], halts: Mapping[int, int],
-    behind: bool = False, trouble: str = "",
-) -> Facts:  # fmt: skip
-    """Returns everything that the state depends on which a reader sees.
-
-    `supervisor` is the newest word of the supervisor ({}: no document tells of one, `trouble` may
-    say why), `born` run.json, `last` the newest record of each rank and `halts` the steps at which
-    ranks say that they halted. `behind`: there are more records to read.
-    """
-    named, lives = jsonl.text(supervisor, "state"), supervisor_lives(supervisor)
-    state = cast(State, named) if named in STATES else None
-    living = "" if lives and state else living_ranks(supervisor)
-    if not (living or (lives and state) or state in ENDED):
-        living = living_processes(born, supervisor)
-    times = [ts for r in last.values() if (ts := jsonl.number(r, "ts")) and math.isfinite(ts)]
-    young_s = time.time() - max(times, default=-math.inf)
-    elsewhere = supervisor.get("host") != rundir.host_name()
-    view = View(
-        state, clean(jsonl.text(supervisor, "why"), 400), lives,
-        f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is gone", living,
-        (jsonl.integer(supervisor, "attempt") or 1) + 1, _old(young_s) if last else "",
-        elsewhere and young_s < SILENT_S, behind, "" if supervisor else trouble,
-    )  # fmt: skip
-    world = jsonl.integer(born, "world") or 0
-    over = bool(last) and len(last) >= world and all(r.get("msg") == "exit" for r in last.values())
-    ends = _ends(supervisor, last) if over else []
-    reason = next((jsonl.text(record, "reason") for record in last.values()), "")
-    return Facts(
-        is_reader=True, view=view, spawned=True, over=over and named != "restarting", ends=ends,
-        halt_steps=halts, world=len(ends), reason=clean(reason, 80),
-        step=max((end.step for end in ends), default=0),
-    )  # fmt: skip
+def _may_have_ended(supervisor: Record) -> bool:
+    """Returns whether no worker is alive, as far as this host can see."""
+    if supervisor.get("host") not in (None, rundir.host_name()):
+        return not is_supervised(supervisor)
+    return not living_ranks(supervisor)
 
 
-def _old(young: float) -> str:
-    if young < -CLOCK_S:
-        return "its newest record has a time in the future, so its age is not known"
-    known = f"newest record {max(0.0, young):.0f} s old"
-    return known if math.isfinite(young) else "its records have no time"
+def since_ts(supervisor: Record, state: State, heads: Mapping[int, Head]) -> float | None:
+    """Returns when a run entered its state, None where that is not available.
 
-
-def since_ts(supervisor: Record, state: State, last: Mapping[int, Record]) -> float | None:
-    """Returns when a run came into its state, as far as that is known.
-
-    A state that no document holds begins at the last sign of the supervisor or of a rank.
+    A state that no document has begins with the newest record of the supervisor or of a rank.
     """
     if jsonl.text(supervisor, "state") == state:
         return jsonl.number(supervisor, "since_ts")
-    signs = [jsonl.number(each, "ts") for each in last.values()]
-    signs.append(jsonl.number(supervisor, "updated_ts"))
-    return max((ts for ts in signs if ts is not None and math.isfinite(ts)), default=None)
+    times = [*_times(heads), jsonl.number(supervisor, "updated_ts")]
+    return max((ts for ts in times if ts is not None and math.isfinite(ts)), default=None)
 
 
-def _ends(supervisor: Record, last: Mapping[int, Record]) -> list[End]:
-    """Returns how ranks ended by their last records; what the supervisor saw of one counts more."""
+def _times(heads: Mapping[int, Head]) -> list[float | None]:
+    return [jsonl.number(head.last.record, "ts") for head in heads.values()]
+
+
+# --- the facts of a reader ---------------------------------------------------------------------
+
+
+def facts(
+    supervisor: Record, run: Record, heads: Mapping[int, Head], behind: bool = False,
+    trouble: str = "",
+) -> Facts:  # fmt: skip
+    """Returns the facts that a reader can see of a run.
+
+    `supervisor` is supervisor.json with its newest state, {} where no document has one (`trouble`
+    may say why); `run` is run.json; `behind` says that records are left to read.
+    """
+    records = [head.last.record for head in heads.values()]
+    has_exited = all(record.get("msg") == "exit" for record in records)
+    over = bool(heads) and len(heads) >= (jsonl.integer(run, "world") or 0) and has_exited
+    ends = _ends(supervisor, heads) if over else []
+    return Facts(
+        is_reader=True, view=_view(supervisor, run, heads, behind, trouble), spawned=True,
+        over=over and jsonl.text(supervisor, "state") != "restarting", ends=ends,
+        halt_steps={rank: head.halt for rank, head in heads.items() if head.halt is not None},
+        world=len(ends), step=max((end.step for end in ends), default=0),
+        reason=clean(next((head.reason for head in heads.values() if head.reason), ""), 80),
+    )  # fmt: skip
+
+
+def _view(
+    supervisor: Record, run: Record, heads: Mapping[int, Head], behind: bool, trouble: str
+) -> ReaderView:  # fmt: skip
+    named, is_alive = jsonl.text(supervisor, "state"), is_supervised(supervisor)
+    state = cast(State, named) if named in STATES else None
+    decides = is_alive and state is not None
+    living = "" if decides else living_ranks(supervisor)
+    if not (decides or living or state in ENDED):
+        living = living_processes(run, supervisor)
+    newest_ts = max((ts for ts in _times(heads) if ts and math.isfinite(ts)), default=-math.inf)
+    newest_s = time.time() - newest_ts
+    return ReaderView(
+        state, clean(jsonl.text(supervisor, "why"), 400), is_alive,
+        f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is not running", living,
+        next_attempt=(jsonl.integer(supervisor, "attempt") or 1) + 1,
+        newest_record=_age_words(newest_s) if heads else "",
+        records_elsewhere=supervisor.get("host") != rundir.host_name() and newest_s < SILENT_S,
+        behind=behind, trouble="" if supervisor else trouble,
+    )  # fmt: skip
+
+
+def _age_words(seconds: float) -> str:
+    if seconds < -CLOCK_S:
+        return "age of the newest record not available (its time is in the future)"
+    known = f"newest record {max(0.0, seconds):.0f} s old"
+    return known if math.isfinite(seconds) else "age of the records not available (no time)"
+
+
+def _ends(supervisor: Record, heads: Mapping[int, Head]) -> list[RankEnd]:
+    """Returns the ends of ranks by their exit records; an exit that the supervisor saw wins."""
     attempt = jsonl.integer(supervisor, "attempt")
-    seen = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")
-            for worker in jsonl.entries(supervisor, "workers")}  # fmt: skip
+    exits = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")
+             for worker in jsonl.entries(supervisor, "workers")}  # fmt: skip
     ends = []
-    for rank, record in last.items():
-        code = jsonl.integer(record, "exit_code") or 0
+    for rank, head in heads.items():
+        record, code = head.last.record, head.code or 0
         error = clean(jsonl.text(record, "reason"), 400) if code else ""
-        found = seen.get((rank, record.get("attempt")), {})
-        signal = clean(jsonl.text(found, "signal"), 16) or None
-        code = None if signal else jsonl.integer(found, "code") or code
-        ends.append(End(rank, code, signal, jsonl.integer(record, "step") or 0, error))
+        observed = exits.get((rank, record.get("attempt")), {})
+        signal = clean(jsonl.text(observed, "signal"), 16) or None
+        known = None if signal else jsonl.integer(observed, "code") or code
+        ends.append(RankEnd(rank, known, signal, record["step"], error))
     return ends
 
 
-def _left(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
-    """Returns the workers of supervisor.json without an exit, and whether each lives here."""
+# --- living processes --------------------------------------------------------------------------
+
+
+def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
+    """Returns the workers of supervisor.json without an exit, and whether each is alive here."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    left = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
-    return [(worker, rundir.is_alive(here | worker)) for worker in left]
+    workers = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
+    return [(worker, rundir.is_alive(here | worker)) for worker in workers]
 
 
 def still_run(thing: str, names: Sequence[object]) -> str:
-    """Says that ranks or processes still run, "" for none; of many it names the first eight."""
+    """Returns "ranks 0, 1 still run", "" without names; of many it names the first eight."""
     first = ", ".join(map(str, names[:8])) + (", …" if len(names) > 8 else "")
     plural = "es" if thing.endswith("s") else "s"
     one = f"{thing} {first} still runs" if names else ""
@@ -179,80 +203,82 @@ def still_run(thing: str, names: Sequence[object]) -> str:
 
 
 def living_ranks(supervisor: Record) -> str:
-    """Says which ranks of supervisor.json live on this host, "" for none."""
-    ranks = [str(worker.get("rank")) for worker, lives in _left(supervisor) if lives]
+    """Returns a sentence on the ranks of supervisor.json that are alive here, "" for none."""
+    ranks = [
+        str(worker.get("rank")) for worker, alive in _workers_without_exit(supervisor) if alive
+    ]
     return still_run("rank", [clean(rank, 12) for rank in ranks])
 
 
-def living_processes(born: Record, supervisor: Record) -> str:
-    """Says which processes with the token of a run live on this host, "" for none."""
+def living_processes(run: Record, supervisor: Record) -> str:
+    """Returns a sentence on the processes with a run's token that are alive here, "" for none."""
     named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
-    token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN) or named
-    left = process.with_token(token) if token else []
-    return still_run("process", left)
+    token = jsonl.text(jsonl.mapping(run, "environment"), environ.TOKEN) or named
+    return still_run("process", process.with_token(token) if token else [])
 
 
 def living_in(run: Path) -> str:
-    """Says which processes of a run directory live on this host, "" for none."""
-    told, born = (
+    """Returns a sentence on the processes of a run directory that are alive here, "" for none."""
+    supervisor, born = (
         rundir.read_json(run / name, below=run) or {} for name in (rundir.SUPERVISOR, rundir.RUN)
     )
-    return living_ranks(told) or living_processes(born, told)
-
-
-def _may_have_ended(supervisor: Record) -> bool:
-    """Says whether nothing speaks against an end: no worker lives, as far as this host can see."""
-    if supervisor.get("host") not in (None, rundir.host_name()):
-        return not supervisor_lives(supervisor)
-    return not living_ranks(supervisor)
+    return living_ranks(supervisor) or living_processes(born, supervisor)
 
 
 def has_lost_rank(supervisor: Record) -> bool:
-    """Says whether supervisor.json, or the kernel of this host, shows a worker that has ended."""
-    left, is_here = _left(supervisor), supervisor.get("host") == rundir.host_name()
+    """Returns whether a worker has ended, by supervisor.json or by the kernel of this host."""
+    left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
-        is_here and not lives for _, lives in left
+        is_here and not alive for _, alive in left
     )
 
 
-def unwell(supervisor: Record, status: Record) -> list[Alert]:
-    """Returns the alerts of this host's reader on the processes of a supervisor.
+# --- the processes of the supervisor -----------------------------------------------------------
 
-    Each that a signal has stopped, else a supervisor that lives and has said nothing for long.
-    `status` is its sign of life in shared memory, {} without one.
+
+def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
+    """Returns an alert for each stopped process of a supervisor, else one where it is silent.
+
+    `status` is the supervisor heartbeat, {} without one.
     """
-    here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
-    texts = {}
-    for name, (key, harm) in ROLES.items():
-        named = here | (jsonl.mapping(supervisor, key) if key else dict(supervisor))
-        pid = jsonl.integer(named, "pid") or 0
-        if rundir.is_alive(named) and process.state(pid) in STOPPED.split():
-            texts[f"{name.replace(' ', '-')}-stopped"] = (
-                f"{name} (pid {pid}) is stopped (SIGSTOP or a debugger): {harm}; "
-                f"kill -CONT {pid} lets it go on"
-            )
+    texts = _stopped_processes(supervisor)
     times = (jsonl.number(supervisor, "updated_ts"), jsonl.number(status, "ts"))
-    old_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
-    if not texts and old_s > SUPERVISOR_SILENT_S and rundir.is_alive(supervisor):
+    silent_s = min((s for ts in times if (s := age(ts)) is not None), default=0.0)
+    if not texts and silent_s > SUPERVISOR_SILENT_S and rundir.is_alive(supervisor):
         texts["supervisor-silent"] = (
-            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) lives, but has written "
-            f"nothing for {old_s:.0f} s: what is shown may be old; its directory takes no writes "
-            "(look at df and dmesg), or its working process is not there"
+            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is alive but has written "
+            f"nothing for {silent_s:.0f} s, so this display may be old: its run directory does not "
+            "accept writes (check df and dmesg), or its working process is not running"
         )
     return [Alert(name, time.time(), "crit", text, observed=True) for name, text in texts.items()]
 
 
-def exit_words(worker: Record, beat: Record) -> str:
-    """Says how a worker ended, "" while it lives; its last record counts where nobody saw it."""
-    ended = worker.get("exit")
-    if not isinstance(ended, dict):
-        said = beat.get("msg") == "exit"
-        return f"exit {jsonl.integer(beat, 'exit_code') or 0}" if said else ""
-    signal_name, code = ended.get("signal"), jsonl.integer(ended, "code")
-    if isinstance(signal_name, str) and signal_name:
-        words = f"killed by {clean(signal_name, 16)}"
+def _stopped_processes(supervisor: Record) -> dict[str, str]:
+    """Returns name and text of an alert for each process that a signal has stopped."""
+    here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
+    texts = {}
+    for role, (key, effect) in ROLES.items():
+        identity = here | (jsonl.mapping(supervisor, key) if key else dict(supervisor))
+        pid = jsonl.integer(identity, "pid") or 0
+        if rundir.is_alive(identity) and process.state(pid) in STOPPED.split():
+            texts[f"{role.replace(' ', '-')}-stopped"] = (
+                f"{role} (pid {pid}) is stopped (SIGSTOP or a debugger): {effect}; "
+                f"kill -CONT {pid} resumes it"
+            )
+    return texts
+
+
+def exit_words(worker: Record, record: Record) -> str:
+    """Returns how a worker ended, "" while it is alive: as observed, else by its exit record."""
+    observed = worker.get("exit")
+    if not isinstance(observed, dict):
+        code = jsonl.integer(record, "exit_code") or 0
+        return f"exited (code {code})" if record.get("msg") == "exit" else ""
+    signal, code = observed.get("signal"), jsonl.integer(observed, "code")
+    if isinstance(signal, str) and signal:
+        words = f"killed ({clean(signal, 16)})"
     else:
-        words = "gone" if code is None else f"exit {code}"
-    if ended.get("unreaped") is True:
-        words = f"dead (unreaped), {words}"
-    return f"{words}, because of another" if ended.get("secondary") is True else words
+        words = "exit code not available" if code is None else f"exited (code {code})"
+    if observed.get("unreaped") is True:
+        words += ", unreaped"
+    return f"{words}, because of another rank" if observed.get("secondary") is True else words

@@ -1,4 +1,4 @@
-"""Logs of a run, merged in the order in which they arrive, made harmless, bounded."""
+"""The logs of a run, merged in the order in which their lines are read, safe for a terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one text file from its last `BACKLOG_BYTES` on; where it is shorter, from the last
-    ones before its rotation. What it missed before a later rotation stays in the kept part."""
+    """Follows one text file from its last `BACKLOG_BYTES` on, with those before its rotation.
+
+    Lines that a later rotation removes before they are read are skipped.
+    """
 
     def __init__(self, run: Path, path: Path, source: str):
         self._run, self.path, self.source = run, path, source
@@ -27,7 +29,7 @@ class Log:
         self._carry = b""
 
     def poll(self, over: bool = False) -> list[bytes]:
-        """Returns the lines that are new since the last call; `over`: also one without its end."""
+        """Returns the new lines; with `over` also the last one without a newline."""
         try:
             with jsonl.opened(self.path, self._run) as fd:
                 status = os.fstat(fd)
@@ -44,7 +46,7 @@ class Log:
         return lines
 
     def _begin(self, status: os.stat_result) -> None:
-        """Finds the begin of a file that is new, or was replaced or cut."""
+        """Sets the offset in a file that is new, was replaced or was truncated."""
         if self._offset < 0:
             self._offset = max(0, status.st_size - BACKLOG_BYTES)
             before = BACKLOG_BYTES - status.st_size
@@ -65,7 +67,7 @@ class LogSource:
         self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
 
     def poll(self, over: bool = False) -> list[LogLine]:
-        """Returns the lines that are new since the last call; `over` as in `Log.poll`."""
+        """Returns the new lines of all logs; `over` as in `Log.poll`."""
         self._discover()
         fresh = [line for record in self._events.poll() if (line := _event_line(record))]
         for file in self._files.values():

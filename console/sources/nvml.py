@@ -1,6 +1,6 @@
-"""GPUs through pynvml: one thread a device, so that a device that hangs ages alone.
+"""Samples all GPUs through pynvml, each in its own thread, so that a hanging GPU delays no other.
 
-Without NVML's library one thread looks for it, at most once a minute, and nothing else happens.
+Without the NVML library one thread looks for it, at most once a minute.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from console.model import RECENT_XID_S, Gpu
-from console.sources.gpu import Device, XidLog, code_of, said, words_of
+from console.sources.gpu import Device, XidLog, code_of, words_of, xid_words
 from trainers.contract.errors import ContractError
 
-ANSWER_S = 10.0
-"""A driver that has not counted its GPUs after this time is said to hang."""
+COUNT_TIMEOUT_S = 10.0
+"""Time within which the driver must count its GPUs."""
 COUNT = """
 import pynvml
 try:
@@ -36,21 +36,21 @@ KERNEL_GPUS = "proc/driver/nvidia/gpus"
 SILENT_S = 5.0
 KILLED_S = 0.2
 RETRY_S, LONGEST_RETRY_S = 5.0, 60.0
-"""Time between two attempts to initialise NVML; it doubles."""
+"""Time between two attempts to initialise NVML; it doubles up to the longest."""
 NO_DRIVER_CODES = (9, 12)
 """NVML_ERROR_DRIVER_NOT_LOADED and _LIBRARY_NOT_FOUND."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """The newest answer of one device, and when (monotonic seconds) it came."""
+class Answer:
+    """The newest row of one GPU, and the time of its read (monotonic s)."""
 
     gpu: Gpu
     at: float
 
 
 def has_library() -> bool:
-    """Says whether NVML can be loaded here; the driver is not called."""
+    """Returns whether the NVML library can be loaded; the driver is not called."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -59,9 +59,9 @@ def has_library() -> bool:
 
 
 def kernel_count(root: Path = Path("/")) -> int | None:
-    """Returns how many GPUs the kernel's NVIDIA driver lists, None where it has no list.
+    """Returns the number of GPUs in the kernel driver's list, None without that list.
 
-    In a container or a batch job NVML may count fewer: it leaves out those that it may not open.
+    In a container or a batch job NVML may count fewer: it skips GPUs that it may not open.
     """
     try:
         return sum(1 for _ in (root / KERNEL_GPUS).iterdir())
@@ -69,11 +69,11 @@ def kernel_count(root: Path = Path("/")) -> int | None:
         return None
 
 
-def count(limit_s: float = ANSWER_S) -> int:
-    """Returns how many GPUs NVML counts, 0 without a driver.
+def count(limit_s: float = COUNT_TIMEOUT_S) -> int:
+    """Returns the number of GPUs of NVML, 0 without a driver.
 
-    A child asks: a call that hangs in the driver cannot be ended, not even by KILL, and a process
-    with such a thread does not end either. Raises TimeoutError, or ContractError with the reason.
+    A child process calls NVML: KILL does not end a call that hangs in the driver, nor a process
+    with such a thread. Raises TimeoutError, or ContractError with the reason.
     """
     if not has_library():
         return 0
@@ -91,34 +91,36 @@ def count(limit_s: float = ANSWER_S) -> int:
     answer = answer.strip()
     if answer.isdecimal():
         return int(answer)
-    raise ContractError(answer or f"the process that asks NVML exited with {child.returncode}")
+    raise ContractError(
+        answer or f"the process that counts GPUs exited with code {child.returncode}"
+    )
 
 
 class Nvml:
-    """Samples all GPUs of this host; `rows` never waits. `root` holds the kernel's /proc.
+    """Samples all GPUs of this host; `rows` never waits. `root` is the parent of /proc.
 
-    NVML is initialised once: while a process uses it, the kernel unloads no driver and resets no
-    GPU.
+    NVML is initialised once: while a process uses it, the kernel neither unloads the driver nor
+    resets a GPU.
     """
 
     def __init__(
         self, period_s: float = 1.0, root: Path = Path("/"), retry_s: float = RETRY_S
     ) -> None:
         self._period_s, self._root, self._retry_s = period_s, root, retry_s
-        self._readings: dict[int, Reading] = {}
+        self._readings: dict[int, Answer] = {}
         self._xids: XidLog | None = None
         self._initialising_at: float | None = None
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Starts the thread that looks for devices; the first rows come a little later."""
+        """Starts the thread that finds the GPUs; the first rows exist a little later."""
         self._spawn("nvml", self._discover)
 
     def stop(self) -> None:
         self._stop.set()
 
     def rows(self) -> list[Gpu]:
-        """Returns each GPU's newest row; one that NVML gives no answer for says for how long."""
+        """Returns the newest row of each GPU; a GPU that does not answer has the time in `why`."""
         now = time.monotonic()
         rows = []
         for index, reading in sorted(dict(self._readings).items()):
@@ -138,7 +140,7 @@ class Nvml:
         xid = self._xids.found.get(gpu.index) if self._xids is not None else None
         if xid is None:
             return gpu
-        recent = said(xid.numbers, xid.count) if time.time() - xid.ts < RECENT_XID_S else ""
+        recent = xid_words(xid.numbers, xid.count) if time.time() - xid.ts < RECENT_XID_S else ""
         return replace(
             gpu, xid=xid.numbers[-1], xids=xid.numbers, xid_count=xid.count, xid_ts=xid.ts,
             why=", ".join(part for part in (gpu.why, recent) if part),
@@ -148,7 +150,7 @@ class Nvml:
         threading.Thread(target=work, args=args, name=name, daemon=True).start()
 
     def _discover(self) -> None:
-        """Initialises NVML, again after a failure, and starts a thread for each device."""
+        """Initialises NVML, with retries, and starts a thread for each GPU."""
         delay_s = self._retry_s
         while not self._stop.is_set():
             if has_library() and self._initialise():
@@ -179,27 +181,27 @@ class Nvml:
         return True
 
     def _fail(self, error: Exception, listed: int) -> None:
-        """Gives each GPU that there should be a row with the reason.
+        """Sets an error row for each expected GPU.
 
-        A library without a driver is no GPU; any other failure means that there is at least one.
+        A library without a driver means no GPU; after any other failure there is at least one.
         """
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
-        why = f"NVML cannot be initialised ({words_of(error)}); trying again"
+        why = f"NVML cannot be initialised ({words_of(error)}); retrying"
         self._readings = {
-            index: Reading(Gpu(index, "GPU", "error", why=why), math.inf)
+            index: Answer(Gpu(index, "GPU", "error", why=why), math.inf)
             for index in range(max(listed, least))
         }
 
     def _follow(self, device: Device) -> None:
-        """Reads one device until `stop`; the only thread that ever asks for it."""
+        """Reads one GPU until `stop`; no other thread reads it."""
         while not self._stop.is_set():
             begun = time.monotonic()
-            self._readings[device.index] = Reading(device.read(), time.monotonic())
+            self._readings[device.index] = Answer(device.read(), time.monotonic())
             self._stop.wait(max(0.05, self._period_s - (time.monotonic() - begun)))
 
 
-def _unread(index: int) -> Reading:
-    return Reading(Gpu(index, "GPU", "error", why="NVML has not answered yet"), time.monotonic())
+def _unread(index: int) -> Answer:
+    return Answer(Gpu(index, "GPU", "error", why="NVML has not answered yet"), time.monotonic())
 
 
 def _silence(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""The pace of one rank in one attempt: when its records were read, and the times they tell of.
+"""The pace of one rank in one attempt: times between its records, durations of steps and phases.
 
-The reducer's `Head` holds the records' content. Only a reader that judges stalls keeps a pace.
+Only a reader that detects stalls has a pace; the content of the records is in the reducer's `Head`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from console.sources import documents
-from console.sources.fold import OF_THE_PAST
+from console.sources.rank_totals import OF_EARLIER_STEPS
 from trainers.contract import jsonl
 
 SAFETY = 5.0
-"""A step that takes so many times as long as usual stands still."""
+"""A step is stalled when it takes this many times as long as usual."""
 RECORDS_LATE_S = 5.0
-"""A record may be read so much later than the pulse of the same moment."""
+"""A record may be read this much later than the pulse of the same moment."""
 LONGEST_STEP_S = 1e6
-"""A longer step is no time that was measured."""
+"""A longer step time is not valid."""
 UNIFORM_NATS = math.log(3)
-"""Entropy of a gate that gives each of the three branches the same weight."""
+"""Entropy of a gate with equal weights for the three branches."""
 WARM_UP_STEPS = 2
 KEPT_STEPS, KEPT_FRESH, KEPT_GAPS, LAST_GAPS = 256, 512, 256, 8
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 RHYTHM_OF_ONE = 8
-"""Number of records at every step after which each step is expected to have one."""
+"""Number of consecutive records at every step, after which each step is expected to have one."""
 UNKNOWN_STEPS = 50
-"""Assumed number of steps between two records while no rhythm is known."""
+"""Assumed number of steps between two records before a rhythm is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Progress:
 
 
 def progress_of(record: Mapping[str, object]) -> Progress:
-    """Returns the figures of a progress record, whatever its fields hold."""
+    """Returns the figures of a progress record; fields that are not valid are None."""
     steps_s = _steps_s(record)
     highest = jsonl.number(record, "gate_entropy_max")
     return documents.read(
@@ -71,48 +71,51 @@ def _p99(ordered: list[float]) -> float:
 
 
 class Pace:
-    """Its reader is there since `live_since` (monotonic s): infinite before it has caught up."""
+    """The pace for a reader that follows live since `live_since` (monotonic s).
+
+    It is infinite while the reader still reads older records.
+    """
 
     def __init__(self, live_since: float = math.inf):
         self.progress: Progress | None = None
         self._fresh: deque[Progress] = deque(maxlen=KEPT_FRESH)
         self._live_since = live_since
-        self._told_s: float | None = None
-        """The step time that its records told of since then, behind the first of them."""
+        self._recorded_s: float | None = None
+        """Sum of the step times in its records since then, without the first record."""
         self._step = 0
         self._rose = -math.inf
-        """Time of reading its newest step (monotonic s), -inf if before `live_since`."""
+        """When its newest step was read (monotonic s), -inf if before `live_since`."""
         self._rose_ts = math.inf
-        """The time that the record of that step says for itself."""
+        """The time in the record of that step (unix s)."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
         """Steps and seconds from one record with a new step to the next."""
         self._first_s = 0.0
         """The longest time to a step before those."""
         self._read_at, self._age_s = -math.inf, 0.0
-        """Time of reading its newest record (monotonic s), and the record's age then."""
+        """When its newest record was read (monotonic s), and the age of the record then."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
-        """Its last times in each phase, in the order they came and by length; "" for steps."""
+        """Its last times in each phase, by arrival and sorted; "" for steps."""
 
     def take(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
-        """Takes in one record that was read at `mono`, unix time `ts`.
+        """Adds one record that was read at `mono`, unix time `ts`.
 
-        `first_step` is that of the attempt: gaps between steps count behind it.
+        `first_step` is that of the attempt: gaps between steps count after it.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:
             self._take_rise(step, first_step, mono, written)
         self._read_at, self._age_s = mono, _span(ts - written)
-        if record["msg"] not in OF_THE_PAST:
+        if record["msg"] not in OF_EARLIER_STEPS:
             self._step = step
         if record["msg"] == "progress":
             self.progress = progress_of(record)
             self._fresh.append(self.progress)
-        if steps_s := self._that_passed(_steps_s(record), mono):
+        if steps_s := self._possible(_steps_s(record), mono):
             self._take_durations(record, steps_s)
 
     def settle(self, mono: float) -> None:
-        """Takes what was read so far for what was there before its reader came."""
+        """Marks all records so far as written before the reader followed live."""
         self._rose, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
@@ -124,7 +127,7 @@ class Pace:
     # --- times between records -----------------------------------------------------------------
 
     def _take_rise(self, step: int, first_step: int, mono: float, written: float) -> None:
-        """Takes a new step; until its reader is there, the records tell the time between them."""
+        """Adds a new step; before the reader follows live, the times in the records count."""
         live = self._rose > -math.inf
         took_s = _span(mono - self._rose if live else written - self._rose_ts)
         steps = step - self._step
@@ -136,21 +139,21 @@ class Pace:
         self._rose = mono if self._live_since < math.inf else -math.inf
 
     def still_s(self, mono: float) -> float:
-        """Returns the time since a new step was read, infinite while none was since `settle`."""
+        """Returns the seconds since a new step was read, infinite without one since `settle`."""
         return max(0.0, mono - self._rose)
 
     def age_s(self, mono: float) -> float:
-        """Returns the time since its newest record was written."""
+        """Returns the seconds since its newest record was written."""
         return self._age_s + max(0.0, mono - self._read_at)
 
     def gap_s(self) -> float:
-        """Returns the longest of the last times between two records with a new step, 0 at first."""
+        """Returns the longest of the last gaps between records with a new step, 0 without one."""
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
-        """Returns the 99th percentile of these times, or before there is a rhythm a long guess.
+        """Returns the 99th percentile of these gaps, before a rhythm is known a long estimate.
 
-        The guess is `least_s` or more while no step follows another.
+        The estimate is at least `least_s` while no step follows another.
         """
         steps = [count for count, _ in self._gaps]
         if not steps:
@@ -162,28 +165,28 @@ class Pace:
 
     # --- times of steps and phases -------------------------------------------------------------
 
-    def _that_passed(self, steps_s: list[float], mono: float) -> list[float]:
-        """Returns the step times that can be true: no more has passed since the reader came.
+    def _possible(self, steps_s: list[float], mono: float) -> list[float]:
+        """Returns the step times that are possible: no longer than the reader follows live.
 
-        The steps in the first record may have begun before; each is cut to that time.
+        The steps in the first record may have started earlier; each is limited to that time.
         """
         most_s = mono - self._live_since + RECORDS_LATE_S
         if self._live_since == math.inf or not steps_s:
             return steps_s
-        if self._told_s is None:
-            self._told_s = 0.0
+        if self._recorded_s is None:
+            self._recorded_s = 0.0
             return [min(step_s, most_s) for step_s in steps_s]
-        told_s = self._told_s + math.fsum(steps_s)
-        if told_s > most_s:
+        recorded_s = self._recorded_s + math.fsum(steps_s)
+        if recorded_s > most_s:
             return []
-        self._told_s = told_s
+        self._recorded_s = recorded_s
         return steps_s
 
     def _take_durations(self, record: Mapping[str, Any], steps_s: list[float]) -> None:
-        """Takes step times, and the longest that each phase can have lasted in these steps.
+        """Adds step times, and the longest that each phase can have lasted in these steps.
 
-        A record tells a phase's mean: in one of n steps it lasted at most n means, and no longer
-        than the longest step. Phases that a GPU was timed in say nothing about the host's.
+        A record has the mean of a phase: in one of n steps it lasted at most n means, and no longer
+        than the longest step. Times of a GPU say nothing about the phases of the host.
         """
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)
@@ -196,7 +199,7 @@ class Pace:
                 self._keep(phase, [min(mean_s * len(steps_s), max(steps_s))])
 
     def _keep(self, phase: str, durations_s: list[float]) -> None:
-        """Keeps durations; one that was a stall counts as the limit that it broke, no more."""
+        """Adds durations; a stall counts only up to the limit that it exceeded."""
         held, ordered = self._durations.setdefault(phase, (deque(), []))
         most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
         for duration_s in durations_s:
@@ -206,18 +209,18 @@ class Pace:
                 del ordered[bisect_left(ordered, held.popleft())]
 
     def p99_s(self, phase: str = "") -> float | None:
-        """Returns the 99th percentile of its last times in a phase, None before there are any.
+        """Returns the 99th percentile of its last times in a phase, None without times.
 
-        A phase without times, and the phase "", give the percentile of its steps.
+        A phase without times, and the phase "", return the percentile of its steps.
         """
         found = self._durations.get(phase) or self._durations.get("")
         return None if found is None else _p99(found[1])
 
 
 UNTIMED = Pace()
-"""The pace of a rank of which none was taken."""
+"""The pace of a rank whose records have no times."""
 
 
 def _span(seconds: float) -> float:
-    """Returns a time span that was read, 0 for what is none."""
+    """Returns a valid time span, 0 for any other."""
     return seconds if math.isfinite(seconds) and 0 < seconds < 1e8 else 0.0

@@ -1,9 +1,8 @@
-"""Processes as the kernel shows them, and signals that cannot hit a stranger.
+"""Reads processes from /proc and signals them through pidfds.
 
-What is asked every second is read from /proc here: psutil reads three files of a process where one
-tells, and every process of the host for the children of one. A process is known by pid and start
-time; it is signalled through a pidfd that was opened first and checked afterwards, so a reused pid
-is never hit.
+psutil reads three files of a process where one is enough, and all processes of the host for the
+children of one. A process is identified by pid and start time. Its pidfd is opened first and
+checked afterwards, so that a signal never reaches a reused pid.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from trainers.contract import environ, jsonl, rundir
 
 GONE = "gone"
 _CPU, _STARTED, _RSS, _EXIT = slice(11, 13), 19, 21, 49
-"""Fields of /proc/PID/stat behind the name: user and system time, start time, resident pages, and
-the wait status."""
+"""Fields of /proc/PID/stat after the name: user and system time, start time, resident pages, wait
+status."""
 _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
-"""PIDFD_GET_INFO of linux/pidfd.h; since 6.15 the kernel keeps there how a reaped process ended."""
+"""PIDFD_GET_INFO of linux/pidfd.h; since 6.15 it returns the wait status of a reaped process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """One look at a process. `state` is the kernel's letter or "gone", CPU in % of one core."""
+class ProcessUse:
+    """One sample of a process: the kernel's state letter or "gone", CPU in % of one core."""
 
     state: str = GONE
     cpu_pct: float | None = None
@@ -43,18 +42,18 @@ class Use:
 
 
 class Meter:
-    """Measures what processes use between two looks; each look reads /proc once."""
+    """Measures the CPU and memory of processes; each sample reads /proc once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, int, float]] = {}
-        """Start time, CPU ticks and when they were read, by pid."""
+        """Start time, CPU ticks and time of the last sample, by pid."""
 
-    def look(self, pid: int) -> Use:
-        """Returns what a process uses; CPU since the last look at it, None at the first."""
+    def sample(self, pid: int) -> ProcessUse:
+        """Returns a sample of a process; its CPU is since the last sample, None at the first."""
         fields = _stat(pid)
         if len(fields) <= _RSS:
             self._known.pop(pid, None)
-            return Use()
+            return ProcessUse()
         now, ticks, started = time.monotonic(), sum(map(int, fields[_CPU])), fields[_STARTED]
         before = self._known.get(pid)
         self._known[pid] = started, ticks, now
@@ -62,11 +61,11 @@ class Meter:
         cpu_pct = None
         if before is not None and before[0] == started and now > before[2]:
             cpu_pct = round((ticks - before[1]) / _TICKS_PER_S / (now - before[2]) * 100, 1)
-        return Use(fields[0].decode("ascii", "replace"), cpu_pct, rss_mib)
+        return ProcessUse(fields[0].decode("ascii", "replace"), cpu_pct, rss_mib)
 
 
 def user_name() -> str:
-    """Returns the name of the user, the number where it has none."""
+    """Returns the name of the user, the user id where it has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -74,7 +73,7 @@ def user_name() -> str:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Returns /proc/PID/stat from the state on, [] for a process that is gone."""
+    """Returns the fields of /proc/PID/stat from the state on, [] for a reaped process."""
     try:
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
@@ -91,7 +90,7 @@ def _read(path: str) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the direct children of a process; none of one that is just going."""
+    """Returns the direct children of a process, [] where they cannot be read."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -102,13 +101,13 @@ def children(pid: int) -> list[int]:
 
 
 def state(pid: int) -> str:
-    """Returns the kernel's letter for a process, or "gone"."""
+    """Returns the kernel's state letter of a process, or "gone"."""
     fields = _stat(pid)
     return fields[0].decode("ascii", "replace") if fields else GONE
 
 
 def environment(pid: int) -> dict[str, str]:
-    """Returns the environment a process was born with, empty if it cannot be read."""
+    """Returns the initial environment of a process, {} where it cannot be read."""
     try:
         data = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -118,9 +117,9 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the living processes that were started with this token, whoever their parent is.
+    """Returns the processes that were started with this token, of any parent.
 
-    With `home` they also have to name this run directory: a token alone may have been copied.
+    With `home` their environment also has to name this run directory: a token may be copied.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (born := environment(pid)).get(environ.TOKEN) == token
@@ -128,7 +127,7 @@ def with_token(token: str, home: str = "") -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Says whether a process has a handler of its own for a signal."""
+    """Returns whether a process has a handler for a signal."""
     try:
         lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
     except OSError:
@@ -138,13 +137,13 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Handle:
-    """A process that stays the same one: its pidfd, pid and start time."""
+    """A reference to one process that no reused pid can replace: pidfd, pid and start time."""
 
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks
 
     def send(self, number: int) -> bool:
-        """Sends a signal; False when the process is gone, or this handle was closed."""
+        """Sends a signal; returns False where the process was reaped or this handle is closed."""
         if self.fd < 0:
             return False
         try:
@@ -154,7 +153,7 @@ class Handle:
         return True
 
     def is_over(self) -> bool:
-        """Says whether the process has ended, reaped or not; one that is not held has."""
+        """Returns whether the process has ended, reaped or not; True for a closed handle."""
         if self.fd < 0:
             return True
         poller = select.poll()
@@ -162,10 +161,10 @@ class Handle:
         return bool(poller.poll(0))
 
     def exit_code(self) -> int | None:
-        """Returns how the process ended, a signal as a negative number; None if nobody can tell.
+        """Returns the exit code, a signal as a negative number, None where it is not available.
 
-        Needs no wait: a process that has another parent tells it too, until it is reaped from
-        /proc, later from its pidfd. Call it when `is_over`.
+        It needs no wait and works for any parent: before the process is reaped from /proc, later
+        from its pidfd. Call it when `is_over`.
         """
         status = _zombie_status(self.pid, self.start_ticks)
         if status is None and self.fd >= 0:
@@ -173,7 +172,7 @@ class Handle:
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def is_unreaped(self) -> bool:
-        """Says whether the process is dead and its parent has not asked how it ended."""
+        """Returns whether the process is a zombie."""
         return _zombie_status(self.pid, self.start_ticks) is not None
 
     def close(self) -> None:
@@ -183,12 +182,12 @@ class Handle:
 
 
 def hold(pid: int, token: str) -> Handle | None:
-    """Opens a process and then checks who it is; None when it is gone or another one."""
+    """Opens a process and then checks its token; returns None for any other process."""
     return _hold(pid, lambda: environment(pid).get(environ.TOKEN) == token)
 
 
 def hold_child(pid: int, parent: int) -> Handle | None:
-    """Opens a process and then checks that it is a child of `parent`; None when it is not."""
+    """Opens a process and then checks its parent; returns None for any other process."""
     return _hold(pid, lambda: pid in children(parent))
 
 
@@ -205,11 +204,11 @@ def _hold(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
 
 
 def hold_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle | None:
-    """Opens the process that a document names and then checks that it is this one, and of the run.
+    """Opens the process that a document names and then checks its identity and its run.
 
     For a process that has overwritten its environment, as setproctitle does. A document may name
-    anybody's: it has to be this user's, and its output has to go into one of the run's `logs`, None
-    for a document of our own.
+    any process: it has to belong to this user, with its output in one of the run's `logs`. `logs`
+    is None for a document that this process wrote.
     """
     if not rundir.is_alive(owner):
         return None
@@ -222,9 +221,9 @@ def hold_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle
 
 
 def writes_into(pid: int, run: Path, logs: Path) -> bool:
-    """Says whether a process of this user has a file of `logs` for its output.
+    """Returns whether a process of this user writes its output into a file of `logs`.
 
-    One that is a file of some other folder too (a link) proves nothing.
+    A file with a second hard link does not count.
     """
     folder = jsonl.open_inside(logs, run)
     if folder is None:
@@ -242,10 +241,10 @@ def writes_into(pid: int, run: Path, logs: Path) -> bool:
 
 
 def _zombie_status(pid: int, start_ticks: int) -> int | None:
-    """Returns the wait status of a dead process that is not reaped; the last field of its stat.
+    """Returns the wait status of a zombie, which is the last field of its stat.
 
-    Where the kernel hides that field it shows 0; `hold` has read the environment, for which it
-    asks for the same right.
+    The kernel shows 0 to a process without the right to see it; `hold` has read the environment,
+    which needs the same right.
     """
     fields = _stat(pid)
     if len(fields) <= _EXIT or fields[0] != b"Z" or int(fields[_STARTED]) != start_ticks:
@@ -254,7 +253,7 @@ def _zombie_status(pid: int, start_ticks: int) -> int | None:
 
 
 def _reaped_status(fd: int) -> int | None:
-    """Returns the wait status that the kernel keeps with a pidfd, None where it keeps none."""
+    """Returns the wait status of a reaped process from its pidfd, None if not available."""
     info = bytearray(_INFO_SIZE)
     struct.pack_into("<Q", info, 0, _INFO_EXIT)
     try:
@@ -266,7 +265,7 @@ def _reaped_status(fd: int) -> int | None:
 
 
 def signal_name(number: int) -> str:
-    """Returns SIGKILL for 9; the number as text for what has no name."""
+    """Returns the name of a signal, or "signal N"."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -274,7 +273,7 @@ def signal_name(number: int) -> str:
 
 
 def host_memory_mib() -> tuple[float | None, float | None]:
-    """Returns this host's memory and what of it is available, None where nobody tells."""
+    """Returns total and available memory of this host, None where not available."""
     found: dict[bytes, float] = {}
     try:
         for line in _read("/proc/meminfo").splitlines()[:3]:

@@ -1,137 +1,183 @@
-"""The ranks of a run as they are now: by the supervisor's document, samples, records and pulses."""
+"""The ranks of a run as they are now: from supervisor.json, samples, records and pulses."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from console.model import Gpu, Pulse, Rank
 from console.sources import documents, liveness
-from console.sources.reading import MAX_RANKS
-from console.sources.records import Records
+from console.sources.record_files import MAX_RANKS
+from console.sources.run_records import RunRecords
 from trainers.contract import jsonl, pulse, rundir
 
-SAMPLED_S = 5.0
-"""An older sample of a process does not say how it is now."""
+FRESH_SAMPLE_S = 5.0
+"""An older sample of a process does not show its present use."""
+Record = Mapping[str, Any]
+EMPTY: Record = {}
 
 
-def _gpu_index(devices: str, local: int) -> int | None:
-    """Returns NVML's index of a rank's GPU; None when CUDA_VISIBLE_DEVICES does not number it."""
-    named = devices.split(",")
-    word = named[local].strip() if 0 <= local < len(named) else ""
-    return (int(word) if word.isdecimal() else None) if devices else local
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The entries of one rank in all sources, {} where a source has none."""
 
+    rank: int
+    worker: Record
+    """Its entry in supervisor.json."""
+    entry: Record
+    """Its entry in the newest sample, which is `sample`."""
+    sample: Record
+    record: Record
+    """Its newest heartbeat."""
 
-def newest_step(
-    supervisor: dict[str, Any], ranks: Sequence[Rank], reader: Records
-) -> int | None:  # fmt: skip
-    """Returns the newest step that a pulse, a record or the supervisor tells of."""
-    steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
-    steps += [record["step"] for record in reader.last.values()]
-    steps.append(jsonl.integer(supervisor, "steps"))
-    return max((each for each in steps if each is not None), default=None)
+    @property
+    def pid(self) -> int:
+        pids = (jsonl.integer(each, "pid") for each in (self.worker, self.entry, self.record))
+        return next(filter(None, pids), 0)
+
+    @property
+    def local_rank(self) -> int:
+        local = jsonl.integer(self.worker, "local_rank")
+        return self.rank if local is None else local
+
+    @property
+    def sample_age_s(self) -> float | None:
+        return liveness.age(jsonl.number(self.sample, "ts"))
 
 
 def read_ranks(
-    supervisor: dict[str, Any], reader: Records, live: Path | None, devices: str, ended: bool
+    supervisor: Record, records: RunRecords, live: Path | None, devices: str, ended: bool
 ) -> tuple[Rank, ...]:
-    """Returns all ranks that a document, a sample or a record knows; `devices` as for CUDA."""
-    workers = {
-        rank: entry
-        for entry in jsonl.entries(supervisor, "workers")
-        if (rank := jsonl.integer(entry, "rank")) is not None and 0 <= rank < MAX_RANKS
-    }
-    sampled: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for sample in reader.sample.values():
-        for entry in jsonl.entries(sample, "ranks"):
-            rank = jsonl.integer(entry, "rank")
-            if rank is not None and 0 <= rank < MAX_RANKS:
-                sampled[rank] = (entry, sample)
-    gpus: dict[int | None, Gpu] = {gpu.index: gpu for gpu in reader.gpus}
+    """Returns all ranks that any source has.
+
+    `devices` is CUDA_VISIBLE_DEVICES, `live` the run's directory in shared memory. For a run that
+    has `ended` no age and no use is shown.
+    """
+    gpus = {gpu.index: gpu for gpu in records.gpus}
     ranks = []
-    for rank in sorted({*workers, *sampled, *reader.last}):
-        worker = workers.get(rank, {})
-        entry, sample = sampled.get(rank, ({}, {}))
-        beat = reader.last.get(rank, {})
-        pid = jsonl.integer(worker, "pid") or jsonl.integer(entry, "pid")
-        pid = pid or jsonl.integer(beat, "pid") or 0
-        local = jsonl.integer(worker, "local_rank")
-        found = _live_pulse(live, rank, pid) or _last_pulse(beat) or _sampled_pulse(entry, sample)
-        beat_age = liveness.age(jsonl.number(beat, "ts"))
-        ages = [a for a in (beat_age, found.age_s if found else None) if a is not None]
-        told = Rank(
-            rank=rank,
-            host=documents.line(worker, "host", documents.line(sample, "host", "")),
-            pid=pid,
-            state=documents.line(entry, "state", ""),
-            cpu_pct=jsonl.number(entry, "cpu_pct"),
-            rss_mib=jsonl.number(entry, "rss_mib"),
-            pulse=found,
-            gpu=gpus.get(_gpu_index(devices, rank if local is None else local)),
-            exit=liveness.exit_words(worker, beat),
-            age_s=min(ages) if ages else None,
-        )
-        sampled_age = liveness.age(jsonl.number(sample, "ts"))
-        is_new = sampled_age is not None and sampled_age <= SAMPLED_S
-        told = told if is_new else _at_rest(told)
-        ranks.append(_ended(told) if ended else told)
+    for sources in _by_rank(supervisor, records):
+        index = _gpu_index(devices, sources.local_rank)
+        gpu = None if index is None else gpus.get(index)
+        rank = _rank(sources, live, gpu)
+        if ended or sources.sample_age_s is None or sources.sample_age_s > FRESH_SAMPLE_S:
+            rank = _without_use(rank)
+        ranks.append(_without_ages(rank) if ended else rank)
     return tuple(ranks)
 
 
-def _at_rest(rank: Rank) -> Rank:
-    """Returns a rank whose last sample is not of now."""
+def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
+    """Returns the sources of each rank in the order of ranks."""
+    workers = _entries(supervisor, "workers")
+    sampled = {rank: (entry, sample) for sample in records.samples.values()
+               for rank, entry in _entries(sample, "ranks").items()}  # fmt: skip
+    newest = {rank: head.last.record for rank, head in records.heads.items()}
+    return [
+        _Sources(rank, workers.get(rank, EMPTY), *sampled.get(rank, (EMPTY, EMPTY)),
+                 newest.get(rank, EMPTY))
+        for rank in sorted({*workers, *sampled, *newest})
+    ]  # fmt: skip
+
+
+def _entries(record: Record, key: str) -> dict[int, Record]:
+    """Returns the entries of a list by their rank."""
+    return {
+        rank: entry for entry in jsonl.entries(record, key)
+        if (rank := jsonl.integer(entry, "rank")) is not None and 0 <= rank < MAX_RANKS
+    }  # fmt: skip
+
+
+def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None) -> Rank:
+    worker, entry, record = sources.worker, sources.entry, sources.record
+    found = _live_pulse(live, sources.rank, sources.pid) or _exit_pulse(record)
+    found = found or _sampled_pulse(sources)
+    ages = [liveness.age(jsonl.number(record, "ts")), found.age_s if found else None]
+    return Rank(
+        rank=sources.rank,
+        host=documents.line(worker, "host", documents.line(sources.sample, "host", "")),
+        pid=sources.pid,
+        state=documents.line(entry, "state", ""),
+        cpu_pct=jsonl.number(entry, "cpu_pct"),
+        rss_mib=jsonl.number(entry, "rss_mib"),
+        pulse=found,
+        gpu=gpu,
+        exit=liveness.exit_words(worker, record),
+        age_s=min((age for age in ages if age is not None), default=None),
+    )
+
+
+def _gpu_index(devices: str, local: int) -> int | None:
+    """Returns NVML's index of a rank's GPU; None where CUDA_VISIBLE_DEVICES has no number."""
+    if not devices:
+        return local
+    names = devices.split(",")
+    name = names[local].strip() if 0 <= local < len(names) else ""
+    return int(name) if name.isdecimal() else None
+
+
+def _without_use(rank: Rank) -> Rank:
+    """Returns a rank without the figures of an old sample."""
     gpu = rank.gpu and replace(rank.gpu, util_pct=None, power_w=None)
     state = rank.state if rank.state == "gone" else ""
     return replace(rank, state=state, cpu_pct=None, rss_mib=None, gpu=gpu)
 
 
-def _ended(rank: Rank) -> Rank:
-    """Returns a rank of a run that has ended: no time of it goes on."""
-    held = rank.pulse and replace(rank.pulse, since_s=None)
-    return replace(_at_rest(rank), pulse=held, age_s=None)
+def _without_ages(rank: Rank) -> Rank:
+    """Returns a rank of a run that has ended: its times no longer advance."""
+    found = rank.pulse and replace(rank.pulse, since_s=None)
+    return replace(rank, pulse=found, age_s=None)
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
-    """Reads a rank's pulse from shared memory; only while that process is there."""
+    """Returns a rank's pulse in shared memory, None unless its process is alive."""
     found = pulse.read(rundir.pulse(live, rank)) if live else None
     if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
         return None
-    since = max(0.0, time.monotonic() - found.since)
+    since_s = max(0.0, time.monotonic() - found.since)
     return Pulse(
-        found.step, found.phase, since, 0.0, found.collectives or None, found.device_step,
+        found.step, found.phase, since_s, 0.0, found.collectives or None, found.device_step,
         found.device_phase, True,
     )  # fmt: skip
 
 
-def _last_pulse(beat: dict[str, Any]) -> Pulse | None:
-    """The pulse of a rank that wrote its exit: a sample of it may be older."""
-    if beat.get("msg") != "exit":
+def _exit_pulse(record: Record) -> Pulse | None:
+    """Returns the pulse of a rank with an exit record: its sample may be older."""
+    if record.get("msg") != "exit":
         return None
-    age, step = liveness.age(jsonl.number(beat, "ts")) or 0.0, beat["step"]
-    return Pulse(step, "exit", age, age, None, step, "exit", False)
+    age_s, step = liveness.age(jsonl.number(record, "ts")) or 0.0, record["step"]
+    return Pulse(step, "exit", age_s, age_s, None, step, "exit", False)
 
 
-def _sampled_pulse(entry: dict[str, Any], sample: dict[str, Any]) -> Pulse | None:
-    held = jsonl.mapping(entry, "pulse")
-    step, phase = jsonl.integer(held, "step"), jsonl.text(held, "phase")
+def _sampled_pulse(sources: _Sources) -> Pulse | None:
+    """Returns the pulse in a rank's sample, None without one."""
+    sampled = jsonl.mapping(sources.entry, "pulse")
+    step, phase = jsonl.integer(sampled, "step"), jsonl.text(sampled, "phase")
     if step is None or phase not in pulse.CODES:
         return None
-    age = liveness.age(jsonl.number(sample, "ts")) or 0.0
-    since = (jsonl.number(held, "since_s") or 0.0) + age
-    device = jsonl.text(held, "device_phase")
-    device_phase = device if device in pulse.CODES else phase
-    held = {"device_step": step} | held
+    age_s = sources.sample_age_s or 0.0
+    device = jsonl.text(sampled, "device_phase")
     return documents.read(
-        Pulse, held, since_s=since, age_s=age, device_phase=device_phase, live=False,
-        collectives=jsonl.integer(held, "collectives") or None,
+        Pulse, {"device_step": step} | sampled, age_s=age_s, live=False,
+        since_s=(jsonl.number(sampled, "since_s") or 0.0) + age_s,
+        device_phase=device if device in pulse.CODES else phase,
+        collectives=jsonl.integer(sampled, "collectives") or None,
     )  # fmt: skip
 
 
-def data_age_s(ranks: tuple[Rank, ...], reader: Records) -> float | None:
+def newest_step(
+    supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
+) -> int | None:  # fmt: skip
+    """Returns the newest step of a pulse, a record or supervisor.json, None without one."""
+    steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
+    steps += [head.last.record["step"] for head in records.heads.values()]
+    steps.append(jsonl.integer(supervisor, "steps"))
+    return max((each for each in steps if each is not None), default=None)
+
+
+def data_age_s(ranks: tuple[Rank, ...], records: RunRecords) -> float | None:
     """Returns the age of the newest pulse, record or sample, None without one."""
     ages = [rank.age_s for rank in ranks]
-    ages += [liveness.age(jsonl.number(sample, "ts")) for sample in reader.sample.values()]
+    ages += [liveness.age(jsonl.number(sample, "ts")) for sample in records.samples.values()]
     return min((age for age in ages if age is not None), default=None)

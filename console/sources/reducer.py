@@ -1,7 +1,7 @@
-"""Records become the state of a run here and nowhere else, each file by itself, then combined.
+"""Reduces the records of a run to its state: each file by itself, then all files together.
 
-So every reader gets the same state from the same files, in whatever order it reads them, and a
-snapshot of the state stands for all that was read before it.
+The order in which the files are read does not matter, so every reader gets the same state, and a
+snapshot of that state replaces all records before it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from console.ending import error_of
 from console.model import STALL, Alert
-from console.sources import documents, reading
-from console.sources.fold import OF_THE_PAST
+from console.rank_end import error_of
+from console.sources import documents
 from console.sources.pace import UNTIMED, Pace
-from console.sources.reading import Batch, Cursor, Line, Place
+from console.sources.rank_totals import OF_EARLIER_STEPS
+from console.sources.record_files import MAX_RANKS, Batch, Cursor, Line, Place, rank_of
 from console.sources.sanitize import clean
 from console.sources.series import RAW_RECORDS, Series, mean_step_s
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 MAX_ATTEMPT = 100_000
-"""No run has more; a record of a later one is not believed."""
+"""A record of a later attempt is ignored."""
 KEPT_HEADS = 4
-BELIEVED_RECORDS = 2
-"""Without a word of the supervisor, an attempt has begun when it has this many records."""
+STARTED_RECORDS = 2
+"""Number of records with which an attempt has started, where no supervisor.json names one."""
+CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 MAX_ALERTS = 256
 
 
@@ -39,24 +40,24 @@ class Head:
     last: Line
     progress: Line | None = None
     error: Line | None = None
-    """The first error that it names since its last progress."""
+    """Its first `error` record since its last progress."""
     ended: Line | None = None
-    """The first record of a halt or an exit that gives a reason."""
+    """Its first `halt` or `exit` record with a reason."""
     step: int = 0
     first_step: int = 1
-    """The first step of this attempt, after the checkpoint that it resumed from."""
+    """The first step of this attempt, one after the checkpoint that it resumed from."""
     saved: int = 0
-    """The step of the newest checkpoint that it names."""
+    """The step of its newest `checkpoint` record."""
     halt: int | None = None
-    """The step at which it says that it halts, and behind which it records no progress."""
+    """The step of its `halt` record, None once it records progress again."""
     records: int = 0
     pace: Pace = UNTIMED
-    """No part of a snapshot: it depends on when the records were read."""
+    """Not in a snapshot: it depends on when the records were read."""
 
     def take(self, line: Line) -> None:
         msg, step = line.record["msg"], line.record["step"]
         self.last, self.records = line, self.records + 1
-        if msg not in OF_THE_PAST:
+        if msg not in OF_EARLIER_STEPS:
             self.step = step
         elif msg == "checkpoint":
             self.saved = step
@@ -72,45 +73,47 @@ class Head:
             self.ended = self.ended or line
 
     def has(self, record: Mapping[str, Any]) -> bool:
-        """Says whether a record is older than the newest one, by their numbers."""
+        """Returns whether a record is not newer than the newest one, by their numbers."""
         number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last.record))
         return self.records > 0 and number <= newest
 
     @property
     def code(self) -> int | None:
-        """The exit code that its last record announces; an exit without one is orderly."""
+        """The exit code of its last record; an exit record without a code means 0."""
         code = jsonl.integer(self.last.record, "exit_code")
         return 0 if code is None and self.last.record.get("msg") == "exit" else code
 
     @property
     def error_words(self) -> str:
+        """The text of its `error` record, "" without one."""
         return clean(error_of(self.error.record), 400) if self.error else ""
 
     @property
     def reason(self) -> str:
+        """The reason for which it halted or exited, "" without one."""
         return jsonl.text(self.ended.record, "reason")[:80] if self.ended else ""
 
 
 HEAD_LINES = ("last", "progress", "error", "ended")
 NO_RECORDS = Head(Line(Place(0, 0), 0, {}))
-"""The head of a rank that has recorded nothing."""
+"""The head of a rank without records."""
 
 
 @dataclass(slots=True)
 class Events:
-    """The supervisor's events added up: its last state, and its alerts."""
+    """The events of the supervisor so far: its last state, its alerts and their counts."""
 
     state: Line | None = None
     alerts: dict[str, Line] = field(default_factory=dict)
-    """The event that raised each open alert."""
+    """The event of each open alert."""
     acknowledged: set[str] = field(default_factory=set)
-    told_ts: dict[str, float] = field(default_factory=dict)
+    alert_ts: dict[str, float] = field(default_factory=dict)
     """The time of the last event on each alert."""
     attempts: int | None = None
     stalls: int | None = None
     """Both None before the first event."""
     counted_until_ts: float = -math.inf
-    """Stalls up to then are counted: a file that was copied over tells of them again."""
+    """Stalls up to this time are counted: a file that was copied over has them again."""
 
     def take(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
@@ -126,11 +129,11 @@ class Events:
         name = documents.line(line.record, "alert", "")
         if not name or kind not in ("alert", "clear", "ack"):
             return
-        if name not in self.told_ts and len(self.told_ts) >= MAX_ALERTS:
-            oldest = next(iter(self.told_ts))
-            del self.told_ts[oldest]
+        if name not in self.alert_ts and len(self.alert_ts) >= MAX_ALERTS:
+            oldest = next(iter(self.alert_ts))
+            del self.alert_ts[oldest]
             self.alerts.pop(oldest, None)
-        self.told_ts[name] = at
+        self.alert_ts[name] = at
         if kind == "ack":
             self.acknowledged |= {name} & self.alerts.keys()
             return
@@ -140,14 +143,14 @@ class Events:
             self.alerts[name] = line
 
     def forget_lines(self) -> None:
-        """Forgets events that stand nowhere any more; what was counted stays counted."""
-        self.counted_until_ts = max(self.counted_until_ts, self.told_ts.get(STALL, -math.inf))
+        """Drops the events of a file that was replaced; their counts stay."""
+        self.counted_until_ts = max(self.counted_until_ts, self.alert_ts.get(STALL, -math.inf))
         self.state = None
         self.alerts.clear()
         self.acknowledged.clear()
 
     def open(self) -> dict[str, Alert]:
-        """Returns the alerts that no event has cleared."""
+        """Returns the open alerts by name."""
         return {
             name: replace(raised(name, line.record), acknowledged=name in self.acknowledged)
             for name, line in self.alerts.items()
@@ -155,10 +158,10 @@ class Events:
 
 
 class Reducer:
-    """The state of a run from its records: of all attempts in `summary`, of each one in heads.
+    """The state of a run from its records: totals in `summary`, the newest records in heads.
 
-    The supervisor's document names the present attempt; without it two records have to agree.
-    `series` gets what is charted. With `timed` heads have a pace, for who judges stalls.
+    supervisor.json names the present attempt; without it an attempt needs two records. `series`
+    gets the charted values. With `timed` heads have a pace, which the stall detection needs.
     """
 
     def __init__(self, series: Series, summary: Summary | None = None, timed: bool = False):
@@ -171,24 +174,22 @@ class Reducer:
         self.cursors: dict[str, Cursor] = {}
         self._replaced: dict[str, int] = {}
         self.counted = 0
-        """The number of heartbeats that were taken and count."""
+        """Number of heartbeats that were added to the totals."""
         self.charted: dict[str, deque[Place]] = {}
-        """The places of the newest records of which points are kept."""
+        """The places of the newest records whose points are kept."""
 
-    # --- taken ---------------------------------------------------------------------------------
+    # --- adding records ------------------------------------------------------------------------
 
-    def take(
-        self, batch: Batch, world: int = reading.MAX_RANKS, present: int | None = None
-    ) -> None:
-        """Takes what is new in one file of a run of `world` ranks, in its `present` attempt.
+    def take(self, batch: Batch, world: int = MAX_RANKS, present: int | None = None) -> None:
+        """Adds new lines of one file of a run with `world` ranks, in its `present` attempt.
 
-        A line that was taken before changes only the pace.
+        A line that was added before changes only the pace.
         """
         known = self.cursors.get(batch.name)
-        rank = reading.rank_of(batch.name)
+        rank = rank_of(batch.name)
         if batch.replaced > self._replaced.get(batch.name, 0):
             self._replaced[batch.name] = batch.replaced
-            known = None  # what was there before stands nowhere any more
+            known = None  # the lines before are gone
             self.all_heads.pop(-1 if rank is None else rank, None)
             self.charted.pop(batch.name, None)
             if batch.name == rundir.EVENTS:
@@ -233,7 +234,7 @@ class Reducer:
             self.series.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
 
     def settle(self) -> None:
-        """Takes what was read so far for what was there before this reader came."""
+        """Marks all records so far as written before this reader started."""
         self._live_since = time.monotonic()
         for heads in self.all_heads.values():
             for head in heads.values():
@@ -245,43 +246,43 @@ class Reducer:
             self._chart(name, line, self.series.add)
 
     def _chart(self, name: str, line: Line, add: Callable[..., object]) -> None:
-        """Adds what is charted of a record, and keeps its place."""
+        """Adds the charted values of a record to the series, and keeps its place."""
         at, values = jsonl.number(line.record, "ts"), _charted(name, line.record)
         if at is not None and values is not None and add(name, at, values) is not None:
             self.charted.setdefault(name, deque(maxlen=RAW_RECORDS)).append(line.place)
 
     def take_points(self, batch: Batch) -> None:
-        """Takes records from before a snapshot: only their points are missing."""
+        """Adds the points of records before a snapshot."""
         end = self.cursors[batch.name].place
         for line in batch.lines:
             if line.place < end:
                 self._chart(batch.name, line, self.series.add_point)
 
     def drop_points(self, name: str) -> None:
-        """Forgets the points of a file of which some are missing."""
+        """Drops the points of a file where some are missing."""
         self.charted.pop(name, None)
         self.series.drop_points(name)
 
-    # --- combined ------------------------------------------------------------------------------
+    # --- all files together --------------------------------------------------------------------
 
-    def attempt(self, told: int | None) -> int:
-        """Returns the present attempt: the one of the document, else the newest that has begun."""
-        if told is not None and 0 < told <= MAX_ATTEMPT:
-            return told
+    def attempt(self, named: int | None) -> int:
+        """Returns the present attempt: `named` by supervisor.json, else the newest started one."""
+        if named is not None and 0 < named <= MAX_ATTEMPT:
+            return named
         records: dict[int, int] = {}
         for heads in self.all_heads.values():
             for number, head in heads.items():
                 records[number] = records.get(number, 0) + head.records
-        begun = (each for each, count in records.items() if count >= BELIEVED_RECORDS)
-        return max(begun, default=1)
+        started = (each for each, count in records.items() if count >= STARTED_RECORDS)
+        return max(started, default=1)
 
     def heads(self, attempt: int) -> dict[int, Head]:
-        """Returns the head of each rank that recorded something in an attempt."""
+        """Returns the head of each rank with records in an attempt."""
         heads = sorted(self.all_heads.items())
         return {rank: held[attempt] for rank, held in heads if attempt in held}
 
     def samples(self, attempt: int) -> dict[str, dict[str, Any]]:
-        """Returns the newest sample of each host, but for those of an attempt before."""
+        """Returns the newest sample of each host, without samples of an earlier attempt."""
         found = {}
         for line in self.newest_samples.values():
             of = jsonl.integer(line.record, "attempt")
@@ -291,18 +292,18 @@ class Reducer:
 
 
 def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | None:
-    """Returns what is charted of a record, None for one that is not."""
-    rank = reading.rank_of(name)
+    """Returns the charted values of a record, None for a record without any."""
+    rank = rank_of(name)
     if rank is None:
-        return _sizes(record)
+        return _charted_sample(record)
     if rank or record["msg"] != "progress":
         return None
-    found = {name: jsonl.number(record, name) for name in documents.CHARTED}
+    found = {name: jsonl.number(record, name) for name in CHARTED}
     return found | {"step_s": mean_step_s(jsonl.numbers(record, "steps_dt_s"))}
 
 
-def _sizes(sample: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns what is charted of a sample."""
+def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns the charted values of a sample."""
     values: dict[str, float | None] = {}
     for entry in jsonl.entries(sample, "gpus")[: documents.MAX_GPUS]:
         index = jsonl.integer(entry, "index")
@@ -314,5 +315,5 @@ def _sizes(sample: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def raised(name: str, record: Mapping[str, Any]) -> Alert:
-    """Returns an alert that the supervisor raised."""
+    """Returns an alert of the supervisor from its event."""
     return documents.read(Alert, record, id=name, acknowledged=False, observed=False)

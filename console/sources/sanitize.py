@@ -1,4 +1,4 @@
-"""Makes text from a run directory harmless to a terminal."""
+"""Makes text from a run directory safe for a terminal."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TABLE[ord("\t")] = "    "
 def clean(text: str, limit: int = MAX_CHARS) -> str:
     """Returns `text` on one line, without escape sequences, control and direction characters.
 
-    At most `limit` characters; what was cut is marked by an ellipsis. Progress bars that rewrite
-    their line by carriage returns keep only what stood last.
+    The result has at most `limit` characters; an ellipsis marks a cut. Of a progress bar, which
+    rewrites its line with carriage returns, the last text remains.
     """
     if len(text) > 4 * limit:
         text = text[: 4 * limit]

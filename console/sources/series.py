@@ -1,7 +1,7 @@
-"""The series of one run: what the charts draw and what rates, percentiles and ETA come from.
+"""The time series of one run, for the charts, the step percentiles and the ETA.
 
-The newest records of a file are kept as points. What is older is thinned to the least and the
-largest value of each span of 10 s, 1 min, 10 min and 2 h: the same spans, whoever thins.
+The newest records of a file are kept as points. Older ones are thinned to the smallest and the
+largest value of each span of 10 s, 1 min, 10 min and 2 h; every reader gets the same spans.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from trainers.contract import jsonl
 
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
-"""The resolutions, and how many spans of each are kept: 3 hours, a day, 4 weeks, 11 months."""
+"""The resolutions, and the number of spans kept of each: 3 hours, a day, 4 weeks, 11 months."""
 MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW = 200, 64
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
-"""Later than this no calendar knows a date."""
+"""Later times have no calendar date."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
 Values = Mapping[str, float]
 Band = tuple[float, float]
-"""The least and the largest value."""
+"""The smallest and the largest value."""
 
 
 class Span(NamedTuple):
-    """The bands of one file's quantities in one span of time, which begins at `at`.
+    """The bands of one file's quantities in one span of time, which starts at `at`.
 
-    `number` counts the spans of a file at a resolution: one that is told twice is the same.
+    `number` counts the spans of a file at a resolution and identifies a span that is read twice.
     """
 
     of: str
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 def read_span(record: Mapping[str, Any], level: int) -> Span | None:
-    """Returns the span of a line of a history file, None where it has none."""
+    """Returns the span in a line of a history file, None where it is not valid."""
     at, number = jsonl.number(record, "ts"), jsonl.integer(record, "n")
     if at is None or not 0 <= at < LATEST_S or number is None:
         return None
@@ -59,7 +59,7 @@ def read_span(record: Mapping[str, Any], level: int) -> Span | None:
 
 
 def _bands(held: Mapping[str, Any]) -> dict[str, Band]:
-    """Returns the bands of a line, without those that are no two finite numbers in order."""
+    """Returns the bands of a line, without those that are not two finite numbers in order."""
     found: dict[str, Band] = {}
     for name, value in held.items():
         low, high = value if isinstance(value, list) and len(value) == 2 else (value, value)
@@ -69,16 +69,16 @@ def _bands(held: Mapping[str, Any]) -> dict[str, Band]:
 
 
 class Thinner:
-    """Thins the points of one file; the same whatever else is read in between."""
+    """Thins the points of one file, independently of other files."""
 
     def __init__(self, of: str):
         self._of = of
         self.records = 0
         self.now: list[Span | None] = [None] * len(SPANS_S)
-        """The spans that have not ended, by level."""
+        """The open span of each level."""
 
     def add(self, at: float, values: Mapping[str, float]) -> Iterator[Span]:
-        """Takes the values of one record; yields the spans that ended before it."""
+        """Adds the values of one record; yields the spans that ended before it."""
         self.records += 1
         for level, width_s in enumerate(SPANS_S):
             begin = at // width_s * width_s
@@ -94,17 +94,17 @@ class Thinner:
                 bands[name] = min(low, value), max(high, value)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what a snapshot keeps: the spans that have not ended."""
+        """Returns the open spans as a snapshot has them."""
         return {"records": self.records, "now": [span and span.as_dict() for span in self.now]}
 
     def load(self, held: Mapping[str, Any]) -> None:
-        """Takes what `as_dict` gave. Raises KeyError and TypeError for anything else."""
+        """Sets the open spans from `as_dict`. Raises KeyError and TypeError for anything else."""
         self.records = jsonl.integer(held, "records") or 0
         for level, each in enumerate(held["now"][: len(SPANS_S)]):
             self.now[level] = read_span(each, level) if isinstance(each, dict) else None
 
     def has_ended(self, span: Span) -> bool:
-        """Says whether a span is one that ended before those that are open."""
+        """Returns whether a span is older than the open one of its level."""
         now = self.now[span.level]
         return now is not None and span.number < now.number
 
@@ -118,7 +118,7 @@ class _Spans:
         self._points: list[tuple[float, float]] | None = None
 
     def extend(self, spans: Sequence[Span], name: str) -> None:
-        """Takes spans, in the order in which they ended, that have this quantity."""
+        """Adds spans with this quantity, in the order in which they ended."""
         bands = [span.bands[name] for span in spans]
         for values, more in (
             (self._ats, [span.at for span in spans]), (self._lows, [low for low, _ in bands]),
@@ -131,11 +131,11 @@ class _Spans:
 
     @property
     def has_all(self) -> bool:
-        """Says whether the first span of the file is among them."""
+        """Whether the first span of the file is among them."""
         return self._numbers[max(0, len(self._numbers) - self._most)] == 1
 
     def points(self) -> list[tuple[float, float]]:
-        """Returns the least and the largest value of each span, in the order of time."""
+        """Returns the smallest and the largest value of each span, in the order of time."""
         if self._points is None:
             first, self._points = max(0, len(self._ats) - self._most), []
             rows = zip(self._ats[first:], self._lows[first:], self._highs[first:], strict=True)
@@ -145,9 +145,9 @@ class _Spans:
 
 
 class Series:
-    """Owned by one reader thread; `points` hands out immutable copies.
+    """Owned by one reader thread; `points` returns immutable copies.
 
-    Without `keeps` nothing is kept to draw: the spans that ended wait in `ended`.
+    Without `keeps` there are no points, and ended spans wait in `ended` to be written.
     """
 
     def __init__(self, keeps: bool = True) -> None:
@@ -155,7 +155,7 @@ class Series:
         self._newest: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
         """The values of the newest records of each file."""
         self._files: dict[str, str] = {}
-        """The file that each quantity is in."""
+        """The file of each quantity."""
         self._spans: dict[tuple[str, int], _Spans] = {}
         self._thinners: dict[str, Thinner] = {}
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
@@ -163,10 +163,10 @@ class Series:
         self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
 
     def add(self, of: str, at: float, values: Mapping[str, float | None]) -> Values | None:
-        """Takes what one record of a file measured; what is not a finite number is left out.
+        """Adds the values of one record of a file, without those that are not finite.
 
-        Returns what counts of it, None for what was measured at no time. A clock that was set back
-        brings points out of order.
+        Returns the added values, None for a time that is not valid. Times may be out of order
+        where a clock was set back.
         """
         known = self.add_point(of, at, values)
         if known is not None:
@@ -178,7 +178,7 @@ class Series:
     def add_point(
         self, of: str, at: float, values: Mapping[str, float | None]
     ) -> Values | None:  # fmt: skip
-        """Takes the same of a record that is thinned already; returns what counts of it."""
+        """Adds the values as a point only: their spans exist already."""
         if not 0 <= at < LATEST_S:
             return None
         known = {
@@ -190,11 +190,11 @@ class Series:
         return known
 
     def drop_points(self, of: str) -> None:
-        """Forgets the points of a file, not its spans."""
+        """Drops the points of a file, not its spans."""
         self._newest.pop(of, None)
 
     def _add_spans(self, of: str, level: int, spans: Sequence[Span]) -> None:
-        """Takes spans of one file and resolution that have ended."""
+        """Adds ended spans of one file and resolution."""
         if not self.keeps:
             self.ended += spans
             return
@@ -209,15 +209,15 @@ class Series:
         return self._files.get(name) == of
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
-        """Takes the durations of the steps that ended with `step`."""
-        self._durations_s.extend(_true_durations(durations))
+        """Adds the durations of the steps that ended with `step`."""
+        self._durations_s.extend(_valid_durations(durations))
         if durations:
             self._ends.append((at, step))
 
     def points(self, name: str) -> Points:
-        """Returns the points of a series, the older the coarser; empty when nothing was measured.
+        """Returns the points of a series, older ones coarser; empty without measurements.
 
-        Without those more than `AHEAD_S` after the point that came last: their clock was ahead.
+        Points more than `AHEAD_S` later than the last record are dropped: their clock was ahead.
         """
         of = self._files.get(name, "")
         rows, thinner = self._newest.get(of, ()), self._thinners.get(of)
@@ -241,7 +241,7 @@ class Series:
         return tuple(found)
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
-        """Returns p50 and p99 of the last steps' durations and how many steps that are."""
+        """Returns p50 and p99 of the last steps' durations, and the number of these steps."""
         steps = sorted(self._durations_s)
         if not steps:
             return None
@@ -249,7 +249,7 @@ class Series:
         return p50, p99, len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
-        """Returns seconds to the planned step at the measured pace, pauses included."""
+        """Returns the seconds to the planned step at the measured speed, pauses included."""
         if planned <= step:
             return 0.0
         if len(self._ends) < 2:
@@ -262,16 +262,16 @@ class Series:
     # --- the snapshot --------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what a snapshot keeps: the spans that have not ended, and the pace."""
+        """Returns the open spans and the speed as a snapshot has them."""
         return {
             "thinned": {of: thinner.as_dict() for of, thinner in self._thinners.items()},
             "durations_s": list(self._durations_s), "ends": [list(end) for end in self._ends],
         }  # fmt: skip
 
     def add_history(self, level: int, lines: Sequence[bytes]) -> None:
-        """Takes the lines of a history file that are older than the snapshot that was loaded.
+        """Adds the lines of a history file that are older than the loaded snapshot.
 
-        No more than is kept: it begins with the last one. The first may be half a line.
+        It reads backwards until it has all spans that are kept. The first line may be incomplete.
         """
         found: dict[str, dict[int, Span]] = {of: {} for of in self._thinners}
         for line in reversed(lines):
@@ -286,19 +286,19 @@ class Series:
             self._add_spans(of, level, [held[number] for number in sorted(held)])
 
     def load(self, held: Mapping[str, Any]) -> None:
-        """Takes what a snapshot kept. Raises TypeError and ValueError for anything else."""
-        for of, told in jsonl.mapping(held, "thinned").items():
-            self._thinners.setdefault(of, Thinner(of)).load(told)
+        """Sets the state from `as_dict`. Raises TypeError and ValueError for anything else."""
+        for of, spans in jsonl.mapping(held, "thinned").items():
+            self._thinners.setdefault(of, Thinner(of)).load(spans)
         self._durations_s.extend(jsonl.numbers(held, "durations_s"))
         ends = ((float(at), jsonl.integer({"": step}, "")) for at, step in held["ends"])
         self._ends.extend((at, step) for at, step in ends if step is not None)
 
 
-def _true_durations(durations: Sequence[float]) -> list[float]:
+def _valid_durations(durations: Sequence[float]) -> list[float]:
     return [d for d in durations if math.isfinite(d) and d >= 0]
 
 
 def mean_step_s(durations: Sequence[float]) -> float | None:
-    """Returns the mean of step times that can be true, None without one."""
-    true = _true_durations(durations)
-    return sum(true) / len(true) if true else None
+    """Returns the mean of the valid step durations, None without one."""
+    valid = _valid_durations(durations)
+    return sum(valid) / len(valid) if valid else None

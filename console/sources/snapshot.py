@@ -1,8 +1,8 @@
-"""`snapshot.json`: the state of a run's records so far, so that nobody has to read them again.
+"""Writes and reads `snapshot.json`: the state of a reducer, which replaces all records before it.
 
-It holds sums, and the places of the newest records. It counts only for the files that it was made
-of: each is known by its name, its part and the hash of its first line, and the newest records have
-to stand where it says.
+It has totals, and the places of the newest records. It is valid only for the files that it was
+made of: each is identified by name, part and the hash of its first line, and the newest records
+have to be at their places.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.sources import documents, reading
-from console.sources.fold import Fold
+from console.sources import documents, record_files
 from console.sources.pace import UNTIMED
-from console.sources.reading import Cursor, Line, Place, Reading, rank_of
+from console.sources.rank_totals import RankTotals
+from console.sources.record_files import Cursor, Line, Place, RecordFiles, rank_of
 from console.sources.reducer import HEAD_LINES, MAX_ATTEMPT, Events, Head, Reducer
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
 MAX_BYTES, MAX_BYTES_OF_RANK = 64 << 10, 4 << 10
-"""It is no longer than that, and than so much for each of more than 16 ranks."""
+"""Its largest size, and its size for each rank where more than 16 ranks need more."""
 HISTORY_BYTES = 4 << 20
-"""Bytes that are read of each resolution's history; a longer file is renamed to `.1`."""
+"""Bytes that are read of each history file; a longer file is renamed to `.1`."""
 POINTS_BYTES = 64 << 20
-"""No more is read of the newest records for their points; without them the spans have to do."""
+"""Bytes of newest records that are read for their points; files beyond have only spans."""
 
 
 def max_bytes(ranks: int) -> int:
@@ -37,11 +37,11 @@ def history(run: Path, level: int) -> Path:
     return run / f"history_{SPANS_S[level]}s.jsonl"
 
 
-# --- written -----------------------------------------------------------------------------------
+# --- writing -----------------------------------------------------------------------------------
 
 
 def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
-    """Returns the snapshot of a state."""
+    """Returns the snapshot of a reducer."""
     events = reducer.events
     return {
         "v": VERSION, "run": run, "ts": ts,
@@ -49,7 +49,7 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
             name: {"head": each.head, "place": list(each.place), "skipped": each.skipped}
             for name, each in reducer.cursors.items()
         },
-        "folds": {str(rank): fold.as_dict() for rank, fold in reducer.summary.folds.items()},
+        "folds": {str(rank): each.as_dict() for rank, each in reducer.summary.ranks.items()},
         "heads": {
             str(rank): {
                 str(attempt): {
@@ -63,7 +63,7 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
         "events": {
             "attempts": events.attempts, "stalls": events.stalls, "state": _ref(events.state),
             "alerts": {name: _ref(line) for name, line in events.alerts.items()},
-            "acknowledged": sorted(events.acknowledged), "told_ts": events.told_ts,
+            "acknowledged": sorted(events.acknowledged), "told_ts": events.alert_ts,
         },
         "charted": {name: list(places[0]) for name, places in reducer.charted.items()},
         "series": reducer.series.as_dict(),
@@ -71,19 +71,19 @@ def document(reducer: Reducer, run: str, ts: float) -> dict[str, Any]:
 
 
 def _ref(line: Line | None) -> list[int] | None:
-    """Returns where a line is: its part, its first byte and its length."""
+    """Returns part, first byte and length of a line."""
     return None if line is None else [*line.place, line.length]
 
 
-# --- read --------------------------------------------------------------------------------------
+# --- reading -----------------------------------------------------------------------------------
 
 
 def load(
     run: Path, held: Mapping[str, Any] | None, reducer: Reducer, most_bytes: int | None = None
 ) -> bool:
-    """Fills a new reducer from a snapshot; says whether it did: it has to fit the files.
+    """Fills a new reducer from a snapshot; returns whether the snapshot is valid for the files.
 
-    It does not where more than `most_bytes` were written since.
+    It is not where more than `most_bytes` of records were written since.
     """
     if held is None or held.get("v") != VERSION:
         return False
@@ -95,7 +95,7 @@ def load(
 
 
 class _Loader:
-    """Reads one snapshot; what does not fit raises ValueError, or what its type leads to."""
+    """Reads one snapshot; invalid content raises ValueError, or the error of its type."""
 
     def __init__(self, run: Path, held: Mapping[str, Any], most_bytes: int | None):
         self._run, self._held, self._most_bytes = run, held, most_bytes
@@ -103,19 +103,20 @@ class _Loader:
 
     def fill(self, reducer: Reducer) -> None:
         self._cursors = cursors = self._read_cursors()
-        folds = {
-            int(rank): Fold.load(int(rank), fold) for rank, fold in self._held["folds"].items()
+        ranks = {
+            int(rank): RankTotals.load(int(rank), totals)
+            for rank, totals in self._held["folds"].items()
         }
         heads = {
-            int(rank): {int(number): self._head(int(rank), int(number), each, folds)
+            int(rank): {int(number): self._head(int(rank), int(number), each, ranks)
                         for number, each in held.items()}
             for rank, held in self._held["heads"].items()
         }  # fmt: skip
-        for rank, fold in folds.items():
+        for rank, totals in ranks.items():
             cursor = cursors.get(rundir.heartbeat(self._run, rank).name)
-            headless = fold.newest not in heads.get(rank, {}) and 0 < fold.newest <= MAX_ATTEMPT
+            headless = totals.newest not in heads.get(rank, {}) and 0 < totals.newest <= MAX_ATTEMPT
             if headless or cursor is None or not cursor.place.at:
-                raise ValueError(f"nothing was read of rank {rank}")
+                raise ValueError(f"rank {rank} has no records")
         samples = {
             name: self._line(name, ref) for name, ref in self._held["samples"].items()
         }  # fmt: skip
@@ -126,10 +127,10 @@ class _Loader:
         }
         series = Series(reducer.series.keeps)
         series.load(jsonl.mapping(self._held, "series"))
-        # Nothing raises from here on: a reducer is filled as a whole, or not at all.
-        reducer.cursors.update(cursors)  # whose `Reading` may have them already
+        # Nothing raises from here on: the reducer is filled completely or not at all.
+        reducer.cursors.update(cursors)  # its `RecordFiles` may have them already
         reducer.all_heads, reducer.events = heads, events
-        reducer.summary.folds, reducer.series, reducer.charted = folds, series, charted
+        reducer.summary.ranks, reducer.series, reducer.charted = ranks, series, charted
         reducer.newest_samples = {name: line for name, line in samples.items() if line}
 
     def _read_cursors(self) -> dict[str, Cursor]:
@@ -141,28 +142,28 @@ class _Loader:
         }  # fmt: skip
         for name, cursor in found.items():
             known = name == rundir.EVENTS or rank_of(name) is not None
-            known = known or (name.startswith(reading.SAMPLES) and "/" not in name)
+            known = known or (name.startswith(record_files.SAMPLES) and "/" not in name)
             if not known or not cursor.fits(self._run / name):
-                raise ValueError(f"{name} is not the file that was read")
+                raise ValueError(f"{name} is another file")
         since = sum(jsonl.size_bytes(self._run / name) - each.place.at
                     for name, each in found.items() if rank_of(name) is not None)  # fmt: skip
         if self._most_bytes is not None and since > self._most_bytes:
-            raise ValueError("it is of long ago")
+            raise ValueError("the snapshot is too old")
         return found
 
     def _line(self, name: str, ref: Any) -> Line | None:
-        """Returns the record that stands at a place, None where none is meant or left."""
+        """Returns the record at a place, None without a place or a record."""
         if ref is None:
             return None
         if name not in self._cursors:
             raise ValueError(f"{name} was not read")
         part, at, length = ref
         place = Place(_natural(part), _natural(at))
-        record = reading.read_line(self._run / name, place, _natural(length))
+        record = record_files.read_line(self._run / name, place, _natural(length))
         return Line(place, length, record) if record else None
 
     def _head(
-        self, rank: int, attempt: int, held: Mapping[str, Any], folds: Mapping[int, Fold]
+        self, rank: int, attempt: int, held: Mapping[str, Any], ranks: Mapping[int, RankTotals]
     ) -> Head:  # fmt: skip
         name, of = rundir.heartbeat(self._run, rank).name, {"rank": rank, "attempt": attempt}
         lines = {key: self._line(name, held.get(key)) for key in HEAD_LINES}
@@ -171,7 +172,7 @@ class _Loader:
             if record is None or (record["rank"], record["attempt"]) != (rank, attempt):
                 raise ValueError(f"{name} has another record")
         last, progress = lines["last"], lines["progress"]
-        part = folds[rank].parts.get(attempt)
+        part = ranks[rank].attempts.get(attempt)
         whole = part if part is not None and not part.trouble else None
         if last is None or (whole and jsonl.integer(last.record, "n") != whole.last):
             raise ValueError(f"{name} has another newest record")
@@ -184,8 +185,8 @@ class _Loader:
         alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in held["alerts"].items()}
         for name, line in alerts.items():
             record = line.record if line is not None else {}
-            told = jsonl.text(record, "kind"), documents.line(record, "alert", "")
-            if told != ("alert", name):
+            found = jsonl.text(record, "kind"), documents.line(record, "alert", "")
+            if found != ("alert", name):
                 raise ValueError("an alert is another event")
         if state is not None and jsonl.text(state.record, "kind") != "state":
             raise ValueError("a state is another event")
@@ -202,7 +203,7 @@ class _Loader:
 def _natural(value: Any) -> int:
     found = jsonl.integer({"": value}, "")
     if found is None or found < 0:
-        raise ValueError(f"{value!r} is no place")
+        raise ValueError(f"{value!r} is not a place")
     return found
 
 
@@ -212,19 +213,19 @@ def _place(value: Any) -> Place:
 
 
 def draw(run: Path, reducer: Reducer) -> None:
-    """Adds what was recorded before the snapshot to the series: spans, and the newest points.
+    """Adds the spans and the newest points before the snapshot to the series.
 
-    Call it before anything else is taken.
+    Call it before the reducer gets other records.
     """
     for level in range(len(SPANS_S)):
-        data = reading.read_end(history(run, level), HISTORY_BYTES, run)
+        data = record_files.read_end(history(run, level), HISTORY_BYTES, run)
         reducer.series.add_history(level, data.split(b"\n"))
     begin = {
         name: Cursor(reducer.cursors[name].head, places[0])
         for name, places in reducer.charted.items() if name in reducer.cursors
     }  # fmt: skip
     reducer.charted.clear()
-    for batch in Reading(run, cursors=begin, only=begin.keys()).poll(POINTS_BYTES):
+    for batch in RecordFiles(run, cursors=begin, only=begin.keys()).poll(POINTS_BYTES):
         reducer.take_points(batch)
         begin[batch.name] = batch.cursor
     for name, reached in begin.items():

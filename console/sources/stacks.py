@@ -1,4 +1,4 @@
-"""Reads stack dumps: text that faulthandler and the dumper wrote, parsed without trust."""
+"""Parses stack dumps of faulthandler and of the dumper; any text is accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainers.contract import jsonl
 MAX_DUMP_BYTES = 1 << 20
 MAX_FRAMES = 200
 MAIN = "main"
-"""The name of the thread that a dump begins with."""
+"""The name of the first thread of a dump."""
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
@@ -23,7 +23,7 @@ _NAME = re.compile(r"stackdump_rank(?P<rank>\d+)_(?P<ms>\d+)\.txt")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame; `file` as Python knows it."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -36,7 +36,7 @@ class Frame:
 
     @property
     def short(self) -> str:
-        """File name, line and function: what fits a table."""
+        """File name, line and function, for a table."""
         return f"{self.place} {self.function}"
 
     @property
@@ -54,7 +54,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One rank's answer to one dump request; the main thread stands first."""
+    """The dump of one rank for one request, the main thread first."""
 
     rank: int
     ts: float
@@ -90,7 +90,7 @@ def own(frames: Sequence[Frame]) -> Frame | None:
 
 
 def latest(run: Path, ranks: Iterable[int]) -> dict[int, Stack]:
-    """Returns the newest asked dump of each rank that has one."""
+    """Returns the newest requested dump of each rank that has one."""
     newest: dict[int, int] = {}
     wanted = set(ranks)
     try:

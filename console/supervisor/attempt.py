@@ -368,7 +368,7 @@ class Attempt:
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
             halt_steps={rank: h.halt for rank, h in heads.items() if h.halt is not None},
             reason=next((head.reason for head in heads.values() if head.reason), ""),
-            told=None not in codes or not (heads or self.known.failure),
+            has_exit_records=None not in codes or not (heads or self.known.failure),
             verdict=verdict.sentence if verdict else "",
         )  # fmt: skip
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from console.ending import End
-from console.sources.crash_log import LastWords
+from console.rank_end import RankEnd
+from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, Head
 from console.sources.sanitize import clean
 from console.supervisor.shm import LastPulses
@@ -23,15 +23,15 @@ class Ends:
 
     def __init__(self, tree: Tree, heads: Callable[[], Mapping[int, Head]], pulses: LastPulses):
         self._tree, self._heads, self._pulses = tree, heads, pulses
-        self.last_words: Mapping[int, LastWords] = {}
+        self.last_words: Mapping[int, Crash] = {}
 
-    def of(self, worker: Worker) -> End:
+    def of(self, worker: Worker) -> RankEnd:
         """Returns how a rank ended."""
         step = self._pulses.step(worker.rank, worker.handle.pid)
         head = self._heads().get(worker.rank, NO_RECORDS)
         return end_of(worker, head, self.last_words.get(worker.rank), step)
 
-    def so_far(self) -> list[End]:
+    def so_far(self) -> list[RankEnd]:
         """Returns the ends of the ranks that have ended."""
         over = [each for each in self._tree.workers.values() if each.over_ts is not None]
         return [self.of(worker) for worker in over]
@@ -48,26 +48,26 @@ class Ends:
             return worker.failed and (late or not worker.unreaped)
         return late and self._heads().get(worker.rank, NO_RECORDS).code not in (None, 0)
 
-    def conclude(self, last_words: Mapping[int, LastWords]) -> None:
+    def conclude(self, last_words: Mapping[int, Crash]) -> None:
         """Stores the ends of the logs and the last pulses of all ranks."""
         self.last_words = last_words
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
 
-    def documents(self, blamed: End | None) -> list[dict[str, Any]]:
+    def documents(self, blamed: RankEnd | None) -> list[dict[str, Any]]:
         """Returns `workers` of supervisor.json."""
         found = []
         for _, worker in sorted(self._tree.workers.items()):
             record = worker.as_dict()
             if record["exit"] is not None:
                 end = self.of(worker)
-                secondary = end.bad and end.secondary and end != blamed
+                secondary = end.failed and end.secondary and end != blamed
                 record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
             found.append(record)
         return found
 
 
-def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int = 0) -> End:
+def end_of(worker: Worker, head: Head, words: Crash | None = None, step: int = 0) -> RankEnd:
     """Returns how a rank ended, from its exit, its records, and the end of its log if it was read.
 
     The last record gives an exit code that the kernel did not report; exit 0 then needs a second
@@ -79,13 +79,13 @@ def end_of(worker: Worker, head: Head, words: LastWords | None = None, step: int
         code = signal = None
     elif not worker.seen and not code:
         code = head.code  # exit 0 needs the record of the rank
-    last, record = words or LastWords(), head.last.record
+    last, record = words or Crash(), head.last.record
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
-    return End(
+    return RankEnd(
         rank, code, signal, max(step, head.step), head.error_words,
-        last.error, worker.culled, at=last.at, fatal_at=last.fatal_at,
-        said=clean(said, 200), ts=None if worker.late else worker.over_ts, seen=worker.seen,
-        doubt=doubt,
+        last.error, worker.culled, raised_at=last.raised_at, crashed_in=last.crashed_in,
+        last_record=clean(said, 200), ts=None if worker.late else worker.over_ts,
+        observed=worker.seen, doubt=doubt,
     )  # fmt: skip
 
 

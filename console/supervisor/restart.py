@@ -100,10 +100,11 @@ def signature(facts: Facts) -> str:
         return ""
     end = facts.culprit()
     if end is None:
-        return f"start:{error_patterns.same_words(facts.failure)}" if facts.failure else ""
-    if end.signal == "SIGKILL" and facts.oom is not None and facts.oom.here and not end.culled:
+        return f"start:{error_patterns.without_numbers(facts.failure)}" if facts.failure else ""
+    out_of_memory = facts.oom is not None and facts.oom.here
+    if end.signal == "SIGKILL" and out_of_memory and not end.killed_after_failure:
         return "signal:SIGKILL:out of host memory"
-    return "exit:0:left early" if end == facts.left_early() else end.signature()
+    return "exit:0:left early" if end == facts.exited_early() else end.signature()
 
 
 def deterministic(facts: Facts) -> bool:
@@ -115,4 +116,4 @@ def deterministic(facts: Facts) -> bool:
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:
         return False
-    return end.code in error_patterns.HOPELESS_CODES or error_patterns.hopeless(end.error)
+    return end.code in error_patterns.PERMANENT_CODES or error_patterns.is_permanent(end.error)

@@ -15,7 +15,7 @@ from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import liveness
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -111,7 +111,7 @@ class Run:
             summary = former_run.summary(former.state, checked_with, world, self.number)
         reducer = Reducer(Series(keeps=False), summary, timed=True)
         # The reader starts before the snapshot's end, to learn how long steps usually take.
-        reading = Reading(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
+        reading = RecordFiles(path, cursors=reducer.cursors, warm_up_bytes=WARM_UP_BYTES)
         live = Live(token, world, self.number, path, former is not None)
         if former and live.path is None and self._link.has_no_processes(path, home, self.number):
             live.renew(self.number)
@@ -214,7 +214,7 @@ class Run:
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run, unless as much was requested; returns the answer."""
         if self._next_at is not None:
-            self._conclude(*decide(Facts(before=self._ended[-1].why, asked=action, by=by)))
+            self._conclude(*decide(Facts(previous_end=self._ended[-1].why, asked=action, by=by)))
             return "no rank is running; no further attempt starts"
         answer = self.attempt.end(action, by)
         self._decide()
@@ -271,7 +271,7 @@ class Run:
         """Starts the next attempt when it is due; a `.HALT` ends the run before that."""
         self.attempt.tick()
         if self.attempt.known.halt_file:
-            self._conclude(*decide(Facts(before=self._ended[-1].why, halt_file=True)))
+            self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
         elif self._next_at is not None and time.monotonic() >= self._next_at:
             self._next_at = None
             self.number += 1
@@ -304,7 +304,7 @@ class Run:
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._next_at = time.monotonic() + again.wait_s
         text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
-        return self._become(*decide(Facts(before=why, again=text)))
+        return self._become(*decide(Facts(previous_end=why, next_attempt=text)))
 
     def _become(self, state: State, why: str) -> None:
         self.why = why

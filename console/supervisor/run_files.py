@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from console.sources import crash_log, documents, legacy, process
-from console.sources.crash_log import LastWords
+from console.sources.crash_log import Crash
 from console.sources.pace import Progress, progress_of
-from console.sources.reading import Batch, Reading, read_end
+from console.sources.record_files import Batch, RecordFiles, read_end
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
@@ -42,7 +42,7 @@ class Rest:
     """What is read after all processes have ended; `last` is the crash log of each rank."""
 
     log: bytes = b""
-    last: Mapping[int, LastWords] = field(default_factory=dict)
+    last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
     """The step of the newest complete checkpoint, 0 without one, None if it is unreadable."""
     agent_signal: str = ""
@@ -128,7 +128,7 @@ class Files:
     All attempts of a run share one `reading`, which continues where the last one ended.
     """
 
-    def __init__(self, run: Path, attempt: int, world: int, reading: Reading):
+    def __init__(self, run: Path, attempt: int, world: int, reading: RecordFiles):
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self.watched = (run / rundir.HALT,)
@@ -156,7 +156,7 @@ class Files:
         for rank in range(self._world):
             path = rundir.rank_log(self._run, self._attempt, rank)
             own = crash_log.read(read_end(path, LOG_TAIL_BYTES, self._run))
-            last[rank] = own if own != LastWords() else crash_log.read(log, rank)
+            last[rank] = own if own != Crash() else crash_log.read(log, rank)
         death = DEATH.search(log)
         signal = process.signal_name(int(death[1])) if death else ""
         return Rest(log, last, newest_checkpoint(self._run), signal)

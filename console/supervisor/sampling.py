@@ -62,9 +62,9 @@ class Sampler:
         self, worker: Worker, head: Head, attempt: int, now: float, begun: float
     ) -> tuple[dict[str, Any], RankEvidence]:
         pid = worker.handle.pid
-        ended = process.Use("Z" if worker.unreaped else process.GONE)
-        use = self._meter.look(pid) if worker.over_ts is None else ended
-        # /proc shows the main thread; only the pidfd says that the process has ended.
+        ended = process.ProcessUse("Z" if worker.unreaped else process.GONE)
+        use = self._meter.sample(pid) if worker.over_ts is None else ended
+        # The kernel shows the main thread; the process has ended when its pidfd says so.
         state = "?" if worker.over_ts is None and use.state in ("Z", "X") else use.state
         found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from console.sources.nvml import Nvml
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.supervisor.hooks import Hooks
 from console.supervisor.link import Link
@@ -52,7 +52,7 @@ class RunContext:
     """Actions of watch rules that replace those of the plan, by rule."""
     live: Live
     reducer: Reducer
-    reading: Reading
+    reading: RecordFiles
     """Reads the files of records for the reducer, on the directory's thread."""
     observers: Observers
 

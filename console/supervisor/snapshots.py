@@ -57,7 +57,7 @@ class Snapshots:
         """
         self._written = time.monotonic()
         found = snapshot.document(self._reducer, self._name, time.time())
-        size, most = len(json.dumps(found)), snapshot.max_bytes(len(self._reducer.summary.folds))
+        size, most = len(json.dumps(found)), snapshot.max_bytes(len(self._reducer.summary.ranks))
         self._run_job(self._add_history, found if size <= most else None)
         if size <= most:
             self._services.directory.document(self._run / rundir.SNAPSHOT, found)

@@ -19,13 +19,13 @@ def coming(launch: LaunchState) -> Mapping[str, str]:
     """
     if not launch.rest:
         return {}
-    from console.sources.documents import decided
+    from console.sources.documents import flag_settings
     from console.supervisor import launch_spec
 
     given, index = launch_spec.load(Path(launch.path)), launch.rest[0].index
     pending = {flag.name: launch_spec.FlagValue(flag.value, flag.by) for flag in launch.next_flags}
     flags = given.flags(index, pending)
-    held = decided(given.settings(index, flags))
+    held = flag_settings(given.settings(index, flags))
     return {**held, **{name: flag.value for name, flag in flags.items()}}
 
 
@@ -72,10 +72,10 @@ class Draft:
         """Returns what the first phase gets as flags of the plan, else as settings."""
         if self.prepared is None:
             return {}
-        from console.sources.documents import decided  # not for the first picture
+        from console.sources.documents import flag_settings  # not for the first picture
 
         plan, first = self.prepared.plan, self.prepared.phases[0]
-        return {**decided(first["settings"]), **plan.env, **plan.phases[0].flags}
+        return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
 
     def question(self, host: str) -> Question:
         """Returns what is asked before the launch. Raises CannotAsk when it would be refused."""

@@ -59,12 +59,12 @@ def open_source(path: Path) -> RunSource:
 
 def find_newest(root: Path) -> Path | None:
     """Returns the newest launch under `root` that still lives, else the newest, None without."""
-    from console.sources import documents, launches
+    from console.sources import launch_documents, launches
 
     found = launches.launches(root)[:50]
     for path in found:
         state = rundir.read_json(path / rundir.PLAN_STATE) or {}
-        named = documents.launch_state(path, path.name, {}, state).state
+        named = launch_documents.launch_state(path, path.name, {}, state).state
         if named in ("running", "waiting"):
             return path
         if named == "unsupervised" and open_source(path).poll().state in LIVE_STATES:

@@ -46,7 +46,7 @@ def test_nothing_is_armed_where_no_supervisor_lives(launch, capsys):
     promised = "on stall (10 s): alert, then restart"
     directory.run(launch / "0-first", armed=promised, **directory.DEAD)
     _, out, _ = said(capsys, "status", launch)
-    assert (promised in out, "armed: nothing, no supervisor lives" in out) == (False, True)
+    assert (promised in out, "policy: none (no supervisor)" in out) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_the_end_of_a_launch_is_the_same_wherever_it_is_asked_for(
     ended(launch, why, gate, gate)
     listed = said(capsys, "--root", launch.parents[1], "runs")[1]
     assert f" {word} " in listed
-    assert f"{why}; not run: second" in listed
+    assert f"{why}; not started: second" in listed
     (row,) = json.loads(said(capsys, "--root", launch.parents[1], "runs", "--json")[1])
     assert row["exit_code"] == code
     for command in ("status", "check", "watch --plain", "watchdog"):
         told, out, _ = said(capsys, *command.split(), launch)
         assert (command, told) == (command, code)
-        assert "not run: second" in out or command == "watchdog"
+        assert "not started: second" in out or command == "watchdog"
         assert "\ngo\n" not in out
     assert said(capsys, "status", launch)[1].startswith(f"toy-20261121-030000  {word.upper()}  ")
     assert said(capsys, "status", launch / "0-first")[0] == (1 if gate == "fail" else 0)
@@ -126,7 +126,7 @@ def test_who_finds_no_supervisor_is_told_how_to_get_one(launch, capsys, words):
     directory.document(launch / rundir.PLAN_STATE, state | {"supervisor": directory.DEAD})
     for path in (launch, launch / "0-first"):
         code, _, err = said(capsys, *words.format(path).split())
-        assert (code, f"nsa-console adopt {launch} gives it a new one" in err) == (4, True), err
+        assert (code, f"nsa-console adopt {launch} starts a new one" in err) == (4, True), err
 
 
 def test_a_broken_plan_hides_no_other(tmp_path, capsys, monkeypatch):
@@ -147,7 +147,7 @@ def test_a_plan_that_is_misspelt_is_no_run_to_check(tmp_path, capsys):
     code, _, err = said(capsys, "--root", tmp_path, "check", "cpu_smok")
     assert (code, "did you mean 'cpu_smoke'" in err) == (2, True), err
     code, _, err = said(capsys, "--root", tmp_path, "check", "cpu_smoke-2026")
-    assert (code, "fits 2 runs" in err) == (2, True), err
+    assert (code, "matches 2 runs" in err) == (2, True), err
 
 
 def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):

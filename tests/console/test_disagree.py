@@ -15,8 +15,8 @@ import pytest
 from console import actions, cli, status_text
 from console.diagnose.stall import RankEvidence
 from console.diagnose.verdict import diagnose
-from console.sources.records import Reads
 from console.sources.run import RunSource
+from console.sources.run_records import Reads
 from tests.console.sources import directory
 from tests.console.sources.conftest import shared_memory as shared_memory
 from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates
@@ -221,10 +221,10 @@ def test_what_was_skipped_is_said_of_the_part_that_was_read(passed, capsys):
     path.write_bytes(b"garbage\n" * 50_000 + path.read_bytes())
     state = RunSource(passed / "0-first").poll()
     lines = " ".join(status_text.status_lines(state))
-    assert f"at least {state.skipped_records:,} records could not be read" in lines
+    assert f"at least {state.skipped_records:,} records cannot be read" in lines
     assert "(in the newest 256 KiB of each file), skipped" in lines
     whole = RunSource(passed / "0-first", reads="all").poll()
-    assert " 50,000 records could not be read, skipped" in " ".join(status_text.status_lines(whole))
+    assert " 50,000 records cannot be read, skipped" in " ".join(status_text.status_lines(whole))
 
 
 def test_one_file_of_holes_keeps_no_other_from_being_read(passed):
@@ -239,7 +239,7 @@ def test_one_file_of_holes_keeps_no_other_from_being_read(passed):
     state = RunSource(run, limit_bytes=1 << 9, reads="all").poll()
     assert state.behind_bytes > 1 << 30
     (text,) = [alert.text for alert in state.alerts if alert.id == "behind"]
-    assert text == "1,024.0 GiB of records are still to be read"
+    assert text == "1,024.0 GiB of records are not read yet"
 
 
 def test_an_answer_behind_a_hole_is_found(passed):

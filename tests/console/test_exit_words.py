@@ -1,4 +1,4 @@
-"""What is said of an end, and whether the next attempt would end so too: recorded evidence."""
+"""The sentence on an end, and whether the next attempt would end in the same way."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console import error_patterns
-from console.ending import End
 from console.error_patterns import OomCounts, OomEvidence
+from console.rank_end import RankEnd
 from console.run_state import Facts, decide
 from console.supervisor.restart import deterministic, signature
 
@@ -53,8 +53,8 @@ def why(*ends, **facts):
 
 
 @pytest.mark.parametrize("text", PEER_TEXTS)
-def test_the_words_of_a_lost_peer_are_never_the_cause(text):
-    lost, cause = End(0, 1, None, 8, log=text), End(1, 7, None, 8, log="ValueError: broken")
+def test_the_error_of_a_lost_peer_is_never_the_cause(text):
+    lost, cause = RankEnd(0, 1, None, 8, log=text), RankEnd(1, 7, None, 8, log="ValueError: broken")
     assert why(lost, cause).startswith(
         "rank 1: ValueError: broken at step 8 (exit 7); rank 0 exited earlier"
     )
@@ -66,8 +66,10 @@ def test_a_broken_pipe_of_its_own_output_is_a_cause():
 
 
 def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
-    watchdog = End(0, None, "SIGABRT", 8, log=f"c10::DistBackendError: {PEER_TEXTS[4]}")
-    crash = End(1, None, "SIGABRT", 8, log="std::out_of_range: map::at", fatal_at="f (m.py:3)")
+    watchdog = RankEnd(0, None, "SIGABRT", 8, log=f"c10::DistBackendError: {PEER_TEXTS[4]}")
+    crash = RankEnd(
+        1, None, "SIGABRT", 8, log="std::out_of_range: map::at", crashed_in="f (m.py:3)"
+    )
     sentence = why(watchdog, crash)
     assert sentence == (
         "rank 1 crashed in native code (SIGABRT) at step 8, in f (m.py:3): "
@@ -85,7 +87,7 @@ def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
         ("ValueError: out of range", ""),
     ],
 )  # fmt: skip
-def test_running_out_of_memory_is_told_with_sizes_and_advice(text, words):
+def test_out_of_memory_has_sizes_and_advice(text, words):
     found = error_patterns.out_of_memory(text)
     assert found.startswith(words)
     assert bool(found) == bool(words)
@@ -93,11 +95,11 @@ def test_running_out_of_memory_is_told_with_sizes_and_advice(text, words):
 
 def test_out_of_gpu_memory_of_our_trainer_and_of_a_foreign_program():
     named = "out of GPU memory; lower train.batch_size or data.seq_len: " + OOM_2.partition(": ")[2]
-    state, sentence = decide(ended(End(1, 11, None, 3, named)))
+    state, sentence = decide(ended(RankEnd(1, 11, None, 3, named)))
     assert state == "failed"
     assert sentence.startswith("rank 1: out of GPU memory: asked for 22.00 MiB, 11.06 MiB of")
     assert sentence.endswith("set train.recompute to all at step 3 (exit 11)")
-    foreign = why(End(1, 1, None, 3, log=OOM_2, at="train.py:41"))
+    foreign = why(RankEnd(1, 1, None, 3, log=OOM_2, raised_at="train.py:41"))
     assert "out of GPU memory: asked for 22.00 MiB" in foreign
     assert "(train.py:41)" in foreign
 
@@ -119,77 +121,84 @@ def counted(cgroup, host):
         (None, "rank 1 was killed by SIGKILL at step 5", ""),
     ],
 )  # fmt: skip
-def test_a_kill_is_the_kernels_only_as_far_as_a_counter_says_so(oom, sentence, signed):
-    facts = ended(End(1, None, "SIGKILL", 5), oom=oom)
+def test_a_kill_is_the_kernels_only_where_a_counter_shows_it(oom, sentence, signed):
+    facts = ended(RankEnd(1, None, "SIGKILL", 5), oom=oom)
     assert (decide(facts)[1], signature(facts)) == (sentence, signed)
 
 
-def test_a_loader_that_the_kernel_killed_is_told_beside_the_error_of_its_rank():
+def test_a_kill_of_a_loader_follows_the_error_of_its_rank():
     lost = "RuntimeError: DataLoader worker (pid(s) 812) exited unexpectedly"
-    sentence = why(End(0, 1, None, 5, log=lost), oom=counted(1, 4))
+    sentence = why(RankEnd(0, 1, None, 5, log=lost), oom=counted(1, 4))
     assert sentence.startswith(
         f"rank 0: {lost} at step 5 (exit 1); the kernel killed a process for"
     )
 
 
 def test_ranks_killed_at_once_blame_nobody_and_ranks_killed_one_after_the_other_do():
-    ends = [End(rank, None, "SIGKILL", 5, ts=100.0 + rank / 10) for rank in (0, 1)]
+    ends = [RankEnd(rank, None, "SIGKILL", 5, ts=100.0 + rank / 10) for rank in (0, 1)]
     assert why(*ends).startswith(
         "all 2 ranks were killed by SIGKILL at once: probably from outside"
     )
     assert "by the kernel at once" in why(*ends, oom=counted(2, 5))
     assert why(ends[0], replace(ends[1], ts=103.0)).startswith("rank 0 was killed by SIGKILL")
-    assert why(ends[0], replace(ends[1], culled=True)).startswith("rank 0 was killed by SIGKILL")
+    assert why(ends[0], replace(ends[1], killed_after_failure=True)).startswith(
+        "rank 0 was killed by SIGKILL"
+    )
 
 
 def test_a_limit_and_a_term_from_outside_are_named():
-    assert "SIGXCPU at step 5 (its limit of CPU time" in why(End(0, None, "SIGXCPU", 5))
-    assert "SIGTERM at step 5 (nobody here sent it)" in why(End(0, None, "SIGTERM", 5))
+    assert "SIGXCPU at step 5 (CPU time limit reached" in why(RankEnd(0, None, "SIGXCPU", 5))
+    assert "SIGTERM at step 5 (not sent by the supervisor)" in why(RankEnd(0, None, "SIGTERM", 5))
 
 
-def test_who_left_first_with_exit_0_is_to_blame_only_when_the_others_lost_it():
-    left, lost = End(0, 0, None, 5), End(1, 14, None, 6, PEER_TEXTS[0])
-    assert why(left, lost).startswith("rank 0 ended first, with exit 0 at step 5, while the others")
+def test_a_rank_that_exited_first_with_code_0_is_to_blame_only_where_the_others_lost_it():
+    left, lost = RankEnd(0, 0, None, 5), RankEnd(1, 14, None, 6, PEER_TEXTS[0])
+    assert why(left, lost).startswith("rank 0 exited first (code 0) at step 5, while the others")
     assert decide(ended(left, lost))[0] == "crashed"
     assert why(lost, left).startswith("rank 1: ")
-    assert why(left, End(1, None, "SIGTERM", 6)).startswith("rank 1 was killed by SIGTERM")
+    assert why(left, RankEnd(1, None, "SIGTERM", 6)).startswith("rank 1 was killed by SIGTERM")
 
 
-def test_an_end_that_nobody_saw_is_not_invented():
-    unknown = End(1, None, None, 12, said="progress")
+def test_an_unobserved_end_has_no_exit_code():
+    unknown = RankEnd(1, None, None, 12, last_record="progress")
     assert why(unknown, agent_code=None) == (
-        "rank 1 ended at step 12, its exit code is not known; its last record says progress"
+        "rank 1 ended at step 12; exit code not available; its last record says progress"
     )
-    assert "it left no record" in why(replace(unknown, said=""), agent_code=None)
-    assert why(End(0, 14, None, 12, PEER_TEXTS[0]), unknown).startswith("rank 1 ended at step 12")
+    assert "; no record" in why(replace(unknown, last_record=""), agent_code=None)
+    assert why(RankEnd(0, 14, None, 12, PEER_TEXTS[0]), unknown).startswith(
+        "rank 1 ended at step 12"
+    )
     assert signature(ended(unknown)) == ""
 
 
 @pytest.mark.parametrize(
-    ("end", "hopeless"),
+    ("end", "permanent"),
     [
-        (End(0, 13, None, 0, "train.steps must be at least 1"), True),
-        (End(0, 1, None, 0, "ModuleNotFoundError: No module named 'nsa'"), True),
-        (End(0, 13, None, 0, "train.steps must be at least 1", seen=False), False),
-        (End(0, 13, None, 0), False),
-        (End(0, 2, None, 0), False),
-        (End(0, 1, None, 0, log="ModuleNotFoundError: No module named 'nsa'"), False),
-        (End(0, 1, None, 0, log="trainers.contract.errors.UsageError: no run directory"), False),
-        (End(0, 10, None, 9, "loss stayed non-finite for 5 steps"), False),
-        (End(0, 1, None, 9, log="ValueError: ImportError: x"), False),
-        (End(0, None, "SIGSEGV", 9), False),
+        (RankEnd(0, 13, None, 0, "train.steps must be at least 1"), True),
+        (RankEnd(0, 1, None, 0, "ModuleNotFoundError: No module named 'nsa'"), True),
+        (RankEnd(0, 13, None, 0, "train.steps must be at least 1", observed=False), False),
+        (RankEnd(0, 13, None, 0), False),
+        (RankEnd(0, 2, None, 0), False),
+        (RankEnd(0, 1, None, 0, log="ModuleNotFoundError: No module named 'nsa'"), False),
+        (
+            RankEnd(0, 1, None, 0, log="trainers.contract.errors.UsageError: no run directory"),
+            False,
+        ),
+        (RankEnd(0, 10, None, 9, "loss stayed non-finite for 5 steps"), False),
+        (RankEnd(0, 1, None, 9, log="ValueError: ImportError: x"), False),
+        (RankEnd(0, None, "SIGSEGV", 9), False),
     ],
 )
 @pytest.mark.decision("refuse-restart", "true")
 @pytest.mark.decision("refuse-restart", "absent")
-def test_only_what_comes_again_at_once_is_hopeless(end, hopeless):
-    assert deterministic(ended(end)) is hopeless
+def test_only_permanent_errors_refuse_a_restart(end, permanent):
+    assert deterministic(ended(end)) is permanent
 
 
-def test_good_and_asked_ends_have_no_signature():
-    good = (End(0, 0, None, 9), End(1, 0, None, 9))
+def test_good_and_requested_ends_have_no_signature():
+    good = (RankEnd(0, 0, None, 9), RankEnd(1, 0, None, 9))
     assert signature(Facts(spawned=True, over=True, world=2, agent_code=0, ends=good)) == ""
-    assert signature(ended(End(0, 7, None, 9), asked="stop")) == ""
+    assert signature(ended(RankEnd(0, 7, None, 9), asked="stop")) == ""
     assert signature(Facts(failure="torchrun cannot be started: x")) == ""
 
 
@@ -203,15 +212,15 @@ VARYING = st.one_of(
 
 
 @given(st.lists(WORD, min_size=1, max_size=6), st.data())
-def test_a_signature_is_free_of_numbers_and_tells_words_apart(words, data):
+def test_a_signature_has_no_numbers_and_differs_for_other_words(words, data):
     def facts(rank):
         text = " ".join(f"{word} {data.draw(VARYING)}" for word in words)
-        return ended(End(rank, 7, None, data.draw(st.integers(1, 99)), f"ValueError: {text}"))
+        return ended(RankEnd(rank, 7, None, data.draw(st.integers(1, 99)), f"ValueError: {text}"))
 
     first, second = signature(facts(0)), signature(facts(1))
     assert first == second
     other = signature(
-        ended(End(0, 7, None, 1, "ValueError: " + " ".join(f"{w}q 1" for w in words)))
+        ended(RankEnd(0, 7, None, 1, "ValueError: " + " ".join(f"{w}q 1" for w in words)))
     )
     assert other != first
     assert not re.search(r"\d", first.removeprefix("exit:7"))
@@ -219,7 +228,7 @@ def test_a_signature_is_free_of_numbers_and_tells_words_apart(words, data):
 
 @given(st.text(), st.text())
 def test_any_text_gives_a_sentence_and_a_bounded_signature(error, log):
-    facts = ended(End(0, 1, None, 3, error[:400], log[:300]))
+    facts = ended(RankEnd(0, 1, None, 3, error[:400], log[:300]))
     assert decide(facts)[1]
     assert len(signature(facts)) < 400
     deterministic(facts)

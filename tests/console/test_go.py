@@ -76,7 +76,7 @@ def test_an_event_or_a_plan_state_does_not_make_a_crashed_run_a_good_one(launch,
     assert said(capsys, "check", launch)[0] != 0
     directory.document(run / rundir.SUPERVISOR, crashed | {"state": "completed"})
     code, out = said(capsys, "check", run)
-    assert (code, "rank 0: killed by SIGKILL" in out) == (1, True)
+    assert (code, "rank 0: killed (SIGKILL)" in out) == (1, True)
 
 
 @pytest.mark.decision("go-run", "true")
@@ -143,7 +143,7 @@ def test_it_is_no_go_when_one_of_them_says_otherwise(launch, capsys, name, where
     ("name", "text"),
     [
         ("heartbeat_rank0.jsonl", "no progress record of rank 0"),
-        (rundir.EVENTS, "the number of attempts is not known"),
+        (rundir.EVENTS, "the number of attempts is not available"),
         (rundir.GATES, "gate loss_finite is not in gates.json"),
         (rundir.RUN, "run.json cannot be read"),
     ],

@@ -87,7 +87,7 @@ def test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at(tmp_path, cap
     shutil.copytree(path, other) if how == "copied" else path.rename(other)
     for target in (other, other / "0-first"):
         code, err = said(capsys, *words.format(target).split())
-        assert (code, f"is a copy, or was moved: its processes belong to {path}; " in err) == (
+        assert (code, f"is a copy or was moved: its processes use {path}; " in err) == (
             4, True,
         ), err  # fmt: skip
     assert ("give that directory" in err) == (how == "copied")
@@ -164,7 +164,7 @@ def test_a_plan_that_is_younger_than_its_run_is_not_the_latest(tmp_path):
     path = forged / "0-first" / rundir.RUN
     path.write_text(json.dumps((rundir.read_json(path) or {}) | {"created_ts": NOW - 9000}))
     assert launches.find("latest", tmp_path) == forged
-    with pytest.raises(RefusedError, match="younger than its run 0-first"):
+    with pytest.raises(RefusedError, match="newer than its run 0-first"):
         launches.find("latest", tmp_path, act=True)
 
 
@@ -221,7 +221,7 @@ def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_pa
     """Also where the records of the copy are changed to name it as their directory."""
     copy = Path(shutil.copytree(launched.path, tmp_path / "copy"))
     args = {"text": "x"} if action == "note" else {}
-    with pytest.raises(RefusedError, match=f"belong to {launched.path}; give that"):
+    with pytest.raises(RefusedError, match=f"processes use {launched.path}; give that"):
         actions.send(copy, action, args, "tester")
     born = copy / launched.run().name / rundir.RUN
     record = json.loads(born.read_text())
@@ -255,7 +255,7 @@ def test_a_living_run_without_supervisor_is_told_so_and_how_to_get_one(tmp_path,
     (path / "0-first" / rundir.SUPERVISOR).rename(tmp_path / "aside")
     code, err = said(capsys, *words.format(path).split())
     assert (code, "has ended" in err, "is over" in err) == (4, False, False)
-    assert f"nsa-console adopt {path} gives it a new one" in err
+    assert f"nsa-console adopt {path} starts a new one" in err
 
 
 def elsewhere(*words: object) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from console import actions, status_text
 from console.model import Gate, RunState
 from console.plans.confirm import confirmed
 from console.sources import process
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.sources.run import RunSource
 from console.supervisor import lock
 from console.supervisor.launch_spec import LaunchSpec, inherited
@@ -42,7 +42,8 @@ COMES_S = 5.0
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3
 FALSE_WORDS = re.compile(
-    r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|has exited|rank \d+ failed)\b"
+    r"\b(moved|replaced|removed|stalled|crashed|killed|stopped|is not running|has exited|"
+    r"rank \d+ failed)\b"
 )
 """No alert may say this of a run to which it did not happen."""
 
@@ -311,7 +312,7 @@ class Case:
         """Yields what is wrong with samples that became parts: none is lost, doubled or damaged."""
         run = self._launch / "0-one"
         path = rundir.samples(run, rundir.host_name())
-        reading = Reading(run, only=[path.name])
+        reading = RecordFiles(run, only=[path.name])
         numbers = [number for number, _ in rundir.parts(path)]
         found = [line.record["ts"] for batch in reading.poll(1 << 30) for line in batch.lines]
         if numbers != [*range(1, len(numbers) + 1)] or found != sorted(set(found)):

@@ -48,7 +48,7 @@ def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, o
     assert why.startswith("rank 1 was killed by SIGKILL at step ")
     assert why.endswith("rank 0 ended because of it")
     exits = [rank.exit for rank in RunSource(run.run()).poll().ranks]
-    assert exits == ["killed by SIGKILL, because of another", "killed by SIGKILL"]
+    assert exits == ["killed (SIGKILL), because of another rank", "killed (SIGKILL)"]
     scene.note(why)
 
 

@@ -183,7 +183,7 @@ def test_a_halt_file_in_the_launch_directory_halts_the_run_and_the_plan(scene, l
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["halted", "later"]
     why = scene.ended(started, "halted", 4)
-    assert "asked by .HALT in the launch directory" in why
+    assert "requested by .HALT in the launch directory" in why
     scene.note(why)
 
 

@@ -233,7 +233,7 @@ def test_a_stopped_supervisor_is_said_and_its_working_process_answers(scene, run
         words = scene.inject(run, stop, sentence_of("supervisor-stopped"))
         steps_from(run)
         assert run.ask("note", text="while it was stopped")["ok"]
-        assert RunSource(run.path).poll().armed.endswith("the supervisor is stopped")
+        assert RunSource(run.path).poll().armed.endswith("no restart (the supervisor is stopped)")
     assert words.startswith(f"supervisor (pid {supervisor}) is stopped (SIGSTOP")
     assert f"kill -CONT {supervisor}" in words
 
@@ -251,7 +251,7 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
         steps_from(run)
         asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
         assert actions.answer(run.path, asked, 0.5) is None
-        assert RunSource(run.path).poll().armed == "nothing, the supervisor is stopped"
+        assert RunSource(run.path).poll().armed == "none (the supervisor is stopped)"
         with pytest.raises(ContractError, match=f"is stopped, kill -CONT {supervisor} {child}"):
             control.do(argparse.Namespace(
                 run=str(run.path), root=run.path.parent, action="dump", args=[], timeout=0.5,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import LIVE_STATES, Gate, PhaseState
-from console.sources import documents
+from console.sources import launch_documents
 from console.status_text import gate_value
 from console.tui import format as fmt
 from console.tui.rows import Row, columns, fill, rule, width_of, wrap
@@ -24,7 +24,7 @@ def planned_phases(plan: Any) -> tuple[PhaseState, ...]:
     """Returns the phases of a plan that has not been launched."""
     planned = {"phases": [asdict(phase) for phase in plan.phases]}
     state = {"phases": [{"state": "next"}]}
-    return documents.launch_state(Path(), plan.name, planned, state).phases
+    return launch_documents.launch_state(Path(), plan.name, planned, state).phases
 
 
 def phase_rows(

@@ -8,7 +8,7 @@ import pytest
 
 from console.plans import gates
 from console.plans.gates import Summary, evaluate, overall
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.supervisor.run_files import Files
@@ -145,7 +145,7 @@ def test_the_files_give_the_same_answer_as_the_live_records(tmp_path):
         (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text("\n".join([*text, "{broken", ""]))
     read = Summary(2, 1, 0)
     reducer = Reducer(Series(keeps=False), read)
-    files, behind = Files(tmp_path, 1, 2, Reading(tmp_path)), True
+    files, behind = Files(tmp_path, 1, 2, RecordFiles(tmp_path)), True
     while behind:
         news = files.look(heartbeats=True)
         behind = news.behind
@@ -333,7 +333,7 @@ def test_ranks_that_tell_of_different_checkpoints_leave_the_surviving_steps_unkn
     parts = [attempt(1, range(1, 31), rank) for rank in (0, 1)]
     parts += [attempt(2, range(21 + rank, 41), rank) for rank in (0, 1)]
     gate = result(told(*parts), steps_done=40)
-    assert gate.why == "the ranks began attempt 2 at different steps: rank 0 at 21, rank 1 at 22"
+    assert gate.why == "the ranks started attempt 2 at different steps: rank 0 at 21, rank 1 at 22"
 
 
 def test_a_file_that_was_replaced_by_its_copy_is_read_again_and_counts_once():
@@ -349,12 +349,12 @@ def test_a_file_that_was_replaced_by_its_copy_is_read_again_and_counts_once():
 
 def test_a_second_writer_under_the_same_number_is_not_taken_for_a_copy():
     first, other = whole(), whole()
-    assert "comes twice" in result(told(first, other), loss_finite=True).why
+    assert "exists twice" in result(told(first, other), loss_finite=True).why
 
 
 def test_a_rank_that_died_before_it_joined_leaves_no_gap():
     found = told(attempt(2, range(1, 31)))
-    assert result(found, no_stall=True).why == "rank 0, attempt 1: there is no record"
+    assert result(found, no_stall=True).why == "rank 0, attempt 1: no record"
     found.take_end(1, 0, None)
     assert result(found, no_stall=True).result == "pass"
 

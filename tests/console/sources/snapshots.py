@@ -12,10 +12,10 @@ from typing import Any
 from console.model import RunState
 from console.plans import gates
 from console.sources import snapshot
-from console.sources.reading import Reading
-from console.sources.records import Records
+from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.run import RunSource
+from console.sources.run_records import RunRecords
 from console.sources.series import Series
 from console.supervisor.snapshots import Snapshots
 from trainers.contract import rundir
@@ -44,7 +44,7 @@ def same_state(run: Path) -> None:
     whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
     expected = told(whole.poll())
     found = told(recent.poll())
-    if Records(run, "recent").has_snapshot:  # else it may begin just after a part
+    if RunRecords(run, "recent").has_snapshot:  # else it may begin just after a part
         assert found == expected
     drawn.poll()
     assert told(drawn.poll()) == expected
@@ -115,7 +115,7 @@ class Observer:
         self.run, self.reducer = run, Reducer(Series(keeps=False), timed=True)
         held = held or rundir.read_json(run / rundir.SNAPSHOT)
         self.has_snapshot = snapshot.load(run, held, self.reducer)
-        self._reading = Reading(
+        self._reading = RecordFiles(
             run, cursors=self.reducer.cursors, warm_up_bytes=warm_up_bytes
         )  # fmt: skip
         self.disk: Any = Disk()

@@ -1,11 +1,11 @@
-"""What a process wrote before it died, from recorded texts and from anything else."""
+"""The cause of a crash in a log, from recorded texts and from any other text."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.sources.crash_log import LastWords, read
+from console.sources.crash_log import Crash, read
 
 TRACEBACK = b"""step 40 loss 2.1
 [rank1]: Traceback (most recent call last):
@@ -43,27 +43,27 @@ Current thread 0x00007f51dd5bb740 (most recent call first):
 
 
 def test_the_innermost_frame_outside_the_libraries_is_named():
-    assert read(TRACEBACK) == LastWords("ValueError: the batch is broken", "train.py:41")
+    assert read(TRACEBACK) == Crash("ValueError: the batch is broken", "train.py:41")
 
 
-def test_of_a_shared_log_only_the_own_lines_count():
+def test_in_a_shared_log_only_the_lines_of_the_rank_count():
     other = TRACEBACK.replace(b"[rank1]", b"[rank0]").replace(b"ValueError", b"KeyError")
     assert read(TRACEBACK + other, 1).error == "ValueError: the batch is broken"
     assert read(TRACEBACK + other, 0).error == "KeyError: the batch is broken"
-    assert read(TRACEBACK, 7) == LastWords()
+    assert read(TRACEBACK, 7) == Crash()
 
 
 def test_an_exception_without_a_message_counts():
     frame = b'  File "a.py", line 3, in f\n    g()\n'
     log = b"Traceback (most recent call last):\n" + frame + b"AssertionError\n"
-    assert read(log) == LastWords("AssertionError", "a.py:3")
+    assert read(log) == Crash("AssertionError", "a.py:3")
 
 
-def test_the_last_of_a_chain_counts_and_what_ended_nothing_does_not():
+def test_the_last_fatal_exception_of_a_chain_counts():
     second = b'Traceback (most recent call last):\n  File "b.py", line 9, in h\n    x\n'
     chain = b"\nDuring handling of the above exception, another exception occurred:\n\n"
     log = TRACEBACK + chain + second + b"RuntimeError: no batch\n"
-    assert read(log) == LastWords("RuntimeError: no batch", "b.py:9")
+    assert read(log) == Crash("RuntimeError: no batch", "b.py:9")
     for head in (b"Exception ignored in: <f>\n", b"Exception in thread Thread-1 (run):\n"):
         noise = head + second + b"BrokenPipeError: [Errno 32] Broken pipe\n"
         assert read(TRACEBACK + noise).error == "ValueError: the batch is broken"
@@ -72,17 +72,17 @@ def test_the_last_of_a_chain_counts_and_what_ended_nothing_does_not():
     assert read(TRACEBACK + agent).error == "ValueError: the batch is broken"
 
 
-def test_faulthandler_names_the_thread_that_died():
-    assert read(TRACEBACK + FAULT).fatal_at == "forward (model.py:88)"
+def test_faulthandler_names_the_thread_that_crashed():
+    assert read(TRACEBACK + FAULT).crashed_in == "forward (model.py:88)"
     library = FAULT.replace(b"/work/nsa", b"/env/lib/python3.11/site-packages/x")
     library = library.replace(b"/work/trainers", b"/env/lib/python3.11/site-packages/x")
-    assert read(library).fatal_at == "linear (functional.py:125)"
+    assert read(library).crashed_in == "linear (functional.py:125)"
 
 
 def test_what_cxx_threw_is_the_error_of_an_abort():
-    words = read(ABORTED)
-    assert words.error.startswith("c10::DistBackendError: [PG ID 0 PG GUID 0 Rank 0]")
-    assert words.fatal_at == ""
+    crash = read(ABORTED)
+    assert crash.error.startswith("c10::DistBackendError: [PG ID 0 PG GUID 0 Rank 0]")
+    assert crash.crashed_in == ""
 
 
 PIECES = [
@@ -96,9 +96,9 @@ LINES = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=40)), max_s
 
 
 @given(LINES.map(lambda lines: "\n".join(lines).encode("utf-8", "replace")) | st.binary())
-def test_any_log_gives_short_clean_words(log):
+def test_any_log_gives_short_clean_lines(log):
     for rank in (None, 0, 1):
-        words = read(log, rank)
-        for text in (words.error, words.at, words.fatal_at):
+        crash = read(log, rank)
+        for text in (crash.error, crash.raised_at, crash.crashed_in):
             assert len(text) <= 400
             assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or c == "\u202e" for c in text)

@@ -260,7 +260,7 @@ def test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu(machine, listed
     reader = machine.start()
     rows = reader.wait(lambda rows: "initialised" in rows[0]["why"])
     assert [row["state"] for row in rows] == ["error"] * count
-    assert rows[-1]["why"] == "NVML cannot be initialised (Unknown Error); trying again"
+    assert rows[-1]["why"] == "NVML cannot be initialised (Unknown Error); retrying"
     fake.driver(machine.folder)
     assert len(reader.wait(ok)) == 2
 

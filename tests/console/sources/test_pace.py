@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from console.diagnose.stall import SAFETY, by_records, limit_s
 from console.sources.pace import Pace
-from console.sources.reading import Line, Place
+from console.sources.record_files import Line, Place
 from console.sources.reducer import Head
 from trainers.contract.plan import Watch
 

@@ -27,22 +27,22 @@ def busy():
 
 def test_use_is_measured_from_one_look_to_the_next(busy):
     meter = process.Meter()
-    first = meter.look(busy.pid)
+    first = meter.sample(busy.pid)
     assert (first.cpu_pct, first.state) in ((None, "R"), (None, "S"))
     time.sleep(0.5)
-    second = meter.look(busy.pid)
+    second = meter.sample(busy.pid)
     assert 5 < second.cpu_pct < 120
     assert 1 < second.rss_mib < 200
     busy.send_signal(signal.SIGSTOP)
     time.sleep(0.05)
-    assert meter.look(busy.pid).state == "T"
+    assert meter.sample(busy.pid).state == "T"
     busy.kill()
     deadline = time.monotonic() + 5
-    while meter.look(busy.pid).state != "Z" and time.monotonic() < deadline:
+    while meter.sample(busy.pid).state != "Z" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert meter.look(busy.pid).state == "Z"
+    assert meter.sample(busy.pid).state == "Z"
     busy.wait()
-    assert meter.look(busy.pid) == process.Use()
+    assert meter.sample(busy.pid) == process.ProcessUse()
 
 
 @pytest.mark.decision("target-process", "true")

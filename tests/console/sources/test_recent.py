@@ -35,7 +35,7 @@ def launch(tmp_path):
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr("console.sources.records.RECENT_BYTES", RECENT)
+    monkeypatch.setattr("console.sources.run_records.RECENT_BYTES", RECENT)
 
 
 def told(state):

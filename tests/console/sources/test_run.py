@@ -239,7 +239,7 @@ def test_the_last_record_counts_where_a_sample_is_older(launch):
     assert state.step == 9
     assert state.ranks[0].pulse is not None
     assert (state.ranks[0].pulse.step, state.ranks[0].pulse.phase) == (9, "exit")
-    assert state.ranks[0].exit == "exit 0"
+    assert state.ranks[0].exit == "exited (code 0)"
 
 
 @pytest.mark.parametrize(

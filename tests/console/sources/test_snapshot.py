@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from console import status_text
 from console.cli import main
 from console.plans import gates
-from console.sources import records, snapshot
-from console.sources.fold import Fold
-from console.sources.records import Records
+from console.sources import run_records, snapshot
+from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
+from console.sources.run_records import RunRecords
 from console.sources.series import KEPT_SPANS, RAW_RECORDS, SPANS_S, Series
 from tests.console.sources import directory
 from tests.console.sources.snapshots import BOUNDS, DRAWN, Observer, same_state
@@ -234,7 +234,7 @@ def prepared(run: Path) -> Path:
     writer.event()
     observer.read()
     observer.write()
-    assert Records(run, "recent").has_snapshot
+    assert RunRecords(run, "recent").has_snapshot
     return run
 
 
@@ -263,7 +263,7 @@ def edited(path: Path) -> None:
 def test_a_snapshot_of_other_files_counts_for_nothing(run, harm):
     prepared(run)
     harm(run / "heartbeat_rank0.jsonl")
-    assert not Records(run, "recent").has_snapshot
+    assert not RunRecords(run, "recent").has_snapshot
     same_state(run)
 
 
@@ -274,7 +274,7 @@ def test_a_copy_of_a_run_keeps_its_snapshot(run, tmp_path):
     for path in run.iterdir():
         if path.is_file():
             (copy / path.name).write_bytes(path.read_bytes())
-    assert Records(copy, "recent").has_snapshot
+    assert RunRecords(copy, "recent").has_snapshot
     same_state(copy)
 
 
@@ -282,16 +282,16 @@ def test_a_snapshot_of_another_version_is_none(run):
     prepared(run)
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
     directory.document(run / rundir.SNAPSHOT, held | {"v": 2})
-    assert not Records(run, "recent").has_snapshot
+    assert not RunRecords(run, "recent").has_snapshot
 
 
 def test_a_snapshot_of_long_ago_is_none_for_a_look_and_starts_the_charts(run, monkeypatch):
-    monkeypatch.setattr(records, "MAX_TAIL_BYTES", 10_000)
+    monkeypatch.setattr(run_records, "MAX_TAIL_BYTES", 10_000)
     prepared(run)
     for number in range(61, 200):
         directory.beat(run, 0, number, n=number, mono=1e6 + number)
-    assert not Records(run, "recent").has_snapshot
-    assert Records(run, "charts").has_snapshot
+    assert not RunRecords(run, "recent").has_snapshot
+    assert RunRecords(run, "charts").has_snapshot
 
 
 @pytest.mark.parametrize(("key", "value"), [("last", 59), ("last", 9999), ("step", 9999)])
@@ -300,7 +300,7 @@ def test_a_snapshot_that_its_newest_records_contradict_counts_for_nothing(run, k
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
     held["folds"]["0"]["parts"]["1"][key] = value
     directory.document(run / rundir.SNAPSHOT, held)
-    assert not Records(run, "recent").has_snapshot
+    assert not RunRecords(run, "recent").has_snapshot
     same_state(run)
 
 
@@ -310,8 +310,8 @@ def test_a_record_that_comes_twice_leaves_a_snapshot_that_fits(run):
     directory.beat(run, 0, 61, n=5, mono=1e9)
     observer.read()
     observer.write()
-    assert Records(run, "recent").has_snapshot
-    assert "record 5 comes twice" in observer.reducer.summary.folds[0].parts[1].trouble
+    assert RunRecords(run, "recent").has_snapshot
+    assert "record 5 exists twice" in observer.reducer.summary.ranks[0].attempts[1].trouble
     same_state(run)
 
 
@@ -325,7 +325,7 @@ def test_a_line_that_comes_again_changes_nothing(run):
     observer.read()
     observer.write()
     assert observer.reducer.heads(1)[0] == before
-    assert Records(run, "recent").has_snapshot
+    assert RunRecords(run, "recent").has_snapshot
 
 
 def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):
@@ -336,9 +336,9 @@ def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):
     size = secret.stat().st_size
     held["samples"] = {"../samples_secret.jsonl": [0, 0, size]}
     directory.document(run / rundir.SNAPSHOT, held)
-    found = Records(run, "recent")
+    found = RunRecords(run, "recent")
     found.poll(1, 2, 1 << 20)
-    assert (found.has_snapshot, "secret" in found.sample) == (False, False)
+    assert (found.has_snapshot, "secret" in found.samples) == (False, False)
 
 
 def test_a_file_that_was_cut_short_goes_on(run):
@@ -353,7 +353,7 @@ def test_a_file_that_was_cut_short_goes_on(run):
     observer.read()
     assert observer.reducer.heads(1)[0].last.record["step"] == 1063
     observer.write()
-    assert Records(run, "recent").has_snapshot
+    assert RunRecords(run, "recent").has_snapshot
 
 
 def test_who_starts_at_a_snapshot_learns_from_the_records_before_it_what_is_usual(run):
@@ -390,7 +390,7 @@ def test_samples_that_were_renamed_away_begin_anew(run):
     tmp.unlink()
     assert observer.reducer.samples(1)["here"]["ts"] == 2e9 + 4
     observer.write()
-    assert Records(run, "recent").has_snapshot
+    assert RunRecords(run, "recent").has_snapshot
 
 
 def test_events_that_were_replaced_leave_a_snapshot_that_fits(run):
@@ -402,7 +402,7 @@ def test_events_that_were_replaced_leave_a_snapshot_that_fits(run):
     directory.event(run, "note", text="a new file")
     observer.read()
     observer.write()
-    assert Records(run, "recent").has_snapshot
+    assert RunRecords(run, "recent").has_snapshot
     assert observer.reducer.events.open() == {}
 
 
@@ -425,7 +425,7 @@ def test_a_stall_is_counted_once_whatever_becomes_of_the_events(run, how):
     directory.event(run, "alert", alert="stall", level="crit", text="rank 0", attempt=1)
     observer.read()
     observer.write()
-    assert observer.reducer.events.stalls == Records(run, "recent").summary.stalls == 3
+    assert observer.reducer.events.stalls == RunRecords(run, "recent").summary.stalls == 3
     same_state(run)
 
 
@@ -438,9 +438,9 @@ def test_what_is_skipped_is_counted_once_whoever_reads_it_again(run):
         observer = Observer(run, warm_up_bytes=1 << 10)
         observer.read()
         observer.write()
-    found = Records(run, "recent")
+    found = RunRecords(run, "recent")
     found.poll(1, 2, 1 << 20)
-    assert (found.has_snapshot, found.reading.skipped) == (True, 7)
+    assert (found.has_snapshot, found.files.skipped) == (True, 7)
 
 
 @pytest.mark.parametrize("change", [
@@ -455,7 +455,7 @@ def test_a_snapshot_that_contradicts_itself_is_none(run, change):
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
     change(held)
     directory.document(run / rundir.SNAPSHOT, held)
-    assert not Records(run, "recent").has_snapshot
+    assert not RunRecords(run, "recent").has_snapshot
 
 
 def test_a_pace_that_no_number_holds_is_left_out(run):
@@ -471,7 +471,7 @@ def test_check_reads_files_of_any_length_to_their_end(run, monkeypatch):
     source = RunSource(run, limit_bytes=1 << 10, reads="all")
     assert source.read_all().behind_bytes == 0
     assert source.summary is not None
-    assert [fold.progress for _, fold in sorted(source.summary.folds.items())] == [
+    assert [fold.progress for _, fold in sorted(source.summary.ranks.items())] == [
         rundir.heartbeat(run, rank).read_bytes().count(b"progress") for rank in (0, 1)
     ]
 
@@ -586,7 +586,7 @@ def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path):
     observer.read()
     observer.write()
     assert (run / rundir.SNAPSHOT).stat().st_size <= snapshot.MAX_BYTES
-    assert Records(run, "recent").has_snapshot
+    assert RunRecords(run, "recent").has_snapshot
 
 
 # --- what is read, and what is said ---------------------------------------------------------------
@@ -596,7 +596,7 @@ def test_a_look_reads_only_what_came_after_the_snapshot(run, monkeypatch):
     prepared(run)
     source, folds = RunSource(run), []
     before = source.poll().step
-    monkeypatch.setattr(Fold, "take", lambda fold, record: folds.append(record["n"]) or True)
+    monkeypatch.setattr(RankTotals, "take", lambda fold, record: folds.append(record["n"]) or True)
     source = RunSource(run)
     assert (source.poll().step, folds) == (before, [])
     directory.beat(run, 0, 99, n=61, mono=1e6)
@@ -604,7 +604,7 @@ def test_a_look_reads_only_what_came_after_the_snapshot(run, monkeypatch):
 
 
 def test_the_screen_shows_a_long_run_at_once_and_fills_in_what_was_before(run, monkeypatch):
-    monkeypatch.setattr(records, "RECENT_BYTES", 1 << 10)
+    monkeypatch.setattr(run_records, "RECENT_BYTES", 1 << 10)
     writer = Writer(run, random.Random(5))
     for _ in range(300):
         writer.beat()
@@ -623,7 +623,7 @@ def test_the_screen_shows_a_long_run_at_once_and_fills_in_what_was_before(run, m
 def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
     run, monkeypatch, capsys
 ):
-    monkeypatch.setattr(records, "RECENT_BYTES", 1 << 10)
+    monkeypatch.setattr(run_records, "RECENT_BYTES", 1 << 10)
     prepared(run)
     held = json.loads((run / rundir.SUPERVISOR).read_text())
     directory.document(run / rundir.SUPERVISOR, held | {"state": "completed", "workers": []})

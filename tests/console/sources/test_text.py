@@ -135,5 +135,5 @@ def test_what_is_not_a_run_is_said_in_one_sentence(root, tmp_path):
     with pytest.raises(NotFoundError, match="no run"):
         launches.find("latest", tmp_path / "empty")
     directory.launch(root, "beta", "20261121-050000")
-    with pytest.raises(UsageError, match="fits 2 runs"):
+    with pytest.raises(UsageError, match="matches 2 runs"):
         launches.find("beta", root)

@@ -21,7 +21,7 @@ from console.supervisor.next_flags import NextFlags
 from console.supervisor.restart import Ended, after
 from console.supervisor.tree import Tree, Worker
 from tests import owners
-from tests.console.sources.told import Told
+from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
 from tests.launches import STUB, phase, write_plan
 from trainers.contract import environ, jsonl, rundir
@@ -262,7 +262,7 @@ def worker(code=None, signal_name=None, **more):
     ],
 )
 def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, state, says):
-    told = Told()
+    told = Recorded()
     for step, msg in ((9, "progress"), (9, "exit")):
         told.take({"rank": 0, "step": step, "msg": msg, "ts": 1.0, "exit_code": 0})
     end = end_of(ended, told.heads[0], step=pulse_step)

@@ -45,7 +45,7 @@ def test_a_rank_that_leaves_a_real_group_is_named_and_not_the_one_that_lost_it(e
     state, why, end = last_end(started)
     assert state == "crashed"
     assert why.startswith(
-        "rank 0 ended first, with exit 0 at step 5, while the others went on; "
+        "rank 0 exited first (code 0) at step 5, while the others continued; "
         "rank 1 ended because of it"
     )
     assert end["signature"] == "exit:0:left early"
@@ -71,13 +71,13 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(ending
 
     started.wait(lambda: rank()["exit"])
     assert process.state(pid) == "Z"
-    assert liveness.exit_words(rank(), {}) == "dead (unreaped), killed by SIGKILL"
+    assert liveness.exit_words(rank(), {}) == "killed (SIGKILL), unreaped"
     assert not rundir.is_alive(rundir.identity() | {key: rank()[key] for key in
                                                     ("pid", "start_ticks")})  # fmt: skip
     started.wait(lambda: "Z" in [row["state"] for row in started.samples()[-1]["ranks"]])
     os.kill(torchrun, signal.SIGCONT)
     assert last_end(started)[1].startswith("rank 1 was killed by SIGKILL at step ")
-    assert liveness.exit_words(rank(), {}) == "killed by SIGKILL"
+    assert liveness.exit_words(rank(), {}) == "killed (SIGKILL)"
 
 
 def test_a_rank_whose_parent_has_exited_has_an_exit_code(ending):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from console.sources.records import Reads, Records
+from console.sources.run_records import Reads, RunRecords
 from console.supervisor.parts import Parts
 from console.supervisor.rundir_io import Directory
 from tests.mounts import tmpfs
@@ -66,20 +66,20 @@ def test_parts_and_the_newest_file_hold_every_record_in_order(filled):
     assert sum(p.stat().st_size for _, p in parts) < COUNT * len(jsonl.encode(sample(1))) / 4
 
 
-def read(run, reads: Reads = "all") -> tuple[Records, list[float]]:
-    records = Records(run, reads)
+def read(run, reads: Reads = "all") -> tuple[RunRecords, list[float]]:
+    records = RunRecords(run, reads)
     for _ in range(COUNT):
         records.poll(1, 1, 100_000)
-        if not records.reading.behind_bytes:
+        if not records.files.behind_bytes:
             break
     return records, [value for _, value in records.reducer.series.points("rss_mib:0")]
 
 
 def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(filled):
     records, values = read(filled)
-    assert (records.reading.skipped, records.reading.is_whole) == (0, True)
+    assert (records.files.skipped, records.files.is_whole) == (0, True)
     assert (min(values), max(values)) == (0.0, COUNT - 1.0)
-    assert records.sample["here"]["ts"] == 1e9 + COUNT - 1
+    assert records.samples["here"]["ts"] == 1e9 + COUNT - 1
     newest, _ = read(filled, "recent")
     assert newest.sample["here"]["ts"] == 1e9 + COUNT - 1
 
@@ -100,7 +100,7 @@ def test_a_damaged_part_costs_its_own_records(filled, tmp_path, damage):
     part = rundir.parts(rundir.samples(run, "here"))[1][1]
     part.write_bytes(damage)
     records, values = read(run)
-    assert records.reading.skipped <= 1
+    assert records.files.skipped <= 1
     assert (min(values), max(values)) == (0.0, COUNT - 1.0)
 
 
@@ -112,7 +112,7 @@ def test_a_part_that_unpacks_to_more_than_memory_is_read_in_pieces(tmp_path):
             packed.write(b"x" * (1 << 20))
     rundir.samples(run, "here").write_bytes(jsonl.encode(sample(7)))
     records, values = read(run)
-    assert (values, records.reading.skipped) == ([7.0], 1)
+    assert (values, records.files.skipped) == ([7.0], 1)
 
 
 def test_a_full_disk_leaves_the_plain_part(tmp_path):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from console.sources.logs import LogSource
-from console.sources.reading import Reading
+from console.sources.record_files import RecordFiles
 from console.supervisor.rotation import Rotation
 from console.supervisor.run_files import Files
 from tests.mounts import tmpfs
@@ -199,6 +199,6 @@ def test_the_supervisor_reads_the_end_of_a_run_from_rotated_logs(run):
     assert rotates.poll()
     assert rotates.poll()
     append(torchrun, b"a line behind it\n")
-    rest = Files(run, 1, 1, Reading(run)).rest()
+    rest = Files(run, 1, 1, RecordFiles(run)).rest()
     assert rest.agent_signal == "SIGTERM"
     assert rest.last[0].error == "ValueError: the batch of step 5 is broken"

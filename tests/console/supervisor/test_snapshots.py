@@ -10,7 +10,7 @@ import time
 import pytest
 
 from console.sources import snapshot
-from console.sources.records import Records
+from console.sources.run_records import RunRecords
 from console.sources.series import SPANS_S
 from tests.console.sources.snapshots import same_state
 from tests.launches import STUB, Started, phase
@@ -60,7 +60,7 @@ def test_a_replaced_process_goes_on_from_the_snapshot_that_its_owner_keeps(begin
         started.wait(lambda child=child: started.child() != child)
     ended = started.wait_end(120)["phases"][0]
     assert (ended["state"], ended["result"]) == ("completed", "pass"), ended
-    assert Records(started.run(), "recent").has_snapshot
+    assert RunRecords(started.run(), "recent").has_snapshot
     assert (started.run() / "history_10s.jsonl").exists()
     check_history(started)
 
@@ -78,7 +78,7 @@ def test_the_snapshot_of_a_run_that_crashed_and_was_restarted_tells_what_its_rec
     started.wait_steps(20)
     assert started.ask("stop")["ok"]
     started.wait_end()
-    records = Records(started.run(), "recent")
+    records = RunRecords(started.run(), "recent")
     assert records.has_snapshot
     same_state(started.run())
     check_history(started)

@@ -22,7 +22,7 @@ from console.plans import gates
 from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary
 from console.supervisor.monitor import readings
-from tests.console.sources.told import Told
+from tests.console.sources.recorded import Recorded
 from trainers.contract import heartbeat, jsonl, pulse
 from trainers.contract.plan import Watch
 
@@ -32,7 +32,7 @@ def record(step, **fields):
 
 
 def story(*records):
-    told = Told()
+    told = Recorded()
     told.take(record(2, steps_dt_s=[90.0, 30.0]))
     for step, fields in enumerate(records, 3):
         told.take(record(step, **fields))
@@ -93,7 +93,7 @@ RECORDS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(RECORDS)
 def test_no_record_raises_in_what_watches(drawn):
-    told, summed = Told(), Summary(3)
+    told, summed = Recorded(), Summary(3)
     dog = Watchdog(Watch(), dict.fromkeys(HALTING, "halt"))
     for msg, rank, step, fields in drawn:
         line = json.dumps({"v": 1, "attempt": 1, "ts": 1.0, "rank": rank, "step": step, "msg": msg}
@@ -142,7 +142,7 @@ def test_one_absurd_step_does_not_stick():
     assert told.heads[0].step == 5
     told.take(record(3, msg="checkpoint"))
     assert told.heads[0].step == 5, "a checkpoint is of a step before"
-    resumed = Told()
+    resumed = Recorded()
     resumed.take(record(10**12, msg="resume"))
     resumed.take(record(20, msg="resume"))
     assert resumed.heads[0].first_step == 21
@@ -159,7 +159,7 @@ def test_a_halt_or_an_error_that_further_steps_follow_is_none():
 
 
 def test_records_of_attempts_that_are_none_do_not_replace_what_is_known_of_the_present_one():
-    told = Told()
+    told = Recorded()
     told.take(record(3, msg="checkpoint"))
     told.take(record(7))
     for attempt in range(5, 15):
@@ -174,13 +174,13 @@ def at(told, step, attempt=1):
 
 
 def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
-    told = Told(live=True)
+    told = Recorded(live=True)
     told.take(record(2, steps_dt_s=[0.1, 0.1]))
     told.take(record(4, steps_dt_s=[1000.0, 1000.0]))
     told.take(record(5, steps_dt_s=[1.0]))
     assert told.heads[0].pace.p99_s() == 1.0
     assert limit_s(at(told, 9), Watch(stall_floor_s=2)) == 5.0
-    late = Told()
+    late = Recorded()
     late.take(record(2, steps_dt_s=[0.1, 0.1]))
     late.take(record(4, steps_dt_s=[1.0, 9.0]))
     assert late.heads[0].pace.p99_s() == 9.0
@@ -192,7 +192,7 @@ def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
 
 
 def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before():
-    late = Told()
+    late = Recorded()
     late.reducer.settle()
     late.take(record(100, steps_dt_s=[1.0] * 100))
     assert late.heads[0].pace.p99_s() == 1.0
@@ -200,13 +200,13 @@ def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before
 
 def test_a_resume_that_the_pulse_disproves_raises_no_limit():
     watch = Watch(stall_floor_s=2, startup_s=600)
-    told = Told(live=True)
+    told = Recorded(live=True)
     told.take(record(1_000_000, msg="resume"))
     assert limit_s(at(told, 7), watch) == 2.0
     for step in (7, 8, 9):
         told.take(record(step))
     assert told.heads[0].pace.gap_s() > 0, "and its records have a rhythm all the same"
-    resumed = Told(live=True)
+    resumed = Recorded(live=True)
     resumed.take(record(6, msg="resume"))
     assert limit_s(at(resumed, 7), watch) == 600.0
     resumed.take(record(8))
@@ -215,7 +215,7 @@ def test_a_resume_that_the_pulse_disproves_raises_no_limit():
 
 
 def test_records_ahead_of_a_pulse_are_a_doubt_but_not_where_it_was_sampled_before():
-    told = Told()
+    told = Recorded()
     told.take(record(30))
     assert at(told, 7).doubt == "ahead"
     sampled = with_records(

@@ -61,7 +61,7 @@ def test_a_signal_to_torchrun_halts_members_and_is_named(begin, number, program)
     assert [p["state"] for p in ended["phases"]] == ["halted", "later"]
     assert ended["why"].endswith(f"({number.name} to torchrun)")
     assert not any(e["kind"] == "alert" for e in started.events(0))
-    assert [rank.exit for rank in look(started).ranks] == ["exit 0", "exit 0"]
+    assert [rank.exit for rank in look(started).ranks] == ["exited (code 0)"] * 2
 
 
 def test_a_signal_to_torchrun_stops_a_program_that_knows_nothing_of_us(begin, tmp_path):

@@ -1,18 +1,18 @@
-"""Records that stand in no file, as a reducer takes them from one."""
+"""Records without a file, added to a reducer as if they were read from one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from console.sources.reading import Batch, Cursor, Line, Place
+from console.sources.record_files import Batch, Cursor, Line, Place
 from console.sources.reducer import Head, Reducer
 from console.sources.series import Series
 from trainers.contract import rundir
 
 
-class Told:
-    """The records of one attempt so far; `live`: its reader was there from the start."""
+class Recorded:
+    """The records of one attempt so far; with `live` its reader follows from the start."""
 
     def __init__(self, live: bool = False):
         self.reducer, self._at = Reducer(Series(keeps=False), timed=True), 0

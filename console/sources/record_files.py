@@ -1,4 +1,4 @@
-"""The append-only files of one run, read on: what ranks and supervisor have recorded since."""
+"""Reads the append-only files of one run: heartbeats, samples and events, from a place on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
-"""No part has so much text; one that a hostile document names is not unpacked any further."""
+"""A part has less text; a compressed part is unpacked up to here, whatever a snapshot names."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
 class Place(NamedTuple):
-    """A place in a file of records: the number of its part (0 without parts) and the byte."""
+    """A place in a file of records: the number of the part (0 without parts) and the byte."""
 
     part: int
     at: int
@@ -30,9 +30,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The place up to which a file was read. `head` is the hash of its first line.
+    """The place up to which a file was read; `head` is the hash of its first line.
 
-    `skipped` lines before it are no records.
+    `skipped` counts the lines before it that are not records.
     """
 
     head: str
@@ -40,7 +40,7 @@ class Cursor:
     skipped: int = 0
 
     def fits(self, path: Path) -> bool:
-        """Says whether a file is the one that was read so far, and not shorter now."""
+        """Returns whether a file is the one that was read, and not shorter now."""
         if not self.place.at:
             return True
         found = _part_at(path, self.place.part)
@@ -53,7 +53,7 @@ NOWHERE = Cursor("", Place(0, 0))
 
 
 def line_before(path: Path, at: int, count_bytes: int) -> int:
-    """Returns the begin of a line about so many bytes before the one at `at`."""
+    """Returns the start of a line about `count_bytes` before the line at `at`."""
     begin = at - count_bytes
     if begin <= 0 or not count_bytes:
         return at if begin > 0 else 0
@@ -63,14 +63,14 @@ def line_before(path: Path, at: int, count_bytes: int) -> int:
 
 
 def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
-    """Returns the last bytes of a file, where it is short from before its rotation too."""
+    """Returns the last bytes of a file, with those before its rotation where it is short."""
     data = jsonl.read_bytes(path, limit_bytes, below=below)
     left = limit_bytes - len(data)
     return (jsonl.read_bytes(rundir.kept_log(path), left, below=below) if left else b"") + data
 
 
 class Line(NamedTuple):
-    """One record, with its place and the length of its line in bytes."""
+    """One record with its place and the length of its line in bytes."""
 
     place: Place
     length: int
@@ -78,9 +78,9 @@ class Line(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The new lines of one file in their order, and the place up to which it is read now.
+    """New lines of one file in their order, and the place up to which it was read.
 
-    `replaced` counts the times that the file was replaced or cut short.
+    `replaced` counts how often the file was replaced or truncated.
     """
 
     name: str
@@ -111,13 +111,13 @@ def parts(path: Path) -> dict[int, Path]:
 
 
 def _part_at(path: Path, number: int) -> Path | None:
-    """Returns where a part is now: it becomes a file of its own when the next one begins."""
+    """Returns the path of a part: the growing file, which is renamed when the next part starts."""
     there = path if jsonl.size_bytes(path) else None
     return parts(path).get(number, there) if number else there
 
 
 def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
-    """Returns the record at a place, {} where none is there any more."""
+    """Returns the record at a place, {} where it no longer exists."""
     found = _part_at(path, place.part)
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
@@ -136,10 +136,11 @@ def _any(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-class Follower:
-    """Follows one file of records through its parts, the oldest first; `number` counts them.
+class RecordFile:
+    """Follows one file of records through its parts, the oldest first.
 
-    The file that grows becomes the next part when it is long. A file without parts has number 0.
+    The growing file becomes the next part when it is long. `number` is that of the part, 0 for a
+    file without parts.
     """
 
     def __init__(self, path: Path, tail: jsonl.Tail, number: int = 0, skipped: int = 0,
@@ -150,45 +151,46 @@ class Follower:
         self._left_out_bytes = left_out_bytes
         self._replaced = 0
         self.known_until = 0
-        """Lines before this byte are read again: those that are skipped there count already."""
+        """Lines before this byte were read before: `skipped` counts them already."""
 
     @property
     def replaced(self) -> int:
-        """The number of times that the file was replaced or cut short."""
+        """How often the file was replaced or truncated."""
         return self._replaced + max(0, self.tail.generation - 1)
 
     @property
     def skipped(self) -> int:
+        """Number of lines that are not records."""
         return self._skipped + self.tail.skipped
 
     @property
     def left_out_bytes(self) -> int:
-        """The bytes before the place where reading began, unless that is a cursor."""
+        """The bytes before the place where reading started, 0 after a cursor."""
         return self._left_out_bytes + self.tail.left_out_bytes
 
     @property
     def behind_bytes(self) -> int:
-        """The bytes that are left to read, compressed parts by their size."""
+        """The bytes left to read; compressed parts count with their size."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
-        begun = tail.generation or tail.path.suffix == jsonl.GZIP  # its lines count as text
-        behind = max(0, size_bytes - max(tail.offset, 0 if begun else tail.line_at))
+        has_begun = tail.generation or tail.path.suffix == jsonl.GZIP  # its lines count as text
+        behind = max(0, size_bytes - max(tail.offset, 0 if has_begun else tail.line_at))
         if tail.path == self.path:
             return behind
         later = [path for number, path in parts(self.path).items() if number > self.number]
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
-        """Returns how far it was read; the file is looked at once for its first line."""
+        """Returns how far the file was read; its first line is hashed once."""
         if not self._head or self.tail.generation != self._of:
             self._head, self._of = jsonl.head(self.tail.path), self.tail.generation
         return Cursor(self._head, Place(self.number, self.tail.line_at), self.skipped)
 
     def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
-        """Returns new records and how many bytes were read for them, 0 at the end of the file."""
+        """Returns new records and the number of bytes read, 0 at the end of the file."""
         left, found = limit_bytes, []
         if self.number and self.tail.path == self.path and self.number in parts(self.path):
-            self._go_on()
+            self._next_part()
         while left > 0:
             taken, offset = self.tail.taken_bytes, self.tail.offset
             skipped, known = self.tail.skipped, self.known_until - max(offset, self.tail.line_at)
@@ -198,12 +200,12 @@ class Follower:
             self._skipped -= self.tail.skipped - skipped if known > 0 else 0
             left -= self.tail.taken_bytes - taken
             ended = (self.tail.taken_bytes, self.tail.offset) == (taken, offset)
-            if ended and not (self.number and self._go_on()):
+            if ended and not (self.number and self._next_part()):
                 break
         return found, limit_bytes - left
 
-    def _go_on(self) -> bool:
-        """Goes on with the next part, where this one grows no more; says whether it did."""
+    def _next_part(self) -> bool:
+        """Continues with the next part where this one no longer grows; returns whether it did."""
         if self.tail.unread:
             return False
         there = parts(self.path)
@@ -214,7 +216,7 @@ class Follower:
                 self._replaced += 1
                 self._replace(open_part(self.path))
             return replaced
-        if own is not None and own != self.tail.path:  # it has become a part, or was compressed
+        if own is not None and own != self.tail.path:  # it was renamed or compressed
             self._replace(open_part(own, self.tail.line_at))
             return True
         newest = max(there, default=self.number) + 1
@@ -230,18 +232,18 @@ class Follower:
 
 
 def open_part(path: Path, begin_at: int = 0) -> jsonl.Tail:
-    """Returns a reader of a file or part of samples."""
+    """Returns a reader of a sample file or of a part of it."""
     if path.suffix == jsonl.GZIP:
         return jsonl.Packed(path, _any, begin_at)
     return jsonl.Tail(path, _any, begin_at=begin_at, stays=True)
 
 
-class Reading:
-    """Reads the heartbeats, samples and events of one run, a bounded part at each look.
+class RecordFiles:
+    """Reads the heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
-    With `recent_bytes` only the end of each file of heartbeats and samples is read. Files that
-    `cursors` names are read from there on, heartbeats from `warm_up_bytes` before, and `only` those
-    are read that it names.
+    With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
+    is read from that place on, a heartbeat file from `warm_up_bytes` before it. `only` limits the
+    files by name.
     """
 
     def __init__(
@@ -252,12 +254,12 @@ class Reading:
         self.run, self._recent_bytes = run, recent_bytes
         self._cursors: Mapping[str, Cursor] = {} if cursors is None else cursors
         self._only, self._warm_up_bytes = only, warm_up_bytes
-        self._followed: dict[str, Follower] = {}
+        self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
-        """There was more to read than the last look was to read."""
+        """The last poll stopped at its limit."""
         self.is_legacy = False
-        """The ancestor wrote it."""
+        """It is a legacy run directory."""
 
     @property
     def skipped(self) -> int:
@@ -265,7 +267,7 @@ class Reading:
 
     @property
     def is_whole(self) -> bool:
-        """Says whether all heartbeats are read, from the begin of their files or a cursor on."""
+        """Whether heartbeats are read from the start of their files or from a cursor on."""
         return not any(
             each.left_out_bytes
             for name, each in self._followed.items()
@@ -274,25 +276,25 @@ class Reading:
 
     @property
     def left_out_bytes(self) -> int:
-        """The bytes before the places where reading began, but for those before a cursor."""
+        """The bytes before the places where reading started, without those before a cursor."""
         return sum(each.left_out_bytes for each in self._followed.values())
 
     @property
     def unread(self) -> str:
-        """Says which heartbeat is there and cannot be read, "" for none."""
+        """A sentence on a heartbeat file that exists and cannot be read, "" for none."""
         beats = {name: rank for name in self._followed if (rank := rank_of(name)) is not None}
         ranks = sorted(rank for name, rank in beats.items() if self._followed[name].tail.unread)
         return f"the heartbeat of rank {ranks[0]} cannot be read" if ranks else ""
 
     @property
     def behind_bytes(self) -> int:
-        """The bytes that are left to read."""
+        """The bytes left to read."""
         return sum(follower.behind_bytes for follower in self._followed.values())
 
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
-        """Yields what is new, about `limit_bytes` of it, from the file on where the last ended.
+        """Yields about `limit_bytes` of new lines, starting with the file after the last one read.
 
-        A run of `world` ranks has no heartbeats of others.
+        Heartbeats of ranks beyond `world` are ignored.
         """
         self._discover(world)
         left, ended = limit_bytes, 0
@@ -310,7 +312,7 @@ class Reading:
     def _discover(self, world: int) -> None:
         try:
             names = os.listdir(self.run)
-        except OSError:  # what the run has to have is tried all the same
+        except OSError:  # the files that every run has are tried all the same
             names = [rundir.EVENTS] if world < MAX_RANKS else []
             names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
         for name in map(whole_name, names):
@@ -331,31 +333,31 @@ class Reading:
 
     def _plain(
         self, name: str, accept: Any, recent_bytes: int | None, warm_up_bytes: int
-    ) -> Follower:
+    ) -> RecordFile:
         path, cursor = self.run / name, self._cursors.get(name, NOWHERE)
         begin = line_before(path, cursor.place.at, warm_up_bytes)
         tail = jsonl.Tail(path, accept, recent_bytes, begin)
-        follower = Follower(path, tail, skipped=cursor.skipped)
+        follower = RecordFile(path, tail, skipped=cursor.skipped)
         follower.known_until = cursor.place.at
         return follower
 
-    def _heartbeats(self, name: str, rank: int) -> Follower:
+    def _heartbeats(self, name: str, rank: int) -> RecordFile:
         if legacy.is_one(self.run):
             self.is_legacy = True
-            return Follower(self.run / name, legacy.tail(self.run, rank, self._recent_bytes))
+            return RecordFile(self.run / name, legacy.tail(self.run, rank, self._recent_bytes))
         return self._plain(name, heartbeat.accept, self._recent_bytes, self._warm_up_bytes)
 
-    def _parted(self, name: str) -> Follower:
+    def _parted(self, name: str) -> RecordFile:
         path, cursor = self.run / name, self._cursors.get(name)
         there = parts(path)
         grows = max(there, default=0) + 1
         if cursor is not None:
             part, at = cursor.place
-            return Follower(path, open_part(there.get(part, path), at), part, cursor.skipped)
+            return RecordFile(path, open_part(there.get(part, path), at), part, cursor.skipped)
         if self._recent_bytes is None and there:
             first = min(there)
-            return Follower(path, open_part(there[first]), first)
+            return RecordFile(path, open_part(there[first]), first)
         tail = jsonl.Tail(path, _any, self._recent_bytes, stays=True)
-        return Follower(
+        return RecordFile(
             path, tail, grows, left_out_bytes=sum(map(jsonl.size_bytes, there.values()))
         )

@@ -1,7 +1,7 @@
-"""The records of one rank over all its attempts, added up in the order of its file.
+"""The totals of one rank over all its attempts, added up in the order of its file.
 
-Memory is bounded. Records are numbered: a number that is missing is known, and so is the step from
-which on something is missing.
+Memory is bounded. Records are numbered, so missing records are known by number, and with them the
+first step that they may belong to.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from trainers.contract import jsonl
 MAX_ATTEMPTS = 1000
 KEPT_RECORDS = 256
 KEPT_PEAKS = 64
-KEPT_HOLES = 16
+KEPT_MISSING = 16
 FIRST_LOSSES = 5
-OF_THE_PAST = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
-"""Records whose step is not the one that the rank is at."""
+OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
+"""Kinds of records whose step may be earlier than the current step of the rank."""
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The last pulse of a rank in one attempt, read after its process had ended."""
+class LastPulse:
+    """The last pulse of a rank in one attempt, read after the end of its process."""
 
     attempt: int
     rank: int
     records: int
-    """The number of its last record: 0 when it wrote none."""
+    """The number of its last record, 0 without records."""
     nonfinite_steps: int
-    """-1 where it did not count them."""
+    """-1 where the program does not count them."""
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
-    """Records that are missing, by number, and the first step that they may be of."""
+class Missing:
+    """Missing records by number, and the first step that they may belong to."""
 
     first: int
     last: int
@@ -48,23 +48,24 @@ class Hole:
 
 
 @dataclass(slots=True)
-class Part:
-    """The records of one rank in one attempt."""
+class AttemptTotals:
+    """The totals of one rank in one attempt; the names of the fields are keys in a snapshot."""
 
     last: int = 0
     """The number of the newest record."""
     trouble: str = ""
     """Why its records cannot be counted."""
-    holes: list[Hole] = field(default_factory=list)
+    holes: list[Missing] = field(default_factory=list)
     start: int | None = None
-    """Its first step: behind the checkpoint that it resumed from, else that of its first record."""
+    """Its first step: one after the checkpoint that it resumed from, else of its first record."""
     at: int = 0
+    """The step of the newest record."""
     step: int = 0
-    """Steps of the newest record, and of the newest progress record."""
+    """The step of the newest progress record."""
     exit: tuple[int, int] | None = None
     """Step and exit code of its exit record."""
     counted: int | None = None
-    """Steps with a non-finite loss, as its newest record counts them."""
+    """The number of steps with a non-finite loss in its newest record."""
     counts_at_last: bool = False
     """Its newest record has that count."""
     losses: int = 0
@@ -73,17 +74,18 @@ class Part:
     broken: bool = False
     """Some of its steps have no record with a loss."""
     _bare: bool = False
+    """Its newest progress record has no loss."""
     _mono: float = -math.inf
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what differs from a part without records."""
+        """Returns the fields that differ from those of an empty attempt."""
         return {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
 
     @classmethod
-    def load(cls, held: Record) -> Part:
-        """Returns the part that `as_dict` gave."""
+    def load(cls, held: Record) -> AttemptTotals:
+        """Returns the totals from `as_dict`."""
         mono, ended = jsonl.number(held, "_mono"), jsonl.integers(held, "exit")
-        holes = [documents.read(Hole, each) for each in jsonl.entries(held, "holes")]
+        holes = [documents.read(Missing, each) for each in jsonl.entries(held, "holes")]
         return documents.read(
             cls, held, holes=holes,
             exit=(ended[0], ended[1]) if len(ended) == 2 else None,
@@ -91,25 +93,25 @@ class Part:
         )  # fmt: skip
 
     def has(self, number: int, mono: float | None) -> bool:
-        """Says whether a record was seen before: a file that was replaced is read again."""
+        """Returns whether a record was added before: a file that was replaced is read again."""
         return 1 <= number <= self.last and mono is not None and mono <= self._mono
 
     def take(self, record: Record, number: int, mono: float | None) -> None:
-        """Takes the number of a record, and what holds for all kinds."""
+        """Adds the number of a record, and the fields that all kinds share."""
         step, msg = record["step"], record["msg"]
         if number < 1:
             self.trouble = self.trouble or "its records have no numbers (an older program)"
         elif number <= self.last:
-            self.trouble = self.trouble or f"record {number} comes twice, and they differ"
+            self.trouble = self.trouble or f"record {number} exists twice, with different content"
         else:
             if number > self.last + 1:
-                self._add_hole(Hole(self.last + 1, number - 1, min(self.missing_from, step)))
+                self._add_missing(Missing(self.last + 1, number - 1, min(self.missing_from, step)))
             self.last = number
         if self.exit is not None:
-            self.trouble = self.trouble or "there are records after its exit record"
+            self.trouble = self.trouble or "a record follows its exit record"
         if mono is not None and mono > self._mono:
             self._mono = mono
-        if msg not in OF_THE_PAST:
+        if msg not in OF_EARLIER_STEPS:
             self.at = step
         if msg in ("progress", "exit"):
             self._take_count(jsonl.integer(record, "nonfinite_loss_steps"))
@@ -118,25 +120,25 @@ class Part:
 
     @property
     def missing_from(self) -> int:
-        """The first step that a record behind the newest one may be of."""
+        """The first step that a record after the newest one may belong to."""
         return max(self.at, self.step + 1, self.start or 1)
 
-    def _add_hole(self, hole: Hole) -> None:
-        if len(self.holes) == KEPT_HOLES:
+    def _add_missing(self, gap: Missing) -> None:
+        if len(self.holes) == KEPT_MISSING:
             before = self.holes.pop()
-            hole = Hole(before.first, hole.last, min(before.step, hole.step))
-        self.holes.append(hole)
+            gap = Missing(before.first, gap.last, min(before.step, gap.step))
+        self.holes.append(gap)
 
     def _take_count(self, count: int | None) -> None:
         self.counts_at_last = count is not None
         if count is None:
             return
         if count < (self.counted or 0):
-            self.trouble = self.trouble or "its count of non-finite steps goes back"
+            self.trouble = self.trouble or "its count of non-finite steps decreases"
         self.counted = count
 
     def take_progress(self, step: int, loss: float | None) -> None:
-        """Takes the step and the loss of a progress record."""
+        """Adds the step and the loss of a progress record."""
         expected = self.step + 1 if self.step else self.start
         self.broken = self.broken or self._bare or step != expected
         self.step, self._bare = step, loss is None
@@ -146,13 +148,13 @@ class Part:
                 self.bad_losses += 1
                 self.first_bad = step if self.first_bad is None else self.first_bad
 
-    def has_stepped(self, end: End | None) -> bool:
-        """Says whether it may have done a step."""
+    def has_stepped(self, end: LastPulse | None) -> bool:
+        """Returns whether the rank may have done a step."""
         begun = self.exit[0] if self.exit is not None else end.step if end is not None else 1
         return self.step > 0 or begun > 0
 
-    def every_loss_is_recorded(self, end: End | None) -> bool:
-        """Says whether each step has a record with its loss; nobody can have that of the last."""
+    def every_loss_is_recorded(self, end: LastPulse | None) -> bool:
+        """Returns whether each step has a record with its loss, the unfinished one excepted."""
         if self.exit is not None:
             step, code = self.exit
             return not self.broken and step <= self.step + (code != 0)
@@ -160,11 +162,11 @@ class Part:
         return whole and not self.broken
 
 
-_EMPTY = asdict(Part())
+_EMPTY = asdict(AttemptTotals())
 
 
 class Peak:
-    """The largest value up to each step; what a roll-back cannot tell is the larger one."""
+    """The largest value up to each step; where a roll-back leaves a choice, the larger one."""
 
     def __init__(self, found: Iterable[list[float | None]] = ()):
         self.found = [(int(step or 0), value or 0.0) for step, value in found]
@@ -185,12 +187,12 @@ class Peak:
             self.found = [(first[0], second[1]) for first, second in pairs] + odd
 
     def cut(self, step: int) -> None:
-        """Forgets what was recorded from a step on."""
+        """Drops the values from a step on."""
         self.found = [each for each in self.found if each[0] < step]
 
 
 class Figures(NamedTuple):
-    """The figures of one progress record that a gate looks at."""
+    """The figures of one progress record that gates use."""
 
     step: int
     loss: float | None
@@ -199,14 +201,14 @@ class Figures(NamedTuple):
 
 
 class Window:
-    """The newest records of rank 0, and its first losses, of the steps that survived."""
+    """The newest records of rank 0 and its first losses, of steps that no attempt repeated."""
 
     def __init__(self) -> None:
         self.first: list[tuple[int, float]] = []
         self.newest: deque[Figures] = deque(maxlen=KEPT_RECORDS)
         self.losses = 0
         self.dropped = False
-        """Older records than the newest ones were there."""
+        """Records older than the newest ones were dropped."""
 
     def add(self, found: Figures) -> None:
         self.dropped = self.dropped or len(self.newest) == KEPT_RECORDS
@@ -217,7 +219,7 @@ class Window:
                 self.first.append((found.step, found.loss))
 
     def cut(self, step: int) -> None:
-        """Forgets what was recorded from a step on; a count is then a lower bound."""
+        """Drops the records from a step on; counts are then lower bounds."""
         gone = [each for each in self.newest if each.step >= step]
         kept = [each for each in self.newest if each.step < step]
         self.newest = deque(kept, maxlen=KEPT_RECORDS)
@@ -233,14 +235,14 @@ class Window:
         }  # fmt: skip
 
     def load(self, held: Record) -> None:
-        """Takes what `as_dict` gave."""
+        """Sets the window to the one from `as_dict`."""
         self.first = [(int(step or 0), loss or 0.0) for step, loss in _rows(held, "first")]
         self.newest.extend(Figures(int(row[0] or 0), *row[1:]) for row in _rows(held, "newest"))
         self.losses = jsonl.integer(held, "losses") or 0
         self.dropped = held.get("dropped") is True
 
     def last(self, name: str, count: int) -> list[float] | None:
-        """Returns the newest values of a figure; None where some were dropped and too few left."""
+        """Returns the newest `count` values of a figure, None where some of them were dropped."""
         values = (getattr(each, name) for each in self.newest)
         found = [value for value in values if value is not None][-count:]
         return None if self.dropped and len(found) < count else found
@@ -254,64 +256,66 @@ def _rows(held: Record, key: str) -> list[list[float | None]]:
     ]
 
 
-class Fold:
-    """The records of one rank, in the order of its file."""
+class RankTotals:
+    """The totals of one rank. Its records are added in the order of its file."""
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.parts: dict[int, Part] = {}
+        self.attempts: dict[int, AttemptTotals] = {}
         self.newest = 0
+        """The newest attempt with a record."""
         self.step = 0
-        """The newest step that is done and survived."""
+        """The newest completed step that no attempt has to repeat."""
         self.progress = 0
+        """Number of progress records."""
         self.memory_mib = Peak()
         self.window = Window()
         self.norm_min: float | None = None
         self.norms = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what a snapshot keeps of it."""
+        """Returns the totals as a snapshot has them."""
         return {
-            "parts": {str(number): part.as_dict() for number, part in self.parts.items()},
+            "parts": {str(number): part.as_dict() for number, part in self.attempts.items()},
             "newest": self.newest, "step": self.step, "progress": self.progress,
             "memory_mib": list(self.memory_mib.found), "norm_min": self.norm_min,
             "norms": self.norms, "window": self.window.as_dict(),
         }  # fmt: skip
 
     @classmethod
-    def load(cls, rank: int, held: Record) -> Fold:
-        """Returns the fold that `as_dict` gave. Raises ValueError for anything else."""
-        fold = cls(rank)
+    def load(cls, rank: int, held: Record) -> RankTotals:
+        """Returns the totals from `as_dict`. Raises ValueError for anything else."""
+        found = cls(rank)
         try:
-            fold.parts = {
-                int(number): Part.load(part) for number, part in held["parts"].items()
+            found.attempts = {
+                int(number): AttemptTotals.load(part) for number, part in held["parts"].items()
             }  # fmt: skip
-            fold.memory_mib = Peak(_rows(held, "memory_mib"))
-            fold.window.load(held["window"])
+            found.memory_mib = Peak(_rows(held, "memory_mib"))
+            found.window.load(held["window"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ValueError("it is no fold of records") from error
+            raise ValueError("these are no totals of a rank") from error
         for key in ("newest", "step", "progress", "norms"):
-            setattr(fold, key, jsonl.integer(held, key) or 0)
-        fold.norm_min = jsonl.number(held, "norm_min")
-        whole = fold.newest in fold.parts or not fold.newest
-        if not whole or jsonl.encode(fold.as_dict()) != jsonl.encode(held):
-            raise ValueError("it is no fold of records")
-        return fold
+            setattr(found, key, jsonl.integer(held, key) or 0)
+        found.norm_min = jsonl.number(held, "norm_min")
+        whole = found.newest in found.attempts or not found.newest
+        if not whole or jsonl.encode(found.as_dict()) != jsonl.encode(held):
+            raise ValueError("these are no totals of a rank")
+        return found
 
     def take(self, record: Record) -> bool:
-        """Takes a record; says whether it is one that was not seen before."""
+        """Adds a record; returns whether it is new."""
         attempt = record["attempt"]
-        part = self.parts.get(attempt)
+        part = self.attempts.get(attempt)
         if part is None:
-            if len(self.parts) >= MAX_ATTEMPTS:
-                self.parts[self.newest].trouble = f"more than {MAX_ATTEMPTS} attempts"
+            if len(self.attempts) >= MAX_ATTEMPTS:
+                self.attempts[self.newest].trouble = f"more than {MAX_ATTEMPTS} attempts"
                 return True
-            part = self.parts[attempt] = Part()
+            part = self.attempts[attempt] = AttemptTotals()
         number, mono = jsonl.integer(record, "n") or 0, jsonl.number(record, "mono")
         if part.has(number, mono):
             return False
         if attempt < self.newest:
-            part.trouble = part.trouble or f"a record comes after those of attempt {self.newest}"
+            part.trouble = part.trouble or f"a record follows those of attempt {self.newest}"
             return True
         self.newest = attempt
         part.take(record, number, mono)
@@ -322,21 +326,21 @@ class Fold:
             self._take_progress(part, record)
         return True
 
-    def _begin(self, part: Part, step: int) -> None:
-        """Takes the first step of an attempt: what was done from there on is done again."""
+    def _begin(self, part: AttemptTotals, step: int) -> None:
+        """Starts an attempt at a step; later steps of attempts before it no longer count."""
         if part.start is not None and part.start != step:
-            part.trouble = part.trouble or f"it goes on at step {part.start} and at step {step}"
+            part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
         self.memory_mib.cut(step)
         self.window.cut(step)
 
-    def _take_progress(self, part: Part, record: Record) -> None:
+    def _take_progress(self, part: AttemptTotals, record: Record) -> None:
         step, loss = record["step"], jsonl.number(record, "loss")
         if part.start is None:
             self._begin(part, max(1, step + 1 - max(1, len(jsonl.numbers(record, "steps_dt_s")))))
         elif not part.step and step < part.start:
-            said = f"it resumed at step {part.start}, and its first record is of step {step}"
-            part.trouble = part.trouble or said
+            why = f"it resumed at step {part.start}, and its first record is of step {step}"
+            part.trouble = part.trouble or why
         part.take_progress(step, loss)
         self.step = step
         self.progress += 1

@@ -1,0 +1,129 @@
+"""The end of one rank: its exit, its error, and the sentence that describes both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from console import error_patterns
+from trainers.contract import jsonl
+
+NAMED_CODES: Mapping[int, str] = {
+    10: "non-finite loss or gradients", 11: "out of memory", 12: "data", 13: "configuration",
+    14: "a collective failed", 15: "checkpoint",
+}  # fmt: skip
+COLLECTIVE = 14
+NATIVE = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+SIGNAL_WORDS: Mapping[str, str] = {
+    "SIGXCPU": "CPU time limit reached, see ulimit -t",
+    "SIGXFSZ": "file size limit reached, see ulimit -f",
+    "SIGTERM": "not sent by the supervisor",
+}
+"""The likely cause of a signal that ended a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended, and its error ("" for none)."""
+
+    rank: int
+    code: int | None
+    signal: str | None
+    step: int
+    error: str = ""
+    log: str = ""
+    """The last exception in its log, for a rank without an error record."""
+    killed_after_failure: bool = False
+    """Killed by the supervisor after another rank had failed."""
+    raised_at: str = ""
+    """Place of the exception in its log: "train.py:41"."""
+    crashed_in: str = ""
+    """Place of a native crash according to faulthandler: "forward (model.py:88)"."""
+    last_record: str = ""
+    """Kind and reason of its last record."""
+    ts: float | None = None
+    observed: bool = True
+    """The kernel reported the exit code or signal; otherwise only a record or a log claims it."""
+    doubt: str = ""
+    """The evidence against the success that its exit record claims, "" for none."""
+
+    @property
+    def unknown(self) -> bool:
+        """Neither the kernel nor a record of the rank gives its exit code."""
+        return self.code is None and self.signal is None and not self.error
+
+    @property
+    def error_words(self) -> str:
+        """The error of its record, else the last exception in its log."""
+        return self.error or self.log
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.signal) or self.code not in (0, None) or bool(self.error)
+
+    @property
+    def secondary(self) -> bool:
+        """Ended because another rank did: torchrun terminated it, or its peer exited."""
+        return self.killed_after_failure or self.signal == "SIGTERM" or self.lost_peer
+
+    @property
+    def lost_peer(self) -> bool:
+        """Failed in a collective. The watchdog of NCCL ends the process by SIGABRT."""
+        found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
+        return found and self.signal in (None, "SIGABRT")
+
+    @property
+    def place(self) -> str:
+        """The place of the error in the code, "" where the log has another error."""
+        same = self.error[:100] in self.log or (bool(self.log) and self.log[:100] in self.error)
+        return self.raised_at if same else ""
+
+    def sentence(self) -> str:
+        """Returns how the rank ended, as a sentence that blames it."""
+        who = f"rank {self.rank}"
+        at = f" at step {self.step}" if self.step else ""
+        if self.signal in NATIVE:
+            inside = f", in {self.crashed_in}" if self.crashed_in else ""
+            thrown = f": {self.log}" if self.signal == "SIGABRT" and self.log else ""
+            return f"{who} crashed in native code ({self.signal}){at}{inside}{thrown}"
+        if self.signal:
+            known = SIGNAL_WORDS.get(self.signal, "")
+            return f"{who} was killed by {self.signal}{at}" + (f" ({known})" if known else "")
+        if self.unknown:
+            last = f"its last record says {self.last_record}" if self.last_record else "no record"
+            return f"{who} ended{at}; exit code not available; {last}"
+        both = f"{self.error} {self.log}"
+        text = both if self.code == error_patterns.OUT_OF_MEMORY else self.error_words
+        memory = error_patterns.out_of_memory(text, self.code)
+        named = NAMED_CODES.get(self.code or 0, "")
+        reason = memory or self.error_words or named or self._no_reason()
+        place = f" ({self.place})" if self.place else ""
+        code = f" (exit {self.code})" if self.code else ""
+        return f"{who}: {reason}{place}{at}{code}"
+
+    def _no_reason(self) -> str:
+        last = f" its last record says {self.last_record}," if self.last_record else ""
+        return f"no reason given,{last} see logs of rank {self.rank}"
+
+    def signature(self) -> str:
+        """Returns a text that is the same for all ends with this cause, "" for another cause.
+
+        A rank that was killed from outside, or lost its peer, is not the cause of its end.
+        """
+        words = error_patterns.without_numbers(self.error_words)
+        if self.signal in NATIVE:
+            return "" if self.lost_peer else f"signal:{self.signal}:{words}:{self.crashed_in}"
+        if self.signal == "SIGXCPU":
+            return f"signal:{self.signal}"
+        if self.signal or self.secondary or self.unknown or not self.observed:
+            return ""
+        return f"exit:{self.code}:{words}:{self.place}" if words else ""
+
+
+def error_of(record: Mapping[str, Any]) -> str:
+    """Returns the text of an `error` record, "" for other records."""
+    if record.get("msg") != "error":
+        return ""
+    words = (jsonl.text(record, key) for key in ("error", "reason", "why", "text"))
+    return next(filter(None, words), "an error without a text")[:400]

@@ -1,0 +1,202 @@
+"""Assembles the `RunState` of one run from everything that was read of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from console import status_text
+from console.model import RANK_GONE, Alert, LaunchState, Level, RunState, State
+from console.run_state import decide
+from console.sources import documents, legacy, liveness
+from console.sources.launch_documents import with_run_state
+from console.sources.ranks import data_age_s, newest_step, read_ranks
+from console.sources.run_records import RECENT_BYTES, RunRecords
+from trainers.contract import jsonl, rundir
+from trainers.contract.flags import DEVICES
+
+IN_RECENT = f"in the newest {RECENT_BYTES >> 10} KiB of each file"
+NO_POLICY = "none (no supervisor)"
+STOPPED_POLICY = "none (the supervisor is stopped)"
+NO_RESTART = "no restart (the supervisor is stopped)"
+ORPHANED = "no supervisor: no further phase starts; R, or nsa-console adopt, starts a new one"
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that was read of one run at one moment."""
+
+    run: Path
+    is_away: bool
+    """The run's directory is missing, or is a link, which is not followed."""
+    launch: LaunchState | None
+    supervisor: Record
+    """supervisor.json, {} where it cannot be read."""
+    by_launch: Record
+    """The entry of the run in plan_state.json, with the keys of supervisor.json."""
+    born: Record
+    """run.json"""
+    gates: Record
+    env: Record
+    records: RunRecords
+    behind_bytes: int
+    """Bytes of records that are left to read, with those of the charts."""
+    trouble: str
+    """Why supervisor.json cannot be shown, "" where it can."""
+    troubles: Sequence[Alert]
+    """An alert for each document that cannot be shown."""
+
+
+def run_state(evidence: Evidence) -> RunState:
+    """Returns the state of a run with all that a screen shows of it."""
+    return _Assembly(evidence).run_state()
+
+
+class _Assembly:
+    """One run at one moment: its state first, then each part of what is shown."""
+
+    def __init__(self, evidence: Evidence):
+        self._evidence, self._records = evidence, evidence.records
+        supervisor = evidence.supervisor or evidence.by_launch
+        self._live = liveness.live_directory(supervisor)
+        status = rundir.read_json(self._live / rundir.LIVE_STATUS) if self._live else None
+        self._status: Record = status or {}
+        self._supervisor = liveness.with_newest_state(
+            supervisor, self._records.state_event, self._status, self._recorded_end()
+        )
+        behind = self._records.files.behind_bytes > 0
+        self._state: State
+        self._state, self._why = decide(liveness.facts(
+            self._supervisor, evidence.born, self._records.heads, behind, evidence.trouble
+        ))  # fmt: skip
+        self._has_ended = self._state in liveness.ENDED
+        self._supervisor_alerts = (
+            [] if self._has_ended else liveness.supervisor_alerts(self._supervisor, self._status)
+        )
+
+    def _recorded_end(self) -> Record:
+        """Returns how the run ended according to its launch, or to a legacy run's metrics."""
+        if self._records.files.is_legacy and not self._evidence.supervisor:
+            records = [head.last.record for head in self._records.heads.values()]
+            return legacy.end(self._evidence.run, records)
+        return self._evidence.by_launch
+
+    def run_state(self) -> RunState:
+        evidence, records, supervisor, born = (
+            self._evidence, self._records, self._supervisor, self._evidence.born
+        )  # fmt: skip
+        flags = documents.flag_field(born, "value")
+        ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
+        step, planned = newest_step(supervisor, ranks, records), self._planned_steps
+        is_legacy = records.files.is_legacy
+        return RunState(
+            id=self._id, path=str(evidence.run), state=self._state, why=self._why,
+            since_ts=liveness.since_ts(supervisor, self._state, records.heads),
+            attempt=records.attempt,
+            host=documents.line(supervisor, "host", documents.line(born, "host", "")),
+            world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step),
+            data_age_s=None if self._has_ended else data_age_s(ranks, records),
+            ranks=ranks, gpus=records.gpus,
+            figures=records.figures(bool(born.get("settings")) or is_legacy),
+            alerts=self._alerts(), verdict=documents.verdict(supervisor),
+            gates=documents.gates(evidence.gates), bounds=documents.bounds(born),
+            armed=self._policy("armed"), armed_short=self._policy("armed_short"),
+            launch=evidence.launch and with_run_state(
+                evidence.launch, evidence.run.name, self._state, self._why
+            ),
+            skipped_records=records.files.skipped,
+            skipped_in="" if records.files.is_whole else IN_RECENT,
+            behind_bytes=evidence.behind_bytes, directory_blocked_s=self._blocked_s,
+            checkpoint="" if evidence.is_away else documents.latest_checkpoint(evidence.run),
+            environment=flags, origins=documents.flag_field(born, "origin"),
+            decided=documents.flag_settings(jsonl.mapping(born, "settings")),
+            argv=documents.words(born, "argv"), backend=documents.backend(evidence.env),
+        )  # fmt: skip
+
+    @property
+    def _id(self) -> str:
+        launch, name = self._evidence.launch, self._evidence.run.name
+        return documents.line(self._evidence.born, "run", f"{launch.id}/{name}" if launch else name)
+
+    @property
+    def _planned_steps(self) -> int | None:
+        return documents.setting_int(self._evidence.born, "train.steps")
+
+    def _eta_s(self, step: int | None) -> float | None:
+        planned = self._planned_steps
+        if not step or not planned or self._has_ended or self._state == "stalled":
+            return None
+        return self._records.reducer.series.eta_s(step, planned)
+
+    @property
+    def _blocked_s(self) -> float:
+        blocked_s = None if self._has_ended else jsonl.number(self._status, "blocked_s")
+        return blocked_s or 0.0
+
+    def _policy(self, key: str) -> str:
+        """Returns what the supervisor does by itself; `key` is that of supervisor.json."""
+        is_long = key == "armed"
+        if self._state == "unsupervised":
+            return NO_POLICY if is_long else "none"
+        stopped = [alert.id for alert in self._supervisor_alerts]
+        if liveness.WORK_STOPPED in stopped:
+            return STOPPED_POLICY if is_long else "none"
+        policy = documents.line(self._supervisor, key, "")
+        if is_long and liveness.SUPERVISOR_STOPPED in stopped:
+            return f"{policy}; {NO_RESTART}"
+        return policy
+
+    # --- alerts --------------------------------------------------------------------------------
+
+    def _alerts(self) -> tuple[Alert, ...]:
+        """Returns the alerts of the supervisor and of this reader, the worst first."""
+        status = {} if self._has_ended else self._status
+        own = [*self._evidence.troubles, *self._reader_alerts(), *self._supervisor_alerts]
+        alerts = self._records.alerts(status, own)
+        if liveness.has_lost_rank(self._supervisor):
+            return alerts
+        return tuple(alert for alert in alerts if alert.id != RANK_GONE)
+
+    def _reader_alerts(self) -> list[Alert]:
+        """Returns alerts on a launch without supervisor or with a doubt, and on unread files."""
+
+        def add(name: str, level: Level, text: str, key: str = "") -> None:
+            found.append(Alert(name, time.time(), level, text, key, observed=True))
+
+        found: list[Alert] = []
+        launch = self._evidence.launch
+        if launch is not None:
+            # The launch as its documents say: `with_run_state` may have changed it since.
+            known = {launch.why, *(alert.text for alert in self._evidence.troubles)}
+            if self._has_ended and launch.state == "unsupervised":
+                add("no-supervisor", "crit", ORPHANED, "R")
+            if launch.doubt and launch.doubt not in known:
+                add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
+        if missing := self._unreadable():
+            add("directory", "warn", f"{missing}; its state comes from {rundir.PLAN_STATE}")
+        if behind_bytes := self._evidence.behind_bytes:
+            add("behind", "info", f"{status_text.size(behind_bytes)} of records are not read yet")
+        return found
+
+    def _unreadable(self) -> str:
+        """Returns what cannot be read of a run that its launch knows, "" where nothing is missing.
+
+        That is its directory, or only the document of its supervisor.
+        """
+        evidence = self._evidence
+        is_unread = bool(evidence.by_launch) and (evidence.is_away or not evidence.supervisor)
+        if not is_unread or self._state == "starting":
+            return ""
+        try:
+            names = None if evidence.is_away else os.listdir(evidence.run)
+        except OSError:
+            names = None
+        if names is None:
+            return f"{evidence.run} cannot be read"
+        how = "cannot be read" if rundir.SUPERVISOR in names else "is missing"
+        return f"{rundir.SUPERVISOR} of {evidence.run.name} {how}"

@@ -1,0 +1,116 @@
+"""The records of one run: its files of records, read into one reducer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from console.model import LEVELS, Alert, Figure, Gpu
+from console.sources import documents, liveness, snapshot
+from console.sources.figures import progress_figures, sample_figures, step_figures
+from console.sources.record_files import MAX_RANKS, RecordFiles
+from console.sources.reducer import Head, Reducer, raised
+from console.sources.series import Series
+from console.sources.summary import Summary
+from trainers.contract import jsonl, rundir
+
+RECENT_BYTES = 256 << 10
+"""Bytes that a reader of the present state reads of each file without a snapshot."""
+MAX_TAIL_BYTES = 64 * RECENT_BYTES
+"""Bytes that it reads at most after a snapshot: an older snapshot does not count."""
+Reads = Literal["all", "recent", "charts", "end"]
+"""The records to read. `all`: every one. `recent`: from the snapshot on, without a snapshot the
+ends of the files. `charts`: from the snapshot on, with the series before it; else as `all`.
+`end`: the ends of the files, to learn the usual times."""
+
+
+class RunRecords:
+    """Follows heartbeats, samples and events of one run; `reads` selects the records."""
+
+    def __init__(self, run: Path, reads: Reads = "all"):
+        self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")
+        held = None
+        if reads in ("recent", "charts"):
+            held = rundir.read_json(run / rundir.SNAPSHOT, below=run)
+        most = MAX_TAIL_BYTES if reads == "recent" else None
+        self.has_snapshot = snapshot.load(run, held, self.reducer, most)
+        self.snapshot_ts = jsonl.number(held or {}, "ts") if self.has_snapshot else None
+        if self.has_snapshot and reads == "charts":
+            snapshot.draw(run, self.reducer)
+        only_ends = reads == "end" or (reads == "recent" and not self.has_snapshot)
+        self.files = RecordFiles(run, RECENT_BYTES if only_ends else None, self.reducer.cursors)
+        self.attempt = 1
+        """The attempt of `heads`, `samples` and `figures`."""
+        self.heads: Mapping[int, Head] = {}
+        self.samples: Mapping[str, dict[str, Any]] = {}
+        """The newest sample of each host."""
+
+    @property
+    def summary(self) -> Summary:
+        """The totals of all attempts, with the counts of the events."""
+        summary, events = self.reducer.summary, self.reducer.events
+        summary.set_counts(events.attempts, events.stalls)
+        return summary
+
+    @property
+    def state_event(self) -> dict[str, Any] | None:
+        """The newest `state` event."""
+        newest = self.reducer.events.state
+        return newest.record if newest is not None else None
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return tuple(gpu for each in self.samples.values() for gpu in documents.gpus(each))
+
+    def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
+        """Reads about `limit_bytes` of new records.
+
+        `attempt` comes from supervisor.json, `world` from run.json.
+        """
+        ranks = min(world or MAX_RANKS, MAX_RANKS)
+        for batch in self.files.poll(limit_bytes, ranks):
+            self.reducer.take(batch, ranks, attempt)
+        self.attempt = self.reducer.attempt(attempt)
+        self.heads = self.reducer.heads(self.attempt)
+        self.samples = self.reducer.samples(self.attempt)
+
+    def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
+        """Returns the open alerts of the run and those in `more`, the worst first.
+
+        `status` is the supervisor heartbeat, {} without one. It lists the open alerts, also one
+        whose event the disk did not accept. While the heartbeat is recent, an older event raises
+        or clears nothing.
+        """
+        by_events, event_ts = self.reducer.events.open(), self.reducer.events.alert_ts
+        by_status = {name: raised(name, record) for record in jsonl.entries(status, "alerts")
+                     if (name := documents.line(record, "alert", ""))}  # fmt: skip
+        found = dict(by_events)
+        newer = {name for name, alert in by_status.items() if alert.ts <= event_ts.get(name, 0.0)}
+        status_ts, now = jsonl.number(status, "ts"), time.time()
+        if status_ts is not None and now - status_ts < liveness.SILENT_S:
+            latest_ts = now + liveness.CLOCK_S
+            newer = {name for name, ts in event_ts.items() if status_ts < ts <= latest_ts}
+            found = {name: by_events[name] for name in newer & by_events.keys()}
+        for name in by_status.keys() - newer:
+            alert, event = by_status[name], by_events.get(name)
+            noted = event is not None and event.acknowledged and event.ts >= alert.ts
+            found[name] = replace(alert, acknowledged=noted)
+        return tuple(sorted([*found.values(), *more], key=_urgency))
+
+    def figures(self, has_settings: bool) -> Mapping[str, Figure]:
+        """Returns the newest figures of rank 0 and of the samples."""
+        progress = {
+            rank: head.progress.record for rank, head in self.heads.items() if head.progress
+        }  # fmt: skip
+        return (
+            progress_figures(progress, has_settings)
+            | step_figures(progress, self.reducer.series)
+            | sample_figures(self.samples)
+        )
+
+
+def _urgency(alert: Alert) -> tuple[bool, int, float]:
+    return alert.acknowledged, LEVELS.index(alert.level), -alert.ts
