@@ -16,7 +16,7 @@ from console.run_state import Facts, decide
 from console.sources import liveness, oom_counts
 from console.supervisor.ends import Ends
 from console.supervisor.monitor import Monitor
-from console.supervisor.parts import Upkeep
+from console.supervisor.rotation import Upkeep
 from console.supervisor.run_files import Files, News, Rest
 from console.supervisor.sampling import Sampler
 from console.supervisor.services import AttemptOwner, RunContext

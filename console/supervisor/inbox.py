@@ -273,13 +273,12 @@ class Poller:
 
     def _finish(self, attempt: Attempt | None, found: _Found | None, _: object) -> None:
         self.is_polling = False
-        if found is None:
-            return self._execute([])
+        found = found or _Found([], is_halted=False)
         if attempt is not None and found.news is not None:
             attempt.take(found.news)
         if found.is_halted:
             self._halt()
-        return self._execute(found.requests)
+        self._execute(found.requests)
 
     # --- on the directory's thread -------------------------------------------------------------
 

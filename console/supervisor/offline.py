@@ -125,16 +125,16 @@ class OfflineRun:
 
 def _pulsed(rank: Rank, head: Head, attempt: int) -> Seen | None:
     """Returns a rank by its pulse, None where the pulse is old or missing."""
-    held = rank.pulse
-    if held is None or held.since_s is None:
+    last = rank.pulse
+    if last is None or last.since_s is None:
         return None
-    if not (held.live or held.age_s < liveness.SILENT_S):
+    if not (last.live or last.age_s < liveness.SILENT_S):
         return None
-    here = held.live and rank.host in ("", rundir.host_name())
+    here = last.live and rank.host in ("", rundir.host_name())
     letter = process.state(rank.pid) if here else rank.state or "?"
-    collectives = held.collectives or 0
-    seen = Seen(rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, collectives)
-    return with_records(seen, head, attempt, lagging=not held.live)
+    collectives = last.collectives or 0
+    seen = Seen(rank.rank, rank.pid, letter, last.step, last.phase, last.since_s, collectives)
+    return with_records(seen, head, attempt, lagging=not last.live)
 
 
 def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[Seen, ...]:
@@ -145,8 +145,8 @@ def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[Seen, ...]:
 
 def _watch_of(run: Path) -> Watch:
     """Returns the limits in run.json, the defaults where it has none."""
-    born = rundir.read_json(run / rundir.RUN) or {}
+    record = rundir.read_json(run / rundir.RUN) or {}
     try:
-        return plan.section(Watch, jsonl.mapping(born, "watch"), rundir.RUN)
+        return plan.section(Watch, jsonl.mapping(record, "watch"), rundir.RUN)
     except UsageError:
         return Watch()
