@@ -28,7 +28,7 @@ from console.sources import snapshot
 from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import SPANS_S, Series
-from console.supervisor.parts import LEVEL, PART_BYTES
+from console.supervisor.rotation import GZIP_LEVEL, PART_BYTES
 from trainers.contract import heartbeat, jsonl, rundir
 
 RANKS, STEP_S, EVERY = 8, 0.3, 20
@@ -84,7 +84,7 @@ def write_samples(path: Path, lines: Iterator[bytes]) -> None:
         if size >= PART_BYTES:
             number = len(rundir.parts(path)) + 1
             whole = rundir.part(path, number).with_name(f"{path.name}.{number:04d}{rundir.GZIP}")
-            whole.write_bytes(gzip.compress(b"".join(part), LEVEL))
+            whole.write_bytes(gzip.compress(b"".join(part), GZIP_LEVEL))
             part, size = [], 0
     path.write_bytes(b"".join(part))
 

@@ -1,7 +1,7 @@
 """The processes of an attempt as the document of a former supervisor names them.
 
-The document may be older than the processes, and anybody can write a file or copy a token. So a
-process found by its token needs a second sign, and one that only the document names is checked.
+The document may be older than the processes, and any user can copy a token or write a file. So a
+process with the token needs a second sign, and one that only the document names is checked.
 """
 
 from __future__ import annotations

@@ -22,10 +22,12 @@ class Alerts:
         self._open: dict[str, dict[str, Any]] = {}
         self._dropped, self._dropped_at = directory.dropped, 0.0
 
-    def restore(self, held: Mapping[str, dict[str, Any]], gone: Callable[[str], bool]) -> None:
+    def restore(
+        self, former: Mapping[str, dict[str, Any]], has_ended: Callable[[str], bool]
+    ) -> None:  # fmt: skip
         """Opens the alerts of a former process again, and clears those that ended with it."""
-        self._open |= held
-        for name in filter(gone, held):
+        self._open |= former
+        for name in filter(has_ended, former):
             self.clear(name, "it concerned a working process that was replaced")
 
     def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> bool:

@@ -15,8 +15,8 @@ from console.sources import liveness, oom_counts
 from console.supervisor.ends import Ends
 from console.supervisor.former_run import FormerRun
 from console.supervisor.monitor import Monitor
-from console.supervisor.parts import Upkeep
 from console.supervisor.recovery import ENDINGS
+from console.supervisor.rotation import Upkeep
 from console.supervisor.run_files import Files, News, Rest
 from console.supervisor.sampling import Sampler
 from console.supervisor.services import AttemptOwner, RunContext

@@ -45,9 +45,6 @@ class _RankDump:
     copy: str = ""
     """The name of the copy in the run directory, "" before it is written."""
 
-    def is_at_same_position(self, live: Path | None) -> bool:
-        return self.position is not None and _position(live, self.rank) == self.position
-
 
 def why_not(pid: int) -> str:
     """Returns why a process cannot dump its stack, "" when it can."""
@@ -148,10 +145,11 @@ class Dumps:
 
         A rank that moves is only slow: its frames must not be read while they change.
         """
-        pid, handle = each.handle.pid, each.handle
-        is_still = each.is_at_same_position(self._live) and process.state(pid) in "RS"
-        can_dump = is_still and not why_not(pid) and process.catches(pid, LAST_RESORT)
-        each.used_last_resort = can_dump and handle.send(LAST_RESORT)
+        pid, position = each.handle.pid, _position(self._live, each.rank)
+        is_still = position is not None and position == each.position
+        can_dump = is_still and process.state(pid) in "RS" and not why_not(pid)
+        can_dump = can_dump and process.catches(pid, LAST_RESORT)
+        each.used_last_resort = can_dump and each.handle.send(LAST_RESORT)
 
     def _copy(self, each: _RankDump, is_whole: bool) -> None:
         if not each.data:

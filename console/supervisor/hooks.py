@@ -135,7 +135,7 @@ def run(
     code = process.wait()
     reader.join(LAST_OUTPUT_S)  # a process that left the group may keep the pipe open
     if time.monotonic() - begun >= limit_s:
-        return f"took longer than {limit_s:g} s and was ended", bytes(output)
+        return f"ran longer than {limit_s:g} s and was ended", bytes(output)
     return f"exited (code {code})" if code else OK, bytes(output)
 
 

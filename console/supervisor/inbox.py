@@ -273,11 +273,12 @@ class Poller:
 
     def _finish(self, attempt: Attempt | None, found: _Found | None, _: object) -> None:
         self.is_polling = False
-        if attempt is not None and found is not None and found.news is not None:
+        found = found or _Found([], is_halted=False)
+        if attempt is not None and found.news is not None:
             attempt.take(found.news)
         if found is not None and found.is_halted:
             self._halt()
-        self._execute(found.requests if found is not None else [])
+        self._execute(found.requests)
 
     # --- on the directory's thread -------------------------------------------------------------
 

@@ -129,18 +129,18 @@ class OfflineRun:
 
 def _pulsed(rank: Rank, head: Head, attempt: int) -> RankEvidence | None:
     """Returns a rank by its pulse, None where the pulse is old or missing."""
-    held = rank.pulse
-    if held is None or held.since_s is None:
+    last = rank.pulse
+    if last is None or last.since_s is None:
         return None
-    if not (held.live or held.age_s < liveness.SILENT_S):
+    if not (last.live or last.age_s < liveness.SILENT_S):
         return None
-    here = held.live and rank.host in ("", rundir.host_name())
+    here = last.live and rank.host in ("", rundir.host_name())
     letter = process.state(rank.pid) if here else rank.state or "?"
-    collectives = held.collectives or 0
+    collectives = last.collectives or 0
     seen = RankEvidence(
-        rank.rank, rank.pid, letter, held.step, held.phase, held.since_s, collectives
+        rank.rank, rank.pid, letter, last.step, last.phase, last.since_s, collectives
     )  # fmt: skip
-    return with_records(seen, head, attempt, lagging=not held.live)
+    return with_records(seen, head, attempt, lagging=not last.live)
 
 
 def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[RankEvidence, ...]:

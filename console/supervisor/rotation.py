@@ -1,19 +1,28 @@
-"""Rotates the logs of an attempt while ranks write to them: copies a long log, then truncates it.
+"""Bounds the growing files of an attempt: rotates logs, and splits samples into compressed parts.
 
-Ranks and torchrun append (O_APPEND), so they write at the beginning after the log is truncated. One
-former part is stored as `.1`. Bytes written between the copy and the truncation are lost.
+Ranks and torchrun append (O_APPEND), so they write at the beginning after a log was copied to `.1`
+and truncated. Bytes written between the copy and the truncation are lost.
+
+`samples_H.jsonl` is always the newest part; `samples_H.jsonl.0001.gz` is the oldest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import gzip
+import math
 import os
+import shutil
 import stat
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from trainers.contract import jsonl
+from console.supervisor.rundir_io import Directory
+from trainers.contract import jsonl, rundir
 
 LOG_LIMIT = 64 << 20
 RESERVE_BYTES = 64 << 20
@@ -23,6 +32,8 @@ CHUNK_BYTES = 1 << 20
 LONGEST = 2
 """Of a log that is longer than this many limits, only the end is copied."""
 MIB = 1 << 20
+PART_BYTES, GZIP_LEVEL = 16 << 20, 6
+POLL_EVERY_S = 5.0
 
 
 class Rotation:
@@ -35,20 +46,19 @@ class Rotation:
         self._longest = LONGEST * limit_bytes
         self._failed: set[str] = set()
 
-    def poll(self) -> list[str]:
-        """Rotates at most one long log; returns a sentence to report, or [].
+    def poll(self) -> str:
+        """Rotates at most one long log; returns a sentence to report, or "".
 
         Only one a poll, because the directory's thread also has to read requests and records.
         """
         at = jsonl.open_inside(self._folder, self._folder.parents[1])
         if at is None:
-            return []
+            return ""
         try:
             names = [name for name in os.listdir(at)[:MAX_FILES] if name.endswith(".log")]
-            found = (self._try(at, name) for name in sorted(names))
-            return list(itertools.islice(filter(None, found), 1))
+            return next(filter(None, (self._try(at, name) for name in sorted(names))), "")
         except OSError:
-            return []
+            return ""
         finally:
             os.close(at)
 
@@ -110,3 +120,69 @@ def _copy(fd: int, out: int, start: int, end: int) -> int:
     while start < end and (sent := os.sendfile(out, fd, start, CHUNK_BYTES)):
         start += sent
     return start
+
+
+class Parts:
+    """Owns the parts of one file of records; `poll` runs on the directory's thread.
+
+    One part at a time is compressed in a separate thread, so that a hung disk blocks only that. The
+    next poll repeats a compression that was interrupted.
+    """
+
+    def __init__(self, directory: Directory, path: Path, part_bytes: int = PART_BYTES):
+        self._directory, self._path, self._part_bytes = directory, path, part_bytes
+        self._thread: threading.Thread | None = None
+
+    def poll(self) -> None:
+        """Starts a new part when the current one is long enough. Raises OSError."""
+        if jsonl.size_bytes(self._path) >= self._part_bytes:
+            numbers = [number for number, _ in rundir.parts(self._path)]
+            part = rundir.part(self._path, max(numbers, default=0) + 1)
+            self._directory.set_aside(self._path, part)
+        if self._thread is not None and self._thread.is_alive():
+            return
+        plain = [path for _, path in rundir.parts(self._path) if path.suffix != rundir.GZIP]
+        if plain:
+            self._thread = threading.Thread(
+                target=self._compress, args=(plain[0],), name="parts", daemon=True
+            )
+            self._thread.start()
+
+    def _compress(self, part: Path) -> None:
+        """Replaces the plain part by a compressed one; on a full disk the plain part stays."""
+        whole = part.with_name(part.name + rundir.GZIP)
+        half = part.with_name(f".{whole.name}.tmp")
+        try:
+            with part.open("rb") as plain, half.open("wb") as out:
+                with gzip.GzipFile("", "wb", GZIP_LEVEL, out) as packed:
+                    shutil.copyfileobj(plain, packed, CHUNK_BYTES)
+                out.flush()
+                os.fsync(out.fileno())
+            half.replace(whole)
+            part.unlink()
+        except OSError:
+            with contextlib.suppress(OSError):
+                half.unlink(missing_ok=True)
+
+
+class Upkeep:
+    """Bounds the logs and samples of one attempt, on the directory's thread."""
+
+    def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
+        self._directory, self._run, self._due_at = directory, run, 0.0
+        self._rotation, self._parts = Rotation(rundir.logs(run, attempt)), Parts(directory, samples)
+
+    def poll(self, event: Callable[..., object]) -> None:
+        """Starts a job if it is due, one at a time; calls `event` with a sentence to report."""
+        if time.monotonic() >= self._due_at:
+            self._due_at = math.inf
+            self._directory.job(self._run_job, partial(self._report, event), self._run)
+
+    def _run_job(self) -> str:
+        self._parts.poll()
+        return self._rotation.poll()
+
+    def _report(self, event: Callable[..., object], text: str | None, _: object) -> None:
+        self._due_at = time.monotonic() + POLL_EVERY_S
+        if text:
+            event("note", text, "warn")

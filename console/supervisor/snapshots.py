@@ -36,10 +36,10 @@ class Snapshots:
         self.is_loaded = True
         """False until the snapshot of a former child has been read."""
 
-    def load(self, held: Mapping[str, Any] | None) -> None:
+    def load(self, stored: Mapping[str, Any] | None) -> None:
         """Starts from the snapshot that a former child sent to the owner."""
         self.is_loaded = False
-        self._run_job(lambda: snapshot.load(self._run, held, self._reducer), None)
+        self._run_job(lambda: snapshot.load(self._run, stored, self._reducer), None)
 
     def poll(self) -> None:
         """Writes what is due, nothing while a write waits for the disk; call it once a second."""

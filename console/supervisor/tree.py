@@ -131,14 +131,14 @@ class Tree:
         pid, fd = self._link.spawn(argv, environment, log_fd, grace_s)
         self.agent = self._watch(process.Handle(pid, fd, rundir.start_ticks(pid) or 0))
 
-    def adopt(self, held: Mapping[str, Any], run: Path, number: int) -> None:
+    def adopt(self, document: Mapping[str, Any], run: Path, number: int) -> None:
         """Takes over the processes of an attempt that a former supervisor, or child, started.
 
-        `held` is the former supervisor.json. Exit codes of processes that ended meanwhile, or that
-        are not children of the owner, may stay unknown.
+        `document` is the former supervisor.json. Exit codes of processes that ended meanwhile, or
+        that are not children of the owner, may stay unknown.
         """
         is_stored = self._link.stored(run / rundir.SUPERVISOR) is not None
-        former = FormerProcesses(held, run, number, is_stored)
+        former = FormerProcesses(document, run, number, is_stored)
         for pid in former.find(self.token, self._home):
             # The oldest process of a rank is the rank: its children inherit its environment.
             if "RANK" in process.environment(pid):

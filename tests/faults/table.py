@@ -14,6 +14,7 @@ RUN, CHECKPOINT = f"{TRAINERS}/test_run.py", f"{TRAINERS}/test_checkpoint.py"
 ACTIONS, TRUTH = f"{CONSOLE}/test_actions.py", f"{CONSOLE}/supervisor/test_truth.py"
 TARGETS, NVML = f"{CONSOLE}/test_targets.py", f"{CONSOLE}/sources/test_nvml.py"
 SAVER, RESUME = f"{TRAINERS}/test_saver.py", f"{TRAINERS}/test_resume.py"
+SECURITY = f"{CONSOLE}/test_security.py"
 TUI, CROSS_CHECK = f"{CONSOLE}/tui", f"{CONSOLE}/supervisor/test_cross_check.py"
 PARSING, TAILING = (
     f"{TRAINERS}/contract/test_flags_and_plan.py",
@@ -51,7 +52,9 @@ ROWS: tuple[Row, ...] = (
     Row("11", "A", "console or launcher kill -9, mid-run and at each step of a launch"),
     Row("12", "A", "terminal vanishes"),
     Row("13", "A", "two consoles, both halt"),
-    Row("14", "A", "two launches into one directory"),
+    Row("14", "A", "two launches into one directory", elsewhere=(
+        f"{ACTIONS}::test_exactly_one_of_fifty_launches_wins_and_the_others_say_who_did",
+    )),
     Row("15", "A", "stale .HALT"),
     Row("16", "A", "disk full", elsewhere=(
         f"{RUN}::test_a_full_disk_costs_records_and_nothing_else",
@@ -82,7 +85,9 @@ ROWS: tuple[Row, ...] = (
     Row("29", "B", "restart loop"),
     Row("30", "B", "rank dies in the middle of a record"),
     Row("31", "B", "links, other owners, open modes", elsewhere=(
-        f"{CONSOLE}/test_security.py::test_a_lock_that_is_another_file_too_is_not_written",
+        f"{SECURITY}::test_a_lock_that_is_another_file_too_is_not_written",
+        f"{SECURITY}::test_a_directory_of_somebody_else_is_refused_for_launch_and_for_requests",
+        f"{SECURITY}::test_an_empty_directory_that_was_open_is_closed",
         f"{ACTIONS}::test_a_link_and_a_file_are_refused",
         f"{ACTIONS}::test_a_halt_is_not_written_through_a_link_in_somebodys_launch",
         f"{ACTIONS}::test_a_request_is_not_written_through_a_link",
@@ -95,6 +100,8 @@ ROWS: tuple[Row, ...] = (
     )),
     Row("33", "B", "injection by environment and arguments", elsewhere=(
         f"{ACTIONS}::test_only_the_allow_list_reaches_a_training",
+        f"{SECURITY}::test_a_plan_sets_no_variable_but_a_flag_on_one_line",
+        f"{SECURITY}::test_shell_metacharacters_in_args_are_one_argument_each",
     )),
     Row("34", "B", "one rank is 30 % slower",
         missing="a verdict by rank and phase: waits for the diagnosis of stragglers"),
@@ -169,8 +176,7 @@ ROWS: tuple[Row, ...] = (
             f"{TUI}/test_leaving.py::test_q_ends_it_where_the_terminal_reads_nothing",
             f"{TUI}/test_late.py::"
             "test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about",
-            f"{CONSOLE}/test_security.py::"
-            "test_a_command_imports_nothing_from_the_working_directory",
+            f"{SECURITY}::test_a_command_imports_nothing_from_the_working_directory",
         )),
     Row("x", "A", "one file of a launch altered while nobody supervises it", elsewhere=(
         f"{CROSS_CHECK}::test_what_one_file_alone_says_ends_nothing_at_a_take_over",

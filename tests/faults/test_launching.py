@@ -1,9 +1,8 @@
-"""Faults around a launch: killed half-way, two at once, a bad place, words that want more."""
+"""Faults around a launch: killed half-way, into a bad place, over what is there already."""
 
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import re
 import shutil
@@ -16,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from console import actions
-from tests.faults.scene import ROOT, console
+from tests.faults.scene import CONSOLE, ROOT, console
 from tests.launches import STUB, Started, phase
 from trainers.contract import rundir
-from trainers.contract.errors import ContractError, RefusedError
+from trainers.contract.errors import RefusedError
 
-MOMENTS, RACES, ALL_RACES = 6, 4, 50
-"""Steps at which a launch is killed and races in `make test`; `make faults` has all of them."""
+MOMENTS = 6
+"""Steps at which a launch is killed in `make test`; `make faults` has all of them."""
 
 LAUNCHER = """
 import os, signal, sys
@@ -129,39 +128,6 @@ def test_a_launch_that_is_killed_at_any_step_is_complete_or_never_was(
     scene.note(f"{outcomes[True]} complete, {outcomes[False]} never begun, {total} steps")
 
 
-def race(options: actions.LaunchOptions, gate, results) -> None:
-    os.environ.update(STUB)
-    gate.wait()
-    try:
-        results.put(("won", str(actions.launch(options, "racer"))))
-    except ContractError as error:
-        results.put(("refused", str(error)))
-
-
-@pytest.mark.fault("14")
-def test_of_two_launches_into_one_directory_exactly_one_wins(full, scene, begin, plan, tmp_path):
-    context = multiprocessing.get_context("fork")
-    races = ALL_RACES if full else RACES
-    for number in range(races):
-        folder = tmp_path / f"race-{number}"
-        options = actions.LaunchOptions(plan=plan, run_dir=folder)
-        gate, results = context.Barrier(2), context.SimpleQueue()
-        racers = [context.Process(target=race, args=(options, gate, results)) for _ in range(2)]
-        for racer in racers:
-            racer.start()
-        for racer in racers:
-            racer.join(60)
-            assert racer.exitcode == 0
-        outcomes = dict(results.get() for _ in racers)
-        started = begin.adopt(folder)
-        assert outcomes["won"] == str(folder)
-        assert re.search(r"is in use by|which has ended", outcomes["refused"]), outcomes
-        started.wait_end()
-        assert supervisors(folder) == 1
-    scene.note(f"exactly one of two won, {races} times; the other: {outcomes['refused'][-60:]}")
-    scene.ended(started, "completed", 0)
-
-
 @pytest.mark.fault("15")
 def test_a_halt_that_is_older_than_its_run_is_set_aside_and_said(scene, begin, orders):
     started = begin(
@@ -204,7 +170,7 @@ def test_a_launch_onto_a_read_only_file_system_is_refused_with_the_reason(scene,
 def test_a_launch_where_the_user_may_not_write_is_refused_with_the_reason(scene, plan, tmp_path):
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o555)
-    words = [sys.executable, "-m", "console", "launch", plan, "--run-dir", str(folder / "x")]
+    words = [*CONSOLE, "launch", plan, "--run-dir", str(folder / "x")]
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("needs setpriv, to take root's power over modes away")
@@ -214,35 +180,6 @@ def test_a_launch_where_the_user_may_not_write_is_refused_with_the_reason(scene,
     assert f"{folder} is not writable" in done.stderr
     assert os.listdir(folder) == []
     scene.note(done.stderr.strip())
-
-
-@pytest.mark.slow
-@pytest.mark.fault("31", "somebody else's")
-def test_a_directory_of_somebody_else_is_refused_and_left_alone(scene, plan, tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to give a directory away")
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    os.chown(folder, 65534, 65534)
-    code, _, said = console("launch", plan, "--run-dir", folder)
-    assert (code, os.listdir(folder)) == (4, [])
-    assert "belongs to user id 65534" in said
-    scene.note(said.strip())
-
-
-@pytest.mark.slow
-@pytest.mark.fault("31", "open to all")
-def test_a_directory_that_was_open_to_all_is_closed(scene, begin, plan, tmp_path, monkeypatch):
-    folder = tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(0o777)
-    started = begin.adopt(again(folder, plan, monkeypatch).path)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    started.wait_end()
-    opened = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
-    scene.note("mode 0700")
-    scene.ended(started, "completed", 0)
-    assert not opened
 
 
 @pytest.mark.slow
@@ -261,39 +198,3 @@ def test_what_is_linked_to_a_file_elsewhere_is_not_written(
     scene.note("taken away; what they were linked to is as it was")
     scene.ended(started, "completed", 0)
     assert [victim.read_text() for victim in victims] == ["precious"] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.fault("33", "arguments")
-def test_words_for_a_shell_reach_the_program_as_words(scene, begin, tmp_path):
-    hostile = ["; touch canary", "$(touch canary)", "`touch canary`", "a b", "--set"]
-    script, told = tmp_path / "words.py", tmp_path / "told"
-    script.write_text(f"import sys\nopen({str(told)!r}, 'w').write(repr(sys.argv[1:]))\n")
-    before = set(os.listdir())
-    started = begin({"name": "one", "script": str(script), "args": hostile, "nproc": 1},
-                    shell=STUB)  # fmt: skip
-    started.wait_end()
-    assert told.read_text() == repr(hostile)
-    assert set(os.listdir()) == before
-    scene.note("five words, none obeyed")
-    scene.ended(started, "completed", 0)
-
-
-@pytest.mark.slow
-@pytest.mark.fault("33", "plan")
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"env": {"LD_PRELOAD": "/tmp/x.so"}}, "no flag 'LD_PRELOAD'"),
-        ({"env": {"PYTHONPATH": "/tmp"}}, "no flag 'PYTHONPATH'"),
-        ({"env": {"NCCL_DEBUG": "INFO\nLD_PRELOAD=/tmp/x.so"}}, "cannot be"),
-        ({"about": "x\x1b]52;c;eA==\x07"}, "control character"),
-    ],
-)
-def test_a_plan_that_brings_more_than_flags_is_refused(scene, begin, orders, more, says):
-    options = begin.options(phase("one", "obedient.py", 2, orders), **more)
-    code, _, said = console("launch", options.plan, "--run-dir", options.root / "x")
-    assert code == 2
-    assert says in said
-    assert not options.root.exists()
-    scene.note(said.strip())

@@ -78,7 +78,7 @@ def test_a_rank_that_is_slower_is_named_and_never_killed(scene, begin):
 
 
 HOOK_SAYS = {
-    "hang": "took longer than 10 s and was ended",
+    "hang": "ran longer than 10 s and was ended",
     "fail": "exited (code 7)",
     "flood": "",
 }  # fmt: skip

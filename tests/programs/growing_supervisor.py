@@ -8,10 +8,10 @@ from console.sources import series
 series.SPANS_S = (1, 2, 4, 8)
 
 from console.sources import snapshot  # noqa: E402
-from console.supervisor import parts, rotation, snapshots  # noqa: E402
+from console.supervisor import rotation, snapshots  # noqa: E402
 
-parts.Parts.__init__.__defaults__ = (100,)
-parts.POLL_EVERY_S = 0.2
+rotation.Parts.__init__.__defaults__ = (100,)
+rotation.POLL_EVERY_S = 0.2
 rotation.Rotation.__init__.__defaults__ = (2048, 0)
 snapshot.HISTORY_BYTES = 100
 snapshots.EVERY_S = 0.5

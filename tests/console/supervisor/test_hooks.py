@@ -154,7 +154,7 @@ def test_a_hook_that_hangs_is_ended_with_everything_it_started_and_nothing_waits
     assert is_gone(kept["child"])
     ((kind, text, level),) = t.events
     assert (kind, level) == ("hook", "warn")
-    assert "took longer than 0.5 s and was ended" in text
+    assert "ran longer than 0.5 s and was ended" in text
     assert slowest < 1.0, "the program ignored TERM for two seconds"
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from console.sources.run_records import Reads, RunRecords
-from console.supervisor.parts import Parts
+from console.supervisor.rotation import Parts
 from console.supervisor.rundir_io import Directory
 from tests.mounts import tmpfs
 from trainers.contract import jsonl, rundir
