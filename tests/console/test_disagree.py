@@ -13,15 +13,12 @@ from typing import get_args
 import pytest
 
 from console import actions, cli, status_text
-from console.diagnose.stall import RankEvidence
-from console.diagnose.verdict import diagnose
 from console.sources.run import RunSource
 from console.sources.run_records import Reads
 from tests.console.sources import directory
 from tests.console.sources.conftest import shared_memory as shared_memory
 from tests.console.test_go import BOUNDS, PASSED, completed, plan_gates
 from trainers.contract import environ, rundir
-from trainers.contract.plan import Watch
 
 TOKEN = "0123456789abcdef"
 
@@ -263,15 +260,3 @@ def test_a_lock_that_a_stranger_holds_is_not_said_to_be_the_supervisors(alone, c
         code, err = said(capsys, "adopt", alone)
     assert code == 4
     assert f"(pid {owner['pid']}) has died, but another process holds its lock" in err
-
-
-def test_each_stopped_rank_is_named_by_the_signal_that_lets_it_go_on():
-    ranks = [RankEvidence(rank, 100 + rank, "T", 5, "forward", 99.0) for rank in (0, 1)]
-    verdict = diagnose(ranks, Watch(), 0.0)
-    assert verdict is not None
-    assert "kill -CONT 100 101 resumes them" in verdict.sentence
-    others = [RankEvidence(0, 100, "D", 4, "forward", 999.0), *ranks[1:],
-              RankEvidence(2, 102, "T", 5, "forward", 99.0)]  # fmt: skip
-    verdict = diagnose(others, Watch(), 0.0)
-    assert verdict is not None
-    assert "ranks 1-2 are stopped in forward of step 5 (kill -CONT 101 102" in verdict.sentence

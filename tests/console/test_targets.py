@@ -291,16 +291,6 @@ def test_from_another_host_no_answer_is_said_and_nothing_else_is_done(launched):
     assert f"no answer to halt within 0.5 s from the supervisor on {host}, and nothing else" in text
 
 
-@pytest.mark.decision("target-supervisor", "lie")
-def test_from_another_host_a_lock_of_another_token_is_refused(tmp_path):
-    path = made(tmp_path / "r1")
-    with directory.owned(path):
-        directory.told(path, "0123456789abcdef")
-        code, text = elsewhere("halt", path)
-    assert (code, "its lock is that of another supervisor" in text) == (4, True), text
-    assert not (path / rundir.REQUESTS).exists()
-
-
 # --- documents that cannot be read, and paths in them -----------------------------------------
 
 
@@ -353,16 +343,6 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
         code, err = said(capsys, *words)
         assert (code, "Traceback" in err) == (0 if words[0] == "logs" else 4, False), err
     assert files(tmp_path) == before
-
-
-def test_a_lock_whose_time_is_none_is_said_without_a_traceback(tmp_path, capsys):
-    path = made(tmp_path / "r1")
-    for since in (1e300, "nan", None, -1e18):
-        with directory.owned(path):
-            held = json.loads((path / rundir.LOCK).read_text())
-            (path / rundir.LOCK).write_text(json.dumps(held | {"since_ts": since}))
-            code, err = said(capsys, "launch", "cpu_smoke", "--run-dir", path)
-        assert (code, "is in use by the launch r1" in err) == (4, True), err
 
 
 @pytest.mark.parametrize("umask", ["777", "0", "077"])

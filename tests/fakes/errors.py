@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 import struct
-import subprocess
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.fakes import compiled
 
 SOURCE = Path(__file__).with_name("errors.c")
 CONTROL = struct.Struct("=6i32s256s")
@@ -40,15 +38,8 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
 
 
 def build(folder: Path) -> Path:
-    """Compiles the library into `folder`; skips the test where there is no compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler (cc) for the library that makes calls fail")
-    library = folder / "errors.so"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"], check=True
-    )
-    return library
+    """Compiles the library into `folder`."""
+    return compiled(SOURCE, folder / "errors.so")
 
 
 @dataclass(frozen=True, slots=True)

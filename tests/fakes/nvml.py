@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+from tests.fakes import compiled
 
 SOURCE = Path(__file__).with_name("nvml.c")
 GPU = {
@@ -18,14 +16,8 @@ HANGS_MS = 60_000
 
 
 def build(folder: Path) -> Path:
-    """Compiles libnvidia-ml.so.1 into `folder`; skips the test where there is no compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler (cc) for the fake of NVML")
-    library = folder / "libnvidia-ml.so.1"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"], check=True
-    )
+    """Compiles libnvidia-ml.so.1 into `folder`."""
+    library = compiled(SOURCE, folder / "libnvidia-ml.so.1")
     write(folder)
     return library
 

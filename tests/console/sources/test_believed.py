@@ -9,13 +9,10 @@ import time
 import pytest
 
 from console import actions, status_text
-from console.diagnose.stall import RankEvidence
-from console.diagnose.verdict import diagnose
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
-from trainers.contract.plan import Watch
 
 HUGE = {"attempt": 2**60, "step": 2**62}
 
@@ -71,17 +68,6 @@ def test_without_a_supervisor_one_record_begins_no_attempt_and_two_do(bare):
     assert (source.poll().attempt, source.poll().step) == (2, 1)
 
 
-def test_a_step_that_no_rank_can_be_at_goes_with_its_next_record(launch):
-    run = launch / "0-first"
-    for step in (1, 2**62, 3):
-        directory.beat(run, 0, step, steps_dt_s=[0.1])
-    directory.beat(run, 1, 3)
-    source = RunSource(launch)
-    assert source.poll().step == 3
-    directory.beat(run, 1, 4)
-    assert source.poll().step == 4
-
-
 def test_a_file_speaks_for_its_own_rank_and_for_none_that_the_run_does_not_have(launch):
     run = launch / "0-first"
     born = json.loads((run / rundir.RUN).read_text())
@@ -135,14 +121,6 @@ def test_a_run_of_the_ancestor_that_has_ended_has_and_is_not_halted(tmp_path, st
 
 
 # --- what was not measured is not zero --------------------------------------------------------
-
-
-@pytest.mark.parametrize("counts", [(0, 0), (0, 7)])
-def test_collectives_are_evidence_only_where_a_program_counts_them(counts):
-    ranks = [RankEvidence(r, 1, "S", 5, "forward", 999.0, count) for r, count in enumerate(counts)]
-    verdict = diagnose(ranks, Watch(), 0.0)
-    told = ["collectives" in line for line in verdict.evidence]
-    assert told == [any(counts)] * 2
 
 
 def test_a_pulse_without_collectives_says_so(launch):

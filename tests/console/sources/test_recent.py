@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.cli import main
-from console.plans.confirm import FULL
 from console.sources.run import RunSource
 from tests.console.sources import directory
-from trainers.contract import jsonl, rundir
+from trainers.contract import jsonl
 
 STEPS, RECENT = 400, 4 << 10
 
@@ -53,29 +51,6 @@ def test_the_end_of_the_files_tells_how_a_run_is_as_all_of_them_do(launch):
     directory.beat(launch / "0-first", 0, STEPS + 1, loss=0.5)
     assert told(recent.poll()) == told(whole.poll())
     assert recent.poll().step == STEPS + 1
-
-
-def test_a_sum_over_all_records_reads_all_of_them(launch, capsys, monkeypatch):
-    """A run that completed is no go for what is far from the end of its records."""
-    run = launch / "0-first"
-    gate = {"name": "loss_finite", "value": 0.0, "bound": "= 0", "result": "pass"}
-    born = rundir.read_json(run / rundir.RUN) or {}
-    directory.document(run / rundir.RUN, born | {"world": 2, "gates": {"loss_finite": True}})
-    directory.document(run / rundir.GATES, {"v": 1, "result": "pass", "gates": [gate]})
-    held = rundir.read_json(run / rundir.SUPERVISOR) or {}
-    directory.document(run / rundir.SUPERVISOR, held | {"state": "completed"})
-    for rank in (0, 1):
-        directory.beat(run, rank, STEPS, "exit", exit_code=0)
-    assert main(["check", str(run)]) == 1
-    assert f"snapshot.json is not usable, so only the end of its records was read; {FULL}" in (
-        capsys.readouterr().out
-    )
-    assert main(["check", str(run), "--full", "--json"]) == 1
-    capsys.readouterr()
-    assert main(["check", str(run), "--full"]) == 1
-    assert "gate loss_finite is passed in gates.json and failed by the records" in (
-        capsys.readouterr().out
-    )
 
 
 @given(

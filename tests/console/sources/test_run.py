@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 
@@ -72,18 +71,6 @@ def test_a_directory_of_the_ancestor_opens_too_with_what_it_has(tmp_path):
         stream.write(again)
     state = RunSource(path).poll()
     assert (state.attempt, state.step) == (2, 7)
-
-
-def test_new_records_arrive_by_the_next_look_and_the_history_grows(launch):
-    run = launch / "0-first"
-    source = RunSource(launch)
-    assert source.poll().step is None
-    directory.beat(run, 0, 1, loss=5.0, steps_dt_s=[0.2])
-    assert source.poll().figures["loss"].value == 5.0
-    directory.beat(run, 0, 2, loss="nan", steps_dt_s=[0.2])
-    state = source.poll()
-    assert math.isnan(state.figures["loss"].value)
-    assert [value for _, value in source.series.points("loss")] == [5.0]
 
 
 def test_the_next_phase_replaces_the_run_and_its_history(launch):
@@ -285,22 +272,6 @@ def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
     assert RunSource(launch).poll().step == 399
 
 
-def test_an_end_stays_what_the_supervisor_wrote(launch):
-    workers = [{"rank": rank, "exit": {"signal": "SIGKILL"}} for rank in (0, 1)]
-    why = "rank 1 was killed by SIGKILL"
-    directory.run(launch / "0-first", state="crashed", why=why, workers=workers, **DEAD)
-    used = {"rank": 1, "state": "R", "cpu_pct": 99.0, "rss_mib": 512.0}
-    directory.sample(launch / "0-first", ranks=[used], gpus=[
-        {"index": 1, "state": "ok", "util_pct": 70.0, "mem_used_mib": 9.0}])  # fmt: skip
-    state = RunSource(launch).poll()
-    assert (state.state, state.why) == ("crashed", "rank 1 was killed by SIGKILL")
-    assert state.data_age_s is None
-    rank = state.ranks[1]
-    assert (rank.cpu_pct, rank.rss_mib) == (None, None)
-    assert rank.gpu is not None
-    assert (rank.gpu.util_pct, rank.gpu.mem_used_mib) == (None, 9.0)
-
-
 def test_a_sample_that_is_old_says_nothing_of_now(launch):
     """A rank that was stopped after the supervisor had gone does not run."""
     run = launch / "0-first"
@@ -324,17 +295,6 @@ def test_alerts_open_are_acknowledged_and_clear(launch):
     assert [a.id for a in source.poll().alerts] == ["b"]
 
 
-def test_attempts_are_never_mixed(launch):
-    run = launch / "0-first"
-    directory.beat(run, 0, 50, loss=1.0)
-    directory.beat(run, 0, 3, loss=2.0, attempt=2)
-    directory.beat(run, 0, 51, loss=0.5, attempt=1)
-    directory.run(run, attempt=2)
-    state = RunSource(launch).poll()
-    assert (state.attempt, state.step) == (2, 3)
-    assert state.figures["loss"].value == 2.0
-
-
 def test_lost_gpus_keep_their_row(launch):
     gpus = [
         {"index": 0, "name": "H200", "state": "ok", "util_pct": 97, "power_w": 412.5},
@@ -356,13 +316,6 @@ def test_a_ranks_gpu_is_the_one_it_was_given(launch):
         directory.document(launch / "0-first" / rundir.RUN, born)
         shown = [rank.gpu and rank.gpu.index for rank in RunSource(launch).poll().ranks]
         assert shown == expected, devices
-
-
-@pytest.mark.parametrize("start_ticks", [None, 1, "x"])
-def test_a_process_that_is_not_there_is_not_alive(start_ticks):
-    owner = rundir.identity() | {"pid": DEAD["pid"], "start_ticks": start_ticks}
-    assert rundir.is_alive(rundir.identity())
-    assert not rundir.is_alive(owner)
 
 
 @pytest.mark.parametrize(
@@ -394,19 +347,6 @@ def test_numbers_that_no_figure_can_be_are_left_out(launch):
     assert state.figures["step_p50_s"].window == "last 2 steps"
     assert [value for _, value in source.series.points("loss")] == [5.0]
     assert list(status_text.status_lines(state))
-
-
-def test_the_points_of_a_series_stand_in_the_order_of_their_times(launch):
-    """A rank's memory is in samples and in heartbeats, and files are read one after the other."""
-    run, now = launch / "0-first", time.time()
-    for second in range(5):
-        directory.beat(run, 1, second, rss_mib=3.0, ts=now + second)
-        directory.sample(run, ts=now + second, ranks=[{"rank": 1, "rss_mib": 2.0}])
-    source = RunSource(launch)
-    source.poll()
-    points = source.series.points("rss_mib:1")
-    assert len(points) == 5
-    assert list(points) == sorted(points)
 
 
 def test_a_clock_that_was_set_back_leaves_a_series_in_order_that_ends_with_its_newest(launch):

@@ -24,7 +24,7 @@ from console.sources import run_records, snapshot
 from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
-from console.sources.series import KEPT_SPANS, RAW_RECORDS, SPANS_S, Series
+from console.sources.series import RAW_RECORDS, SPANS_S, Series
 from tests.console.sources import directory
 from tests.console.sources.snapshots import BOUNDS, DRAWN, Observer, same_state
 from trainers.contract import heartbeat, jsonl, rundir
@@ -216,13 +216,6 @@ def test_a_point_of_the_newest_records_is_drawn_as_it_was_measured_and_older_one
     assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
 
 
-def test_no_more_than_eleven_months_of_a_series_are_kept():
-    series = Series()
-    for number in range(3 * sum(KEPT_SPANS)):
-        series.add("x", number * SPANS_S[-1], {"a": 1.0})
-    assert len(series.points("a")) == KEPT_SPANS[-1] + 1
-
-
 # --- what a snapshot is not believed for ---------------------------------------------------------
 
 
@@ -278,13 +271,6 @@ def test_a_copy_of_a_run_keeps_its_snapshot(run, tmp_path):
     same_state(copy)
 
 
-def test_a_snapshot_of_another_version_is_none(run):
-    prepared(run)
-    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
-    directory.document(run / rundir.SNAPSHOT, held | {"v": 2})
-    assert not RunRecords(run, "recent").has_snapshot
-
-
 def test_a_snapshot_of_long_ago_is_none_for_a_look_and_starts_the_charts(run, monkeypatch):
     monkeypatch.setattr(run_records, "MAX_TAIL_BYTES", 10_000)
     prepared(run)
@@ -292,16 +278,6 @@ def test_a_snapshot_of_long_ago_is_none_for_a_look_and_starts_the_charts(run, mo
         directory.beat(run, 0, number, n=number, mono=1e6 + number)
     assert not RunRecords(run, "recent").has_snapshot
     assert RunRecords(run, "charts").has_snapshot
-
-
-@pytest.mark.parametrize(("key", "value"), [("last", 59), ("last", 9999), ("step", 9999)])
-def test_a_snapshot_that_its_newest_records_contradict_counts_for_nothing(run, key, value):
-    prepared(run)
-    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
-    held["folds"]["0"]["parts"]["1"][key] = value
-    directory.document(run / rundir.SNAPSHOT, held)
-    assert not RunRecords(run, "recent").has_snapshot
-    same_state(run)
 
 
 def test_a_record_that_comes_twice_leaves_a_snapshot_that_fits(run):
@@ -367,32 +343,6 @@ def test_who_starts_at_a_snapshot_learns_from_the_records_before_it_what_is_usua
     assert len(head.pace.take_fresh()) == rundir.heartbeat(run, 0).read_bytes().count(b"progress")
 
 
-def test_a_file_that_was_copied_over_tells_the_same(run):
-    prepared(run)
-    path, observer = rundir.heartbeat(run, 0), Observer(run)
-    observer.read()
-    before = observer.reducer.heads(1)[0]
-    (copy := run / "copy").write_bytes(path.read_bytes())
-    copy.rename(path)
-    observer.read()
-    after = observer.reducer.heads(1)[0]
-    assert (after.last, after.step, after.progress) == (before.last, before.step, before.progress)
-
-
-def test_samples_that_were_renamed_away_begin_anew(run):
-    prepared(run)
-    path, observer = run / "samples_here.jsonl", Observer(run)
-    observer.read()
-    path.rename(tmp := run / "elsewhere")
-    for second in range(5):
-        directory.sample(run, ts=2e9 + second, host="here", ranks=[], gpus=[])
-    observer.read()
-    tmp.unlink()
-    assert observer.reducer.samples(1)["here"]["ts"] == 2e9 + 4
-    observer.write()
-    assert RunRecords(run, "recent").has_snapshot
-
-
 def test_events_that_were_replaced_leave_a_snapshot_that_fits(run):
     prepared(run)
     observer = Observer(run)
@@ -448,32 +398,19 @@ def test_what_is_skipped_is_counted_once_whoever_reads_it_again(run):
     lambda held: held["folds"].update({"7": held["folds"]["0"]}),
     lambda held: held["folds"]["0"].update(memory_mib=[[1, None]]),
     lambda held: held["folds"]["0"].update(newest=9),
+    lambda held: held["folds"]["0"]["parts"]["1"].update(last=59),
+    lambda held: held["folds"]["0"]["parts"]["1"].update(last=9999),
+    lambda held: held["folds"]["0"]["parts"]["1"].update(step=9999),
+    lambda held: held.update(v=2),
     lambda held: held["events"]["alerts"].update(disk=[0, 0, 10]),
 ])  # fmt: skip
-def test_a_snapshot_that_contradicts_itself_is_none(run, change):
+def test_a_snapshot_that_contradicts_itself_or_its_records_is_not_used(run, change):
     prepared(run)
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
     change(held)
     directory.document(run / rundir.SNAPSHOT, held)
     assert not RunRecords(run, "recent").has_snapshot
-
-
-def test_a_pace_that_no_number_holds_is_left_out(run):
-    prepared(run)
-    held = rundir.read_json(run / rundir.SNAPSHOT) or {}
-    held["series"]["ends"] = [[1.0, 1], [2.0, 10**400]]
-    directory.document(run / rundir.SNAPSHOT, held)
-    assert RunSource(run).poll().step == 60
-
-
-def test_check_reads_files_of_any_length_to_their_end(run, monkeypatch):
-    prepared(run)
-    source = RunSource(run, limit_bytes=1 << 10, reads="all")
-    assert source.read_all().behind_bytes == 0
-    assert source.summary is not None
-    assert [fold.progress for _, fold in sorted(source.summary.ranks.items())] == [
-        rundir.heartbeat(run, rank).read_bytes().count(b"progress") for rank in (0, 1)
-    ]
+    same_state(run)
 
 
 def test_check_reads_compressed_parts_that_are_longer_than_one_look_to_their_end(run):

@@ -81,7 +81,7 @@ def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(
     assert (min(values), max(values)) == (0.0, COUNT - 1.0)
     assert records.samples["here"]["ts"] == 1e9 + COUNT - 1
     newest, _ = read(filled, "recent")
-    assert newest.sample["here"]["ts"] == 1e9 + COUNT - 1
+    assert newest.samples["here"]["ts"] == 1e9 + COUNT - 1
 
 
 def test_a_compressed_part_is_on_disk_before_the_plain_one_goes(tmp_path, monkeypatch):
