@@ -67,9 +67,8 @@ def test_a_sum_over_all_records_reads_all_of_them(launch, capsys, monkeypatch):
     for rank in (0, 1):
         directory.beat(run, rank, STEPS, "exit", exit_code=0)
     assert main(["check", str(run)]) == 1
-    assert (
-        f"snapshot.json is not usable, so only the end of its records was read; {FULL}"
-        in (capsys.readouterr().out)
+    assert f"snapshot.json is not usable, so only the end of its records was read; {FULL}" in (
+        capsys.readouterr().out
     )
     assert main(["check", str(run), "--full", "--json"]) == 1
     capsys.readouterr()
