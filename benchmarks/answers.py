@@ -1,7 +1,7 @@
-"""How long an operator waits for an answer: `python -m benchmarks.answers`.
+"""The time that an operator waits for an answer: `python -m benchmarks.answers`.
 
-Each time runs from the key or the signal to the moment at which the text stands on the screen of a
-real 80×24 terminal, on a real two-rank CPU run.
+Each time runs from the key or the signal until the text is on the screen of a real 80×24 terminal,
+on a real two-rank CPU run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PLAN = ROOT / "tests" / "e2e" / "main_job.yaml"
 BUDGETS_S = {
     "launch key to the first live figures": 15.0,
     "one rank stopped (SIGSTOP) to its rank and phase named": 20.0,
-    "the rank goes on (SIGCONT) to the alert gone": 20.0,
+    "the rank resumes (SIGCONT) to the alert cleared": 20.0,
     "dump key to both ranks' stacks": 5.0,
     "halt key to both ranks halted with a checkpoint": 15.0,
 }
-"""What is measured, and the budget of the issue or of the operator's guide."""
+"""The measured waits, with the budget of each in seconds."""
 
 
 def once() -> list[float]:
@@ -124,7 +124,7 @@ def main() -> None:
     ]
     publish(
         "answers",
-        "What an operator waits for",
+        "Time until an operator sees the answer",
         table(("from … to …", "median s", "worst s", "budget s"), rows),
         f"{repeats} sessions by keyboard in an 80×24 terminal, each on a two-rank CPU run.",
     )

@@ -1,4 +1,4 @@
-"""Faults at random on a launch that lives: what they are, how each is injected, when it is over."""
+"""Random faults on a running launch: how each is injected, and when the launch has recovered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = 80
 DISK_MIB = 2048
 LOOK_S, GUARD_S = 0.05, 180.0
 FIRST, LAST = 0.02, 0.92
-"""The share of the time in which faults come; the rest belongs to the last recovery."""
+"""The share of the time in which faults are injected; the rest is for the last recovery."""
 UNDONE = ("fetch", "forward", "backward", "optimizer")
 """In these phases the step of a pulse is not done yet."""
 
@@ -78,7 +78,7 @@ class Chaos:
 
     @property
     def agent(self) -> int | None:
-        """The pid of torchrun, None once it is gone."""
+        """The pid of torchrun, None once it has exited."""
         held = self.started.state().get("torchrun") or {}
         ticks = held.get("start_ticks")
         return held["pid"] if ticks and rundir.start_ticks(held["pid"]) == ticks else None
@@ -100,7 +100,7 @@ class Chaos:
         os.kill(self.rng.choice(sorted(self.started.pids().values())), number)
 
     def kill_both(self) -> None:
-        """Kills the supervisor, and a rank while nobody looks."""
+        """Kills the supervisor, then a rank while there is no supervisor."""
         os.kill(self.supervisor, signal.SIGKILL)
         self.signal_rank(signal.SIGKILL)
 
@@ -111,7 +111,7 @@ class Chaos:
         return self.disk / "filler"
 
     def fill(self) -> None:
-        """Takes every block of the run's disk."""
+        """Fills the run's disk."""
         with self.filler.open("wb") as stream:
             step = DISK_MIB << 20
             while step >= 4096:
@@ -132,17 +132,17 @@ class Chaos:
 
 
 def moves(chaos: Chaos) -> bool:
-    """Says whether the attempt that the fault met goes on."""
+    """Returns whether the attempt in which the fault was injected continues."""
     return chaos.now.state == "running" and chaos.step > chaos.furthest + 5
 
 
 def saves(chaos: Chaos) -> bool:
-    """Says whether a save succeeded again."""
+    """Returns whether a save succeeded again."""
     return moves(chaos) and chaos.saved > chaos.met + EVERY
 
 
 def restarted(chaos: Chaos) -> bool:
-    """Says whether the next attempt did new steps and saved them."""
+    """Returns whether the next attempt did new steps and saved them."""
     again = chaos.now.attempt > chaos.before.attempt and chaos.now.state == "running"
     return again and chaos.saved > saved_before(chaos) and chaos.step > chaos.furthest
 
@@ -157,10 +157,9 @@ def second(chaos: Chaos) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind. `undo` is called once `holds` says so; then `recovered` says when it is over.
+    """One kind of fault. `undo` is called once `holds` returns true; then `recovered` is polled.
 
-    `ends` says that it costs an attempt, `shown` that a console must show it, `harmless` that
-    nothing may come of it.
+    With `ends` the fault ends an attempt; a `harmless` fault must change nothing.
     """
 
     name: str
@@ -190,7 +189,7 @@ DISRUPTIVE = (
     Fault("supervisor and a rank SIGKILL, adopted after 1 s", Chaos.kill_both, restarted,
           lambda c: actions.adopt(c.started.path), ends=True),
 )  # fmt: skip
-"""Each comes as often as the others, as nearly as the count allows."""
+"""Each is injected as often as the others, as nearly as the count allows."""
 HARMLESS = (
     Fault("a rank SIGSTOP, CONT after 2 s", lambda c: c.signal_rank(signal.SIGSTOP), moves,
           lambda c: [os.kill(pid, signal.SIGCONT) for pid in c.started.pids().values()],
@@ -204,7 +203,7 @@ HARMLESS = (
 
 @dataclass
 class Injected:
-    """What became of one fault; seconds are from the injection on."""
+    """The result of one fault; seconds count from the injection."""
 
     fault: Fault
     ts: float
@@ -222,7 +221,7 @@ class Injected:
 def schedule(
     rng: random.Random, count: int, span_s: float, full: bool
 ) -> list[tuple[float, Fault]]:
-    """Returns when which fault is due: `count` disruptive ones, and harmless ones between."""
+    """Returns the faults with their times: `count` disruptive ones, and harmless ones between."""
     order: list[Fault] = []
     while len(order) < count:
         order += rng.sample(DISRUPTIVE, min(len(DISRUPTIVE), count - len(order)))
@@ -234,7 +233,7 @@ def schedule(
 
 
 def inject(chaos: Chaos, fault: Fault) -> Injected:
-    """Injects one fault and waits until the run has recovered, or for the guard's time."""
+    """Injects one fault and waits until the run has recovered, at most `GUARD_S`."""
     chaos.before = chaos.look()
     chaos.met = chaos.furthest = chaos.step
     known = {alert.id for alert in chaos.now.alerts}

@@ -1,4 +1,4 @@
-"""What every benchmark needs: where it ran, and one way to write its table."""
+"""Shared by all benchmarks: the machine and the commit, and the writer of the result table."""
 
 from __future__ import annotations
 

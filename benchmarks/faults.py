@@ -1,6 +1,6 @@
-"""Injects every fault of tests/faults/table.py and tells what was seen: `make faults`.
+"""Injects every fault of tests/faults/table.py and reports the alerts and times: `make faults`.
 
-Faults whose time is bounded are injected several times and judged by the median. The exit code is
+Faults whose time is bounded are injected several times and compared by the median. The exit code is
 1 when a test fails or a median is above its bound.
 """
 
@@ -24,12 +24,12 @@ HEADER = (
 )  # fmt: skip
 MAX_WORDS = 160
 FOLDER = re.compile(r"/tmp/(?:[^\s/]+/)+")
-"""The temporary directory of a test says nothing."""
+"""The temporary directory of a test, which is left out of the result."""
 
 
 @dataclass
 class Case:
-    """What the injections of one row, or of one case of it, came to."""
+    """The result of the injections of one row, or of one case of it."""
 
     row: Row
     name: str = ""
@@ -64,7 +64,7 @@ class Case:
 
 
 class Recorder:
-    """A plugin of pytest: repeats what is timed, collects what the scenes wrote down."""
+    """A pytest plugin: repeats timed tests and collects the notes of the scenes."""
 
     def __init__(self, repeats: int):
         self._repeats = repeats
@@ -115,7 +115,7 @@ def _rows_of(item: pytest.Item) -> list[tuple[str, str]]:
 
 
 def report(cases: list[Case]) -> str:
-    """Returns the table, in the order of the list, with the rows that nothing proves yet."""
+    """Returns the table, in the order of the list, with the rows that no test proves yet."""
     order = {row.number: place for place, row in enumerate(ROWS)}
     lines = [(order[case.row.number], case.cells()) for case in cases]
     for row in ROWS:

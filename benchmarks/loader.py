@@ -1,4 +1,4 @@
-"""What the loader delivers per CPU-second: byte tokens, ready as batches, from each kind of source.
+"""Byte tokens per CPU-second of the loader, as ready batches, from each kind of source.
 
 CPU-seconds of the whole process, so the reading thread counts; each measurement is a process's own
 stretch of batches after a first one, with the files in the page cache.

@@ -1,4 +1,4 @@
-"""What it costs to look at a run that has gone on for days: `python -m benchmarks.long_run`.
+"""The cost of reading a run that has trained for days: `python -m benchmarks.long_run`.
 
 A run directory is written through the contract: 8 ranks, 8 GPUs, a sample each second, a record a
 rank every 20 steps of 0.3 s. Costs are CPU times as multiples of `nsa-console flags`, which reads
@@ -39,7 +39,7 @@ DAY_S = 86_400
 
 
 def write(folder: Path, span_s: int) -> Path:
-    """Writes the launch of a run that goes on now and began `span_s` ago; returns its directory."""
+    """Writes the launch of a running run that began `span_s` ago; returns its directory."""
     launch = folder / "long" / "20261101-000000"
     run = launch / "0-one"
     for each in (run, launch / rundir.REQUESTS, run / rundir.REQUESTS):
@@ -103,7 +103,7 @@ def records(rank: int, began: float, span_s: int) -> Iterator[dict]:
 
 
 def samples(began: float, span_s: int, host: str) -> Iterator[bytes]:
-    """Yields a sample for each second; what a sensor measures varies as it does on a machine."""
+    """Yields a sample for each second; the sensors vary as on a machine."""
     draw = random.Random(1)
     phases = ("fetch", "forward", "backward", "optimizer")
     for second in range(span_s):
@@ -134,7 +134,7 @@ def samples(began: float, span_s: int, host: str) -> Iterator[bytes]:
 
 
 def observe(run: Path) -> None:
-    """Writes the snapshot and the history that a supervisor leaves that has read all of it."""
+    """Writes the snapshot and the history of a supervisor that has read all records."""
     reducer, ended = Reducer(Series(keeps=False)), []
     reading = RecordFiles(run)
     while batches := list(reading.poll(LOOK_BYTES)):
@@ -150,7 +150,7 @@ def observe(run: Path) -> None:
 
 
 def in_child(work: Callable[..., Any], *given: Any) -> Any:
-    """Returns what `work` returns in a process of its own: memory counts what children inherit."""
+    """Returns the result of `work` in a process of its own, so that its memory is not inherited."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(work, *given).result()
 

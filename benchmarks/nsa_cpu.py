@@ -1,6 +1,6 @@
 """NSA against dense attention on the CPU: whole training steps, one long layer, peak memory.
 
-The contenders take turns within one process, so that whatever else the machine does meets all of
+The contenders take turns within one process, so that other load on the machine affects all of
 them alike; ratios are of medians. CPU seconds are the steadier figure on a shared machine.
 
     python -m benchmarks.nsa_cpu            # all of it, some ten minutes on two idle cores
@@ -159,7 +159,7 @@ def measure(layers: int, rounds: int) -> str:
 
 
 def about(configs: dict[str, ModelConfig]) -> str:
-    """Sizes and routes, which the figures mean nothing without."""
+    """Returns the sizes and routes of the contenders."""
     lines = [
         f"`{name}`: {parameter_count(config):,} parameters, "
         f"{flops_per_token(config, 2048, causal=True) / 1e6:.0f} MFLOP per token at S=2048, causal."

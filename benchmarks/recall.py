@@ -1,8 +1,8 @@
-"""How fast the forms of recall are learned: `python -m benchmarks.recall`.
+"""The speed at which the forms of recall are learned: `python -m benchmarks.recall`.
 
 The shipped tiny configuration, one process a curve, as many curves at a time as there are cores.
-Beside the whole layer stand the layer of which only the window is open, and a distance that
-is drawn for each sequence.
+The whole layer is compared with the window branch alone, and with a distance that is drawn for each
+sequence.
 """
 
 from __future__ import annotations

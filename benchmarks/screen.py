@@ -1,10 +1,10 @@
-"""What the screen costs, through a real pseudo-terminal, over the fixed workload of trace.py.
+"""The cost of the screen in a real pseudo-terminal, over the fixed workload of trace.py.
 
     python -m benchmarks.screen [--runs 5] [--idle 20] [--json]
 
 Each start: processor time and wall time until the frame and until the data are on the terminal.
-The last one goes on: bytes, processor time and memory while it idles, then keys to repaint.
-Processor time, bytes and memory hold on a busy machine too; wall times only on a quiet one.
+The last one continues: bytes, processor time and memory while it idles, then keys to repaint.
+Processor time, bytes and memory are valid on a busy machine too; wall times only on a quiet one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEYS = (
     ("D", b"y yes"),
     ("n", b"log "),
 )
-"""A key, and what is in the bytes that answer it."""
+"""A key, and a part of the bytes that it causes."""
 BUDGETS = {
     "cpu_to_frame_ms": 260, "frame_ms": 350, "bytes_per_s": 3000, "cpu_pct": 1.5, "rss_mib": 48,
     "key_p50_ms": 15, "key_p99_ms": 50,
@@ -130,7 +130,7 @@ class Terminal:
 
 
 def start_once(argv: Sequence[str], size: tuple[int, int]) -> tuple[Terminal, dict[str, float]]:
-    """Starts the screen; returns it with what it took to paint."""
+    """Starts the screen; returns it with its times to paint."""
     terminal = Terminal(argv, *size)
     terminal.wait(FRAME)
     found = {"frame_ms": (time.perf_counter() - terminal.started) * 1000,
@@ -165,7 +165,7 @@ def keys(terminal: Terminal, presses: int) -> dict[str, float]:
 def measure(size: tuple[int, int], runs: int, idle_s: float, launch: Path) -> dict[str, float]:
     """Returns medians over the starts, and the idle and key figures of the last.
 
-    A start before them is not counted: it compiles what was never imported, once per machine.
+    A first start is not counted: it compiles modules once per machine.
     """
     argv = [sys.executable, "-m", "console", "watch", str(launch)]
     starts = []

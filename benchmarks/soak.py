@@ -1,6 +1,6 @@
-"""A training for half an hour under faults at random, restarts armed: `make soak`.
+"""A training of half an hour under random faults, with restarts: `make soak`.
 
-Two ranks of `trainers.ddp` train on text; a seed decides which faults come, to whom and when.
+Two ranks of `trainers.ddp` train on text; a seed decides the faults, their ranks and their times.
 `python -m benchmarks.soak [--minutes M] [--faults N] [--seed S]`; the exit code is 1 when a line
 of the result does not hold. In a few minutes the faults come too close for the ratio to hold; with
 `--dry`, which writes no result, that is a trial of the rest.
@@ -63,7 +63,7 @@ PLAN = {
 }  # fmt: skip
 IDLE_S, READ_EVERY_S = 0.25, 10.0
 HIDDEN = (rundir.HALT, ".metadata")
-"""Hidden files that belong into a run: what asks for a halt, and the index of a checkpoint."""
+"""Hidden files that belong to a run: the request for a halt, and the index of a checkpoint."""
 CALM_S = (2.0, 6.0)
 """Between a recovery and the next fault, at random."""
 
@@ -103,7 +103,7 @@ class Readers:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """A file system of its own for the run, None where nobody may mount one."""
+    """A file system of its own for the run, None without the permission to mount one."""
     with contextlib.ExitStack() as stack:
         try:
             disk = stack.enter_context(ext4(folder, DISK_MIB))
@@ -114,7 +114,7 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def soak(chaos: Chaos, due: list[tuple[float, Fault]], span_s: float) -> list[Injected]:
-    """Injects what is due, one after the other, and returns what became of it."""
+    """Injects the due faults, one after the other, and returns their results."""
     began, done = time.monotonic(), list[Injected]()
     quiet_until = 0.0
     for at_s, fault in due:
@@ -136,7 +136,7 @@ def soak(chaos: Chaos, due: list[tuple[float, Fault]], span_s: float) -> list[In
 
 
 def end(chaos: Chaos) -> str:
-    """Ends the run as a person or a scheduler does; returns its last word."""
+    """Ends the run as an operator or a scheduler does; returns its final state."""
     if chaos.rng.random() < 0.5:
         actions.send(chaos.started.path, "halt", {}, "soak")
     else:
@@ -148,7 +148,7 @@ def end(chaos: Chaos) -> str:
 
 
 def settle(found: list[Injected], done: list[steps.Step]) -> None:
-    """Fills in when the first step of the next attempt was done, and what was lost."""
+    """Fills in the time of the first step of the next attempt, and the lost steps."""
     firsts = steps.firsts(done)
     ended = {(step.attempt, step.number): step.ts for step in done}
     for each in found:
@@ -161,11 +161,11 @@ def settle(found: list[Injected], done: list[steps.Step]) -> None:
 
 
 Line = tuple[str, str, str, bool]
-"""What is judged, what was measured, its bound, and whether it holds."""
+"""One line of the result: its name, the measured value, the bound, and whether it holds."""
 
 
 def verified(run: Path) -> tuple[str, bool]:
-    """Verifies the checkpoints that are kept; says what was found of the last one."""
+    """Verifies the kept checkpoints; returns the result for the last one."""
     kept, bad = manifest.newest_first(run), []
     for path in kept:
         try:
@@ -191,7 +191,7 @@ def left_behind(started: Started, home: Path) -> list[str]:
 
 
 def sizes(started: Started) -> str:
-    """Returns what the run wrote beside its checkpoints, in MiB."""
+    """Returns the size of the files of the run without its checkpoints, in MiB."""
     run = started.run()
     groups = {
         "logs": run.rglob("*.log*"), "heartbeats": run.glob("heartbeat_*"),

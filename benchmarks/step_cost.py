@@ -1,6 +1,6 @@
-"""What a step pays, on the training thread, for being watched: its heartbeat and its pulse.
+"""The cost of heartbeat and pulse per step, on the training thread.
 
-A full progress record of about 1.1 kB beside a busy loop that stands for the step; the writer
+A full progress record of about 1.1 kB next to a busy loop that represents the step; the writer
 thread runs as in a training. In the same run, for comparison: the record encoded and written in
 line, as the simplest trainer would do it.
 """
@@ -83,7 +83,7 @@ def main() -> None:
     ]
     publish(
         "step_cost",
-        "What a step pays for being watched",
+        "Cost of heartbeat and pulse per step",
         table(("what", "p50 µs", "p99 µs", "budget p50 µs"), rows),
         f"Medians of {ROUNDS} rounds of {CALLS} calls, one a step of {STEP_S * 1e3:g} ms, the "
         "three in turn in one process.",

@@ -1,4 +1,4 @@
-"""Which steps of a run count: what its heartbeats say was done, repeated and lost. Pure."""
+"""The steps of a run by its heartbeats: done, repeated and lost. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from trainers.contract import heartbeat, jsonl
 
 LONGEST = 4.0
-"""A step counts for at most so many medians: what a fault held up is not work."""
+"""A step counts for at most this many medians: the time of a fault is not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step that was done: `ts` is when it ended (unix s), `dt_s` what it took."""
+    """One step: `ts` is its end (unix s), `dt_s` its duration."""
 
     number: int
     attempt: int
@@ -53,10 +53,9 @@ def median_s(steps: Sequence[Step]) -> float:
 
 
 def effective_s(steps: Sequence[Step]) -> float:
-    """Returns the time of the steps that stayed: of one that was repeated, the last time.
+    """Returns the time of the surviving steps: of a repeated one, the last time.
 
-    Steps without a record, which a full disk did not take, count with the median: the steps after
-    them could not have been done without them.
+    Steps whose record a full disk lost count with the median: the steps after them need them.
     """
     usual_s = median_s(steps)
     kept = {step.number: step.dt_s for step in steps}
@@ -70,7 +69,7 @@ def total_s(steps: Sequence[Step]) -> float:
 
 
 def firsts(steps: Iterable[Step]) -> dict[int, Step]:
-    """Returns the first step of each attempt; the one before it is what it resumed from."""
+    """Returns the first step of each attempt, which resumed at the step before it."""
     found: dict[int, Step] = {}
     for step in steps:
         found.setdefault(step.attempt, step)

@@ -1,4 +1,4 @@
-"""What the supervisor costs: `python -m benchmarks.supervisor [--seconds S] [--records N]`.
+"""The cost of the supervisor: `python -m benchmarks.supervisor [--seconds S] [--records N]`.
 
 Eight ranks of a program without torch report one step a second, with the figures of a trainer; then
 eight ranks report as fast as they can, a million records in all, and its memory is read on the way.
@@ -147,7 +147,7 @@ def main() -> None:
     ]
     note = f"CPU over {options.seconds:g} s. A record has the figures of a trainer of 12 layers."
     publish(
-        "supervisor", "What the supervisor costs, owner and child together", table(
+        "supervisor", "Cost of the supervisor, owner and child together", table(
             ("what", "measured", "budget"), rows),
         note,
     )  # fmt: skip

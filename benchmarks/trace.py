@@ -1,9 +1,9 @@
-"""A fixed workload to look at: a synthetic launch, written as docs/run-directory.md says.
+"""A fixed workload for the screen: a synthetic launch, as docs/run-directory.md defines it.
 
     python -m benchmarks.trace DIR [--ranks 8] [--no-gpus] [--seconds 60] [--backlog 600]
 
 Every second the GPUs' utilisation, power and temperature jitter and each rank writes one progress
-record; every ten seconds a log line comes. The same seed gives the same numbers.
+record; every ten seconds a log line is written. The same seed gives the same numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Trace:
         self.name = f"{launch.parent.name}-{launch.name}"
 
     def write_documents(self) -> None:
-        """Writes what stands in a launch and a run before the first record."""
+        """Writes the documents of a launch and a run before the first record."""
         logs = rundir.logs(self.run, 1)
         logs.mkdir(parents=True, exist_ok=True)
         owner = rundir.identity()
@@ -77,7 +77,7 @@ class Trace:
         rundir.write_json(self.run / rundir.SUPERVISOR, {
             "v": 1, "run": f"{self.name}/{self.run.name}", "state": state, "why": why,
             "since_ts": since, "attempt": 1, "launch": self.name, "workers": workers,
-            "armed": "if it stalls: dump → diagnose", "verdict": verdict,
+            "armed": "on stall (60 s): alert, then dump", "verdict": verdict,
             "updated_ts": time.time(), **owner,
         })  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""What the loop costs beside a bare PyTorch loop of the same model: `python -m benchmarks.trainer`.
+"""The cost of the loop compared with a bare PyTorch loop: `python -m benchmarks.trainer`.
 
-Pairs of runs, one after the other in turn, on the dense model and the same random bytes: ours with
-heartbeats, pulse, guards and votes, and twenty lines of PyTorch that do nothing but train.
+Pairs of runs in turn, on the same dense model and the same random bytes: ours with heartbeats,
+pulse and guards, and twenty lines of PyTorch that only train.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def bare(sets: Sequence[str], steps: int) -> None:
     from trainers import optim, settings
     from trainers.allocator import keep_freed_memory
 
-    keep_freed_memory()  # as our loop does: its gain is not what is measured here
+    keep_freed_memory()  # as our loop does, so that its gain is not measured
     chosen = settings.resolve(None, {}, dict(word.split("=", 1) for word in sets)).settings
     world = int(environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(chosen.train.seed)
@@ -142,7 +142,7 @@ def main() -> None:
         ))  # fmt: skip
     publish(
         "trainer",
-        "What the loop costs beside a bare PyTorch loop",
+        "Cost of the loop compared with a bare PyTorch loop",
         table(
             ("ranks", "speed of ours / bare, CPU s", "interval", "wall", "CPU ms a step", "budget"),
             rows,

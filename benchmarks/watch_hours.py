@@ -1,9 +1,9 @@
-"""Does the watchdog ever stop a healthy run? `python -m benchmarks.watch_hours`.
+"""False stops of healthy runs by the watchdog: `python -m benchmarks.watch_hours`.
 
-Replays healthy histories through the real watchdog, one look a second, armed with --halt: step
+Replays healthy histories through the real watchdog, one update a second, with --halt: step
 times with heavy tails, whose excess lies in one phase of one rank while the others wait; records
 every 1 or 20 steps; pauses for evaluation and saving; hours of a slow loader; drifting entropy.
-Then sick histories, one for each rule, which must be seen.
+Then sick histories, which must raise their rule.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ CASES = tuple(
 
 @dataclass(slots=True)
 class Counts:
-    """What one replay saw. `stood_s` is how long each stall had stood beyond three limits."""
+    """The counts of one replay. `lasted_s` are the durations of stalls beyond three limits."""
 
     hours: float = 0.0
     looks: int = 0
     looking_s: float = 0.0
     raised: Counter[str] = field(default_factory=Counter)
     acted: Counter[str] = field(default_factory=Counter)
-    stood_s: list[float] = field(default_factory=list)
+    lasted_s: list[float] = field(default_factory=list)
 
     def add(self, other: Counts) -> None:
         self.hours += other.hours
@@ -83,11 +83,11 @@ class Counts:
         self.looking_s += other.looking_s
         self.raised += other.raised
         self.acted += other.acted
-        self.stood_s += other.stood_s
+        self.lasted_s += other.lasted_s
 
 
 class Run:
-    """One run as it unfolds: edges of phases for each rank, records, memory, GPUs."""
+    """One simulated run: edges of phases for each rank, records, memory, GPUs."""
 
     def __init__(self, case: Case, rng: random.Random):
         self.case, self.rng = case, rng
@@ -106,7 +106,7 @@ class Run:
         self.spoil: Callable[[dict[str, Any]], None] = lambda record: None
 
     def advance(self) -> None:
-        """Plays one step, and what follows it."""
+        """Simulates one step, and the pauses after it."""
         begun, rng, case = self.ends, self.rng, self.case
         self.step += 1
         took = case.median_s * case.draw(rng) + self.slower * case.median_s
@@ -181,7 +181,7 @@ class Run:
         self.ends += took
 
     def evidence(self, now: float) -> tuple[RankEvidence, ...]:
-        """Returns where every rank is."""
+        """Returns the evidence about every rank."""
         found = []
         for rank, edges in enumerate(self.edges):
             index = bisect_right(edges, (now, 1 << 60, "")) - 1
@@ -194,7 +194,7 @@ class Run:
 
 
 def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
-    """Yields what a supervisor would read, once in `every_s`."""
+    """Yields the readings of a supervisor, one every `every_s` seconds."""
     rng, world = run.rng, run.case.world
     peak = rng.uniform(2000, 16_000)
     for second in range(0, int(hours * HOUR_S), every_s):
@@ -218,17 +218,17 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
         )  # fmt: skip
 
 
-def armed(every_s: int = 1) -> Watchdog:
+def halting(every_s: int = 1) -> Watchdog:
     """Returns a watchdog with default limits and --halt."""
     return Watchdog(Watch(), dict.fromkeys(HALTING, "halt"), every_s)
 
 
 def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
-    """Returns what the watchdog says of healthy runs of one kind, at one look in `every_s`."""
+    """Returns the alerts and actions for healthy runs of one kind, one update every `every_s`."""
     counts, rng = Counts(), random.Random(f"{case.name} {seed}")
     while counts.hours < hours:
         length = min(RUN_HOURS, hours - counts.hours)
-        dog, run, stood = armed(every_s), Run(case, rng), 0.0
+        dog, run, lasted = halting(every_s), Run(case, rng), 0.0
         for now in moments(run, length, every_s):
             begun = time.thread_time()
             changes = dog.update(now)
@@ -237,10 +237,10 @@ def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
             if "stall" in dog.raised():
                 found = RULES["stall"].measure(now, History(), dog.watch)
                 if found is not None and found.value >= 3:
-                    stood = max(stood, found.lasted_s)
-            elif stood:
-                counts.stood_s.append(stood)
-                stood = 0.0
+                    lasted = max(lasted, found.lasted_s)
+            elif lasted:
+                counts.lasted_s.append(lasted)
+                lasted = 0.0
             for change in changes:
                 if change.kind == "raise":
                     counts.raised[change.rule.name] += 1
@@ -315,16 +315,16 @@ SICK: dict[str, Spoil] = {
     "disk": _with(disk_free_gib=lambda now: 2.0),
     "clock": _with(ts=lambda now: now.ts + 30),
 }
-"""By rule: what falls ill, `SICK_AT_S` after the start of an even run."""
+"""By rule: the change that makes an even run sick, `SICK_AT_S` after its start."""
 
 
 def seen_after_s(
     name: str, sick_at_s: float = SICK_AT_S, seed: int = 1
 ) -> tuple[float | None, float | None]:
-    """Returns how long after the beginning a rule was raised, and how long until it would halt."""
+    """Returns the seconds from the beginning until a rule was raised, and until it would halt."""
     run = Run(CALM, random.Random(seed))
     run.learns_at, run.slow_until, run.sick_at = 0, math.inf, sick_at_s
-    dog, raised, acted = armed(), None, None
+    dog, raised, acted = halting(), None, None
     for now in moments(run, SICK_HOURS):
         sick = now.mono >= sick_at_s
         for change in dog.update(SICK[name](run, now) if sick else now):
@@ -346,14 +346,14 @@ def main() -> None:
     for case in CASES:
         counts = replay(case, options.hours / len(CASES), options.seed)
         total.add(counts)
-        stood = max(counts.stood_s, default=0.0)
+        lasted = max(counts.lasted_s, default=0.0)
         said = ", ".join(f"{name} {n}" for name, n in counts.raised.most_common()) or "nothing"
-        rows.append((case.name, case.world, f"{counts.hours:.0f}", said, f"{stood:.0f}",
+        rows.append((case.name, case.world, f"{counts.hours:.0f}", said, f"{lasted:.0f}",
                      counts.acted.total()))  # fmt: skip
     header = ("healthy runs", "ranks", "hours", "alerts", "longest stall beyond 3 limits, s",
               "stopped")  # fmt: skip
     body = table(header, rows)
-    floors = [(f"{act_s}", sum(stood >= act_s for stood in total.stood_s)) for act_s in ACT_S]
+    floors = [(f"{act_s}", sum(lasted >= act_s for lasted in total.lasted_s)) for act_s in ACT_S]
     body += "\n\n" + table(("stall_act_s", "runs that a stall would have stopped"), floors)
     sick = []
     for name in SICK:
@@ -366,14 +366,13 @@ def main() -> None:
         "watch_hours",
         "Does the watchdog ever stop a healthy run?",
         f"**{total.hours:,.0f} run-hours, {total.acted.total()} runs stopped.**\n\n{body}",
-        f"{total.looks:,} looks, one a second, {per_look:.0f} µs of CPU time each; default limits, "
-        f"armed with --halt. Steps are bounded by {COLLECTIVE_TIMEOUT_S:g} s, what a collective of "
-        "30 minutes allows, and by nothing else; the excess of a long step lies in one phase of "
-        "one rank. "
-        "Runs last up to 10 hours. Alerts of slow loaders, long saves, and of gates that have not "
-        "learned yet are true; a step that is far beyond what its run has shown is a stall to "
-        "everybody while it lasts. The second table says what would have been stopped had a stall "
-        "been acted on earlier (`stall_act_s` of the plan, never below three limits).",
+        f"{total.looks:,} updates, one a second, {per_look:.0f} µs of CPU time each; default "
+        f"limits, with --halt. The only bound of a step is {COLLECTIVE_TIMEOUT_S:g} s, below a "
+        "collective timeout of 30 minutes; the excess of a long step lies in one phase of one "
+        "rank. Runs last up to 10 hours. Alerts of slow loaders, long saves, and of gates that "
+        "have not learned yet are true; a step far longer than all earlier ones is a stall while "
+        "it lasts. The second table counts the runs that an earlier action on a stall would have "
+        "stopped (`stall_act_s` of the plan, never below three limits).",
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,12 @@ from trainers.contract import rundir
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"nsa-console ((?!\w+ RUN|\w+ PLAN)[a-z][^`\n#]*)")
-SAFE = ("flags", "plans", "check cpu_smoke", "launch cpu_smoke --dry-run", "runs")
 
 
 def commands() -> list[str]:
-    found = {c.strip() for path in DOCUMENTS for c in COMMAND.findall(path.read_text())}
-    return sorted(found)
-
-
-def test_documents_hold_commands():
-    assert len(commands()) >= 10
+    found = sorted({c.strip() for path in DOCUMENTS for c in COMMAND.findall(path.read_text())})
+    assert len(found) >= 10
+    return found
 
 
 @pytest.mark.parametrize("command", commands())
@@ -36,18 +30,6 @@ def test_every_command_in_the_documents_is_one(command):
         pytest.skip("a placeholder")
     parsed = build_parser().parse_args(words)
     assert callable(parsed.command)
-
-
-@pytest.mark.parametrize("command", SAFE)
-def test_commands_that_only_look_run(command, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "console", "--root", str(tmp_path), *command.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)

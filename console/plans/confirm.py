@@ -49,10 +49,10 @@ def confirmed(source: RunSource, former: bool = True) -> RunState:
     return replace(state, alerts=(alert, *state.alerts), launch=launch)
 
 
-def check_former(launch: Path, plan: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str, Any]) -> None:
     """Raises RefusedError where the records do not confirm a phase that plan_state.json passed."""
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
-    passed = (jsonl.integer(held, "phase") or 0) + (held.get("state") == "waiting")
+    passed = (jsonl.integer(plan_state, "phase") or 0) + (plan_state.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, passed)]):
         run = launch / f"{index}-{name}"
         source = RunSource(run)

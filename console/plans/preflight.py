@@ -215,11 +215,11 @@ def _shell(case: Case) -> Found:
     A variable that the plan or an option sets for every phase is not reported.
     """
     variables = environ.snapshot()
-    taken = flags.from_shell(variables)
+    passed = flags.from_shell(variables)
     given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
-    known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | taken.keys())
+    known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | passed.keys())
     foreign = sorted(name for name in variables if _is_foreign(name))
-    parts = [f"passed from the shell: {', '.join(taken)}"] if taken else []
+    parts = [f"passed from the shell: {', '.join(passed)}"] if passed else []
     if known:
         parts.append(f"not passed: {', '.join(known)}; to pass one, add --flag {known[0]}=VALUE")
     if foreign:
@@ -251,8 +251,8 @@ def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
     """
     if not (root / RUNS).is_dir():
         return None
-    held = _properties()
-    if held is None:
+    logind = _logind_properties()
+    if logind is None:
         return ("not available: systemd-logind does not answer busctl",)
     lingers = (root / LINGER / user).exists()
     found = []
@@ -263,13 +263,13 @@ def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
                 f"the run ends when {user} logs out, because it belongs to the user manager; run "
                 f"loginctl enable-linger {user}"
             )
-    elif SESSION.search(place) and _kills(held, user):
+    elif SESSION.search(place) and _kills(logind, user):
         found.append(
             f"logind has KillUserProcesses=yes and kills the run when {user} logs out; run "
             f"loginctl enable-linger {user} and launch with systemd-run --user --scope, or "
             "set KillUserProcesses=no in /etc/systemd/logind.conf"
         )
-    if held["RemoveIPC"] == YES and not lingers and uid >= LEAST_UID:
+    if logind["RemoveIPC"] == YES and not lingers and uid >= LEAST_UID:
         found.append(
             f"logind has RemoveIPC=yes and removes the shared memory of the pulses when {user} "
             f"logs out, so no stall is detected; run loginctl enable-linger {user}, or set "
@@ -278,14 +278,14 @@ def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _kills(held: Mapping[str, Sequence[str]], user: str) -> bool:
+def _kills(logind: Mapping[str, Sequence[str]], user: str) -> bool:
     """Returns whether logind kills the processes of a session of this user at logout."""
-    only = held["KillOnlyUsers"][2:]
-    left_alone = user in held["KillExcludeUsers"][2:] or (only and user not in only)
-    return held["KillUserProcesses"] == YES and not left_alone
+    only = logind["KillOnlyUsers"][2:]
+    left_alone = user in logind["KillExcludeUsers"][2:] or (only and user not in only)
+    return logind["KillUserProcesses"] == YES and not left_alone
 
 
-def _properties() -> dict[str, list[str]] | None:
+def _logind_properties() -> dict[str, list[str]] | None:
     """Returns type and values of each property, as in `as 1 "root"`; None without an answer."""
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)

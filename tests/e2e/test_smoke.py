@@ -1,4 +1,4 @@
-"""The gate of the shipped plan from the command line, where attention is taken away."""
+"""The gate of the shipped plan, from the command line, in a model without attention."""
 
 from __future__ import annotations
 

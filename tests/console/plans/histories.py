@@ -51,8 +51,8 @@ def attempt(
     return written
 
 
-def told(*written: Written, **counted: int) -> Summary:
-    """What the records add up to, with the counts of a supervisor that saw no stall."""
+def summed(*written: Written, **counted: int) -> Summary:
+    """Returns the sums of the records, with the counts of a supervisor that saw no stall."""
     newest = max((each.attempt for each in written), default=1)
     world = max((each.rank for each in written), default=0) + 1
     summary = Summary(**{"world": world, "attempts": newest, "stalls": 0} | counted)

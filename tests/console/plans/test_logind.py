@@ -1,4 +1,4 @@
-"""A logout ends a run or not: systemd-logind answers through a busctl of the test's own."""
+"""Whether a logout ends a run; a fake busctl answers for systemd-logind."""
 
 from __future__ import annotations
 
@@ -45,52 +45,45 @@ def host(tmp_path, monkeypatch):
     return Host(tmp_path)
 
 
-def test_without_systemd_there_is_nothing_to_say(tmp_path):
-    assert dangers(tmp_path, *ANN) is None
-
-
-def test_a_host_that_neither_kills_nor_removes_is_no_danger(host):
+def test_a_host_without_systemd_or_with_a_harmless_logind_is_no_danger(host, tmp_path):
+    assert dangers(tmp_path / "none", *ANN) is None
     assert dangers(host.root, *ANN) == ()
-
-
-def test_a_logind_that_does_not_answer_is_said(host):
     host.busctl.write_text("#!/bin/sh\nexit 1\n")
     assert "does not answer" in host.words()
 
 
 def test_kill_user_processes_is_named_with_what_to_do(host):
     host.logind(kill="true")
-    (said,) = dangers(host.root, *ANN)
-    assert said.startswith("logind has KillUserProcesses=yes: the run is killed when ann logs out")
-    assert "loginctl enable-linger ann" in said
-    assert "systemd-run --user --scope" in said
+    text = host.words()
+    assert text.startswith("logind has KillUserProcesses=yes and kills the run when ann logs out")
+    assert "loginctl enable-linger ann" in text
+    assert "systemd-run --user --scope" in text
 
 
 def test_the_user_manager_stops_at_logout_without_linger(host):
     host.place(MANAGER)
-    assert host.words().startswith("the run ends when ann logs out: it belongs to the user manager")
+    assert host.words().startswith(
+        "the run ends when ann logs out, because it belongs to the user manager"
+    )
     host.linger()
     assert host.words() == ""
 
 
-@pytest.mark.parametrize("lists", [{"exclude": 'as 2 "bob" "ann"'}, {"only": 'as 1 "bob"'}])
-def test_users_who_are_left_alone_are_not_warned(host, lists):
+@pytest.mark.parametrize(
+    ("cgroup", "lists"),
+    [(SESSION, {"exclude": 'as 2 "bob" "ann"'}), (SESSION, {"only": 'as 1 "bob"'}), (SERVICE, {})],
+)
+def test_a_run_that_logind_does_not_kill_has_no_warning(host, cgroup, lists):
+    host.place(cgroup)
     host.logind(kill="true", **lists)
-    assert host.words() == ""
-
-
-def test_a_run_of_a_service_is_in_no_session(host):
-    host.place(SERVICE)
-    host.logind(kill="true")
     assert host.words() == ""
 
 
 def test_remove_ipc_is_named_unless_the_user_lingers_or_is_of_the_system(host):
     host.logind(remove="true")
-    (said,) = dangers(host.root, *ANN)
-    assert said.startswith("logind has RemoveIPC=yes: when ann logs out it removes the shared")
-    assert "RemoveIPC=no in /etc/systemd/logind.conf" in said
-    assert host.words((0, "root")) == ""
-    assert host.words((999, "slurm")) == ""
+    text = host.words()
+    assert text.startswith("logind has RemoveIPC=yes and removes the shared memory")
+    assert "RemoveIPC=no in /etc/systemd/logind.conf" in text
+    assert host.words((0, "root")) == host.words((999, "slurm")) == ""
     host.linger()
     assert host.words() == ""
