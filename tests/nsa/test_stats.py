@@ -95,17 +95,6 @@ def test_selection_statistics_follow_their_definitions(seq_len, seed):
     assert sum(hist) == pytest.approx(1)
 
 
-def test_selection_statistics_depend_on_the_data():
-    p_slc = torch.rand(1, 1, 60, 15)
-    near = p_slc * torch.linspace(0.01, 1, 15)
-    far = p_slc * torch.linspace(1, 0.01, 15)
-    stats = [selection_stats(p, top_blocks(p, SPARSE), SPARSE) for p in (near, far)]
-    assert stats[0]["sel_distance_mean"] < 0.7 * stats[1]["sel_distance_mean"]
-    constant = torch.linspace(1, 2, 15).expand(1, 1, 60, 15)
-    stable = selection_stats(constant, top_blocks(constant, SPARSE), SPARSE)
-    assert stable["sel_overlap"] > 0.9 > stats[0]["sel_overlap"]
-
-
 @pytest.mark.parametrize(
     ("seq_len", "left_out"),
     [
@@ -139,6 +128,9 @@ def test_a_model_reports_all_names_once_collected():
     with model.collect_stats():
         assert torch.equal(model(tokens), plain)
     stats = model.read_stats()
+    model(torch.randint(64, (2, 40)))
+    after = model.read_stats()
+    assert all(torch.equal(stats[name], after[name]) for name in stats), "collected outside"
     assert set(stats) == GATE_NAMES | SELECTION_NAMES
     assert stats["gate_entropy_layers"].shape == (3,)
     assert stats["gate_entropy_mean"].item() == pytest.approx(
@@ -147,20 +139,3 @@ def test_a_model_reports_all_names_once_collected():
     assert stats["gate_entropy_min"] <= stats["gate_entropy_layers"].min()
     assert stats["gate_branch_shares"].sum().item() == pytest.approx(1)
     assert not any(value.requires_grad for value in stats.values())
-
-
-def test_nothing_is_collected_after_the_context():
-    model = Transformer(model_config())
-    with model.collect_stats():
-        model(torch.randint(64, (1, 40)))
-    before = model.read_stats()
-    model(torch.randint(64, (1, 40)))
-    after = model.read_stats()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_dense_attention_has_no_statistics():
-    model = Transformer(model_config(attention="dense"))
-    with model.collect_stats():
-        model(torch.randint(64, (1, 40)))
-    assert model.read_stats() == {}

@@ -255,7 +255,7 @@ def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
 
     async def body(pilot):
         await pilot.press("2", "enter")
-        await until(pilot, lambda: "a number of at least 0" in picture(app))
+        await until(pilot, lambda: "a number from 0 to 1000" in picture(app))
         await pilot.press("ctrl+a", "ctrl+k", *"fast")
         await until(pilot, lambda: "cannot be 'fast'" in picture(app))
         await pilot.press("enter")
