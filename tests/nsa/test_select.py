@@ -1,7 +1,6 @@
 """Selection: scores of blocks, which are taken, and that exactly these are attended to."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +22,7 @@ ROUTES = [attend_selected, attend_ranges, attend_chunked]
 
 
 def sparse(**changes):
-    small: dict[str, Any] = {
-        "block_size": 4,
-        "block_stride": 2,
-        "select_block_size": 4,
-        "n_select": 4,
-    }
+    small = {"block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4}
     return NSAConfig(**small | changes)
 
 

@@ -148,13 +148,8 @@ def test_a_line_is_never_longer_than_4_kib_and_stays_a_heartbeat(durations, text
     record = jsonl.decode(line)
     assert record is not None
     assert heartbeat.accept(record) is not None
-
-
-def test_what_was_cut_from_a_long_record_is_named():
-    line = heartbeat.encode(GOOD | {"steps_dt_s": [0.1234567] * 2000})
-    record = json.loads(line)
-    assert record["cut"] == "steps_dt_s"
-    assert 10 < len(record["steps_dt_s"]) < 2000
+    cut = json.loads(heartbeat.encode(GOOD | {"steps_dt_s": [0.1234567] * 2000}))
+    assert (cut["cut"], 10 < len(cut["steps_dt_s"]) < 2000) == ("steps_dt_s", True)
 
 
 @pytest.mark.parametrize("recent", [None, 1 << 18])
