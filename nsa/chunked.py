@@ -230,37 +230,46 @@ class _Chunk:
         parts that fit the processor's cache. Their number does not depend on the data, except
         where no block needs a half tile."""
         batch, groups, tokens, picks = self.blocks.shape
-        device = self.blocks.device
+        slots, half = self._tile_sizes(n_blocks)
+        owner = torch.arange(batch * groups, device=self.blocks.device).view(batch, groups, 1, 1)
+        block = (owner * n_blocks + self.blocks).flatten()
+        order = block.argsort(stable=True)
+        pairs = torch.bincount(block, minlength=batch * groups * n_blocks)
+        halves = (pairs + half - 1) // half
+        n_whole, n_half = halves // (slots // half), halves % (slots // half)
+        numbers = torch.arange(len(pairs), device=pairs.device)
+        whole, last = (numbers.repeat_interleave(n) for n in (n_whole, n_half))
+        in_whole, in_last = len(whole) * slots, len(last) * half
+        row = order.new_full((in_whole + in_last,), SPARE)
+        row[_slots(block[order], pairs, n_whole, n_half, (slots, half, in_whole))] = order // picks
+        row_whole, row_last = row.split([in_whole, in_last])
+        parts = -(-tokens * picks // PART_PAIRS)
+        return [
+            *_Tiles.cut(row_whole.view(-1, slots), whole, parts),
+            *_Tiles.cut(row_last.view(-1, half), last, -(-parts // 8)),
+        ]
+
+    def _tile_sizes(self, n_blocks: int) -> tuple[int, int]:
+        """Returns the slots of a whole tile and of a last one."""
+        _, _, tokens, picks = self.blocks.shape
         largest, filled = TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks
         slots = max(8, min(largest, filled))
         # Where tiles are small, half tiles cost more than the spare slots that they save.
-        half = slots // 2 if filled > slots else slots
-        owner = torch.arange(batch * groups, device=device).view(batch, groups, 1, 1)
-        block = (owner * n_blocks + self.blocks).flatten()
-        count = torch.bincount(block, minlength=batch * groups * n_blocks)
-        halves = (count + half - 1) // half
-        whole, last = halves // (slots // half), halves % (slots // half)
-        whole_before, last_before = whole.cumsum(0) - whole, last.cumsum(0) - last
-        order = block.argsort(stable=True)
-        block, before = block[order], count.cumsum(0) - count
-        place = torch.arange(len(block), device=device) - before[block]
-        tiles, halves = (
-            torch.arange(len(x), device=device).repeat_interleave(x) for x in (whole, last)
-        )
-        in_last = place - whole[block] * slots
-        slot = torch.where(
-            in_last < 0,
-            whole_before[block] * slots + place,
-            len(tiles) * slots + last_before[block] * half + in_last,
-        )
-        row = order.new_full((len(tiles) * slots + len(halves) * half,), SPARE)
-        row[slot] = order // picks
-        row_tiles, row_halves = row.split([len(tiles) * slots, len(halves) * half])
-        parts = -(-tokens * picks // PART_PAIRS)
-        return [
-            *_Tiles.cut(row_tiles.view(-1, slots), tiles, parts),
-            *_Tiles.cut(row_halves.view(-1, half), halves, -(-parts // 8)),
-        ]
+        return slots, slots // 2 if filled > slots else slots
+
+
+def _slots(
+    block: Tensor, pairs: Tensor, n_whole: Tensor, n_half: Tensor, sizes: tuple[int, int, int]
+) -> Tensor:
+    """Returns the slot of each (query, block) pair. `block` is sorted; it has `pairs` of each
+    block, for which there are `n_whole` whole tiles, and then `n_half` last ones behind all whole.
+    """
+    slots, half, in_whole = sizes
+    pairs_before, whole_before, half_before = (x.cumsum(0) - x for x in (pairs, n_whole, n_half))
+    place = torch.arange(len(block), device=block.device) - pairs_before[block]
+    rest = place - n_whole[block] * slots
+    slot = whole_before[block] * slots + place
+    return torch.where(rest < 0, slot, in_whole + half_before[block] * half + rest)
 
 
 @dataclass(frozen=True, slots=True)

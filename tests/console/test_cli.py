@@ -101,10 +101,10 @@ def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypat
     assert output.program() == f"{sys.executable} -m console"
 
 
-def test_an_unset_flag_says_who_decides(root):
+def test_a_flag_is_listed_with_its_default(root):
     lines = {line.split()[0]: line for line in cli(root, "flags").stdout.splitlines()}
-    assert "unset: config decides" in lines["NSA_LR"]
-    assert "unset: its library decides" in lines["CUDA_VISIBLE_DEVICES"]
+    assert "default 0.0025" in lines["NSA_LR"]
+    assert "default: unset" in lines["CUDA_VISIBLE_DEVICES"]
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,8 @@ def model_config(
     """A small model; `heads` is (groups, heads per group), `changes` go to ModelConfig or nsa."""
     sparse = {name: changes.pop(name) for name in list(changes) if hasattr(NSAConfig, name)}
     small: dict[str, Any] = {
-        "block_size": 4,
-        "block_stride": 2,
-        "select_block_size": 4,
-        "n_select": 4,
-        "window": 6,
-    }
+        "block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4, "window": 6,
+    }  # fmt: skip
     groups, per_group = heads
     base: dict[str, Any] = {"n_layers": 1, "mlp_hidden": 16, "vocab_size": 64}
     return ModelConfig(

@@ -1,7 +1,6 @@
 """Configuration: what is refused and how, and what is counted."""
 
-import subprocess
-import sys
+import re
 
 import pytest
 import torch
@@ -23,42 +22,23 @@ from tests.nsa.cases import configs, model_config
 M7C = ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, mlp_hidden=2048)
 
 
-def test_importing_the_config_does_not_load_torch():
-    code = "import sys, nsa.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"n_kv_groups": 5}, "n_heads (12) must be a multiple of n_kv_groups (5)"),
         ({"d_k": 7}, "d_k must be even"),
-    ],
-)
-def test_a_model_whose_values_do_not_fit_together_is_refused_in_one_sentence(changes, says):
-    assert says in refused(ModelConfig, vars(M7C) | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
         ({"n_select": 2}, "n_select must be at least 3"),
         ({"block_size": 8}, "block_stride must not exceed block_size (8)"),
     ],
 )
-def test_a_sparse_attention_that_cannot_be_is_refused_in_one_sentence(changes, says):
-    assert says in refused(NSAConfig, changes)
-
-
-def refused(cls, values):
-    """The one sentence with which a configuration is refused."""
-    with pytest.raises(ValueError, match=r".") as refusal:
-        cls(**values)
+def test_values_that_do_not_fit_together_are_refused_in_one_sentence(changes, says):
+    cls, base = (ModelConfig, vars(M7C)) if set(changes) <= set(vars(M7C)) else (NSAConfig, {})
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        cls(**base | changes)
     message = str(refusal.value)
     assert message[-1] == "."
     assert "\n" not in message
     assert ". " not in message
-    return message
 
 
 @settings(max_examples=15)
@@ -86,10 +66,6 @@ def test_attended_pairs_are_those_that_the_definition_gives(config, seq_len):
     assert attended_pairs(nsa, seq_len) == pairs
 
 
-def test_attended_pairs_of_the_papers_shape():
-    assert attended_pairs(NSAConfig(), 2048) == {"cmp": 128_143, "slc": 1_541_120, "win": 917_760}
-
-
 def test_uncorrected_dense_flops_are_those_that_torch_counts():
     # Unequal head widths take the route of SDPA whose products torch can count.
     config = model_config(attention="dense", heads=(2, 2), d_k=8, d_v=6, n_layers=2)
@@ -114,15 +90,6 @@ def test_flops_of_nsa_are_the_sum_of_its_parts(config, seq_len):
             flops += 6 * p.numel() * (blocks if "phi" in name else seq_len)
     flops += 6 * config.vocab_size * config.dim * seq_len
     assert counted * seq_len == pytest.approx(flops, rel=1e-12)
-
-
-def test_causal_correction_halves_long_dense_attention():
-    dense = ModelConfig(**{**vars(M7C), "attention": "dense"})
-    weights = 6 * (parameter_count(dense) - 25 * 768 - 256 * 768)
-    full = flops_per_token(dense, 4096, causal=False)
-    half = flops_per_token(dense, 4096, causal=True)
-    assert full == weights + 12 * 12 * 12 * 64 * 4096
-    assert (half - weights) / (full - weights) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_flops_of_no_tokens_are_refused():

@@ -21,7 +21,7 @@ def test_a_query_sees_exactly_the_last_w_tokens_itself_included(seq_len, window)
         assert out[1, 1, t, tokens].tolist() == pytest.approx([1 / len(tokens)] * len(tokens))
 
 
-@pytest.mark.parametrize("window", [1, 100, 512, 1099, 1100, 2000])
+@pytest.mark.parametrize("window", [1, 100, 1099, 2000])
 def test_window_attention_is_banded_softmax_over_several_tiles_of_the_kernel(window):
     torch.manual_seed(0)
     q = torch.randn(1, 6, 1100, 8, dtype=torch.float64)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainers.ranks import together
 from trainers import data, settings
 from trainers.data import Loader, open_alike
 from trainers.failures import DataError
 from trainers.limit import within
-from trainers.parallel import Single
 from trainers.schema import DataSettings, Settings
 from trainers.synthetic import Recall, Synthetic
 
@@ -55,20 +55,6 @@ def test_recall_returns_a_span_at_a_drawn_distance_and_scores_exactly_its_bytes(
             )
 
 
-def test_the_drawn_distances_fill_their_range():
-    data = drawn(recall_span=16, recall_distance=20, recall_distance_max=23)
-    tokens, scored = Recall(data, 0).read(60, 0, 1)
-    assert scored is not None
-    starts = [int(mask.nonzero()[0]) for mask in scored]
-    found = {
-        distance
-        for row, at in zip(tokens, starts, strict=True)
-        for distance in range(1, at + 1)
-        if torch.equal(row[at : at + 16], row[at - distance : at - distance + 16])
-    }
-    assert found == {20, 21, 22, 23}
-
-
 @pytest.mark.parametrize("kind", [Synthetic, Recall])
 def test_random_sources_give_every_rank_its_own_bytes_and_repeat_by_seed(kind):
     data = drawn(recall_span=16, recall_distance=32)
@@ -95,14 +81,8 @@ def test_a_random_source_goes_on_from_its_state_and_refuses_another_ones(kind):
         again.restore({"fingerprint": source.fingerprint, "position": None})
 
 
-def test_synthetic_bytes_are_uniform():
-    counts = torch.bincount(Synthetic(drawn(1024), 3).read(512, 0, 1)[0].flatten().long())
-    expected = counts.sum() / 256
-    assert ((counts - expected).abs() < 6 * expected.sqrt()).all()
-
-
 class Hangs(Synthetic):
-    """A source whose third read never comes back, like a file on a dead mount."""
+    """The third read never returns, as on a dead mount."""
 
     def read(self, count, rank, world):
         if self.position >= 2 * count:
@@ -111,24 +91,14 @@ class Hangs(Synthetic):
 
 
 class HangsAtOnce(Synthetic):
-    """A source that does not even find its place."""
+    """The search for a position never returns."""
 
     def restore(self, state):
         threading.Event().wait()
 
 
-class Breaks(Synthetic):
-    def read(self, count, rank, world):
-        raise DataError("/data/x cannot be read: Input/output error")
-
-
 class Panic(BaseException):
-    """What a library in Rust raises: no Exception."""
-
-
-class Panics(Synthetic):
-    def read(self, count, rank, world):
-        raise Panic("a bug of a library")
+    """A panic in a Rust library, which is no Exception."""
 
 
 def small(**changes) -> Settings:
@@ -156,25 +126,30 @@ def test_a_call_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error()
     with pytest.raises(DataError, match="too late"):
         within(0.05, threading.Event().wait, "too late")
     assert time.monotonic() - began < 10
-    with pytest.raises(ZeroDivisionError):
-        within(60, lambda: 1 // 0, "too late")
+    for error in (ZeroDivisionError, Panic):
+        with pytest.raises(error):
+            within(60, raising(error()), "too late")
     assert within(60, lambda: 7, "too late") == 7
 
 
-def test_a_source_that_breaks_is_told_by_fetch():
-    with pytest.raises(DataError, match="Input/output error"):
-        loader(Breaks).fetch()
+def raising(error: BaseException):
+    def read(*_arguments):
+        raise error
+
+    return read
 
 
-def test_what_is_no_exception_is_told_by_fetch_and_by_a_limited_call_too():
-    with pytest.raises(DataError, match="cannot be read: Panic: a bug of a library"):
-        loader(Panics).fetch()
-
-    def panic():
-        raise Panic
-
-    with pytest.raises(Panic):
-        within(60, panic, "too late")
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (DataError("/data/x: Input/output error"), "Input/output error"),
+        (Panic("a bug"), "cannot be read: Panic: a bug"),
+    ],
+)
+def test_an_error_of_a_source_is_raised_by_fetch(monkeypatch, error, says):
+    monkeypatch.setattr(Synthetic, "read", raising(error))
+    with pytest.raises(DataError, match=says):
+        loader(Synthetic).fetch()
 
 
 def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
@@ -212,75 +187,38 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
         skips.close()
 
 
-class Threads(Single):
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, texts: list, barrier: threading.Barrier):
-        super().__init__(CPU)
-        self.rank, self._texts, self._barrier = rank, texts, barrier
-
-    def gather_text(self, text):
-        self._texts[self.rank] = text
-        self._barrier.wait(60)
-        gathered = list(self._texts)
-        self._barrier.wait(60)
-        return gathered
-
-
 NO, ONE, OTHER = None, b"one", b"another"
 RANKS = {
     "alike": ((ONE, ONE, ONE), ("", "", "")),
-    "only rank 0 asks": ((NO, NO, ONE), ("no file", "rank 0 cannot", "rank 0 cannot")),
-    "rank 2 has none": ((ONE, ONE, NO), ("rank 2 cannot", "rank 2 cannot", "no file")),
+    "only rank 0 tries": ((NO, NO, ONE), ("there is no", "rank 0 cannot", "rank 0 cannot")),
+    "rank 2 has none": ((ONE, ONE, NO), ("rank 2 cannot", "rank 2 cannot", "there is no")),
     "rank 1 has others": ((ONE, OTHER, ONE), ("rank 1 finds other files",) * 3),
+    "a bug on rank 1": ((ONE, b"bug", ONE), ("rank 1 cannot", "integer division", "rank 1 cannot")),
 }
 
 
 @pytest.mark.parametrize("case", RANKS)
-def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case):
+def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case, monkeypatch):
     contents, expected = RANKS[case]
-    texts, barrier, ends = [None] * 3, threading.Barrier(3), [""] * 3
+    plain = data._SOURCES["text"]
 
-    def run(rank: int) -> None:
+    def opens(chosen, seed, run, held_out):
+        return 1 // 0 if b"bug" in contents[int(run.name)] else plain(chosen, seed, run, held_out)
+
+    if b"bug" in contents:
+        monkeypatch.setitem(data._SOURCES, "text", opens)
+    for rank, content in enumerate(contents):
+        (tmp_path / str(rank)).mkdir()
+        if content:
+            (tmp_path / str(rank) / "a.txt").write_bytes(content)
+
+    def work(rank, parallel, member):
+        del member
         folder = tmp_path / str(rank)
-        folder.mkdir()
-        if content := contents[rank]:
-            (folder / "a.txt").write_bytes(content)
         chosen = small(**{"data.source": "text", "data.path": str(folder), "data.timeout_s": 60})
-        try:
-            assert open_alike(chosen, tmp_path, Threads(rank, texts, barrier)).position == 0
-        except DataError as error:
-            ends[rank] = str(error)
+        assert open_alike(chosen, folder, parallel).position == 0
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    ends = together([tmp_path / f"run{rank}" for rank in range(3)], work)
     for end, words in zip(ends, expected, strict=True):
-        assert end.startswith(words)
+        assert (end[2] if end else "").removeprefix("ZeroDivisionError: ").startswith(words)
         assert bool(end) == bool(words)
-
-
-def test_whatever_ends_one_rank_while_it_opens_the_data_ends_the_others_too(tmp_path, monkeypatch):
-    def opens(data_settings, seed, run, _held_out):
-        return Synthetic(data_settings, seed) if run.name == "0" else 1 // 0
-
-    monkeypatch.setitem(data._SOURCES, "synthetic", opens)
-    texts, barrier, ends = [None] * 2, threading.Barrier(2, timeout=30), [""] * 2
-
-    def run(rank: int) -> None:
-        try:
-            open_alike(small(), tmp_path / str(rank), Threads(rank, texts, barrier))
-        except Exception as error:
-            ends[rank] = f"{type(error).__name__}: {error}"
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert ends == [
-        "DataError: rank 1 cannot open the data",
-        "ZeroDivisionError: integer division or modulo by zero",
-    ]

@@ -46,27 +46,21 @@ def command(tmp_path, *words):
     )  # fmt: skip
 
 
-def test_greedy_text_is_what_the_whole_forward_would_pick_byte_by_byte(run, tmp_path):
+def test_greedy_text_is_that_of_whole_forwards_and_a_seed_decides_what_is_drawn(run, tmp_path):
     path, model = run
     tokens = torch.tensor([list(b"import os")])
     for _ in range(40):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
     assert torch.equal(generate(model, tokens[:, :9], 40), tokens[:, 9:])
+    drawn = [
+        generate(model, tokens, 20, 1.0, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
     done = command(tmp_path, path, "--prompt", "import os", "--tokens", 40)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("import os")
     assert all(c.isprintable() or c == "\n" for c in done.stdout)
-
-
-def test_a_seed_decides_what_is_drawn(run):
-    _, model = run
-    prompt = torch.tensor([[1, 2, 3]] * 2)
-    drawn = [
-        generate(model, prompt, 20, 1.0, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
-    ]
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    assert drawn[0].shape == (2, 20)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +69,7 @@ def test_a_seed_decides_what_is_drawn(run):
         (("nowhere", "--prompt", "x"), 15, "nowhere has no verified checkpoint"),
         (("nowhere", "--prompt", ""), 13, "--prompt is empty"),
         (("nowhere",), 13, "--prompt"),
-        (("nowhere", "--prompt", "x", "--tokens", 0), 13, "--tokens is at least 1"),
+        (("nowhere", "--prompt", "x", "--tokens", 0), 13, "--tokens must be at least 1"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(words, code, says, capsys):
@@ -88,21 +82,13 @@ def test_what_cannot_be_done_is_one_sentence(words, code, says, capsys):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model.windw": 3},
         {"model.nsa.windw": 3},
-        {"model.nsa": 3},
-        {"model.dim": None},
         {"model.dim": 10**400},
         {"model.n_heads": "many"},
-        {"model.n_kv_groups": 0},
         {"model.n_kv_groups": 3},
-        {"model.n_layers": [2]},
         {"model.norm_eps": "nan"},
-        {"model.d_v": 8},
-        {"model.nsa.n_select": 2},
         {"model.nsa.gate": "open"},
         {"attention.force_branch": "slc"},
-        {"attention.flash_onyl": True},
         {"attention.flash_only": True, "attention.no_flash": True},
     ],
     ids=str,
@@ -117,18 +103,6 @@ def test_a_manifest_that_describes_no_such_model_is_one_sentence(run, changes, t
         with pytest.raises(CheckpointError, match="does not describe its model") as caught:
             checkpoint.load_model(copy)
         assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_manifest_that_lacks_a_part_of_its_model_is_one_sentence(run, tmp_path):
-    path, _ = run
-    copy = tmp_path / "step_00000003"
-    shutil.copytree(path / "checkpoints" / copy.name, copy)
-    record = json.loads((copy / MANIFEST).read_text())
-    for key in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "mlp_hidden"):
-        left = {name: v for name, v in record["settings"].items() if name != f"model.{key}"}
-        (copy / MANIFEST).write_text(json.dumps(record | {"settings": left}))
-        with pytest.raises(CheckpointError, match=f"does not describe its model.*{key}"):
-            checkpoint.load_model(copy)
 
 
 def test_a_broken_checkpoint_is_one_sentence(tmp_path, capsys):

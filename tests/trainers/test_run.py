@@ -132,15 +132,19 @@ def test_the_checkpoint_loads_weights_only_and_says_where_the_run_was(text_run):
     model.load_state_dict(checkpoint.load_weights(path))
 
 
-def test_a_directory_that_holds_a_run_is_refused(text_run, tmp_path):
-    before = (text_run.path / "heartbeat_rank0.jsonl").read_bytes()
+def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp_path):
+    lines = text_run.text().splitlines()
+    parameters = json.loads((text_run.path / "env.json").read_text())["parameters_counted"]
+    summary = f"config {CONFIG}; {parameters:,} parameters, S 32, 256 tokens per step"
+    assert summary in lines[: next(n for n, line in enumerate(lines) if "step 1/" in line)]
+    toy = [sys.executable, "-m", "trainers.ddp", "--steps", "1", "--run-dir", str(tmp_path / "toy")]
     done = subprocess.run(
-        [sys.executable, "-m", "trainers.ddp", "--run-dir", str(text_run.path)],
-        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 13
-    assert "already contains a run" in done.stderr
-    assert (text_run.path / "heartbeat_rank0.jsonl").read_bytes() == before
+        toy, capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), check=True
+    )
+    assert "training the built-in toy; " in done.stdout.splitlines()[0]
+    again = subprocess.run(toy, capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path))
+    assert again.returncode == 13
+    assert "already contains a run" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -225,17 +229,6 @@ def test_a_bug_leaves_its_traceback_in_the_log_and_its_class_in_the_heartbeat(tm
     assert run.metrics()["reason"] == "ZeroDivisionError: a real bug"
 
 
-def test_an_empty_text_folder_ends_with_12_and_a_sentence(tmp_path):
-    (tmp_path / "nothing").mkdir()
-    changes = small(data__source="text", data__path=tmp_path / "nothing")
-    run = Run(tmp_path, changes, nproc=1)
-    assert run.wait() == 12
-    assert "Traceback" not in run.text()
-    assert str(tmp_path / "nothing") in run.records(0, "error")[-1]["error"]
-    assert run.metrics()["exit_code"] == 12
-    assert not (run.path / "checkpoints").exists()
-
-
 def test_a_checkpoint_that_cannot_be_written_ends_with_15(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
@@ -280,44 +273,48 @@ def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path):
     assert metrics["steps_done"] >= 1
 
 
-def test_out_of_memory_is_11_whoever_raises_it():
+def test_out_of_memory_is_11_for_the_host_too():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert failures.classify(caught.value)[0] == 11
-    assert failures.classify(torch.OutOfMemoryError("CUDA out of memory"))[0] == 11
-    assert failures.classify(MemoryError())[0] == 11
+    assert [failures.classify(e)[0] for e in (caught.value, MemoryError())] == [11, 11]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
-    """Steps go on while the disk is full; what was lost is counted when there is room again."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this machine does not let root mount a tmpfs")
-    try:
-        changes = small(train__steps=100_000, report__log_every=1, checkpoint__at_end=False)
-        run = Run(tmp_path, changes, nproc=1, name="disk")
-        run.until_step(5)
-        filler = disk / "filler"
-        with filler.open("wb", buffering=0) as stream:
-            try:
-                while True:
-                    stream.write(b"x" * 4096)
-            except OSError:
-                pass
-        run.until(lambda: "records are dropped and counted" in run.text())
-        before = run.records(0, "progress")[-1]
-        time.sleep(0.5)
-        filler.unlink()
-        after = run.until(lambda: [r for r in readable(disk) if r.get("dropped_records")])[-1]
-        assert after["step"] > before["step"] + 1
-        (disk / rundir.HALT).touch()
-        assert run.wait() == 0, run.text()
-        assert run.metrics()["reason"] == rundir.HALT
-    finally:
-        subprocess.run(["umount", str(disk)], check=False)
+@pytest.fixture
+def disk(tmp_path, request):
+    """A small file system; its size in bytes is the fixture's parameter."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def fill(disk: Path) -> Path:
+    """Writes a file until the disk is full."""
+    with (disk / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(b"x" * 4096):
+            pass
+    return disk / "filler"
+
+
+@pytest.mark.parametrize("disk", [512 << 10], indirect=True)
+def test_a_full_disk_costs_records_and_nothing_else(tmp_path, disk):
+    """Steps continue while the disk is full; later records have the number of the lost ones."""
+    changes = small(train__steps=100_000, report__log_every=1, checkpoint__at_end=False)
+    run = Run(tmp_path, changes, nproc=1, name="disk")
+    run.until_step(5)
+    filler = fill(disk)
+    run.until(lambda: "records are dropped and counted" in run.text())
+    before = run.records(0, "progress")[-1]
+    time.sleep(0.5)
+    filler.unlink()
+    after = run.until(lambda: [r for r in readable(disk) if r.get("dropped_records")])[-1]
+    assert after["step"] > before["step"] + 1
+    (disk / rundir.HALT).touch()
+    assert run.wait() == 0, run.text()
+    assert run.metrics()["reason"] == rundir.HALT
 
 
 def in_the_way(file: Path, folder: Path) -> bool:
@@ -328,44 +325,32 @@ def in_the_way(file: Path, folder: Path) -> bool:
     return folder.is_file()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this machine does not let root mount a tmpfs")
-    try:
-        changes = small(
-            train__steps=100_000, report__log_every=1000, checkpoint__every=20,
-            checkpoint__keep_last=1,
-        )  # fmt: skip
-        run = Run(tmp_path, changes, nproc=1, name="disk")
-        first = run.until(lambda: manifest.newest_first(disk))[0]
-        with (disk / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
-            while True:
-                stream.write(b"x" * 4096)
-        run.until(lambda: "the save of the checkpoint" in run.text())
-        (good,) = manifest.newest_first(disk)
-        manifest.verify(good)
-        (disk / "filler").unlink()
-        run.until(lambda: (manifest.newest_first(disk) or [first])[0] > good)
-        (disk / "file").write_text("in the way")
-        run.until(lambda: in_the_way(disk / "file", disk / "checkpoints"))
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.wait() == 15
-        assert "Traceback" not in run.text()
-        assert f"the checkpoint {disk / 'checkpoints'}" in run.metrics()["reason"]
-    finally:
-        subprocess.run(["umount", str(disk)], check=False)
+SAVING = small(
+    train__steps=100_000, report__log_every=1000, checkpoint__every=20, checkpoint__keep_last=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("disk", [4 << 20], indirect=True)
+def test_a_full_disk_costs_no_good_checkpoint_and_a_gone_directory_is_named(tmp_path, disk):
+    run = Run(tmp_path, SAVING, nproc=1, name="disk")
+    first = run.until(lambda: manifest.newest_first(disk))[0]
+    filler = fill(disk)
+    run.until(lambda: "the save of the checkpoint" in run.text())
+    (good,) = manifest.newest_first(disk)
+    manifest.verify(good)
+    filler.unlink()
+    run.until(lambda: (manifest.newest_first(disk) or [first])[0] > good)
+    (disk / "file").write_text("in the way")
+    run.until(lambda: in_the_way(disk / "file", disk / "checkpoints"))
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait() == 15
+    assert "Traceback" not in run.text()
+    assert f"the checkpoint {disk / 'checkpoints'}" in run.metrics()["reason"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a read-only mount needs root")
 def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays_good(tmp_path):
-    changes = small(
-        train__steps=100_000, report__log_every=1000, checkpoint__every=20, checkpoint__keep_last=1,
-    )  # fmt: skip
-    run = Run(tmp_path, changes, nproc=1, name="ro")
+    run = Run(tmp_path, SAVING, nproc=1, name="ro")
     folder = run.path / "checkpoints"
     run.until(lambda: manifest.newest_first(run.path))
     if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:

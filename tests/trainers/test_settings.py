@@ -44,6 +44,7 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
     ).as_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert set(plain) == set(keys()) > set(command_line.OPTIONS.values())
+    assert all(key.help.endswith(".") or name.startswith("model.") for name, key in keys().items())
     assert plain["data.source"] == {"value": "recall", "origin": "--dataset"}
     assert plain["train.steps"]["value"] == 9
     assert plain["checkpoint.resume"] == {"value": "auto", "origin": "--resume"}

@@ -22,13 +22,13 @@ Value = bool | int | float | str
 OWN: Mapping[str, str] = {
     "NSA_LR": "train.lr",
     "NSA_ACCUM": "train.accumulate",
-    "NSA_GC_RANGE": "train.recompute",
-    "NSA_DRILL": DRILL,
     "NSA_OPT_FUSED": "optim.fused",
     "NSA_SCALER_INIT_SCALE": "scaler.init_scale",
     "NSA_SCALER_GROWTH_INTERVAL": "scaler.growth_interval",
     "NSA_SCALER_GROWTH_FACTOR": "scaler.growth_factor",
     "NSA_SCALER_BACKOFF_FACTOR": "scaler.backoff_factor",
+    "NSA_GC_RANGE": "train.recompute",
+    "NSA_DRILL": DRILL,
     "NSA_PREFILL_BATCHED": "attention.prefill_batched",
     "NSA_SEL_RANGES_V2": "attention.sel_ranges",
     "NSA_FORCE_BRANCH": "attention.force_branch",
@@ -78,8 +78,9 @@ class Flag:
 
     @property
     def group(self) -> str:
-        """The section of the settings, or "library"."""
-        return self.setting.partition(".")[0] or "library"
+        """The section of the settings (those of the training are one group), or "library"."""
+        section = self.setting.partition(".")[0] or "library"
+        return "training" if section in ("train", "optim", "scaler") else section
 
     @property
     def kind(self) -> Kind:

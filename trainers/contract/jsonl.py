@@ -279,23 +279,8 @@ class Tail:
         data = self._read(min(limit_bytes, READ_CHUNK_BYTES))
         if not data:
             return []
-        *lines, self._carry = (self._carry + data).split(b"\n")
-        at = self.line_at
-        self.line_at += sum(map(len, lines)) + len(lines)
-        if self._overlong and lines:
-            at += len(lines[0]) + 1
-            lines, self._overlong = lines[1:], False
-        if len(self._carry) > MAX_LINE_BYTES and self._carry[0] == 0:
-            text = self._carry.lstrip(b"\0")
-            self.line_at += len(self._carry) - len(text) - 1
-            self._carry = b"\0" + text
-        if len(self._carry) > MAX_LINE_BYTES:
-            if not self._overlong:
-                self.skipped += 1
-            self.line_at += len(self._carry)
-            self._carry, self._overlong = b"", True
         found = []
-        for line in lines:
+        for at, line in self._complete_lines(data):
             # Zeros before a record come from a hole, or from a crash of the host.
             text = line.lstrip(b"\0")
             record = decode(text) if len(text) <= MAX_LINE_BYTES else None
@@ -304,8 +289,26 @@ class Tail:
                 found.append(Line(at, len(line) + 1, record))
             elif line.strip():
                 self.skipped += 1
-            at += len(line) + 1
         return found
+
+    def _complete_lines(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Returns the complete lines with their offsets, and buffers the rest up to a limit."""
+        *lines, self._carry = (self._carry + data).split(b"\n")
+        placed = []
+        for line in lines:
+            placed.append((self.line_at, line))
+            self.line_at += len(line) + 1
+        if self._overlong and placed:
+            placed, self._overlong = placed[1:], False
+        if len(self._carry) > MAX_LINE_BYTES and self._carry[0] == 0:
+            text = self._carry.lstrip(b"\0")
+            self.line_at += len(self._carry) - len(text) - 1
+            self._carry = b"\0" + text
+        if len(self._carry) > MAX_LINE_BYTES:
+            self.skipped += not self._overlong
+            self.line_at += len(self._carry)
+            self._carry, self._overlong = b"", True
+        return placed
 
     def _read(self, limit_bytes: int) -> bytes:
         try:

@@ -81,7 +81,7 @@ def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | N
     else needs to be typed.
     """
     if flag.kind is bool:
-        other = "0" if (now or flag.default).lower() in TRUE else "1"
+        other = "0" if now.lower() in TRUE else "1"
         cycle: list[str | None] = [None, other, "1" if other == "0" else "0"]
     elif isinstance(flag.kind, tuple):
         cycle = [None, *flag.kind]

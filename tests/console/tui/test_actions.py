@@ -157,7 +157,7 @@ def test_a_flag_is_changed_while_a_launch_waits():
 
 
 def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
-    field, wrong = "…a number of at least 0", "…cannot be 'fast'"
+    field, wrong = "…a number from 0 to 1000", "…cannot be 'fast'"
     keys = ("2", "enter", field, "ctrl+a", "ctrl+k", *"fast", wrong, "enter")
     sent = played(recorded.waiting(), *keys, *["backspace"] * 4, *"0.01", "enter")
     assert [args for _, _, args in sent] == [{"name": "NSA_LR", "value": "0.01"}]

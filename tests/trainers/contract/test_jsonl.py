@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +79,7 @@ def test_good_records_survive_among_garbage_in_any_portions(tmp_path_factory, li
         b'{"v":1,"rank":"0","step":1,"attempt":1,"ts":1,"msg":"x"}',
         b'{"v":1,"rank":-1,"step":1,"attempt":1,"ts":1,"msg":"x"}',
         b'{"v":2,"rank":0,"step":1,"attempt":1,"ts":1,"msg":"x"}',
+        b'{"v":1,"rank":1099511627776,"step":1,"attempt":1,"ts":1,"msg":"x"}',
         b'{"v":1,"rank":0,"step":' + b"9" * 5000 + b',"attempt":1,"ts":1,"msg":"x"}',
     ],
 )
@@ -148,26 +148,8 @@ def test_a_line_is_never_longer_than_4_kib_and_stays_a_heartbeat(durations, text
     record = jsonl.decode(line)
     assert record is not None
     assert heartbeat.accept(record) is not None
-
-
-def test_what_was_cut_from_a_long_record_is_named():
-    line = heartbeat.encode(GOOD | {"steps_dt_s": [0.1234567] * 2000})
-    record = json.loads(line)
-    assert record["cut"] == "steps_dt_s"
-    assert 10 < len(record["steps_dt_s"]) < 2000
-
-
-def test_reader_of_a_bare_directory_of_paths():
-    assert jsonl.Tail(Path("/nonexistent/x"), heartbeat.accept).poll() == []
-
-
-@pytest.mark.parametrize(("key", "value"), [("attempt", 2**60), ("step", 2**62), ("rank", 2**40)])
-def test_a_record_of_an_impossible_run_is_skipped(tmp_path, key, value):
-    path = tmp_path / "f.jsonl"
-    path.write_bytes(jsonl.encode(GOOD | {key: value}) + jsonl.encode(GOOD))
-    tail = jsonl.Tail(path, heartbeat.accept)
-    assert tail.poll() == [GOOD]
-    assert tail.skipped == 1
+    cut = json.loads(heartbeat.encode(GOOD | {"steps_dt_s": [0.1234567] * 2000}))
+    assert (cut["cut"], 10 < len(cut["steps_dt_s"]) < 2000) == ("steps_dt_s", True)
 
 
 @pytest.mark.parametrize("recent", [None, 1 << 18])

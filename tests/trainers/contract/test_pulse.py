@@ -13,42 +13,29 @@ from hypothesis import strategies as st
 from trainers.contract import pulse
 
 
-def test_a_pulse_says_step_phase_and_since(tmp_path):
-    writer = pulse.PulseWriter(tmp_path / "p", rank=3)
-    before = time.monotonic()
+def written(path):
+    found = pulse.read(path)
+    assert found is not None
+    return found
+
+
+def test_a_pulse_has_step_phase_and_times_and_the_device_apart_from_the_host(tmp_path):
+    path, before = tmp_path / "p", time.monotonic()
+    writer = pulse.PulseWriter(path, rank=3)
     writer.set(41, "backward")
-    found = pulse.read(tmp_path / "p")
-    assert found is not None
-    assert (found.rank, found.step, found.phase, found.device_phase) == (
-        3,
-        41,
-        "backward",
-        "backward",
-    )
-    assert before <= found.since <= time.monotonic()
-
-
-def test_a_collective_counts_in_the_phase_that_goes_on(tmp_path):
-    writer = pulse.PulseWriter(tmp_path / "p", rank=0)
-    writer.set(10, "backward", device_step=9, device_phase="forward")
-    before = pulse.read(tmp_path / "p")
-    writer.count()
-    after = pulse.read(tmp_path / "p")
-    assert before is not None
-    assert after is not None
-    assert (after.collectives, after.since) == (before.collectives + 1, before.since)
-    assert (after.step, after.phase, after.device_step, after.device_phase) == (
-        10, "backward", 9, "forward",
+    first = written(path)
+    assert (first.rank, first.step, first.phase, first.device_phase) == (
+        3, 41, "backward", "backward",
     )  # fmt: skip
-    assert after.beat >= before.beat
-
-
-def test_device_progress_stands_apart_from_the_host(tmp_path):
-    writer = pulse.PulseWriter(tmp_path / "p", rank=0)
-    writer.set(10, "optimizer", device_step=9, device_phase="forward")
-    found = pulse.read(tmp_path / "p")
-    assert found is not None
-    assert (found.step, found.device_step, found.device_phase) == (10, 9, "forward")
+    assert before <= first.since <= time.monotonic()
+    writer.set(42, "optimizer", device_step=41, device_phase="forward")
+    second = written(path)
+    writer.count()
+    third = written(path)
+    assert (third.collectives, third.since) == (second.collectives + 1, second.since)
+    assert (third.step, third.phase) == (42, "optimizer")
+    assert (third.device_step, third.device_phase) == (41, "forward")
+    assert third.beat >= second.beat
 
 
 @given(st.binary(min_size=0, max_size=600))
@@ -100,16 +87,14 @@ def test_a_reader_never_sees_a_mixture_while_another_process_writes(tmp_path):
         writer.wait()
 
 
-def test_a_pulse_says_how_many_records_there_are_and_how_many_steps_were_not_finite(tmp_path):
+def test_a_pulse_has_the_numbers_of_records_and_of_steps_that_were_not_finite(tmp_path):
     writer = pulse.PulseWriter(tmp_path / "p", rank=0)
     assert pulse.SIZE_BYTES == (tmp_path / "p").stat().st_size == 256
-    found = pulse.read(tmp_path / "p")
-    assert found is not None
-    assert (found.records, found.nonfinite_steps) == (0, -1), "nobody counts yet"
+    found = written(tmp_path / "p")
+    assert (found.records, found.nonfinite_steps) == (0, -1), "not counted yet"
     writer.nonfinite_steps = 2
     assert [writer.number(), writer.number()] == [1, 2]
-    after = pulse.read(tmp_path / "p")
-    assert after is not None
+    after = written(tmp_path / "p")
     assert (after.records, after.nonfinite_steps) == (2, 2)
     assert (after.beat, after.since) == (found.beat, found.since), "a record is no progress"
 
