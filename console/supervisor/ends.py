@@ -1,4 +1,4 @@
-"""How the ranks of an attempt ended: by the kernel, else by their records, logs and pulses."""
+"""The end of each rank of an attempt: from the kernel, else from its records, log and pulse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How runs end: a hang that is stopped, and a launcher that dies. Real signals, real torchrun."""
+"""Ends of runs: a hang that is stopped, a launcher that dies. Real signals, real torchrun."""
 
 from __future__ import annotations
 

@@ -18,11 +18,9 @@ from console.sources import process
 from tests.fakes import errors
 from tests.faults.sweep import LONG, Case, Course, orders
 from tests.faults.test_places import WITHOUT_MEMORY
-from tests.launches import STUB, Started
+from tests.launches import STUB, Started, phase
 from tests.mounts import ext4
 from trainers.contract import heartbeat, jsonl, pulse, rundir
-
-from .conftest import phase
 
 FROZEN_S = 8.0
 

@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 
+from tests.launches import phase
 from trainers.contract import rundir
-
-from .conftest import phase
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for an immutable folder")

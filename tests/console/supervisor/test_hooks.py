@@ -23,10 +23,8 @@ from console.supervisor.hooks import (
     document,
     variables,
 )
-from tests.launches import set_hook
+from tests.launches import phase, set_hook
 from trainers.contract import rundir
-
-from .conftest import phase
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "hook.py"
 HANG_GUARD_S = 30.0

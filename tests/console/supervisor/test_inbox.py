@@ -18,10 +18,9 @@ from console.supervisor import inbox
 from console.supervisor.inbox import Inbox, Poller, Request
 from console.supervisor.rundir_io import Directory
 from tests import owners
+from tests.launches import phase
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError, UsageError
-
-from .conftest import phase
 
 
 @pytest.fixture(scope="module")

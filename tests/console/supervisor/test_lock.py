@@ -77,7 +77,7 @@ def supervisors_of(path: Path) -> list[str]:
             and os.fsencode(path) in words]  # fmt: skip
 
 
-def test_what_another_one_took_over_and_ended_meanwhile_is_not_taken_over(tmp_path):
+def test_a_launch_that_was_adopted_and_ended_meanwhile_is_not_adopted(tmp_path):
     path = directory.launch(tmp_path)
     with ThreadPoolExecutor(1) as pool, directory.owned(path):
         directory.told(path, rundir.lock_token(path), **directory.DEAD)

@@ -56,7 +56,7 @@ def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, meth
     started = launched[name]
     ended = started.wait_end(120)
     assert started.state()["state"] == "completed", ended
-    text = started.alerts(REPLACED)[0]["text"]
+    text = next(e["text"] for e in started.alerts(REPLACED) if e["kind"] == "alert")
     how = "ended with SIGSEGV" if harm == SEGFAULT else "was killed after"
     assert f"the supervisor's working process {how}" in text
     assert f"in {name}" in text
