@@ -119,7 +119,7 @@ def orders(course: Course, folder: Path) -> LaunchSpec:
     watch = {"stall_floor_s": 1, "startup_s": 60, "grace_s": 3}
     more = {"watch": watch} if course.mode == "stand" else {}
     plan = write_plan(folder, phases=phases, restart=again, **more)
-    return actions.prepare(actions.LaunchOptions(plan=str(plan), run_dir=folder / "launch")).orders
+    return actions.prepare(actions.LaunchOptions(plan=str(plan), run_dir=folder / "launch")).spec
 
 
 class Case:

@@ -85,9 +85,10 @@ def test_what_is_no_request_is_removed_and_harms_nothing(launched, box):
     (box / "c3.json").mkdir()
     (box / "c4.json").write_bytes(b"[" * 100_000)
     (box / "c5.json").write_bytes(b"\0" * (1 << 20))
-    long = box / ("0" * 248)
+    long = launched.path / ("0" * 248)
     long.mkdir()
     (long / "kept").touch()
+    long.rename(box / long.name)
     launched.wait(lambda: not [n for n in os.listdir(box) if not n.startswith(".")], 5)
     for name in ("c1", "c2", "c3", "c4", "c5"):
         assert [answer["ok"] for answer in answers(launched, name)] == [False]
@@ -99,8 +100,9 @@ def test_what_is_no_request_is_removed_and_harms_nothing(launched, box):
 def test_many_entries_that_are_no_request_delay_none_and_a_link_is_no_mailbox(launched, box):
     for n in range(inbox.MAX_REQUESTS_A_POLL + 6):
         for name in (f"0{n:03}", f".refused-0{n:03}"):
-            (box / name).mkdir()
-            (box / name / "kept").touch()
+            (launched.path / name).mkdir()
+            (launched.path / name / "kept").touch()
+            (launched.path / name).rename(box / name)
     assert launched.ask("note", launched.run(), text="through")["ok"]
     away = box.with_name("elsewhere")
     box.rename(away)
