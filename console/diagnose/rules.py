@@ -21,9 +21,9 @@ from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES, diagnose
 from console.model import RECENT_XID_S, Gpu, Level
 from console.sources.gpu import xid_words
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.plan import WATCH_ACTIONS, Watch
+from trainers.contract.plan import WATCH_ACTIONS as ACTIONS
+from trainers.contract.plan import Watch
 
-ACTIONS = WATCH_ACTIONS
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
@@ -90,10 +90,9 @@ class Rule:
 
 def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
     """Returns the time without progress of the slowest rank ÷ its stall limit."""
-    behind = slowest(now.ranks)
-    if not behind:
+    first = min(slowest(now.ranks), key=lambda rank: rank.unchanged_s, default=None)
+    if first is None:
         return Measured(0.0) if now.ranks else None
-    first = min(behind, key=lambda rank: rank.unchanged_s)
     limit = limit_s(first, watch)
     ratio = first.unchanged_s / limit
     halted = [

@@ -51,11 +51,6 @@ class _Case:
         """Returns the time of day of its last change, which stays true while the alert is open."""
         return time.strftime("%H:%M:%S", time.localtime(self.ts - rank.unchanged_s))
 
-    def exited_early(self, step: int) -> list[RankEvidence]:
-        """Returns the ranks that exited at this step or before it, the earliest first."""
-        found = (each for each in self.exited if each.step <= step)
-        return sorted(found, key=lambda each: (each.step, each.rank))
-
     def verdict(
         self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
     ) -> Verdict:  # fmt: skip
@@ -122,16 +117,16 @@ def _uninterruptible(case: _Case) -> Verdict | None:
 
 def _exited_early(case: _Case) -> Verdict | None:
     """Names ranks that exited before the others were done; a rank that saves needs no other."""
-    behind = case.slowest[0]
-    early = case.exited_early(behind.step)
-    if not case.stalled or not early or behind.phase in SAVING_PHASES:
+    slow = case.slowest[0]
+    early = [each for each in case.exited if each.step <= slow.step]
+    if not case.stalled or not early or slow.phase in SAVING_PHASES:
         return None
-    first = early[0]
-    certain = first.step < behind.step and first.state in ENDED_STATES
+    first = min(early, key=lambda each: (each.step, each.rank))
+    certain = first.step < slow.step and first.state in ENDED_STATES
     return case.verdict(
         first, "exited-early", "high" if certain else "medium",
         f"{_exits(early)} at step {first.step} before the other ranks",
-        f"no progress since {case.since(behind)}", _others(case, [first]),
+        f"no progress since {case.since(slow)}", _others(case, [first]),
     )  # fmt: skip
 
 
@@ -173,16 +168,11 @@ def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict 
     A rank without a usable pulse is never named, and makes every other verdict unsure.
     """
     usable = [each for each in ranks if not each.doubt]
-    behind = slowest(usable)
-    if not behind:
+    running = tuple(each for each in usable if each.phase != "exit")
+    exited = tuple(each for each in usable if each.phase == "exit")
+    if not running:
         return None
-    case = _Case(
-        running=tuple(each for each in usable if each.phase != "exit"),
-        slowest=behind,
-        exited=tuple(each for each in usable if each.phase == "exit"),
-        watch=watch,
-        ts=ts,
-    )
+    case = _Case(running, slowest(running), exited, watch, ts)
     found = next((verdict for cause in CAUSES if (verdict := cause(case))), None)
     if found is None or len(usable) == len(ranks) or found.cause in KERNEL_CAUSES:
         return found

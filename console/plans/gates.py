@@ -1,4 +1,4 @@
-"""The gates of a phase: one row each in `TABLE`, evaluated over the records of the run.
+"""The gates of a phase: a new gate is one row in `TABLE`, evaluated over the records of the run.
 
 A gate names its span: all attempts, or the surviving steps (those that no later attempt repeated).
 It passes only where the numbered records of its ranks cover that span without a gap.

@@ -1,4 +1,4 @@
-"""The checks before a launch: one row each in `CHECKS`. Nothing is written."""
+"""The checks before a launch: a new check is one entry in `CHECKS`. Nothing is written."""
 
 from __future__ import annotations
 
@@ -238,13 +238,13 @@ def _is_foreign(name: str) -> bool:
 
 def _logout(case: Case) -> Found:
     """Names what a logout of the operator would end."""
-    found = dangers(case.root, os.getuid(), process.user_name())
+    found = logout_warnings(case.root, os.getuid(), process.user_name())
     if found is None:
         return "pass", "no systemd-logind here"
     return "unknown" if found else "pass", "; ".join(found) or "the run survives a logout"
 
 
-def dangers(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
+def logout_warnings(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
     """Returns a sentence for each harm that a logout of this user does to a run of this process.
 
     None where systemd does not run. `root` is the root of the file system.
@@ -294,12 +294,6 @@ def _logind_properties() -> dict[str, list[str]] | None:
     return dict(zip(PROPERTIES, map(shlex.split, done.stdout.splitlines()), strict=False))
 
 
-def _environment(_case: Case) -> Found:
-    """Names the variables that a training inherits; the dry run shows the whole environment."""
-    names = ", ".join(environ.inherited()) or "nothing"
-    return "pass", f"inherited: {names}; with the flags, nothing else"
-
-
 def _hook(case: Case) -> Found:
     argv = case.operator.hook
     if not argv:
@@ -314,7 +308,7 @@ def _hook(case: Case) -> Found:
 CHECKS: Mapping[str, Callable[[Case], Found]] = {
     "python": _python, "torch": _torch, "program": _programs, "gpus": check_gpus, "cores": _cores,
     "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
-    "environment": _environment, "logout": _logout, "hook": _hook,
+    "logout": _logout, "hook": _hook,
 }  # fmt: skip
 
 

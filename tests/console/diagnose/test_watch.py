@@ -159,7 +159,7 @@ def test_a_rule_that_a_former_watchdog_raised_is_not_raised_again_and_is_cleared
 
 def test_a_new_rule_is_one_row_and_sees_the_settings_of_the_run(monkeypatch):
     def spike(now, history, _watch):
-        warm = now.progress[0].step > history.settings["train.warmup_steps"]
+        warm = now.progress[0].step > history.settings.get("train.warmup_steps", 0)
         return Measured(now.progress[0].loss if warm else 0.0, "the loss is too high")
 
     row = Rule("spike", "loss after the warm-up", "nats", 5.0, 4.0, 0.0, spike)

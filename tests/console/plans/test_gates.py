@@ -8,10 +8,6 @@ import pytest
 
 from console.plans import gates
 from console.plans.gates import Summary, evaluate, overall
-from console.sources.record_files import RecordFiles
-from console.sources.reducer import Reducer
-from console.sources.series import Series
-from console.supervisor.run_files import Files
 from tests.console.plans.histories import Written, attempt, lines, summed
 from trainers.contract.errors import UsageError
 
@@ -100,30 +96,6 @@ def test_one_failed_gate_fails_the_phase_and_one_unknown_leaves_it_open():
 def test_a_wrong_gate_is_a_usage_error(bounds, text):
     with pytest.raises(UsageError, match=text):
         gates.check(bounds, "plan.yaml")
-
-
-def test_the_files_give_the_same_result_as_the_live_records(tmp_path):
-    written = [Written(rank) for rank in (0, 1)]
-    for step in range(1, 21):
-        for each in written:
-            each.add("progress", step, loss=5.0 - step / 10, grad_norm=1.0)
-    for each in written:
-        each.add("exit", 20, exit_code=0)
-    for rank, each in enumerate(written):
-        text = [json.dumps(record) for record in each.records]
-        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text("\n".join([*text, "{broken", ""]))
-    read = Summary(2, 1, 0)
-    reducer = Reducer(Series(keeps=False), read)
-    files, behind = Files(tmp_path, 1, 2, RecordFiles(tmp_path)), True
-    while behind:
-        news = files.look(heartbeats=True)
-        behind = news.behind
-        for batch in news.batches:
-            reducer.take(batch)
-    bounds = {"steps_done": 20, "loss_finite": True, "loss_falls": True, "no_stall": True}
-    found = evaluate(read, bounds)
-    assert found == evaluate(summed(*written), bounds)
-    assert overall(found) == "pass"
 
 
 # --- spans: all attempts, or the steps that survived --------------------------------------------

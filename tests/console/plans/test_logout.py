@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from console.plans.preflight import dangers
+from console.plans.preflight import logout_warnings
 
 ANN = 1000, "ann"
 SESSION = "0::/user.slice/user-1000.slice/session-3.scope\n"
@@ -36,7 +36,7 @@ class Host:
         (self.root / "var/lib/systemd/linger" / ANN[1]).touch()
 
     def words(self, user: tuple[int, str] = ANN) -> str:
-        return " ".join(dangers(self.root, *user) or ())
+        return " ".join(logout_warnings(self.root, *user) or ())
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def host(tmp_path, monkeypatch):
 
 
 def test_a_host_without_systemd_or_with_a_harmless_logind_is_no_danger(host, tmp_path):
-    assert dangers(tmp_path / "none", *ANN) is None
-    assert dangers(host.root, *ANN) == ()
+    assert logout_warnings(tmp_path / "none", *ANN) is None
+    assert logout_warnings(host.root, *ANN) == ()
     host.busctl.write_text("#!/bin/sh\nexit 1\n")
     assert "does not answer" in host.words()
 
