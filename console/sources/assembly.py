@@ -39,7 +39,7 @@ class Evidence:
     """supervisor.json, {} where it cannot be read."""
     by_launch: Record
     """The entry of the run in plan_state.json, with the keys of supervisor.json."""
-    born: Record
+    run_json: Record
     """run.json"""
     gates: Record
     env: Record
@@ -72,7 +72,7 @@ class _Assembly:
         behind = self._records.files.behind_bytes > 0
         self._state: State
         self._state, self._why = decide(liveness.facts(
-            self._supervisor, evidence.born, self._records.heads, behind, evidence.trouble
+            self._supervisor, evidence.run_json, self._records.heads, behind, evidence.trouble
         ))  # fmt: skip
         self._has_ended = self._state in liveness.ENDED
         self._supervisor_alerts = (
@@ -87,10 +87,10 @@ class _Assembly:
         return self._evidence.by_launch
 
     def run_state(self) -> RunState:
-        evidence, records, supervisor, born = (
-            self._evidence, self._records, self._supervisor, self._evidence.born
+        evidence, records, supervisor, run_json = (
+            self._evidence, self._records, self._supervisor, self._evidence.run_json
         )  # fmt: skip
-        flags = documents.flag_field(born, "value")
+        flags = documents.flag_field(run_json, "value")
         ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
         step, planned = newest_step(supervisor, ranks, records), self._planned_steps
         is_legacy = records.files.is_legacy
@@ -98,13 +98,13 @@ class _Assembly:
             id=self._id, path=str(evidence.run), state=self._state, why=self._why,
             since_ts=liveness.since_ts(supervisor, self._state, records.heads),
             attempt=records.attempt,
-            host=documents.line(supervisor, "host", documents.line(born, "host", "")),
+            host=documents.line(supervisor, "host", documents.line(run_json, "host", "")),
             world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
             ranks=ranks, gpus=records.gpus,
-            figures=records.figures(bool(born.get("settings")) or is_legacy),
+            figures=records.figures(bool(run_json.get("settings")) or is_legacy),
             alerts=self._alerts(), verdict=documents.verdict(supervisor),
-            gates=documents.gates(evidence.gates), bounds=documents.bounds(born),
+            gates=documents.gates(evidence.gates), bounds=documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),
             launch=evidence.launch and with_run_state(
                 evidence.launch, evidence.run.name, self._state, self._why
@@ -113,19 +113,20 @@ class _Assembly:
             skipped_in="" if records.files.is_whole else IN_RECENT,
             behind_bytes=evidence.behind_bytes, directory_blocked_s=self._blocked_s,
             checkpoint="" if evidence.is_away else documents.latest_checkpoint(evidence.run),
-            environment=flags, origins=documents.flag_field(born, "origin"),
-            decided=documents.flag_settings(jsonl.mapping(born, "settings")),
-            argv=documents.words(born, "argv"), backend=documents.backend(evidence.env),
+            environment=flags, origins=documents.flag_field(run_json, "origin"),
+            decided=documents.flag_settings(jsonl.mapping(run_json, "settings")),
+            argv=documents.words(run_json, "argv"), backend=documents.backend(evidence.env),
         )  # fmt: skip
 
     @property
     def _id(self) -> str:
         launch, name = self._evidence.launch, self._evidence.run.name
-        return documents.line(self._evidence.born, "run", f"{launch.id}/{name}" if launch else name)
+        default = f"{launch.id}/{name}" if launch else name
+        return documents.line(self._evidence.run_json, "run", default)
 
     @property
     def _planned_steps(self) -> int | None:
-        return documents.setting_int(self._evidence.born, "train.steps")
+        return documents.setting_int(self._evidence.run_json, "train.steps")
 
     def _eta_s(self, step: int | None) -> float | None:
         planned = self._planned_steps

@@ -208,7 +208,7 @@ class Device:
             self._known = replace(self._known, mem_total_mib=memory.total / MIB)
         use = figure("utilization", nvml.nvmlDeviceGetUtilizationRates, handle)
         power = figure("power", nvml.nvmlDeviceGetPowerUsage, handle)
-        held = figure("throttle reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        reasons = figure("throttle reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
         kind = nvml.NVML_TEMPERATURE_GPU
         temp_c = figure("temperature", nvml.nvmlDeviceGetTemperature, handle, kind)
         sm_mhz = figure("clock", nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
@@ -216,7 +216,7 @@ class Device:
             "ECC errors", nvml.nvmlDeviceGetTotalEccErrors, handle,
             nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC,
         )  # fmt: skip
-        figures = (memory, use, power, held, temp_c, sm_mhz, ecc)
+        figures = (memory, use, power, reasons, temp_c, sm_mhz, ecc)
         silent = self._refused and all(each is None for each in figures)
         return replace(
             self._known, state="error" if silent else "ok",
@@ -225,7 +225,7 @@ class Device:
             mem_used_mib=None if memory is None else round(memory.used / MIB, 1),
             temp_c=temp_c, sm_mhz=sm_mhz, ecc_uncorrected=ecc,
             why=", ".join(set(self._refused.values())) if silent else self._missing(),
-            throttle=", ".join(word for bit, word in THROTTLES.items() if (held or 0) & bit),
+            throttle=", ".join(word for bit, word in THROTTLES.items() if (reasons or 0) & bit),
         )  # fmt: skip
 
     def _missing(self) -> str:

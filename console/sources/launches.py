@@ -212,8 +212,8 @@ def _latest(known: Sequence[Known], root: Path, act: bool) -> Path:
 def _check_age(newest: Known) -> None:
     """Raises RefusedError for a launch whose plan is newer than its own runs."""
     for run in run_directories(newest.path):
-        born_ts = jsonl.number(rundir.read_json(run / rundir.RUN) or {}, "created_ts")
-        if born_ts is not None and born_ts < newest.created_ts - CLOCK_S:
+        run_ts = jsonl.number(rundir.read_json(run / rundir.RUN) or {}, "created_ts")
+        if run_ts is not None and run_ts < newest.created_ts - CLOCK_S:
             raise RefusedError(
                 f"the latest launch is uncertain: the {rundir.PLAN} of {newest.path} is newer than "
                 f"its run {run.name}; give an id or a directory"
@@ -230,16 +230,16 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
     runs = run_directories(launch) if launch else [path]
     recorded = False
     for run in runs:
-        born = rundir.read_json(run / rundir.RUN) or {}
-        home = jsonl.text(jsonl.mapping(born, "environment"), environ.RUN_DIR).partition("\0")[0]
+        record = rundir.read_json(run / rundir.RUN) or {}
+        home = jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR).partition("\0")[0]
         recorded = recorded or bool(home)
-        named = jsonl.text(born, "launch")
+        named = jsonl.text(record, "launch")
         if by_name and launch and named and clean(named, 200) != launch_id(launch):
             raise RefusedError(
                 f"{launch} is named {launch_id(launch)} by its plan and {clean(named, 200)} by its "
                 "run; give the directory"
             )
-        if home and not _is_home(Path(home), run, jsonl.text(born, "host")):
+        if home and not _is_home(Path(home), run, jsonl.text(record, "host")):
             there = Path(home).parent if launch else Path(home)
             advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
             raise RefusedError(

@@ -219,10 +219,10 @@ def living_processes(run: Record, supervisor: Record) -> str:
 
 def living_in(run: Path) -> str:
     """Returns a sentence on the processes of a run directory that are alive here, "" for none."""
-    supervisor, born = (
+    supervisor, document = (
         rundir.read_json(run / name, below=run) or {} for name in (rundir.SUPERVISOR, rundir.RUN)
     )
-    return living_ranks(supervisor) or living_processes(born, supervisor)
+    return living_ranks(supervisor) or living_processes(document, supervisor)
 
 
 def has_lost_rank(supervisor: Record) -> bool:

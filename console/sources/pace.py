@@ -200,13 +200,13 @@ class Pace:
 
     def _keep(self, phase: str, durations_s: list[float]) -> None:
         """Adds durations; a stall counts only up to the limit that it exceeded."""
-        held, ordered = self._durations.setdefault(phase, (deque(), []))
+        kept, ordered = self._durations.setdefault(phase, (deque(), []))
         most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
         for duration_s in durations_s:
-            held.append(min(duration_s, most_s))
-            insort(ordered, held[-1])
-            if len(held) > KEPT_STEPS:
-                del ordered[bisect_left(ordered, held.popleft())]
+            kept.append(min(duration_s, most_s))
+            insort(ordered, kept[-1])
+            if len(kept) > KEPT_STEPS:
+                del ordered[bisect_left(ordered, kept.popleft())]
 
     def p99_s(self, phase: str = "") -> float | None:
         """Returns the 99th percentile of its last times in a phase, None without times.

@@ -122,8 +122,8 @@ def with_token(token: str, home: str = "") -> list[int]:
     With `home` their environment also has to name this run directory: a token may be copied.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in pids if (born := environment(pid)).get(environ.TOKEN) == token
-            and (not home or born.get(environ.RUN_DIR) == home)]  # fmt: skip
+    return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token
+            and (not home or variables.get(environ.RUN_DIR) == home)]  # fmt: skip
 
 
 def catches(pid: int, number: int) -> bool:

@@ -82,12 +82,12 @@ class AttemptTotals:
         return {key: value for key, value in asdict(self).items() if value != _EMPTY[key]}
 
     @classmethod
-    def load(cls, held: Record) -> AttemptTotals:
+    def load(cls, saved: Record) -> AttemptTotals:
         """Returns the totals from `as_dict`."""
-        mono, ended = jsonl.number(held, "_mono"), jsonl.integers(held, "exit")
-        holes = [documents.read(Missing, each) for each in jsonl.entries(held, "holes")]
+        mono, ended = jsonl.number(saved, "_mono"), jsonl.integers(saved, "exit")
+        holes = [documents.read(Missing, each) for each in jsonl.entries(saved, "holes")]
         return documents.read(
-            cls, held, holes=holes,
+            cls, saved, holes=holes,
             exit=(ended[0], ended[1]) if len(ended) == 2 else None,
             _mono=-math.inf if mono is None else mono,
         )  # fmt: skip
@@ -234,12 +234,12 @@ class Window:
             "dropped": self.dropped,
         }  # fmt: skip
 
-    def load(self, held: Record) -> None:
+    def load(self, saved: Record) -> None:
         """Sets the window to the one from `as_dict`."""
-        self.first = [(int(step or 0), loss or 0.0) for step, loss in _rows(held, "first")]
-        self.newest.extend(Figures(int(row[0] or 0), *row[1:]) for row in _rows(held, "newest"))
-        self.losses = jsonl.integer(held, "losses") or 0
-        self.dropped = held.get("dropped") is True
+        self.first = [(int(step or 0), loss or 0.0) for step, loss in _rows(saved, "first")]
+        self.newest.extend(Figures(int(row[0] or 0), *row[1:]) for row in _rows(saved, "newest"))
+        self.losses = jsonl.integer(saved, "losses") or 0
+        self.dropped = saved.get("dropped") is True
 
     def last(self, name: str, count: int) -> list[float] | None:
         """Returns the newest `count` values of a figure, None where some of them were dropped."""
@@ -248,11 +248,11 @@ class Window:
         return None if self.dropped and len(found) < count else found
 
 
-def _rows(held: Record, key: str) -> list[list[float | None]]:
+def _rows(saved: Record, key: str) -> list[list[float | None]]:
     """Returns rows of numbers. Raises TypeError for anything else."""
     return [
         [None if value is None else jsonl.number({"": value}, "") for value in row]
-        for row in held[key]
+        for row in saved[key]
     ]
 
 
@@ -283,22 +283,22 @@ class RankTotals:
         }  # fmt: skip
 
     @classmethod
-    def load(cls, rank: int, held: Record) -> RankTotals:
+    def load(cls, rank: int, saved: Record) -> RankTotals:
         """Returns the totals from `as_dict`. Raises ValueError for anything else."""
         found = cls(rank)
         try:
             found.attempts = {
-                int(number): AttemptTotals.load(part) for number, part in held["parts"].items()
+                int(number): AttemptTotals.load(part) for number, part in saved["parts"].items()
             }  # fmt: skip
-            found.memory_mib = Peak(_rows(held, "memory_mib"))
-            found.window.load(held["window"])
+            found.memory_mib = Peak(_rows(saved, "memory_mib"))
+            found.window.load(saved["window"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError("these are no totals of a rank") from error
         for key in ("newest", "step", "progress", "norms"):
-            setattr(found, key, jsonl.integer(held, key) or 0)
-        found.norm_min = jsonl.number(held, "norm_min")
+            setattr(found, key, jsonl.integer(saved, key) or 0)
+        found.norm_min = jsonl.number(saved, "norm_min")
         whole = found.newest in found.attempts or not found.newest
-        if not whole or jsonl.encode(found.as_dict()) != jsonl.encode(held):
+        if not whole or jsonl.encode(found.as_dict()) != jsonl.encode(saved):
             raise ValueError("these are no totals of a rank")
         return found
 

@@ -279,7 +279,7 @@ class Reducer:
     def heads(self, attempt: int) -> dict[int, Head]:
         """Returns the head of each rank with records in an attempt."""
         heads = sorted(self.all_heads.items())
-        return {rank: held[attempt] for rank, held in heads if attempt in held}
+        return {rank: by_attempt[attempt] for rank, by_attempt in heads if attempt in by_attempt}
 
     def samples(self, attempt: int) -> dict[str, dict[str, Any]]:
         """Returns the newest sample of each host, without samples of an earlier attempt."""

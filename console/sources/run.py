@@ -103,12 +103,12 @@ class RunSource:
             return self._without_run(launch)
         self._is_away = self._fixed is None and not _is_directory(run)
         supervisor = self._document(run / rundir.SUPERVISOR)
-        born = self._document(run / rundir.RUN)
+        run_json = self._document(run / rundir.RUN)
         records = self._read(
-            run, jsonl.integer(supervisor, "attempt"), jsonl.integer(born, "world")
+            run, jsonl.integer(supervisor, "attempt"), jsonl.integer(run_json, "world")
         )
         return run_state(Evidence(
-            run, self._is_away, launch, supervisor, self._phase_of(run), born,
+            run, self._is_away, launch, supervisor, self._phase_of(run), run_json,
             self._document(run / rundir.GATES), self._document(run / rundir.ENV), records,
             self._behind_bytes(records), self._documents[run / rundir.SUPERVISOR].trouble,
             self._troubles(),

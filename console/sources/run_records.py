@@ -32,12 +32,12 @@ class RunRecords:
 
     def __init__(self, run: Path, reads: Reads = "all"):
         self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")
-        held = None
+        saved = None
         if reads in ("recent", "charts"):
-            held = rundir.read_json(run / rundir.SNAPSHOT, below=run)
+            saved = rundir.read_json(run / rundir.SNAPSHOT, below=run)
         most = MAX_TAIL_BYTES if reads == "recent" else None
-        self.has_snapshot = snapshot.load(run, held, self.reducer, most)
-        self.snapshot_ts = jsonl.number(held or {}, "ts") if self.has_snapshot else None
+        self.has_snapshot = snapshot.load(run, saved, self.reducer, most)
+        self.snapshot_ts = jsonl.number(saved or {}, "ts") if self.has_snapshot else None
         if self.has_snapshot and reads == "charts":
             snapshot.draw(run, self.reducer)
         only_ends = reads == "end" or (reads == "recent" and not self.has_snapshot)

@@ -58,10 +58,10 @@ def read_span(record: Mapping[str, Any], level: int) -> Span | None:
     return Span(jsonl.text(record, "of"), level, number, at, bands)
 
 
-def _bands(held: Mapping[str, Any]) -> dict[str, Band]:
+def _bands(saved: Mapping[str, Any]) -> dict[str, Band]:
     """Returns the bands of a line, without those that are not two finite numbers in order."""
     found: dict[str, Band] = {}
-    for name, value in held.items():
+    for name, value in saved.items():
         low, high = value if isinstance(value, list) and len(value) == 2 else (value, value)
         if type(low) is float and type(high) is float and -math.inf < low <= high < math.inf:
             found[name] = low, high
@@ -97,10 +97,10 @@ class Thinner:
         """Returns the open spans as a snapshot has them."""
         return {"records": self.records, "now": [span and span.as_dict() for span in self.now]}
 
-    def load(self, held: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Sets the open spans from `as_dict`. Raises KeyError and TypeError for anything else."""
-        self.records = jsonl.integer(held, "records") or 0
-        for level, each in enumerate(held["now"][: len(SPANS_S)]):
+        self.records = jsonl.integer(saved, "records") or 0
+        for level, each in enumerate(saved["now"][: len(SPANS_S)]):
             self.now[level] = read_span(each, level) if isinstance(each, dict) else None
 
     def has_ended(self, span: Span) -> bool:
@@ -200,8 +200,8 @@ class Series:
             return
         for name in {name for span in spans for name in span.bands}:
             if self._is_in(name, of):
-                held = self._spans.setdefault((name, level), _Spans(KEPT_SPANS[level]))
-                held.extend([span for span in spans if name in span.bands], name)
+                saved = self._spans.setdefault((name, level), _Spans(KEPT_SPANS[level]))
+                saved.extend([span for span in spans if name in span.bands], name)
 
     def _is_in(self, name: str, of: str) -> bool:
         if name not in self._files and len(self._files) < MAX_SERIES:
@@ -276,21 +276,21 @@ class Series:
         found: dict[str, dict[int, Span]] = {of: {} for of in self._thinners}
         for line in reversed(lines):
             span = read_span(jsonl.decode(line) or {}, level)
-            held = found.get(span.of) if span is not None else None
-            if span is None or held is None or not self._thinners[span.of].has_ended(span):
+            saved = found.get(span.of) if span is not None else None
+            if span is None or saved is None or not self._thinners[span.of].has_ended(span):
                 continue
-            held[span.number] = span
+            saved[span.number] = span
             if all(len(each) >= KEPT_SPANS[level] for each in found.values()):
                 break
-        for of, held in found.items():
-            self._add_spans(of, level, [held[number] for number in sorted(held)])
+        for of, saved in found.items():
+            self._add_spans(of, level, [saved[number] for number in sorted(saved)])
 
-    def load(self, held: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Sets the state from `as_dict`. Raises TypeError and ValueError for anything else."""
-        for of, spans in jsonl.mapping(held, "thinned").items():
+        for of, spans in jsonl.mapping(saved, "thinned").items():
             self._thinners.setdefault(of, Thinner(of)).load(spans)
-        self._durations_s.extend(jsonl.numbers(held, "durations_s"))
-        ends = ((float(at), jsonl.integer({"": step}, "")) for at, step in held["ends"])
+        self._durations_s.extend(jsonl.numbers(saved, "durations_s"))
+        ends = ((float(at), jsonl.integer({"": step}, "")) for at, step in saved["ends"])
         self._ends.extend((at, step) for at, step in ends if step is not None)
 
 

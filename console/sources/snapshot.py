@@ -79,16 +79,16 @@ def _ref(line: Line | None) -> list[int] | None:
 
 
 def load(
-    run: Path, held: Mapping[str, Any] | None, reducer: Reducer, most_bytes: int | None = None
+    run: Path, saved: Mapping[str, Any] | None, reducer: Reducer, most_bytes: int | None = None
 ) -> bool:
     """Fills a new reducer from a snapshot; returns whether the snapshot is valid for the files.
 
     It is not where more than `most_bytes` of records were written since.
     """
-    if held is None or held.get("v") != VERSION:
+    if saved is None or saved.get("v") != VERSION:
         return False
     try:
-        _Loader(run, held, most_bytes).fill(reducer)
+        _Loader(run, saved, most_bytes).fill(reducer)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         return False
     return True
@@ -97,20 +97,20 @@ def load(
 class _Loader:
     """Reads one snapshot; invalid content raises ValueError, or the error of its type."""
 
-    def __init__(self, run: Path, held: Mapping[str, Any], most_bytes: int | None):
-        self._run, self._held, self._most_bytes = run, held, most_bytes
+    def __init__(self, run: Path, saved: Mapping[str, Any], most_bytes: int | None):
+        self._run, self._saved, self._most_bytes = run, saved, most_bytes
         self._cursors: dict[str, Cursor] = {}
 
     def fill(self, reducer: Reducer) -> None:
         self._cursors = cursors = self._read_cursors()
         ranks = {
             int(rank): RankTotals.load(int(rank), totals)
-            for rank, totals in self._held["folds"].items()
+            for rank, totals in self._saved["folds"].items()
         }
         heads = {
             int(rank): {int(number): self._head(int(rank), int(number), each, ranks)
-                        for number, each in held.items()}
-            for rank, held in self._held["heads"].items()
+                        for number, each in saved.items()}
+            for rank, saved in self._saved["heads"].items()
         }  # fmt: skip
         for rank, totals in ranks.items():
             cursor = cursors.get(rundir.heartbeat(self._run, rank).name)
@@ -118,15 +118,15 @@ class _Loader:
             if headless or cursor is None or not cursor.place.at:
                 raise ValueError(f"rank {rank} has no records")
         samples = {
-            name: self._line(name, ref) for name, ref in self._held["samples"].items()
+            name: self._line(name, ref) for name, ref in self._saved["samples"].items()
         }  # fmt: skip
-        events = self._events(jsonl.mapping(self._held, "events"))
+        events = self._events(jsonl.mapping(self._saved, "events"))
         charted = {
             name: deque([_place(place)], maxlen=RAW_RECORDS)
-            for name, place in self._held["charted"].items()
+            for name, place in self._saved["charted"].items()
         }
         series = Series(reducer.series.keeps)
-        series.load(jsonl.mapping(self._held, "series"))
+        series.load(jsonl.mapping(self._saved, "series"))
         # Nothing raises from here on: the reducer is filled completely or not at all.
         reducer.cursors.update(cursors)  # its `RecordFiles` may have them already
         reducer.all_heads, reducer.events = heads, events
@@ -138,7 +138,7 @@ class _Loader:
             name: Cursor(
                 jsonl.text(each, "head"), _place(each["place"]), _natural(each["skipped"])
             )
-            for name, each in self._held["files"].items()
+            for name, each in self._saved["files"].items()
         }  # fmt: skip
         for name, cursor in found.items():
             known = name == rundir.EVENTS or rank_of(name) is not None
@@ -163,10 +163,10 @@ class _Loader:
         return Line(place, length, record) if record else None
 
     def _head(
-        self, rank: int, attempt: int, held: Mapping[str, Any], ranks: Mapping[int, RankTotals]
+        self, rank: int, attempt: int, saved: Mapping[str, Any], ranks: Mapping[int, RankTotals]
     ) -> Head:  # fmt: skip
         name, of = rundir.heartbeat(self._run, rank).name, {"rank": rank, "attempt": attempt}
-        lines = {key: self._line(name, held.get(key)) for key in HEAD_LINES}
+        lines = {key: self._line(name, saved.get(key)) for key in HEAD_LINES}
         for line in lines.values():
             record = heartbeat.accept(line.record) if line is not None else of
             if record is None or (record["rank"], record["attempt"]) != (rank, attempt):
@@ -178,11 +178,11 @@ class _Loader:
             raise ValueError(f"{name} has another newest record")
         if whole and whole.step != (progress.record["step"] if progress is not None else 0):
             raise ValueError(f"{name} has another newest step")
-        return documents.read(Head, held, pace=UNTIMED, **lines)
+        return documents.read(Head, saved, pace=UNTIMED, **lines)
 
-    def _events(self, held: Mapping[str, Any]) -> Events:
-        state = self._line(rundir.EVENTS, held["state"])
-        alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in held["alerts"].items()}
+    def _events(self, saved: Mapping[str, Any]) -> Events:
+        state = self._line(rundir.EVENTS, saved["state"])
+        alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in saved["alerts"].items()}
         for name, line in alerts.items():
             record = line.record if line is not None else {}
             found = jsonl.text(record, "kind"), documents.line(record, "alert", "")
@@ -190,13 +190,13 @@ class _Loader:
                 raise ValueError("an alert is another event")
         if state is not None and jsonl.text(state.record, "kind") != "state":
             raise ValueError("a state is another event")
-        told_ts = jsonl.mapping(held, "told_ts")
+        told_ts = jsonl.mapping(saved, "told_ts")
         return Events(
             state,
             {name: line for name, line in alerts.items() if line},
-            {str(name) for name in held["acknowledged"]},
+            {str(name) for name in saved["acknowledged"]},
             {name: jsonl.number(told_ts, name) or 0.0 for name in told_ts},
-            jsonl.integer(held, "attempts"), jsonl.integer(held, "stalls"),
+            jsonl.integer(saved, "attempts"), jsonl.integer(saved, "stalls"),
         )  # fmt: skip
 
 

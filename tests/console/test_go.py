@@ -122,7 +122,7 @@ def lie(run, name):
     ["gates.json: a NaN in the records", "gates.json: a stall in the events",
      "gates.json: fewer steps in the records", "the records: a number that is not there"],
 )  # fmt: skip
-def test_it_is_no_go_when_one_of_them_says_otherwise(launch, capsys, name, where):
+def test_it_is_no_go_when_they_disagree(launch, capsys, name, where):
     text = lie(launch / where, name)
     for path in (launch, launch / where):
         code, out = said(capsys, "check", path)
@@ -160,7 +160,7 @@ def test_it_is_no_go_when_one_of_them_is_missing(launch, capsys, name, text):
     assert said(capsys, "check", launch)[0] == 0
 
 
-def test_a_run_without_gates_goes_by_its_exits(launch, capsys):
+def test_a_run_without_gates_is_judged_by_its_exits(launch, capsys):
     run = launch / "1-second"
     born = rundir.read_json(run / rundir.RUN) or {}
     directory.document(run / rundir.RUN, {k: v for k, v in born.items() if k != "gates"})

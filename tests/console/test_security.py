@@ -1,4 +1,4 @@
-"""Launching where somebody else could interfere: refused, closed, or harmless."""
+"""Launches where another user could interfere are refused, or protected."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_no_request_goes_where_everybody_may_write(tmp_path):
     assert listing(path / rundir.REQUESTS) == []
 
 
-def test_a_way_that_everybody_may_rename_is_refused_and_tmp_is_not(tmp_path):
+def test_a_path_that_everybody_may_rename_is_refused_and_tmp_is_not(tmp_path):
     shared = tmp_path / "shared"
     (shared / "mine").mkdir(parents=True)
     shared.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Which run and which supervisor an action reaches: two sources agree, or nothing is done."""
+"""The run and the supervisor of an action: two sources agree, or the action is refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at(tmp_path, cap
 
 
 @pytest.mark.decision("target-id", "absent")
-def test_a_run_that_records_no_directory_has_to_be_given_as_one(tmp_path):
+def test_a_run_without_a_recorded_directory_needs_a_directory_as_name(tmp_path):
     path = made(tmp_path / "r1")
     forget_directory(path)
     assert launches.find("r1", tmp_path) == path
@@ -144,7 +144,7 @@ def test_the_latest_is_the_newest_by_creation_whatever_its_name(tmp_path, capsys
     [((5, 9), (9, 5)), ((5, 5), (5, 5)), ((5, 5), (9, 5))],
     ids=["they disagree", "a copy that kept its times", "a copy"],
 )
-def test_a_latest_that_is_not_certain_is_refused_with_both(tmp_path, capsys, created, written):
+def test_an_uncertain_latest_is_refused_with_both(tmp_path, capsys, created, written):
     pair = [
         made(tmp_path / name, name, NOW - back, NOW - file_back)
         for name, back, file_back in zip("ab", created, written, strict=True)
@@ -158,7 +158,7 @@ def test_a_latest_that_is_not_certain_is_refused_with_both(tmp_path, capsys, cre
 
 
 @pytest.mark.decision("target-latest", "lie")
-def test_a_plan_that_is_younger_than_its_run_is_not_the_latest(tmp_path):
+def test_a_plan_that_is_newer_than_its_run_is_not_the_latest(tmp_path):
     made(tmp_path / "new", "new", NOW - 60, NOW - 60)
     forged = made(tmp_path / "old", "old", NOW, NOW)
     path = forged / "0-first" / rundir.RUN
@@ -190,7 +190,7 @@ def test_a_launch_of_a_time_when_the_clock_was_ahead_is_not_the_latest(tmp_path,
 @pytest.mark.parametrize(
     "created", [None, "x", "nan", 1e300, -5.0, 7.0, pytest.param(NOW + 1e6, id="later")]
 )
-def test_without_a_sane_creation_time_the_stamp_tells_and_an_action_is_refused(tmp_path, created):
+def test_without_a_valid_creation_time_the_stamp_counts_and_an_action_is_refused(tmp_path, created):
     old = made(tmp_path / "20200101-000000", "old", created, NOW - 5)
     new = made(tmp_path / "20200102-000000", "new", None, NOW - 9)
     assert launches.find("latest", tmp_path) == new
@@ -247,7 +247,7 @@ def test_a_lock_of_another_owner_is_not_the_supervisors(tmp_path):
 
 @pytest.mark.decision("target-supervisor", "absent")
 @pytest.mark.parametrize("words", ["dump {}", "stop {}", "do {} note text=x"])
-def test_a_living_run_without_supervisor_is_told_so_and_how_to_get_one(tmp_path, capsys, words):
+def test_a_request_to_an_unsupervised_run_is_refused_with_advice(tmp_path, capsys, words):
     path = made(tmp_path / "r1")
     mine = rundir.identity()
     directory.run(path / "0-first", workers=[{"rank": 0, **mine, "exit": None}], **directory.DEAD)
@@ -280,7 +280,7 @@ def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched):
 
 
 @pytest.mark.decision("target-supervisor", "absent")
-def test_from_another_host_no_answer_is_said_and_nothing_else_is_done(launched):
+def test_from_another_host_a_missing_answer_is_reported(launched):
     with launched.stopped():
         code, text = elsewhere("halt", launched.path, "--timeout", "0.5")
         assert not (launched.run() / rundir.HALT).exists()
@@ -296,9 +296,7 @@ def test_from_another_host_no_answer_is_said_and_nothing_else_is_done(launched):
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "garbage"])
 @pytest.mark.parametrize("words", ["halt {}", "stop {}", "dump {}", "do {} note text=x"])
-def test_a_document_that_cannot_be_read_is_said_and_no_action_is_done(
-    tmp_path, capsys, kind, words
-):
+def test_an_unreadable_document_is_named_and_the_action_refused(tmp_path, capsys, kind, words):
     path = made(tmp_path / "r1")
     for broken, targets in (
         (path / "0-first" / rundir.SUPERVISOR, [path / "0-first"]),

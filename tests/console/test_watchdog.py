@@ -184,11 +184,11 @@ def test_nothing_is_written_through_a_link(run, tmp_path):
 
 def test_a_slow_run_of_the_legacy_system_is_no_stall_and_its_zero_gradient_none(tmp_path):
     """35 minutes between two records, a rank that writes none, a gradient norm that is always 0."""
-    assert changes(directory.ancestor(tmp_path / "slow", 35 * 60, 34 * 60)) == []
+    assert changes(directory.legacy(tmp_path / "slow", 35 * 60, 34 * 60)) == []
 
 
 def test_a_silent_run_of_the_legacy_system_is_seen_by_its_own_rhythm_until_it_ends(tmp_path):
-    path = directory.ancestor(tmp_path / "silent", 60, 3600)
+    path = directory.legacy(tmp_path / "silent", 60, 3600)
     with watchdog(path, "--halt", "--interval", "0.1") as process:
         line = json.loads(process.stdout.readline())
         assert (line["kind"], line["rule"]) == ("raise", "stall")
@@ -200,7 +200,7 @@ def test_a_silent_run_of_the_legacy_system_is_seen_by_its_own_rhythm_until_it_en
 
 
 def test_a_loss_that_is_not_finite_halts_a_run_of_the_legacy_system(tmp_path):
-    path = directory.ancestor(tmp_path / "nan", 60, 1, loss="NaN")
+    path = directory.legacy(tmp_path / "nan", 60, 1, loss="NaN")
     with watchdog(path, "--halt", "--interval", "0.1") as process:
         until((path / rundir.ANOMALY).exists, process)
     assert (path / rundir.HALT).exists()
@@ -208,7 +208,7 @@ def test_a_loss_that_is_not_finite_halts_a_run_of_the_legacy_system(tmp_path):
 
 
 def test_in_words_a_change_is_a_line_with_the_time_of_day(tmp_path):
-    path = directory.ancestor(tmp_path / "nan", 60, 1, loss="NaN")
+    path = directory.legacy(tmp_path / "nan", 60, 1, loss="NaN")
     (path / "metrics.json").write_text("{}")
     os.utime(path / "metrics.json")
     done = subprocess.run(

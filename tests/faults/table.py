@@ -136,16 +136,16 @@ ROWS: tuple[Row, ...] = (
         "test_nan_stall_and_crash_of_the_first_attempt_fail_the_gates_of_the_run",
         f"{CONSOLE}/supervisor/test_gates_span.py::"
         "test_the_plan_ends_where_exits_and_records_disagree",
-        f"{CONSOLE}/test_go.py::test_it_is_no_go_when_one_of_them_says_otherwise",
+        f"{CONSOLE}/test_go.py::test_it_is_no_go_when_they_disagree",
         f"{CONSOLE}/plans/test_histories.py::test_no_gate_passes_whose_bound_the_truth_breaks",
     )),
     Row("q", "A", "names, copies and hosts that mean another run", elsewhere=(
         f"{TARGETS}::test_one_id_of_two_launches_is_refused_with_both",
         f"{TARGETS}::test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at",
-        f"{TARGETS}::test_a_latest_that_is_not_certain_is_refused_with_both",
+        f"{TARGETS}::test_an_uncertain_latest_is_refused_with_both",
         f"{TARGETS}::test_documents_of_a_living_supervisor_in_a_copy_are_refused",
         f"{TARGETS}::test_from_another_host_a_request_is_sent_and_its_answer_counts",
-        f"{TARGETS}::test_a_document_that_cannot_be_read_is_said_and_no_action_is_done",
+        f"{TARGETS}::test_an_unreadable_document_is_named_and_the_action_refused",
     )),
     Row("r", "B", "full disk while the owner is named; umask 777", elsewhere=(
         f"{CONSOLE}/supervisor/test_lock.py::"

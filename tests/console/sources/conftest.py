@@ -1,4 +1,4 @@
-"""What the readers are given: a launch as a supervisor writes it, and its shared memory."""
+"""Fixtures of the readers: a launch as a supervisor writes it, and its shared memory."""
 
 from __future__ import annotations
 

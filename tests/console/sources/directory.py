@@ -16,26 +16,11 @@ from trainers.contract import environ, jsonl, rundir
 
 DEAD = {"pid": 2**22 - 3, "start_ticks": 1}
 """The identity of a process that is gone."""
-BOOT = (
-    '{"ts": %f, "iso": "%s", "pid": 22412, "rank": %d, "step": 0, "msg": "boot", "phase": "start"}'
-)
-PROGRESS = (
-    '{"ts": %f, "iso": "2026-11-20T15:17:04.151594Z", "pid": 22412, "rank": 0, "step": %d, "msg": '
-    '"progress", "loss": %s, "toks_per_s": 297.40469675232174, "grad_norm": 0.0, '
-    '"gate_entropy_mean": 1.0985525846481323, "gate_entropy_min": 1.0982354879379272, '
-    '"gate_max_gate": 0.34433916211128235, "gate_collapse_frac": 0.0, "gate_branch_shares": '
-    '[0.33628594875335693, 0.33264023065567017, 0.3310738503932953], "fb_total_fallbacks": 0, '
-    '"sel_k_mean": 49.0, "sel_k_max": 128, "sel_rows": 1024, "sel_pct_at_max": 0.0078125}'
-)
-STEP_END = (
-    '{"ts": %f, "iso": "2026-11-20T15:17:04.151711Z", "pid": 22412, "rank": 0, "step": %d, '
-    '"msg": "step_end", "phase": "end"}'
-)
-DUMP = (
-    '{"ts": %f, "iso": "2026-11-20T15:17:04.151711Z", "pid": 22412, "rank": 0, "step": 0, '
-    '"msg": "watchdog_dump", "path": "x"}'
-)
-"""Lines as the ancestor wrote them."""
+FIGURES = {
+    "toks_per_s": 297.4, "grad_norm": 0.0, "gate_entropy_mean": 1.0985525846481323,
+    "gate_branch_shares": [0.336, 0.333, 0.331], "fb_total_fallbacks": 0, "sel_k_mean": 49.0,
+}  # fmt: skip
+"""Figures of a legacy progress record."""
 
 
 def launch(root: Path, plan: str = "toy", stamp: str = "20261121-030000") -> Path:
@@ -149,18 +134,27 @@ def append(path: Path, record: dict[str, Any]) -> None:
         stream.write(jsonl.encode(record))
 
 
-def ancestor(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:
-    """A directory of the ancestor: records at steps 0, 1, 20, 40, 60, the last `age_s` old."""
+def legacy(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:
+    """A legacy directory: records at steps 0, 1, 20, 40, 60, the last `age_s` old."""
     path.mkdir()
-    last = time.time() - age_s
-    steps = (1, 20, 40, 60)
-    lines = [BOOT % (last - gap_s * 3.1, "2026-11-20T15:16:54Z", 0)]
+    last, steps = time.time() - age_s, (1, 20, 40, 60)
+    lines: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+
+    def add(ts: float, step: int, msg: str, rank: int = 0, **fields: Any) -> None:
+        record = {"ts": ts, "iso": "2026-11-20T15:17:04Z", "pid": 22412, "rank": rank, "step": step}
+        lines[rank].append(record | {"msg": msg} | fields)
+
+    for rank in lines:
+        add(last - gap_s * 3.1, 0, "boot", rank, phase="start")
     for back, step in zip((3, 2, 1, 0), steps, strict=True):
         at = last - back * gap_s
-        lines += [PROGRESS % (at, step, loss), STEP_END % (at + 1e-4, step), DUMP % (at + 190)]
+        add(at, step, "progress", loss=float(loss), **FIGURES)
+        add(at + 1e-4, step, "step_end", phase="end")
+        if back:
+            add(at + 190, 0, "watchdog_dump", path="x")
+    for rank, records in lines.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        rundir.heartbeat(path, rank).write_text(text)
     rows = "".join(f"{step},{loss},6e-05,187\n" for step in steps)
     (path / rundir.TRAINING_CSV).write_text(rows)
-    rundir.heartbeat(path, 0).write_text("\n".join(lines[:-1]) + "\n")
-    rank1 = BOOT % (last - gap_s * 3.1, "2026-11-20T15:16:54Z", 1)
-    rundir.heartbeat(path, 1).write_text(rank1 + "\n")
     return path

@@ -1,4 +1,4 @@
-"""Snapshots as a supervisor writes them, and what they tell held against all records."""
+"""Writes snapshots as a supervisor does, and compares their state with that of all records."""
 
 from __future__ import annotations
 

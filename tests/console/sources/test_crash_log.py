@@ -79,7 +79,7 @@ def test_faulthandler_names_the_thread_that_crashed():
     assert read(library).crashed_in == "linear (functional.py:125)"
 
 
-def test_what_cxx_threw_is_the_error_of_an_abort():
+def test_an_uncaught_cxx_exception_is_the_error_of_an_abort():
     crash = read(ABORTED)
     assert crash.error.startswith("c10::DistBackendError: [PG ID 0 PG GUID 0 Rank 0]")
     assert crash.crashed_in == ""

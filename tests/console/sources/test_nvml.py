@@ -43,8 +43,8 @@ class Reader:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def wait(self, reached, timeout_s=10.0):
-        deadline = time.monotonic() + timeout_s
+    def wait(self, reached):
+        deadline = time.monotonic() + fake.HANGS_MS / 2000
         while time.monotonic() < deadline:
             rows = self.answer()
             if rows and reached(rows):
@@ -113,7 +113,7 @@ def ok(rows):
     return all(row["state"] == "ok" for row in rows)
 
 
-def test_eight_gpus_say_what_they_do(gpus):
+def test_eight_gpus_have_rows_with_figures(gpus):
     folder, reader = gpus
     rows = reader.wait(ok)
     assert [row["index"] for row in rows] == list(range(8))
@@ -130,7 +130,7 @@ def test_eight_gpus_say_what_they_do(gpus):
     assert rows[2]["throttle"] == "hardware, heat"
 
 
-def test_a_lost_gpu_is_lost_with_its_xid_and_the_others_are_not(gpus):
+def test_a_lost_gpu_keeps_its_xid_and_the_others_stay_ok(gpus):
     folder, reader = gpus
     time.sleep(LISTENS_S)
     fake.xid(folder, 3, 79)
@@ -143,17 +143,17 @@ def test_a_lost_gpu_is_lost_with_its_xid_and_the_others_are_not(gpus):
     assert ok(rows[:3] + rows[4:])
 
 
-def test_a_gpu_that_hangs_ages_alone_and_nobody_waits_for_it(machine):
+def test_a_hanging_gpu_delays_no_other(machine):
     machine.install()
     reader = machine.start()
     reader.wait(ok)
     hangs = {"gpu0": {"delay_ms": fake.HANGS_MS}}
     fake.write(machine.folder, 2, **hangs)
-    rows = reader.wait(lambda rows: rows[0]["state"] == "error", timeout_s=12)
+    rows = reader.wait(lambda rows: rows[0]["state"] == "error")
     assert "has not answered for" in rows[0]["why"]
     assert (rows[0]["util_pct"], rows[0]["mem_used_mib"]) == (None, None)
     fake.write(machine.folder, 2, gpu1={"util": 11}, **hangs)
-    rows = reader.wait(lambda rows: rows[1]["util_pct"] == 11, timeout_s=2)
+    rows = reader.wait(lambda rows: rows[1]["util_pct"] == 11)
     assert rows[0]["state"] == "error"
 
 
@@ -178,7 +178,7 @@ def test_each_xid_is_counted_on_the_gpu_that_it_is_about(gpus):
     assert (rows[5]["xid"], rows[5]["why"]) == (79, "Xid 31, 79, 3 times")
 
 
-def test_an_xid_of_a_gpu_that_was_lost_and_came_back_is_told(gpus):
+def test_a_gpu_that_came_back_reports_xids_again(gpus):
     folder, reader = gpus
     fake.write(folder, gpu1={"state": "lost"})
     reader.wait(lambda rows: rows[1]["state"] == "lost")
@@ -209,20 +209,14 @@ def test_a_sensor_that_is_refused_leaves_the_others(gpus):
 # --- a driver that comes late, goes, or hangs ------------------------------------------------
 
 
-def test_a_library_that_is_installed_later_is_found(machine):
+def test_a_library_and_then_a_driver_that_come_late_are_found(machine):
     reader = machine.start()
     assert reader.answer() == []
-    machine.install()
-    assert len(reader.wait(ok)) == 2
-
-
-def test_a_library_without_a_driver_is_no_gpu_and_is_tried_again(machine):
-    machine.install()
     fake.driver(machine.folder, init=9)
-    reader = machine.start()
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
+    machine.install()
+    for _ in range(20):
         assert reader.answer() == []
+        time.sleep(0.05)
     fake.driver(machine.folder)
     assert len(reader.wait(ok)) == 2
 
@@ -244,7 +238,7 @@ def test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu(machine, listed
 def test_an_initialisation_that_hangs_is_an_error_without_any_answer_of_nvml(machine):
     machine.install()
     fake.driver(machine.folder, delay_ms=fake.HANGS_MS)
-    rows = machine.start().wait(lambda rows: True, timeout_s=12)
+    rows = machine.start().wait(lambda rows: True)
     assert (len(rows), rows[0]["state"]) == (1, "error")
     assert "has not answered for" in rows[0]["why"]
 
@@ -273,9 +267,9 @@ def test_gpus_are_counted_and_a_driver_that_is_not_loaded_has_none(machine):
     assert count(machine.folder, 30)[0].endswith("NVML cannot be initialised (Unknown Error)")
 
 
-def test_who_counts_gpus_ends_in_time_although_the_driver_hangs(machine):
+def test_counting_gpus_times_out_where_the_driver_hangs(machine):
     machine.install()
     fake.driver(machine.folder, delay_ms=fake.HANGS_MS)
     said, took_s = count(machine.folder, 0.5)
     assert said == "TimeoutError: the NVIDIA driver does not answer within 0.5 s"
-    assert took_s < 10
+    assert took_s < fake.HANGS_MS / 1000

@@ -1,4 +1,4 @@
-"""Silence is judged by the rhythm of the records, and not before there is one."""
+"""The stall limit of silent records comes from their rhythm, once there is one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def told(steps, step_s, boot_s=10.0):
 
 
 @given(st.floats(0.01, 600), st.integers(1, 50), st.integers(0, 12))
-def test_no_run_that_keeps_its_rhythm_is_ever_late(step_s, every, records):
+def test_a_run_that_keeps_its_rhythm_is_never_late(step_s, every, records):
     """First steps are recorded one by one, then every so many: no gap between them is a stall."""
     steps = [s for s in range(1, 5 * every + 6) if s <= 5 or s % every == 0][:records]
     head = told(steps, step_s)
@@ -49,7 +49,7 @@ def test_a_known_rhythm_makes_the_limit_short():
     assert told(range(1, 20), 3.0).pace.usual_gap_s(LEAST_S) == pytest.approx(3)
 
 
-def test_before_the_first_step_the_budget_of_the_start_holds():
+def test_before_the_first_step_the_startup_limit_counts():
     head = told((), 1.0)
     assert limit_s(by_records(0, head, WATCH), WATCH) == 900
     assert head.pace.age_s(899.0) == 899

@@ -49,7 +49,7 @@ def test_cpu_is_measured_between_two_samples(busy):
 
 @pytest.mark.decision("target-process", "true")
 @pytest.mark.decision("target-process", "absent")
-def test_a_process_is_found_by_token_and_held_only_with_it(busy):
+def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
     until(lambda: busy.pid in process.with_token("test-token"))  # it runs its program
     assert busy.pid in process.children(os.getpid())
     assert process.with_token("test-token") == [busy.pid]
@@ -65,14 +65,14 @@ def test_a_process_is_found_by_token_and_held_only_with_it(busy):
     assert process.hold(busy.pid, "test-token") is None
 
 
-def test_only_a_handler_of_its_own_catches(busy):
+def test_a_handler_of_a_signal_is_seen(busy):
     until(lambda: process.catches(busy.pid, signal.SIGUSR1))
     assert not process.catches(busy.pid, signal.SIGUSR2)
     assert not process.catches(2**22 - 3, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -SEGV $$", -11), ("exit 0", 0)])
-def test_how_a_process_ended_is_known_before_and_after_it_was_reaped(end, code):
+def test_an_exit_code_is_available_before_and_after_the_reap(end, code):
     child = subprocess.Popen(
         ["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE,
         env={**os.environ, environ.TOKEN: "test-token"},
@@ -95,7 +95,7 @@ def test_how_a_process_ended_is_known_before_and_after_it_was_reaped(end, code):
 
 
 @pytest.mark.decision("target-process", "lie")
-def test_a_process_that_only_a_document_names_is_not_held(busy, tmp_path):
+def test_a_process_that_only_a_document_names_is_not_opened(busy, tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
     named = rundir.identity(busy.pid)

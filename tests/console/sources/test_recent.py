@@ -1,4 +1,4 @@
-"""How a run is now, from the end of its files: the same as from all of them, at a bounded cost."""
+"""The state of a run from the ends of its files: that of all records, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def told(state):
     )  # fmt: skip
 
 
-def test_the_end_of_the_files_tells_how_a_run_is_as_all_of_them_do(launch):
+def test_the_ends_of_the_files_give_the_same_state_as_all_records(launch):
     whole, recent = RunSource(launch, reads="all"), RunSource(launch)
     assert told(recent.poll()) == told(whole.poll())
     assert (whole.is_whole, recent.is_whole) == (True, False)
@@ -57,7 +57,9 @@ def test_the_end_of_the_files_tells_how_a_run_is_as_all_of_them_do(launch):
     st.lists(st.integers(0, 10**6), max_size=40), st.integers(0, 400),
     st.lists(st.integers(0, 10**6), max_size=5),
 )  # fmt: skip
-def test_a_tail_that_begins_late_has_the_last_whole_lines(tmp_path_factory, before, recent, after):
+def test_a_tail_that_starts_late_has_the_last_complete_lines(
+    tmp_path_factory, before, recent, after
+):
     path = tmp_path_factory.mktemp("tail") / "x.jsonl"
     lines = [json.dumps({"n": number}).encode() + b"\n" for number in before]
     path.write_bytes(b"".join(lines))

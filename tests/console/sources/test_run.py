@@ -1,4 +1,4 @@
-"""A run directory becomes one state: fresh, corrected by who really lives, never raising."""
+"""The state of a run directory: current, corrected by living processes, never raising."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainers.contract.pulse import PulseWriter
 DEAD = directory.DEAD
 
 
-def test_the_routes_of_the_attention_stand_in_the_status_and_are_harmless(launch):
+def test_the_status_shows_the_backend_of_each_branch_without_escapes(launch):
     held = {"cmp": "masked", "win": "banded (flash-attn is not installed)\x1b[31m\x1b]0;x\x07"}
     directory.document(launch / "0-first" / rundir.ENV, {"v": 1, "backend": held})
     lines = list(status_text.status_lines(RunSource(launch).poll()))
@@ -58,8 +58,8 @@ def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch):
     assert state.launch.phases[1].state == "later"
 
 
-def test_a_directory_of_the_ancestor_opens_too_with_what_it_has(tmp_path):
-    path = directory.ancestor(tmp_path / "old", 60, 5)
+def test_a_directory_of_a_legacy_run_opens_with_the_values_that_it_has(tmp_path):
+    path = directory.legacy(tmp_path / "old", 60, 5)
     state = RunSource(path).poll()
     assert (state.state, state.step, state.attempt) == ("unsupervised", 60, 1)
     assert [rank.rank for rank in state.ranks] == [0, 1]
@@ -107,9 +107,7 @@ def test_live_pulses_are_read_from_shared_memory(launch, shared_memory):
     assert found.since_s < 5
 
 
-def test_a_line_in_the_events_raises_and_clears_nothing_that_the_sign_of_life_tells_otherwise(
-    launch, shared_memory
-):
+def test_the_supervisor_heartbeat_outweighs_events_on_alerts(launch, shared_memory):
     run, now = launch / "0-first", time.time()
     directory.run(run, live_dir=str(shared_memory))
     stall = {"alert": "stall", "ts": now - 60, "level": "crit", "text": "rank 1 hangs"}
@@ -146,7 +144,9 @@ def test_without_shared_memory_the_sampled_pulse_ages(launch):
     ("supervisor", "workers", "expected"),
     [("alive", "alive", "running"), ("dead", "alive", "unsupervised"), ("dead", "dead", "lost")],
 )
-def test_a_dead_supervisor_decides_nothing_any_more(launch, supervisor, workers, expected):
+def test_without_a_living_supervisor_processes_decide_the_state(
+    launch, supervisor, workers, expected
+):
     mine = rundir.identity()
     worker = mine if workers == "alive" else mine | DEAD
     directory.run(
@@ -173,7 +173,7 @@ def gone(run, **last):
         ({"reason": "loss is not finite", "exit_code": 10}, False, "failed"),
     ],
 )
-def test_without_a_supervisor_the_ranks_own_last_words_count(launch, last, halted, expected):
+def test_without_a_supervisor_exit_records_count(launch, last, halted, expected):
     if halted:
         directory.beat(launch / "0-first", 0, 9, "halt", reason=".HALT")
     gone(launch / "0-first", **last)
@@ -189,7 +189,7 @@ def test_without_a_supervisor_the_ranks_own_last_words_count(launch, last, halte
         ({"code": None, "signal": "SIGKILL"}, "rank 1 was killed by SIGKILL at step 9"),
     ],
 )  # fmt: skip
-def test_how_the_supervisor_saw_a_rank_end_counts_more_than_its_last_words(launch, seen, words):
+def test_an_observed_exit_outweighs_an_exit_record(launch, seen, words):
     gone(launch / "0-first", reason="done")
     dead = rundir.identity() | DEAD
     workers = [{"rank": 0, **dead, "exit": {"code": 0, "signal": None}},
@@ -199,7 +199,7 @@ def test_how_the_supervisor_saw_a_rank_end_counts_more_than_its_last_words(launc
     assert (state.state, words in state.why) == ("crashed", True), state.why
 
 
-def test_ranks_of_which_one_said_nothing_are_lost(launch):
+def test_a_run_without_one_exit_record_is_lost(launch):
     gone(launch / "0-first", reason="done")
     born = launch / "0-first" / rundir.RUN
     directory.document(born, json.loads(born.read_text()) | {"world": 3})
@@ -236,7 +236,7 @@ def test_the_last_record_counts_where_a_sample_is_older(launch):
         (b"garbage", "cannot be read as a JSON object"),
     ],
 )
-def test_a_document_that_cannot_be_shown_is_named_and_not_believed(launch, content, says):
+def test_a_document_that_cannot_be_shown_is_named_and_ignored(launch, content, says):
     (launch / rundir.PLAN_STATE).write_bytes(content)
     (launch / "0-first" / rundir.SUPERVISOR).write_bytes(content)
     state = RunSource(launch / "0-first").poll()
@@ -254,7 +254,7 @@ def test_a_launch_that_lost_its_supervisor_before_it_had_a_run_is_lost(tmp_path)
     assert RunSource(path).poll().state == "lost"
 
 
-def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
+def test_one_poll_reads_a_bounded_part_and_counts_the_rest(launch):
     run = launch / "0-first"
     for step in range(1, 400):
         directory.beat(run, 0, step, loss=1.0)
@@ -272,7 +272,7 @@ def test_one_look_reads_a_bounded_part_and_says_what_is_left(launch):
     assert RunSource(launch).poll().step == 399
 
 
-def test_a_sample_that_is_old_says_nothing_of_now(launch):
+def test_an_old_sample_shows_no_use(launch):
     """A rank that was stopped after the supervisor had gone does not run."""
     run = launch / "0-first"
     used = {"state": "R", "cpu_pct": 99.0, "rss_mib": 512.0}
@@ -283,7 +283,7 @@ def test_a_sample_that_is_old_says_nothing_of_now(launch):
     assert (new.state, new.cpu_pct, new.rss_mib) == ("R", 99.0, 512.0)
 
 
-def test_alerts_open_are_acknowledged_and_clear(launch):
+def test_alerts_are_raised_acknowledged_and_cleared(launch):
     run = launch / "0-first"
     source = RunSource(launch)
     directory.event(run, "alert", alert="a", level="warn", text="slow")
@@ -307,7 +307,7 @@ def test_lost_gpus_keep_their_row(launch):
     assert state.ranks[0].gpu.power_w == 412.5
 
 
-def test_a_ranks_gpu_is_the_one_it_was_given(launch):
+def test_a_rank_shows_the_gpu_of_cuda_visible_devices(launch):
     gpus = [{"index": i, "name": "H200", "state": "ok"} for i in range(4)]
     directory.sample(launch / "0-first", gpus=gpus)
     for devices, expected in (("2,3", [2, 3]), ("GPU-1a2b,3", [None, 3]), ("1", [1, None])):
@@ -333,7 +333,7 @@ def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
     assert sum(bool(series.points(name)) for name in names) == MAX_SERIES
 
 
-def test_numbers_that_no_figure_can_be_are_left_out(launch):
+def test_numbers_that_are_too_large_are_left_out(launch):
     """They would raise where a figure, an ETA or a date is made of them."""
     run, huge = launch / "0-first", 10**400
     born = json.loads((run / rundir.RUN).read_text())
@@ -401,7 +401,7 @@ def test_no_document_makes_the_reader_raise(tmp_path_factory, documents):
     RunSource(run).poll()
 
 
-def test_a_directory_that_vanishes_under_the_reader_is_survived(launch):
+def test_a_removed_directory_does_not_raise(launch):
     source = RunSource(launch)
     directory.beat(launch / "0-first", 0, 5, loss=1.0)
     source.poll()

@@ -1,4 +1,4 @@
-"""A snapshot and what came after it tell the same of a run as all of its records do."""
+"""A snapshot and the records after it give the same state as all records."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def run(tmp_path):
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60)
-def test_a_snapshot_and_the_rest_tell_what_all_records_tell(tmp_path_factory, seed):
+def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_factory, seed):
     rng = random.Random(seed)
     run = directory.run(tmp_path_factory.mktemp("r") / "0-first")
     writer, observer = Writer(run, rng), Observer(run)
@@ -205,7 +205,7 @@ def test_the_owner_keeps_a_snapshot_when_the_history_before_it_is_on_disk(run):
     assert (look(), len(observer.disk.kept)) == ([*range(1, 150)], 1)
 
 
-def test_a_point_of_the_newest_records_is_drawn_as_it_was_measured_and_older_ones_as_bands():
+def test_newest_records_are_points_and_older_ones_bands():
     series = Series()
     for second in range(4000):
         series.add("x", 1e6 + second, {"a": float(second % 10)})
@@ -253,7 +253,7 @@ def edited(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [replaced, truncated, removed, edited])
-def test_a_snapshot_of_other_files_counts_for_nothing(run, harm):
+def test_a_snapshot_of_other_files_is_not_used(run, harm):
     prepared(run)
     harm(run / "heartbeat_rank0.jsonl")
     assert not RunRecords(run, "recent").has_snapshot
@@ -271,7 +271,7 @@ def test_a_copy_of_a_run_keeps_its_snapshot(run, tmp_path):
     same_state(copy)
 
 
-def test_a_snapshot_of_long_ago_is_none_for_a_look_and_starts_the_charts(run, monkeypatch):
+def test_an_old_snapshot_is_used_for_charts_only(run, monkeypatch):
     monkeypatch.setattr(run_records, "MAX_TAIL_BYTES", 10_000)
     prepared(run)
     for number in range(61, 200):
@@ -280,7 +280,7 @@ def test_a_snapshot_of_long_ago_is_none_for_a_look_and_starts_the_charts(run, mo
     assert RunRecords(run, "charts").has_snapshot
 
 
-def test_a_record_that_comes_twice_leaves_a_snapshot_that_fits(run):
+def test_a_duplicate_record_leaves_a_valid_snapshot(run):
     prepared(run)
     observer = Observer(run)
     directory.beat(run, 0, 61, n=5, mono=1e9)
@@ -291,7 +291,7 @@ def test_a_record_that_comes_twice_leaves_a_snapshot_that_fits(run):
     same_state(run)
 
 
-def test_a_line_that_comes_again_changes_nothing(run):
+def test_a_duplicate_line_changes_nothing(run):
     prepared(run)
     path, observer = rundir.heartbeat(run, 0), Observer(run)
     observer.read()
@@ -304,7 +304,7 @@ def test_a_line_that_comes_again_changes_nothing(run):
     assert RunRecords(run, "recent").has_snapshot
 
 
-def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):
+def test_a_snapshot_reads_no_file_of_another_directory(run, tmp_path):
     prepared(run)
     secret = tmp_path / "samples_secret.jsonl"
     secret.write_text('{"ts": 1.0, "host": "secret", "load1": 7.0}\n')
@@ -317,7 +317,7 @@ def test_a_snapshot_shows_no_line_of_another_directory(run, tmp_path):
     assert (found.has_snapshot, "secret" in found.samples) == (False, False)
 
 
-def test_a_file_that_was_cut_short_goes_on(run):
+def test_a_truncated_file_is_followed(run):
     prepared(run)
     path, observer = rundir.heartbeat(run, 0), Observer(run)
     observer.read()
@@ -332,7 +332,7 @@ def test_a_file_that_was_cut_short_goes_on(run):
     assert RunRecords(run, "recent").has_snapshot
 
 
-def test_who_starts_at_a_snapshot_learns_from_the_records_before_it_what_is_usual(run):
+def test_a_warm_up_before_the_snapshot_fills_the_pace(run):
     prepared(run)
     observer = Observer(run, warm_up_bytes=1 << 20)
     before = observer.reducer.heads(1)[0].records
@@ -343,7 +343,7 @@ def test_who_starts_at_a_snapshot_learns_from_the_records_before_it_what_is_usua
     assert len(head.pace.take_fresh()) == rundir.heartbeat(run, 0).read_bytes().count(b"progress")
 
 
-def test_events_that_were_replaced_leave_a_snapshot_that_fits(run):
+def test_replaced_events_leave_a_valid_snapshot(run):
     prepared(run)
     observer = Observer(run)
     directory.event(run, "alert", alert="disk", level="warn", text="little room")
@@ -357,7 +357,7 @@ def test_events_that_were_replaced_leave_a_snapshot_that_fits(run):
 
 
 @pytest.mark.parametrize("how", ["copied over", "cut and written again"])
-def test_a_stall_is_counted_once_whatever_becomes_of_the_events(run, how):
+def test_a_stall_is_counted_once_where_events_are_replaced(run, how):
     prepared(run)
     observer, path = Observer(run), run / rundir.EVENTS
     for kind in ("alert", "clear", "alert", "clear"):
@@ -379,7 +379,7 @@ def test_a_stall_is_counted_once_whatever_becomes_of_the_events(run, how):
     same_state(run)
 
 
-def test_what_is_skipped_is_counted_once_whoever_reads_it_again(run):
+def test_skipped_lines_are_counted_once(run):
     prepared(run)
     with rundir.heartbeat(run, 0).open("ab") as stream:
         stream.write(b"garbage\n" * 7)
@@ -413,7 +413,7 @@ def test_a_snapshot_that_contradicts_itself_or_its_records_is_not_used(run, chan
     same_state(run)
 
 
-def test_check_reads_compressed_parts_that_are_longer_than_one_look_to_their_end(run):
+def test_read_all_reads_compressed_parts_to_their_end(run):
     prepared(run)
     for second in range(400):
         ranks = [{"rank": 0, "rss_mib": 100.0}]
@@ -450,7 +450,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def test_a_window_that_lost_its_records_judges_no_fall_of_the_loss(run):
+def test_a_window_without_its_records_makes_loss_falls_unknown(run):
     prepared(run)
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
     held["folds"]["0"]["window"]["newest"] = []
@@ -529,7 +529,7 @@ def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path):
 # --- what is read, and what is said ---------------------------------------------------------------
 
 
-def test_a_look_reads_only_what_came_after_the_snapshot(run, monkeypatch):
+def test_a_poll_reads_only_records_after_the_snapshot(run, monkeypatch):
     prepared(run)
     source, folds = RunSource(run), []
     before = source.poll().step
@@ -540,7 +540,7 @@ def test_a_look_reads_only_what_came_after_the_snapshot(run, monkeypatch):
     assert (source.poll().step, folds, source.is_whole) == (99, [61], True)
 
 
-def test_the_screen_shows_a_long_run_at_once_and_fills_in_what_was_before(run, monkeypatch):
+def test_charts_show_a_long_run_at_once_and_then_its_past(run, monkeypatch):
     monkeypatch.setattr(run_records, "RECENT_BYTES", 1 << 10)
     writer = Writer(run, random.Random(5))
     for _ in range(300):
@@ -557,9 +557,7 @@ def test_the_screen_shows_a_long_run_at_once_and_fills_in_what_was_before(run, m
     assert len(source.series.points("rss_mib:0")) == 300 > first
 
 
-def test_check_without_a_snapshot_says_what_it_has_read_and_full_reads_all(
-    run, monkeypatch, capsys
-):
+def test_check_names_its_basis_and_full_reads_all_records(run, monkeypatch, capsys):
     monkeypatch.setattr(run_records, "RECENT_BYTES", 1 << 10)
     prepared(run)
     held = json.loads((run / rundir.SUPERVISOR).read_text())

@@ -1,4 +1,4 @@
-"""A run whose directory cannot be read: its launch and the sign of life tell how it is."""
+"""A run with an unreadable directory: its state comes from its launch and the heartbeat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
         ({"state": "stopped", "why": "stopped, asked by me", "ended_ts": 5.0}, DEAD, "stopped"),
     ],
 )  # fmt: skip
-def test_a_run_whose_directory_cannot_be_read_is_what_its_launch_says(
+def test_a_run_with_an_unreadable_directory_has_the_state_in_its_launch(
     launch, tmp_path, shared_memory, how, phase, owner, expected
 ):
     """A phase that is over comes before it, and is never shown in its place."""
@@ -84,7 +84,7 @@ def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):
     assert (done.stdout, done.stderr) == ("[]\nFalse running\n", "")
 
 
-def test_only_a_phase_that_has_not_begun_is_queued(launch):
+def test_only_a_phase_that_has_not_started_is_queued(launch):
     shutil.rmtree(launch / "0-first")
     state = json.loads((launch / rundir.PLAN_STATE).read_text())
     for named, expected in (("next", "queued"), ("starting", "starting")):
@@ -94,7 +94,7 @@ def test_only_a_phase_that_has_not_begun_is_queued(launch):
         assert (seen.state, seen.alerts) == (expected, ())
 
 
-def test_the_last_word_on_a_run_whose_directory_was_away_at_its_end_is_its_launchs(launch):
+def test_an_end_that_only_the_launch_recorded_counts(launch):
     state = json.loads((launch / rundir.PLAN_STATE).read_text())
     end = {"state": "stopped", "why": "stopped, asked by me", "ended_ts": time.time() + 1}
     state["phases"][0] |= end
@@ -105,7 +105,7 @@ def test_the_last_word_on_a_run_whose_directory_was_away_at_its_end_is_its_launc
 
 
 @pytest.mark.parametrize("reads", ["recent", "charts"])
-def test_a_snapshot_behind_a_link_tells_nothing_of_a_run(launch, tmp_path, reads):
+def test_a_snapshot_behind_a_link_is_not_read(launch, tmp_path, reads):
     """The records count again once the run's own directory is back."""
     other = directory.run(tmp_path / "other")
     directory.beat(other, 0, 77, loss=1.0)

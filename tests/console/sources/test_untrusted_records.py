@@ -1,4 +1,4 @@
-"""What a reader says of a run when a record lies, is missing or belongs to another program."""
+"""The state of a run whose records are false, missing or of another program."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
-HUGE = {"attempt": 2**60, "step": 2**62}
-
 
 @pytest.fixture
 def bare(tmp_path):
@@ -27,7 +25,7 @@ def bare(tmp_path):
 
 
 @pytest.mark.parametrize("attempt", [2, 3, 2**60])
-def test_the_attempt_is_the_supervisors_and_no_records(launch, attempt):
+def test_supervisor_json_names_the_attempt_and_no_record_does(launch, attempt):
     run = launch / "0-first"
     for step in (1, 2):
         directory.beat(run, 0, step)
@@ -39,7 +37,7 @@ def test_the_attempt_is_the_supervisors_and_no_records(launch, attempt):
     assert source.poll().step == 4
 
 
-def test_records_of_the_next_attempt_count_as_soon_as_the_supervisor_tells_of_it(launch):
+def test_records_of_the_next_attempt_count_once_supervisor_json_names_it(launch):
     run = launch / "0-first"
     source = RunSource(launch)
     directory.beat(run, 0, 50, loss=1.0)
@@ -53,7 +51,7 @@ def test_records_of_the_next_attempt_count_as_soon_as_the_supervisor_tells_of_it
     assert RunSource(launch).poll().step == 7, "whoever reads it at once sees the same"
 
 
-def test_without_a_supervisor_one_record_begins_no_attempt_and_two_do(bare):
+def test_without_a_supervisor_two_records_start_an_attempt(bare):
     directory.beat(bare, 0, 9)
     source = RunSource(bare)
     directory.beat(bare, 0, 2**62, attempt=2**60)
@@ -68,7 +66,7 @@ def test_without_a_supervisor_one_record_begins_no_attempt_and_two_do(bare):
     assert (source.poll().attempt, source.poll().step) == (2, 1)
 
 
-def test_a_file_speaks_for_its_own_rank_and_for_none_that_the_run_does_not_have(launch):
+def test_records_of_another_rank_or_beyond_the_world_are_ignored(launch):
     run = launch / "0-first"
     born = json.loads((run / rundir.RUN).read_text())
     directory.document(run / rundir.RUN, born | {"world": 2})
@@ -82,10 +80,10 @@ def test_a_file_speaks_for_its_own_rank_and_for_none_that_the_run_does_not_have(
     assert ([rank.rank for rank in state.ranks], state.step) == ([0, 1], 3)
 
 
-# --- runs in which nothing lives any more -----------------------------------------------------
+# --- runs without a living process ------------------------------------------------------------
 
 
-def test_no_time_of_a_lost_run_goes_on(launch):
+def test_the_ages_of_a_lost_run_do_not_advance(launch):
     run = launch / "0-first"
     dead = rundir.identity() | directory.DEAD
     last = time.time() - 30
@@ -105,8 +103,8 @@ def test_no_time_of_a_lost_run_goes_on(launch):
 @pytest.mark.parametrize(
     ("steps", "ended"), [(60, "completed"), (100, "stopped"), (None, "stopped")]
 )
-def test_a_run_of_the_ancestor_that_has_ended_has_and_is_not_halted(tmp_path, steps, ended):
-    path = directory.ancestor(tmp_path / "old", 60, 5)
+def test_a_legacy_run_that_has_ended_is_not_halted(tmp_path, steps, ended):
+    path = directory.legacy(tmp_path / "old", 60, 5)
     assert RunSource(path).poll().state == "unsupervised"
     directory.document(path / "metrics.json", {"steps": steps})
     state = RunSource(path).poll()
@@ -120,10 +118,10 @@ def test_a_run_of_the_ancestor_that_has_ended_has_and_is_not_halted(tmp_path, st
     assert RunSource(path).poll().state == "unsupervised", "that of a run before it"
 
 
-# --- what was not measured is not zero --------------------------------------------------------
+# --- values without a measurement -------------------------------------------------------------
 
 
-def test_a_pulse_without_collectives_says_so(launch):
+def test_a_pulse_without_collectives_has_none(launch):
     run = launch / "0-first"
     for rank, count in ((0, 0), (1, 7)):
         held = {"step": 9, "phase": "forward", "since_s": 1.0, "collectives": count}
@@ -142,7 +140,7 @@ def test_only_the_loss_of_our_own_trainers_has_a_unit(launch):
     assert (figures["loss"].unit, figures["toks_per_s"].unit) == ("", "tok/s")
 
 
-def test_what_no_source_measured_is_not_shown_as_zero(launch):
+def test_values_without_a_measurement_are_not_zero(launch):
     run = launch / "0-first"
     directory.sample(run, gpus=[{"name": "H200", "state": "ok"}], ranks=[{"rank": 7}])
     state = RunSource(launch).poll()
@@ -150,7 +148,7 @@ def test_what_no_source_measured_is_not_shown_as_zero(launch):
     assert any(line.startswith("  rank 7 ?") for line in status_text.status_lines(state))
 
 
-def test_records_without_a_time_are_not_new(launch):
+def test_records_without_a_time_are_not_recent(launch):
     run = launch / "0-first"
     directory.run(run, workers=[], host="elsewhere", updated_ts=1.0)
     directory.beat(run, 0, 3, ts="nan")
