@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from console.commands import output
 from console.commands.output import OutputError
-from console.commands.table import JSON, TABLE, Command, path, run_or_plan
+from console.commands.table import JSON, TABLE, Command, path, word
 from console.sources import launches
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, UsageError
@@ -115,7 +115,7 @@ def build_parser() -> Parser:
         help="folder of the launches (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--plan", type=run_or_plan, default="cpu_smoke",
+        "--plan", type=word, default="cpu_smoke",
         help="plan that the screen offers (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
