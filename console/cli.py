@@ -7,6 +7,7 @@ Textual, yaml and psutil are imported only by the commands that need them, so th
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ContractError as error:
         return output.complain(error, "--json" in words)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return output.complain(UsageError("a path is too long"), "--json" in words)
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return output.complain(ContractError(f"{where}{error.strerror}"), "--json" in words)
     except KeyboardInterrupt:
