@@ -7,6 +7,7 @@ Textual, yaml and psutil are imported only by the commands that need them, so th
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 from console.commands import output
 from console.commands.output import OutputError
-from console.commands.table import JSON, TABLE, Command, path, run_or_plan
+from console.commands.table import JSON, TABLE, Command, path, word
 from console.sources import launches
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, UsageError
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ContractError as error:
         return output.complain(error, "--json" in words)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return output.complain(UsageError("a path is too long"), "--json" in words)
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return output.complain(ContractError(f"{where}{error.strerror}"), "--json" in words)
     except KeyboardInterrupt:
@@ -115,7 +118,7 @@ def build_parser() -> Parser:
         help="folder of the launches (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--plan", type=run_or_plan, default="cpu_smoke",
+        "--plan", type=word, default="cpu_smoke",
         help="plan that the screen offers (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Do anything by its name: the table of keys as a list that narrows while one types."""
+"""The palette: the table of keys as a list, filtered by the typed words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SKIPPED = frozenset(
 
 
 def matches(view: str, typed: str) -> list[Key]:
-    """Returns the keys of a view whose words hold all that was typed, in the table's order."""
+    """Returns the keys of a view whose texts contain all typed words, in the table's order."""
     words = typed.lower().split()
     return [
         key for key in for_view(view)
@@ -32,7 +32,7 @@ def command_rows(found: list[Key]) -> list[Row]:
 
 
 class Commands(Reader):
-    """Types, chooses, does."""
+    """A field and the list of keys that match it; enter presses the chosen key."""
 
     BINDINGS = [Binding("ctrl+n", "app.key('down')", show=False)]  # noqa: RUF012 - the framework's
     below = 8

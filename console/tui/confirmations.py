@@ -1,4 +1,4 @@
-"""The confirmations of actions, as plain data. The target of a question is fixed when it opens."""
+"""The confirmations of actions, as plain data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ Fact = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The run (or launch) that an answer acts on, whatever the screen shows by then."""
-
-    path: str
-    name: str
-    host: str
-    pids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """One button of a question: its word, the action and the arguments of the request."""
 
@@ -33,11 +23,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question. The first button is always No; `typed` must be typed before another counts."""
+    """A question. The first button is always No; `typed` must be typed before another counts.
+
+    `path` is the run or launch that an answer acts on, whatever the screen shows by then.
+    """
 
     title: str
     facts: tuple[Fact, ...]
-    target: Target
+    path: str
     choices: tuple[Choice, ...]
     typed: str = ""
 
@@ -54,15 +47,16 @@ def question(state: RunState | None, *actions: Action) -> Question:
     state, first = _shown(state), actions[0]
     launch = state.launch
     if launch is not None and launch.state == "waiting" and "launch" in first.mailboxes:
-        return _end(state, launch)
+        return _end(launch)
     if first.mailboxes and state.state not in LIVE_STATES:
         raise CannotAsk(f"{state.id} has ended ({state.state}); {first.name} needs a live run")
     facts = FACTS.get(first.name, lambda _: {})(state)
-    target = _target(state, None if first.mailboxes else launch)
-    pids = ", ".join(map(str, target.pids[:8])) + (", …" if len(target.pids) > 8 else "")
-    shown = {"run": target.name, "host": target.host or "unknown", "pids": pids or "none known"}
+    target = state if first.mailboxes or launch is None else launch
+    live = [str(rank.pid) for rank in state.ranks if rank.pid and not rank.exit]
+    pids = ", ".join(live[:8]) + (", …" if len(live) > 8 else "")
+    shown = {"run": target.id, "host": state.host or "unknown", "pids": pids or "none known"}
     return Question(
-        first.title, tuple((shown | dict((first.cost,)) | facts).items()), target,
+        first.title, tuple((shown | dict((first.cost,)) | facts).items()), target.path,
         tuple(_choice(action) for action in actions),
         typed=state.id.rpartition("/")[2] if first.cost[0] == "loses" else "",
     )  # fmt: skip
@@ -81,17 +75,11 @@ def _shown(state: RunState | None) -> RunState:
     return state
 
 
-def _target(state: RunState, launch: LaunchState | None = None) -> Target:
-    of = launch or state
-    pids = tuple(rank.pid for rank in state.ranks if rank.pid and not rank.exit)
-    return Target(of.path, of.id, state.host, pids)
-
-
-def _end(state: RunState, launch: LaunchState) -> Question:
+def _end(launch: LaunchState) -> Question:
     """Returns the confirmation of the end of a launch that waits between two phases."""
-    target, rest = _target(state, launch), ", ".join(phase.name for phase in launch.rest)
-    facts = (("launch", target.name), ("keeps", "completed phases"), ("not run", rest or "none"))
-    return Question("End this launch here?", facts, target, (_choice(ACTIONS["halt"]),))
+    rest = ", ".join(phase.name for phase in launch.rest) or "none"
+    facts = (("launch", launch.id), ("keeps", "completed phases"), ("not run", rest))
+    return Question("End this launch here?", facts, launch.path, (_choice(ACTIONS["halt"]),))
 
 
 # --- facts of one action beside run, host, processes and cost ------------------------------------
@@ -137,12 +125,12 @@ FACTS = {
 
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
     """Returns the confirmation of `ack` for the alert with an id and a text."""
-    target, action = _target(_shown(state)), ACTIONS["ack"]
+    state, action = _shown(state), ACTIONS["ack"]
     if not alert:
         clears = "this cannot be acknowledged: it clears automatically"
         raise CannotAsk(clears if text else "there is no alert to acknowledge")
-    facts = (("run", target.name), ("alert", text), action.cost)
-    return Question("Acknowledge this alert?", facts, target, (_choice(action, alert=alert),))
+    facts = (("run", state.id), ("alert", text), action.cost)
+    return Question("Acknowledge this alert?", facts, state.path, (_choice(action, alert=alert),))
 
 
 def proceed(state: RunState) -> Question:
@@ -153,11 +141,10 @@ def proceed(state: RunState) -> Question:
         raise CannotAsk(f"{name} is still running; H halts it, then L launches again")
     if launch is None or launch.state != "waiting":
         raise CannotAsk(f"{state.id} is {state.state}; no launch waits for confirmation")
-    target = _target(state, launch)
     following = launch.rest[0] if launch.rest else None
     name = following.name if following else "the next"
     changed = ", ".join(f"{flag.name}={flag.value}" for flag in launch.next_flags) or "none changed"
-    facts = (("launch", target.name), ("flags", changed),
+    facts = (("launch", launch.id), ("flags", changed),
              ("proves", following.proves if following else ""), action.cost)  # fmt: skip
     choice = _choice(action, phase=name) if following else _choice(action)
-    return Question(f"Start phase {name}?", facts, target, (choice,))
+    return Question(f"Start phase {name}?", facts, launch.path, (choice,))

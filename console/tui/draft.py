@@ -9,7 +9,7 @@ from typing import Any
 from console.action_table import ACTIONS
 from console.model import LaunchState
 from console.status_text import counted
-from console.tui.confirmations import CannotAsk, Choice, Question, Target
+from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def coming(launch: LaunchState) -> Mapping[str, str]:
@@ -96,5 +96,4 @@ class Draft:
             ("writes", where),
             ACTIONS["launch"].cost,
         )
-        target, choice = Target(where, plan.name, host, ()), Choice("Launch", "launch")
-        return Question(f"Launch {plan.name}?", facts, target, (choice,))
+        return Question(f"Launch {plan.name}?", facts, where, (Choice("Launch", "launch"),))

@@ -89,7 +89,7 @@ TABLE: tuple[Key, ...] = (
     Key("span_more", ("]",), "Charts: a longer time span", views=("dashboard",)),
     Key("toggle", ("space",), "Change the flag or choice under the cursor", "change", 4,
         views=("launch",)),
-    Key("open", ("enter",), "Launch: give the flag a value. Stall: the whole stack", "open", 2,
+    Key("open", ("enter",), "Launch: set the flag. Stall: read the whole stack", "open", 2,
         views=("launch", "stall")),
     Key("zoom", ("z",), "Read all of the phases, the command, and the checks or gates", "whole", 3,
         views=("launch",)),

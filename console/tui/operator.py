@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from console.model import LaunchState, RunState
 from console.tui import background, confirmations
 from console.tui.background import Pending, beside
-from console.tui.confirmations import CannotAsk, Choice, Question, Target
+from console.tui.confirmations import CannotAsk, Choice, Question
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
 from console.tui.format import age
@@ -89,10 +89,12 @@ class Operator:
         except CannotAsk as reason:
             self._screen.say(str(reason), "error")
             return
-        self._screen.open_overlay(Confirm(question, then or partial(self._send, question.target)))
+        self._screen.open_overlay(
+            Confirm(question, then or partial(self._send, Path(question.path)))
+        )
 
-    def _send(self, target: Target, choice: Choice) -> None:
-        self.send(Path(target.path), choice.action, dict(choice.args))
+    def _send(self, path: Path, choice: Choice) -> None:
+        self.send(path, choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
         """Sends a request to a supervisor, beside the screen, and shows the answer."""
@@ -153,8 +155,10 @@ class Operator:
             screen.say("the new launch is not read yet; press L again in a moment", "error")
             return
         if state is not None and state.launch is not None and state.launch.under_way:
-            launch = Path(state.launch.path)
-            self.ask(lambda _: confirmations.proceed(state), partial(self._proceed, launch))
+            self.ask(
+                lambda _: confirmations.proceed(state),
+                partial(self._proceed, Path(state.launch.path)),
+            )
             return
         if screen.view_name != "launch":
             await screen.show_view("launch")
@@ -165,7 +169,7 @@ class Operator:
         )
 
     def _proceed(self, launch: Path, choice: Choice) -> None:
-        self.send(launch, choice.action, dict(choice.args))
+        self._send(launch, choice)
         self._screen.run_worker(self._screen.show_view("dashboard"))
 
     def _launch(self, options: Any, plan: Any) -> None:
