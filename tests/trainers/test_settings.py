@@ -150,7 +150,7 @@ def test_a_wrong_config_names_file_and_key(tmp_path, yaml, words):
 def test_an_included_config_is_weaker_relative_to_its_file_and_named_as_origin(tmp_path):
     (tmp_path / "sub").mkdir()
     base, middle, top = tmp_path / "base.yaml", tmp_path / "sub/middle.yaml", tmp_path / "top.yaml"
-    base.write_text("nsa: {w: 16}\ntrain: {lr: 0.5, steps: 7, seed: 3}\n")
+    base.write_text("nsa: {w: 16}\nmodel: {tie_embeddings: false}\ntrain: {steps: 7, seed: 3}\n")
     middle.write_text("include: ../base.yaml\nmodel: {nsa: {window: 8}}\ntrain: {steps: 8}\n")
     top.write_text("include: sub/middle.yaml\ntrain: {steps: 9}\n")
     found = settings.resolve(top, {}).as_dict()

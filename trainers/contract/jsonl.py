@@ -162,10 +162,7 @@ def open_inside(path: Path, below: Path | None) -> int | None:
 
 @contextlib.contextmanager
 def opened(path: Path, below: Path | None = None) -> Iterator[int]:
-    """Yields the descriptor of a regular file, for reading; `below` as in `open_regular`.
-
-    Raises OSError where there is no readable file.
-    """
+    """Yields the descriptor of a file opened as by `open_regular`. Raises OSError."""
     fd = open_regular(path, below)
     if fd is None:
         raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))

@@ -21,8 +21,7 @@ def convert(value: Any, kind: Kind, low: float = -math.inf, high: float = math.i
         found = _convert(value, kind)
     except (KeyError, OverflowError, TypeError) as error:
         raise ValueError(value) from error
-    number = isinstance(found, int | float)
-    if number and not (low <= found <= high and abs(found) != math.inf):
+    if kind in (int, float) and not (low <= found <= high and abs(found) != math.inf):
         raise ValueError(value)
     return found
 
