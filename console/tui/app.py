@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,13 +18,13 @@ from textual.events import Key, Paste
 
 from console.status_text import counted
 from console.tui import clipboard, keys
-from console.tui.background import Pending, request
+from console.tui.background import Pending, beside, request
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, Snapshot, open_source
 from console.tui.operator import Doing, preload
 from console.tui.paste import LEAVE
-from console.tui.screens.dashboard import Dashboard, wanted_series
+from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
 from console.tui.widgets.actionbar import ActionBar
@@ -36,9 +36,12 @@ from console.tui.widgets.logtail import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
 
 if TYPE_CHECKING:
+    from console.model import RunState
     from console.sources.run import RunSource
 
 TICK_S = 1.0
+SETTINGS_S = 0.5
+"""Time after the first picture at which the settings file is read."""
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
 """The views beside the Dashboard, each in the module of its name, made when first looked at."""
 
@@ -80,7 +83,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self._actions = actions
         self.request = request
         self.book = LogBook()
-        self.feed = Feed(partial(self.call_later, self.take), wanted_series, path, root, opener)
+        self.feed = Feed(partial(self.call_later, self.take), self._wanted, path, root, opener)
         self.snapshot: Snapshot | None = None
         self.picture: Snapshot | None = None
         self.paused = False
@@ -92,7 +95,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
         self.bar = ActionBar()
         self.body = Body()
-        self.views: dict[str, View] = {"dashboard": Dashboard(self, "dashboard")}
+        self.dashboard = Dashboard(self, "dashboard")
+        self.views: dict[str, View] = {"dashboard": self.dashboard}
 
     def get_default_screen(self) -> Main:
         return Main(id="_default")
@@ -134,6 +138,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Begins what can wait for the first picture: reading, and collecting garbage."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
+        self.set_timer(SETTINGS_S, self._load_charts)
         gc.freeze()
         gc.enable()
 
@@ -155,6 +160,24 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
             self.picture = snapshot
             self.view.take(snapshot)
         self.feed.taken()
+
+    def _wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
+        """Returns the series that the view draws; the feed's thread calls it."""
+        return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
+
+    @property
+    def settings(self) -> Any:
+        """`console.settings`, imported when it is first read."""
+        return import_module("console.settings")
+
+    def _load_charts(self) -> None:
+        beside(self, "settings", lambda: self.settings.charts(), self.dashboard.choose)
+
+    def save_charts(self, titles: Sequence[str]) -> None:
+        """Shows the charts that the operator chose, and keeps them in the settings file."""
+        self.dashboard.choose(titles)
+        beside(self, "settings", lambda: self.settings.save_charts(titles),
+               lambda path: self.say(f"charts saved in {path}"))  # fmt: skip
 
     def hold(self, paused: bool) -> None:
         """Holds what the view shows, or lets it go. State, age and alerts are told all the same."""

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +35,16 @@ STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that the screen shows of one moment. `at` is monotonic, `now` unix seconds."""
+    """All that the screen shows of one moment. `at` is monotonic, `now` unix seconds.
+
+    `recorded` are the names of all series of the run, `charts` the points of those that are shown.
+    """
 
     at: float
     now: float
     state: RunState | None = None
     charts: Mapping[str, Points] = field(default_factory=dict)
+    recorded: Collection[str] = ()
     stacks: Mapping[int, Any] = field(default_factory=dict)
     log: tuple[LogLine, ...] = ()
     """The log lines that are new; `log_begins` says that they start another log."""
@@ -81,7 +85,7 @@ class Feed:
     def __init__(
         self,
         deliver: Callable[[Snapshot], object],
-        wanted: Callable[[RunState], tuple[str, ...]],
+        wanted: Callable[[RunState, Collection[str]], tuple[str, ...]],
         path: Path | None,
         root: Path,
         opener: Callable[[Path], RunSource] = open_source,
@@ -177,11 +181,13 @@ class Feed:
         state = self._state = confirmed(source, former=False)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
-        charts = {name: source.series.points(name) for name in self._wanted(state)}
+        series, recorded = source.series, source.series.names
+        charts = {name: series.points(name) for name in self._wanted(state, recorded)}
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._stamps = self._stamp()
-        return Snapshot(at, now, state, charts, stacks, log, begins, "", following, why_not)
+        return Snapshot(at, now, state, charts, recorded, stacks, log, begins,
+                        coming=following, coming_trouble=why_not)  # fmt: skip
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
         if run is None or self.paused:

@@ -9,7 +9,7 @@ from console.model import LaunchState, RunState
 from console.status_text import counted, shell_line
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, rule, text_of, wrap
+from console.tui.rows import Row, flowed, rule, text_of, wrap
 from console.tui.screens.view import Console, View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
@@ -19,8 +19,8 @@ from trainers.contract import flags as registry
 
 WIDE = 110
 WHOLE = 200
-LEAST_FLAGS = 7
-"""Rows that the list of flags keeps, its heading included."""
+LEAST_FLAGS, LEAST_HEIGHT = 7, 18
+"""Rows that the list of flags keeps, its heading included; below the height it alone has room."""
 
 
 def live_launch(snapshot: Snapshot | None) -> tuple[RunState, LaunchState] | None:
@@ -89,6 +89,17 @@ class Command(DraftPanel):
         return command_rows(title, line or "…", live[0].backend if live else "", width, height)
 
 
+class Training(DraftPanel):
+    """What the draft would train; empty while a launch is under way, which shows it by itself."""
+
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+        prepared = self.draft.prepared
+        if prepared is None or live_launch(snapshot):
+            return []
+        parts = [((f"{label} ", "dim"), (text, "")) for label, text in prepared.training]
+        return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
+
+
 class Checks(DraftPanel):
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
         if live := live_launch(snapshot):
@@ -139,6 +150,7 @@ class Launch(Scrolls, View):
         with Container(id="plan"):
             yield Phases(self.draft, "phases")
             yield FlagList("flags", "flags")
+        yield Training(self.draft, "training")
         yield Command(self.draft, "command")
         yield Checks(self.draft, "checks")
 
@@ -184,14 +196,16 @@ class Launch(Scrolls, View):
         wide, tall = width >= WIDE, height >= 30
         self.query_one("#plan").set_class(wide, "wide")
         phases, checks = self.query_one(Phases), self.query_one(Checks)
-        command = self.query_one(Command)
+        command, training = self.query_one(Command), self.query_one(Training)
         state = snapshot.state
         both = 2 if state and state.gates and not live_launch(snapshot) else 1
         line = len(command.rows(snapshot, width, 8 if tall else 3))
         check = max(2, len(checks.rows(snapshot, width, (9 if tall else 3) * both)))
-        room = max(2, height - LEAST_FLAGS - line - check)
+        size = len(training.rows(snapshot, width, 3)) if height >= LEAST_HEIGHT else 0
+        training.display = size > 0
+        room = max(2, height - LEAST_FLAGS - line - check - size)
         phase = "1fr" if wide else len(phases.rows(snapshot, width, room))
-        for panel, rows in ((command, line), (checks, check), (phases, phase)):
+        for panel, rows in ((command, line), (checks, check), (phases, phase), (training, size)):
             panel.styles.height = rows
 
     def scroll_by(self, by: int) -> None:

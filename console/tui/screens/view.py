@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from textual.reactive import Reactive
@@ -11,7 +11,7 @@ from textual.widget import Widget
 
 from console.model import LaunchState
 from console.tui.draft import Draft
-from console.tui.feed import Snapshot
+from console.tui.feed import Feed, Snapshot
 from console.tui.rows import text_of
 from console.tui.terminal import Terminal
 from console.tui.widgets.lines import Lines, Panel
@@ -45,11 +45,13 @@ class Console(Protocol):
     snapshot: Snapshot | None
     book: LogBook
     draft: Draft
+    feed: Feed
     terminal: Terminal
 
     def say(self, text: str, level: str = "ok") -> None: ...
     def open_overlay(self, overlay: Overlay) -> None: ...
     def prepare(self) -> None: ...
+    def save_charts(self, titles: Sequence[str]) -> None: ...
     def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None: ...
 
 

@@ -10,7 +10,7 @@ from trainers.contract.flags import TABLE, Flag
 from trainers.contract.values import TRUE
 
 UNSET = "–"
-GROUP, NAME = 8, 24
+GROUP, NAME = 9, 26
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,10 +359,10 @@ def planned(folder, **given):
     """A launch of cpu_smoke whose plan.json stands in `folder`."""
     from console import actions
 
-    orders = actions.prepare(actions.LaunchOptions("cpu_smoke", run_dir=folder)).orders
-    env = {**orders.plan.env, "NSA_SEL_RANGES_V2": "0"}
-    orders = dataclasses.replace(orders, plan=dataclasses.replace(orders.plan, env=env))
-    rundir.write_json(folder / rundir.PLAN, orders.as_dict(NOW))
+    spec = actions.prepare(actions.LaunchOptions("cpu_smoke", run_dir=folder)).spec
+    env = {**spec.plan.env, "NSA_SEL_RANGES_V2": "0"}
+    spec = dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, env=env))
+    rundir.write_json(folder / rundir.PLAN, spec.as_dict(NOW))
     return recorded.launch(path=str(folder), **given)
 
 
@@ -437,9 +437,9 @@ def test_of_a_thousand_ranks_the_worst_are_shown_and_the_others_counted():
     assert "and 1,016 more ranks" in rows[-1]
 
 
-@given(st.integers(20, 300), st.integers(4, 80), st.integers(0, 2000))
-def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks):
-    now = shape(width, height, ranks)
+@given(st.integers(20, 300), st.integers(4, 80), st.integers(0, 2000), st.integers(1, 8))
+def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks, available):
+    now = shape(width, height, ranks, available)
     assert now.top >= 2
     assert now.top + now.log <= height
     assert now.charts == 0 or height - now.top - now.log >= 3
@@ -548,20 +548,22 @@ def test_a_change_of_state_is_shown_before_the_next_sample_is_due(tmp_path):
 
 def test_a_mistake_while_reading_is_said_and_reading_goes_on():
     class Breaks(recorded.Recorded):
+        is_broken = False
+
         def poll(self):
-            state = super().poll()
-            if self.polls == 2:
+            if self.is_broken:
                 raise ValueError("no such thing")
-            return state
+            return super().poll()
 
     source = Breaks(recorded.running())
     app = app_on(recorded.running())
     app.feed._open = lambda path: source
 
     async def body(pilot):
-        app.feed.nudge()
+        source.is_broken = True
         await until(pilot, lambda: "reading failed: ValueError: no such thing" in picture(app))
         assert "RUNNING" in picture(app)
+        source.is_broken = False
         await until(pilot, lambda: "no alert" in picture(app))
 
     drive(app, body)
