@@ -14,11 +14,11 @@ from typing import Any
 from console import settings, targets
 from console.plans import catalog, preflight, training
 from console.plans.preflight import Check
+from console.request_schema import ACTIONS, check
 from console.sources import launches, process
 from console.status_text import shell_line
 from console.supervisor import launch_spec, launcher
 from console.supervisor.launch_spec import LaunchSpec
-from console.supervisor.requests import ACTIONS, check
 from trainers.contract import VERSION, environ, flags, jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError, did_you_mean
 from trainers.contract.plan import BETWEEN, Between, Phase, Plan

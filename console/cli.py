@@ -219,7 +219,7 @@ def _listed(heading: str, rows: Iterable[tuple[str, str]]) -> str:
 
 def _actions() -> str:
     """Returns the table of actions as help; arguments in brackets may be left out."""
-    from console.supervisor.requests import TABLE
+    from console.request_schema import TABLE
 
     rows = []
     for action in TABLE:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from console.model import State
+from console.request_schema import Action, Mailbox
 from console.sources import documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from console.supervisor import lock, recovery
-from console.supervisor.requests import Action, Mailbox
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 

@@ -1,4 +1,4 @@
-"""Prints the table of keys that stands in keys.md: `python -m docs.keys`."""
+"""Prints the table in keys.md: `python -m docs.keys`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from console.tui.keys import NAMES, TABLE, VIEWS
 
 
 def as_markdown() -> str:
-    """Returns the table for the documents."""
+    """Returns the table of keys in Markdown."""
     lines = ["| key | does | where |", "| --- | --- | --- |"]
     for key in TABLE:
         names = " ".join(f"`{NAMES.get(name, name)}`" for name in key.keys)

@@ -11,10 +11,10 @@ from console.actions import LaunchOptions
 from console.commands.output import MAX_SENTENCE_CHARS, program, say, show, tell
 from console.commands.query import follow
 from console.commands.timeout import within
+from console.request_schema import ACTIONS
 from console.sources import launches
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.supervisor.requests import ACTIONS
 from trainers.contract.errors import ContractError, UsageError
 
 SPARE_S = 1.0

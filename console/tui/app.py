@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Coroutine
+from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,11 +18,11 @@ from textual.events import Key, Paste
 
 from console.status_text import counted
 from console.tui import clipboard, keys
-from console.tui.background import Pending, beside, request
+from console.tui.background import Pending, request
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, Snapshot, open_source
-from console.tui.operator import Doing, preload
+from console.tui.operator import Operator, Request, preload
 from console.tui.paste import LEAVE
 from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
@@ -38,10 +38,9 @@ from console.tui.widgets.overlay import Drawer, Overlay
 if TYPE_CHECKING:
     from console.model import RunState
     from console.sources.run import RunSource
+    from console.tui.widgets.chooser import Entry
 
 TICK_S = 1.0
-SETTINGS_S = 0.5
-"""Time after the first picture at which the settings file is read."""
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
 """The views beside the Dashboard, each in the module of its name, made when first looked at."""
 
@@ -55,7 +54,7 @@ def bindings() -> list[Binding]:
     ]  # fmt: skip
 
 
-class ConsoleApp(Doing, App[int], inherit_bindings=False):
+class ConsoleApp(App[int], inherit_bindings=False):
     """The screen. It owns nothing: leaving it changes no run."""
 
     CSS = """
@@ -72,7 +71,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         root: Path,
         terminal: Terminal,
         actions: Any = None,
-        request: Callable[[Path, str, Mapping[str, Any]], str] = request,
+        request: Request = request,
         opener: Callable[[Path], RunSource] = open_source,
     ):
         super().__init__(driver_class=TerminalDriver)
@@ -80,8 +79,7 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         self.animation_level = "none"
         self.terminal = terminal
         self.draft = Draft(plan, root)
-        self._actions = actions
-        self.request = request
+        self.operator = Operator(self, request, actions)
         self.book = LogBook()
         self.feed = Feed(partial(self.call_later, self.take), self._wanted, path, root, opener)
         self.snapshot: Snapshot | None = None
@@ -138,7 +136,6 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Begins what can wait for the first picture: reading, and collecting garbage."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
-        self.set_timer(SETTINGS_S, self._load_charts)
         gc.freeze()
         gc.enable()
 
@@ -153,6 +150,8 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
             self.run_worker(self.show_view("launch"))  # what can be launched, where there is no run
         self.snapshot = snapshot
+        if snapshot.state is not None and snapshot.state.launch is not None:
+            self.draft.offer(snapshot.state.launch.plan)
         self.book.take(snapshot)
         for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
@@ -164,20 +163,6 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
     def _wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
         """Returns the series that the view draws; the feed's thread calls it."""
         return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
-
-    @property
-    def settings(self) -> Any:
-        """`console.settings`, imported when it is first read."""
-        return import_module("console.settings")
-
-    def _load_charts(self) -> None:
-        beside(self, "settings", lambda: self.settings.charts(), self.dashboard.choose)
-
-    def save_charts(self, titles: Sequence[str]) -> None:
-        """Shows the charts that the operator chose, and keeps them in the settings file."""
-        self.dashboard.choose(titles)
-        beside(self, "settings", lambda: self.settings.save_charts(titles),
-               lambda path: self.say(f"charts saved in {path}"))  # fmt: skip
 
     def hold(self, paused: bool) -> None:
         """Holds what the view shows, or lets it go. State, age and alerts are told all the same."""
@@ -219,10 +204,11 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
-        elif question := key.question:
-            work = partial(self.ask_or_say, lambda: question(self.state))
+        elif key.question is not None:
+            work = partial(self.operator.ask, key.question)
         elif self.view_name in key.views:
-            work = getattr(self.view, f"do_{key_id}", None) or getattr(self, f"do_{key_id}")
+            places = (self.view, self, self.operator)
+            work = next(filter(None, (getattr(each, f"do_{key_id}", None) for each in places)))
         else:
             work = None
         if work is None:
@@ -254,8 +240,6 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
         """Says that pasted text did nothing: no field has the focus for it."""
         self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
-    action_quit_now = Doing.do_leave
-
     def open_overlay(self, overlay: Overlay) -> None:
         if self.overlay is None:
             self.answer.clear()
@@ -284,3 +268,73 @@ class ConsoleApp(Doing, App[int], inherit_bindings=False):
     def say(self, text: str, level: str = "ok") -> None:
         """Shows what became of a deed."""
         self.answer.say(text, level)
+
+    # --- the keys that mean the same in every view -----------------------------------------------
+
+    def _choose_view(self, name: str) -> Coroutine[Any, Any, None]:
+        self.chosen_by_hand = True
+        return self.show_view(name)
+
+    do_dashboard = partialmethod(_choose_view, "dashboard")
+    do_launch_view = do_flags = partialmethod(_choose_view, "launch")
+    do_stall_view = partialmethod(_choose_view, "stall")
+    do_logs_view = partialmethod(_choose_view, "logs")
+    do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
+
+    def do_choose(self) -> None:
+        from console.tui.widgets.chooser import Chooser
+
+        self.open_overlay(Chooser(self.draft.root, self._choose))
+
+    def _choose(self, entry: Entry) -> None:
+        """Watches the chosen run, or prepares the launch of the chosen plan."""
+        if entry.path is not None:
+            self.feed.follow(entry.path)
+            self.run_worker(self._choose_view("dashboard"))
+            return
+        self.draft.choose(entry.name)
+        launch = self.snapshot.state.launch if self.snapshot and self.snapshot.state else None
+        if launch is not None and launch.under_way:
+            self.say(f"{launch.id} is under way: L launches {entry.name} once it has ended")
+        self.run_worker(self._choose_view("launch"))
+
+    def do_next_alert(self) -> None:
+        self.alert.turn()
+
+    def do_pause(self) -> None:
+        self.hold(not self.paused)
+
+    def do_copy(self) -> None:
+        text = self.view.copied()
+        if not text:
+            self.say("there is nothing to copy here", "error")
+            return
+        self.copy_to_clipboard(text)
+        copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
+        try:
+            self.say(f"{copied} and to {clipboard.save('copied.txt', text)}")
+        except OSError as error:
+            self.say(f"{copied}; not to a file: {error.strerror}", "error")
+
+    def do_back(self) -> None:
+        self.answer.clear()
+        self.screen.set_focus(None)
+        self.view.arrive()
+
+    def do_palette(self) -> None:
+        from console.tui.command_palette import Commands
+
+        self.open_overlay(Commands(self.view_name))
+
+    def do_help(self) -> None:
+        from console.tui.screens.help import Reader, help_rows
+
+        self.open_overlay(
+            Reader(f"Keys in {self.view_name}", help_rows(self.view_name, self.size.width - 2))
+        )
+
+    def do_leave(self) -> None:
+        self.feed.stop()
+        self.exit(0)
+
+    action_quit_now = do_leave

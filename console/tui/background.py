@@ -13,18 +13,30 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from console.tui.feed import Feed
+from console.tui.widgets.answer import Answer
 from trainers.contract import environ
 from trainers.contract.errors import ContractError
-
-if TYPE_CHECKING:
-    from console.tui.app import ConsoleApp
 
 ANSWER_S = 300.0
 """Longest wait for a supervisor's answer; the screen shows the answer whenever it comes."""
 LIMIT_S = 20.0
 """Without a result for this long, the alert line names the action and how long it has waited."""
+
+
+class Screen(Protocol):
+    """The part of the app that shows results and the actions under way."""
+
+    pending: list[Pending]
+    answer: Answer
+    feed: Feed
+
+    @property
+    def is_running(self) -> bool: ...
+    def call_later(self, callback: Any, *args: Any) -> Any: ...
+    def say(self, text: str, level: str = "ok") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ class Pending:
 
 
 def beside(
-    app: ConsoleApp,
+    screen: Screen,
     label: str,
     work: Callable[[], Any],
     then: Callable[[Any], object],
@@ -57,20 +69,20 @@ def beside(
 ) -> None:
     """Runs `work` in a thread; `then` gets its result, `failed` the sentence of its error.
 
-    Without `failed` the screen shows the error. Until then the action is one of `app.pending`.
+    Without `failed` the screen shows the error. Until then the action is one of `screen.pending`.
     """
-    fail = failed or (lambda sentence: app.say(sentence, "error"))
+    fail = failed or (lambda sentence: screen.say(sentence, "error"))
     pending = Pending(label, about, time.monotonic())
-    app.pending.append(pending)
+    screen.pending.append(pending)
 
     def settle(end: Callable[[Any], object], outcome: Any) -> None:
-        if not app.is_running:
+        if not screen.is_running:
             return
-        app.pending.remove(pending)
+        screen.pending.remove(pending)
         end(outcome)
         if pending.is_late:
-            app.answer.linger()
-        app.feed.nudge()
+            screen.answer.linger()
+        screen.feed.nudge()
 
     def body() -> None:
         try:
@@ -80,26 +92,26 @@ def beside(
         except Exception as mistake:
             text = f"{label} failed: {type(mistake).__name__}: {mistake}; please report it"
             end, outcome = fail, text
-        app.call_later(settle, end, outcome)
+        screen.call_later(settle, end, outcome)
 
-    threading.Thread(target=body, name=f"deed-{label}", daemon=True).start()
+    threading.Thread(target=body, name=f"action-{label}", daemon=True).start()
 
 
 def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
     """Sends a request by `nsa-console do` (or `adopt`) in its own process, and returns the answer.
 
     A thread that writes into a frozen directory cannot be ended, and the console could not exit.
-    Raises ContractError with the refusal.
+    Raises ContractError with the rejection.
     """
     from console.supervisor import launch_spec
 
     words = [f"{name}={'' if value is None else value}" for name, value in args.items()]
-    named = ["do", str(path.absolute()), action, *words, "--timeout", str(ANSWER_S)]
+    command = ["do", str(path.absolute()), action, *words, "--timeout", str(ANSWER_S)]
     if action == "adopt":
-        named = ["adopt", str(path.absolute())]
+        command = ["adopt", str(path.absolute())]
     importable = {"PYTHONPATH": launch_spec.inherited()["PYTHONPATH"]}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "console", *named, "--json"],
+        [sys.executable, "-P", "-m", "console", *command, "--json"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         start_new_session=True, env=environ.snapshot() | importable,
     )  # fmt: skip

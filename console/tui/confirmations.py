@@ -1,7 +1,4 @@
-"""The questions that are asked before an action, as plain data.
-
-The target is frozen when the question opens.
-"""
+"""The confirmations of actions, as plain data. The target of a question is fixed when it opens."""
 
 from __future__ import annotations
 
@@ -9,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from console.action_table import ACTIONS, Action
 from console.model import LIVE_STATES, LaunchState, RunState
-from console.status_text import counted
 
 Fact = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The run (or launch) that an answer will act on, whatever the screen shows by then."""
+    """The run (or launch) that an answer acts on, whatever the screen shows by then."""
 
     path: str
     name: str
@@ -27,7 +24,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One button of a question: its word, the action and what it is sent with."""
+    """One button of a question: its word, the action and the arguments of the request."""
 
     word: str
     action: str
@@ -46,7 +43,35 @@ class Question:
 
 
 class CannotAsk(Exception):
-    """There is nothing to act on; the message says what to do instead."""
+    """The action has no target; the message says what to do instead."""
+
+
+def question(state: RunState | None, *actions: Action) -> Question:
+    """Returns the confirmation of actions on the run on the screen, with a button for each.
+
+    Between two phases an action that ends a run ends the launch. Raises CannotAsk.
+    """
+    state, first = _shown(state), actions[0]
+    launch = state.launch
+    if launch is not None and launch.state == "waiting" and "launch" in first.mailboxes:
+        return _end(state, launch)
+    if first.mailboxes and state.state not in LIVE_STATES:
+        raise CannotAsk(f"{state.id} has ended ({state.state}); {first.name} needs a live run")
+    facts = FACTS.get(first.name, lambda _: {})(state)
+    target = _target(state, None if first.mailboxes else launch)
+    pids = ", ".join(map(str, target.pids[:8])) + (", …" if len(target.pids) > 8 else "")
+    shown = {"run": target.name, "host": target.host or "unknown", "pids": pids or "none known"}
+    return Question(
+        first.title, tuple((shown | dict((first.cost,)) | facts).items()), target,
+        tuple(_choice(action) for action in actions),
+        typed=state.id.rpartition("/")[2] if first.cost[0] == "loses" else "",
+    )  # fmt: skip
+
+
+def _choice(action: Action, **args: Any) -> Choice:
+    """Returns the button of an action; it sets the switches of its request."""
+    switches = {each.name: True for each in action.args if not each.metavar}
+    return Choice(action.name.capitalize(), action.name, switches | args)
 
 
 def _shown(state: RunState | None) -> RunState:
@@ -56,119 +81,83 @@ def _shown(state: RunState | None) -> RunState:
     return state
 
 
-def _living(state: RunState | None) -> RunState:
-    state = _shown(state)
-    if state.state not in LIVE_STATES:
-        raise CannotAsk(f"{state.id} has ended ({state.state}); there is nothing to act on")
-    return state
-
-
 def _target(state: RunState, launch: LaunchState | None = None) -> Target:
     of = launch or state
     pids = tuple(rank.pid for rank in state.ranks if rank.pid and not rank.exit)
     return Target(of.path, of.id, state.host, pids)
 
 
-def _about(
-    target: Target, title: str, loses: str, *choices: Choice, more: tuple[Fact, ...] = (),
-    typed: str = "",
-) -> Question:  # fmt: skip
-    """Returns a question that names the run, its host, its processes and what is lost."""
-    pids = ", ".join(map(str, target.pids[:8])) + (", …" if len(target.pids) > 8 else "")
-    facts = (("run", target.name), ("host", target.host or "unknown"),
-             ("pids", pids or "none known"), ("loses", loses))  # fmt: skip
-    return Question(title, (*facts, *more), target, choices, typed)
+def _end(state: RunState, launch: LaunchState) -> Question:
+    """Returns the confirmation of the end of a launch that waits between two phases."""
+    target, rest = _target(state, launch), ", ".join(phase.name for phase in launch.rest)
+    facts = (("launch", target.name), ("keeps", "completed phases"), ("not run", rest or "none"))
+    return Question("End this launch here?", facts, target, (_choice(ACTIONS["halt"]),))
 
 
-def dump(state: RunState | None) -> Question:
-    target = _target(_living(state))
-    title = f"Dump the stacks of {counted(len(target.pids), 'rank')}?"
-    loses = "nothing; ranks that do not catch the signal are left out"
-    return _about(target, title, loses, Choice("Dump", "dump"))
+# --- facts of one action beside run, host, processes and cost ------------------------------------
 
 
-def halt(state: RunState | None) -> Question:
-    state = _shown(state)
-    launch = state.launch
-    rest = ", ".join(phase.name for phase in launch.rest) if launch else ""
-    if launch is not None and launch.state == "waiting":
-        target = _target(state, launch)
-        facts = (
-            ("launch", target.name), ("loses", "nothing that has run"), ("not run", rest or "none"),
-        )  # fmt: skip
-        return Question("End this launch here?", facts, target, (Choice("End it", "halt"),))
-    target = _target(_living(state))
-    step = f" (now at {state.step:,})" if state.step is not None else ""
-    loses, more = "nothing: all ranks stop at the same step and save", ()
+def _of_halt(state: RunState) -> dict[str, str]:
+    """Returns the step, the phases that are not started, and a warning where a rank is stalled."""
+    facts = {}
+    if state.step is not None:
+        facts["step"] = f"{state.step:,}"
     if state.state == "stalled":
-        verdict, stands = state.verdict, "they stand"
+        verdict, stalled = state.verdict, "and a rank is stalled"
         if verdict and verdict.rank is not None:
-            stands = f"rank {verdict.rank} stands in {verdict.phase}"
-        loses = f"ranks obey at the end of a step, and {stands}: nothing happens before all step"
-        more = (("else", "K ends a run that stands"),)
-    if rest:
-        more = (*more, ("after", f"the plan ends; not run: {rest}"))
-    return _about(target, f"Halt this run{step}?", loses, Choice("Halt", "halt"), more=more)
+            stalled = f"and rank {verdict.rank} is stalled in {verdict.phase}"
+        facts["keeps"] = f"work only if every rank reaches the end of its step, {stalled}"
+        facts["else"] = "K stops a stalled run"
+    if state.launch and state.launch.rest:
+        rest = ", ".join(phase.name for phase in state.launch.rest)
+        facts["after"] = f"the plan ends; not run: {rest}"
+    return facts
 
 
-def checkpoint(state: RunState | None) -> Question:
-    state = _living(state)
-    saved = f"; the last is {state.checkpoint}" if state.checkpoint else ""
-    loses = f"nothing: all ranks save after their step and go on{saved}"
-    return _about(_target(state), "Save a checkpoint now?", loses, Choice("Save", "checkpoint"))
+def _last_checkpoint(state: RunState) -> dict[str, str]:
+    return {"last": state.checkpoint or "no checkpoint is saved"}
 
 
-def adopt(state: RunState | None) -> Question:
-    state = _shown(state)
+def _of_adopt(state: RunState) -> dict[str, str]:
+    """Returns the phases that follow. Raises CannotAsk where a supervisor lives."""
     launch = state.launch
     if launch is None or "unsupervised" not in (launch.state, state.state):
-        raise CannotAsk(f"{state.id} is {state.state}; only a lost supervisor is replaced")
-    rest = ", ".join(phase.name for phase in launch.rest) or "none"
-    more = (("then", f"as planned, phases after this one: {rest}"),)
-    loses = "nothing: ranks that live go on and are watched again"
-    title = "Give this launch a new supervisor?"
-    return _about(_target(state, launch), title, loses, Choice("Take over", "adopt"), more=more)
+        raise CannotAsk(f"{state.id} is {state.state}; adopt needs a run without a supervisor")
+    return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}
 
 
-def kill(state: RunState | None) -> Question:
-    """Returns the question before a stop or kill; typed is the run's name without the launch's.
+FACTS = {
+    "halt": _of_halt, "checkpoint": _last_checkpoint, "stop": _last_checkpoint, "adopt": _of_adopt,
+}  # fmt: skip
+"""More facts of a confirmation by action; one with a label that is there already replaces it."""
 
-    Between phases nothing runs that could be killed: the launch is ended as by `halt`.
-    """
-    if (launch := _shown(state).launch) is not None and launch.state == "waiting":
-        return halt(state)
-    state = _living(state)
-    saved = f"the last is {state.checkpoint}" if state.checkpoint else "none is saved"
-    loses = f"the steps since the last checkpoint; {saved}"
-    choices = (Choice("Stop", "stop"), Choice("Kill", "kill", {"yes": True}))
-    more = (("means", "Stop: TERM, a grace, then KILL.  Kill: KILL at once"),)
-    name = state.id.rpartition("/")[2]
-    title = "Stop or kill this run?"
-    return _about(_target(state), title, loses, *choices, more=more, typed=name)
+
+# --- questions of their own ----------------------------------------------------------------------
 
 
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
-    target = _target(_shown(state))
+    """Returns the confirmation of `ack` for the alert with an id and a text."""
+    target, action = _target(_shown(state)), ACTIONS["ack"]
     if not alert:
-        stays = "this cannot be acknowledged: it goes when its cause goes"
-        raise CannotAsk(stays if text else "there is no alert to acknowledge")
-    facts = (("run", target.name), ("alert", text), ("loses", "nothing; it stays as a note"))
-    choice = Choice("Acknowledge", "ack", {"alert": alert})
-    return Question("Acknowledge this alert?", facts, target, (choice,))
+        clears = "this cannot be acknowledged: it clears automatically"
+        raise CannotAsk(clears if text else "there is no alert to acknowledge")
+    facts = (("run", target.name), ("alert", text), action.cost)
+    return Question("Acknowledge this alert?", facts, target, (_choice(action, alert=alert),))
 
 
 def proceed(state: RunState) -> Question:
-    launch = state.launch
+    """Returns the confirmation of `proceed` for a launch that waits between two phases."""
+    launch, action = state.launch, ACTIONS["proceed"]
     if launch is not None and launch.state == "running":
         name = launch.current or "a phase"
-        raise CannotAsk(f"{name} still runs; H halts it, then L launches again")
+        raise CannotAsk(f"{name} is still running; H halts it, then L launches again")
     if launch is None or launch.state != "waiting":
-        raise CannotAsk(f"{state.id} is {state.state}; nothing waits for L")
+        raise CannotAsk(f"{state.id} is {state.state}; no launch waits for confirmation")
     target = _target(state, launch)
     following = launch.rest[0] if launch.rest else None
     name = following.name if following else "the next"
     changed = ", ".join(f"{flag.name}={flag.value}" for flag in launch.next_flags) or "none changed"
     facts = (("launch", target.name), ("flags", changed),
-             ("proves", following.proves if following else ""), ("loses", "nothing"))  # fmt: skip
-    start = Choice("Start", "proceed", {"phase": name} if following else {})
-    return Question(f"Start phase {name}?", facts, target, (start,))
+             ("proves", following.proves if following else ""), action.cost)  # fmt: skip
+    choice = _choice(action, phase=name) if following else _choice(action)
+    return Question(f"Start phase {name}?", facts, target, (choice,))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from console.action_table import ACTIONS
 from console.model import LaunchState
 from console.status_text import counted
 from console.tui.confirmations import CannotAsk, Choice, Question, Target
@@ -28,6 +29,9 @@ def coming(launch: LaunchState) -> Mapping[str, str]:
     return {**held, **{name: flag.value for name, flag in flags.items()}}
 
 
+DEFAULT_PLAN = "cpu_smoke"
+
+
 class Draft:
     """A launch in preparation: a plan with the operator's flags, and the result of its preflight.
 
@@ -37,11 +41,24 @@ class Draft:
 
     def __init__(self, plan_name: str, root: Path):
         self.plan_name, self.root = plan_name, root
+        self.is_chosen = plan_name != DEFAULT_PLAN
         self.flags: dict[str, str] = {}
         self.between = "ask"
         self.prepared: Any = None
         self.trouble = ""
         self.checked: Any = None
+
+    def choose(self, plan_name: str) -> None:
+        """Prepares another plan from now on, without flags."""
+        if plan_name != self.plan_name:
+            self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
+        self.is_chosen = True
+
+    def offer(self, plan_name: str) -> None:
+        """Prepares the plan of the run on the screen, unless the operator has chosen one."""
+        if plan_name and not self.is_chosen and not self.flags:
+            self.choose(plan_name)
+            self.is_chosen = False
 
     def options(self, actions: Any) -> Any:
         return actions.LaunchOptions(
@@ -52,7 +69,9 @@ class Draft:
     def is_checked(self) -> bool:
         """The result belongs to exactly the options that are chosen now."""
         held = self.checked
-        return held is not None and (held.flags, held.between) == (self.flags, self.between)
+        return held is not None and (held.plan, held.flags, held.between) == (
+            self.plan_name, self.flags, self.between,
+        )  # fmt: skip
 
     def take(self, options: Any, prepared: Any, trouble: str) -> None:
         """Keeps the result of a check; after trouble the last plan that could be read stays."""
@@ -93,7 +112,7 @@ class Draft:
             ("starts", f"{ranks} by torchrun, {asks if self.between == 'ask' else goes}"),
             ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "as in the plan"),
             ("writes", where),
-            ("loses", "nothing"),
+            ACTIONS["launch"].cost,
         )
         target, choice = Target(where, plan.name, host, ()), Choice("Launch", "launch")
         return Question(f"Launch {plan.name}?", facts, target, (choice,))

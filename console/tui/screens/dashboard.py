@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
+from importlib import import_module
 from typing import Any
 
 from textual.app import ComposeResult
@@ -12,6 +13,7 @@ from textual.containers import Grid, Horizontal
 
 from console.model import RunState
 from console.tui import chartmath, charts
+from console.tui.background import beside
 from console.tui.chartmath import Mode
 from console.tui.charts import Chart
 from console.tui.screens.view import Console, View, shown_text
@@ -39,6 +41,8 @@ class Shape:
     log: int
 
 
+SETTINGS_S = 0.5
+"""Time after the first picture at which the settings file is read."""
 ZOOMED = Shape(0, 0, 1, 1, 0)
 
 
@@ -63,6 +67,11 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     if rows == 1 and not tall:
         log = left - max(LOW_CHART, left * 3 // 5)
     return Shape(top, figures, count, min(per_row, count), log if log >= LEAST_LOG else 0)
+
+
+def _settings() -> Any:
+    """Returns `console.settings`, which the first picture does not need."""
+    return import_module("console.settings")
 
 
 class Dashboard(View):
@@ -146,6 +155,18 @@ class Dashboard(View):
         if self.snapshot is not None:
             self.take(self.snapshot)
 
+    def on_mount(self) -> None:
+        self.set_timer(SETTINGS_S, self._load_choice)
+
+    def _load_choice(self) -> None:
+        beside(self.console, "settings", lambda: _settings().charts(), self.choose)
+
+    def save_choice(self, titles: Sequence[str]) -> None:
+        """Shows the charts that the operator chose; the settings file keeps them."""
+        self.choose(titles)
+        beside(self.console, "settings", lambda: _settings().save_charts(titles),
+               lambda path: self.console.say(f"charts saved in {path}"))  # fmt: skip
+
     def choose(self, titles: Sequence[str]) -> None:
         """Shows these charts in this order, the default ones for none."""
         self.choice, self.selected = titles, None
@@ -192,7 +213,7 @@ class Dashboard(View):
         from console.tui.widgets.chartlist import ChartList
 
         shown = self.choice or [chart.title for chart in self._charts]
-        self.console.open_overlay(ChartList(shown, self.console.save_charts))
+        self.console.open_overlay(ChartList(shown, self.save_choice))
 
     def copied(self) -> str:
         panels = "ChartPanel" if self.zoomed else "#ranks, #figures"

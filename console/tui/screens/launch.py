@@ -157,7 +157,7 @@ class Launch(Scrolls, View):
     def arrive(self) -> None:
         self.picker.focus()
         if live_launch(self.console.snapshot) is None:
-            self.console.prepare()
+            self.console.operator.prepare()
 
     def take(self, snapshot: Snapshot) -> None:
         super().take(snapshot)
@@ -179,7 +179,7 @@ class Launch(Scrolls, View):
             draft, when, heading = self.draft, "launch", "flags now → next"
             self._items = flag_list.items({}, draft.planned_flags(), draft.flags, draft.between)
             if not draft.is_checked:
-                self.console.prepare()
+                self.console.operator.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
         self.picker.fill(rows, self._help())
@@ -261,7 +261,7 @@ class Launch(Scrolls, View):
 
     def _set(self, name: str, value: str | None) -> None:
         if live := live_launch(self.snapshot):
-            self.console.set_flag(live[1], name, value)
+            self.console.operator.set_flag(live[1], name, value)
             return
         if value is None:
             self.draft.flags.pop(name, None)
@@ -271,7 +271,7 @@ class Launch(Scrolls, View):
 
     def _changed(self) -> None:
         self.fill()
-        self.console.prepare()
+        self.console.operator.prepare()
 
     def copied(self) -> str:
         return self.query_one(Command).line(self.snapshot)[1] if self.snapshot else ""

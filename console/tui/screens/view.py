@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
-from console.model import LaunchState
+from console.tui import background
 from console.tui.draft import Draft
-from console.tui.feed import Feed, Snapshot
+from console.tui.feed import Snapshot
+from console.tui.operator import Operator
 from console.tui.rows import text_of
 from console.tui.terminal import Terminal
 from console.tui.widgets.lines import Lines, Panel
@@ -39,20 +40,16 @@ class Body(Widget):
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
 
 
-class Console(Protocol):
+class Console(background.Screen, Protocol):
     """The part of the app that a view may use."""
 
     snapshot: Snapshot | None
     book: LogBook
     draft: Draft
-    feed: Feed
     terminal: Terminal
+    operator: Operator
 
-    def say(self, text: str, level: str = "ok") -> None: ...
     def open_overlay(self, overlay: Overlay) -> None: ...
-    def prepare(self) -> None: ...
-    def save_charts(self, titles: Sequence[str]) -> None: ...
-    def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None: ...
 
 
 class View(Widget):

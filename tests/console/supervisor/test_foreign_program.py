@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from console import actions
+from console import actions, request_schema
 from console.plans import gates
 from console.sources import process
-from console.supervisor import requests
 from trainers.contract import rundir
 from trainers.contract.dumps import END_MARK
 from trainers.contract.errors import RefusedError
@@ -116,7 +115,7 @@ def test_the_document_names_every_key_that_is_written(launched):
     ]  # fmt: skip
     for record in written:
         assert {key for key in keys_of(record) if key.islower()} <= words
-    for action in requests.TABLE:
+    for action in request_schema.TABLE:
         wanted = [argument.name for argument in action.args] + [*action.mailboxes]
         rows = [line for line in text.splitlines() if line.startswith(f"| `{action.name}` |")]
         assert any(all(word in row for word in wanted) for row in rows), action.name

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from console import actions
+from console import actions, request_schema
 from console.sources import process
 from console.supervisor import requests
 from console.supervisor.mailbox import Mailbox
@@ -60,7 +60,7 @@ def test_the_supervisor_is_small_and_idle_and_has_no_torch(launched):
         ("b4.json", {"id": "b4", "action": "dump", "args": [1]}, "version 1"),
         ("b5.json", {"id": "b5", "action": "dump", "v": 2}, "version 1"),
         ("b6.json", {"id": "b6", "action": "kill"}, "needs yes"),
-        ("b7.json", {"id": "b7", "action": "proceed"}, "asked of a launch"),
+        ("b7.json", {"id": "b7", "action": "proceed"}, "send proceed to a launch"),
         ("b8.json", {"id": "../b8", "action": "note", "args": {"text": ""}}, "text takes"),
     ],
 )
@@ -261,11 +261,11 @@ def test_an_ended_run_takes_no_request(launched):
 )
 def test_wrong_words_are_refused_before_anything_is_sent(action, args, says):
     with pytest.raises(UsageError, match=says):
-        requests.check(action, args)
+        request_schema.check(action, args)
 
 
 def test_every_action_is_documented_and_reachable():
-    for action in requests.TABLE:
+    for action in request_schema.TABLE:
         assert action.help.endswith(".")
         assert action.mailboxes
         assert all(argument.help for argument in action.args)

@@ -10,6 +10,7 @@ import pytest
 from console.tui import confirmations
 from console.tui.background import request
 from console.tui.confirmations import CannotAsk
+from console.tui.keys import KEYS
 from console.tui.rows import text_of
 from console.tui.widgets.confirm import question_rows
 from console.tui.widgets.flags import next_value
@@ -75,7 +76,7 @@ def test_the_target_is_frozen_when_the_question_opens():
 
     async def body(pilot):
         await pilot.press("D")
-        await until(pilot, lambda: "Dump the stacks of 2 ranks?" in picture(app))
+        await until(pilot, lambda: "Dump the stacks of all ranks?" in picture(app))
         other = recorded.running(id="another/0-run", path="/nowhere/another/0-run")
         app.take(dataclasses.replace(app.snapshot, state=other))
         await pilot.pause()
@@ -172,7 +173,7 @@ def test_an_answer_is_text_and_no_command_to_the_terminal():
 def test_a_mistake_in_what_was_asked_is_said():
     asked = Asked()
     app = app_on(recorded.running(), actions=asked)
-    app.request = lambda *given: {}["nothing"]
+    app.operator._request = lambda *given: {}["nothing"]
 
     async def body(pilot):
         await pilot.press("D", "y")
@@ -205,7 +206,7 @@ def test_a_directory_that_does_not_answer_does_not_hold_up_the_screen():
         for key in "2341":
             await pilot.press(key)
         assert time.monotonic() - started < 2.0
-        assert "dump: asked …" in picture(app)
+        assert "dump: sent …" in picture(app)
 
     drive(app, body)
 
@@ -404,7 +405,7 @@ def test_commands_are_found_by_their_words():
         await pilot.press("colon")
         await until(pilot, lambda: "what to do" in picture(app))
         await pilot.press(*"stacks of all", "enter")
-        await until(pilot, lambda: "Dump the stacks of 2 ranks?" in picture(app))
+        await until(pilot, lambda: "Dump the stacks of all ranks?" in picture(app))
 
     drive(app, body)
 
@@ -441,14 +442,14 @@ def test_enter_does_the_command_that_was_clicked():
 
 
 def test_the_question_says_run_host_pids_and_what_is_lost():
-    for make in (confirmations.dump, confirmations.halt, confirmations.kill):
-        question = make(recorded.stalled())
+    for key in (KEYS["dump"], KEYS["halt"], KEYS["stop"]):
+        question = key.question(recorded.stalled())
         text = "\n".join(text_of(row) for row in question_rows(question, 80))
-        for part in ("run ", "host ", "pids ", "loses ", "gpu01", "48230"):
+        for part in ("run ", "host ", "pids ", key.actions[0].cost[0], "gpu01", "48230"):
             assert part in text
     with pytest.raises(CannotAsk, match="no run"):
-        confirmations.dump(None)
-    with pytest.raises(CannotAsk, match="still runs"):
+        KEYS["dump"].question(None)
+    with pytest.raises(CannotAsk, match="still running"):
         confirmations.proceed(recorded.running())
     with pytest.raises(CannotAsk, match="no alert"):
         confirmations.acknowledge(recorded.running(), "", "")

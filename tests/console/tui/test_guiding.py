@@ -10,8 +10,8 @@ import pytest
 
 from console.model import Alert
 from console.sources.stacks import Frame, Stack, Thread
-from console.tui import confirmations
 from console.tui.feed import Snapshot
+from console.tui.keys import KEYS
 from console.tui.rows import rule, text_of, width_of
 from console.tui.widgets.answer import KEEP_S
 from console.tui.widgets.picker import Picker
@@ -90,7 +90,7 @@ def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
         assert lines(app)[1].endswith("a 2 of 2")
         assert "A ack" not in lines(app)[1]
         await pilot.press("A")
-        await until(pilot, lambda: "it goes when its cause goes" in picture(app))
+        await until(pilot, lambda: "it clears automatically" in picture(app))
         await pilot.press("a", "A")
         await until(pilot, lambda: "Acknowledge this alert?" in picture(app))
         await pilot.press("escape")
@@ -287,19 +287,17 @@ def test_a_halt_of_a_run_that_stands_promises_nothing_and_names_what_ends_it():
         await pilot.press("H")
         await until(pilot, lambda: "Halt this run" in picture(app))
         words = " ".join(picture(app).split())
-        assert "loses nothing" not in words
-        assert "ranks obey at the end of a step, and rank 3 stands in backward" in words
-        assert "K ends a run that stands" in words
+        assert "all work" not in words
+        assert "every rank reaches the end of its step, and rank 3 is stalled in backward" in words
+        assert "K stops a stalled run" in words
         await pilot.press("y")
         await until(pilot, lambda: bool(asked.sent))
 
     drive(app, body)
     stands = dataclasses.replace(recorded.stalled(), verdict=None)
-    assert (
-        "obey at the end of a step, and they stand"
-        in dict(confirmations.halt(stands).facts)["loses"]
-    )
-    assert "nothing" in dict(confirmations.halt(recorded.running()).facts)["loses"]
+    halt = KEYS["halt"].question
+    assert "and a rank is stalled" in dict(halt(stands).facts)["keeps"]
+    assert "all work" in dict(halt(recorded.running()).facts)["keeps"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_launch_that_takes_long_is_told_and_no_second_one_is_asked_about(tmp_p
         await until(pilot, lambda: bool(asked.launched))
         for _ in range(2):
             await pilot.press("L")
-            await until(pilot, lambda: "a launch is still starting: cpu_smoke, for" in picture(app))
+            await until(pilot, lambda: "the launch of cpu_smoke is still starting" in picture(app))
             assert app.overlay is None
             await pilot.press("escape")
             await until(pilot, lambda: "launch of cpu_smoke: no answer for" in lines(app)[1])
@@ -97,7 +97,7 @@ def test_after_a_launch_nothing_is_asked_before_it_has_been_read(tmp_path):
         app.feed.stop()
         app.feed.follow(Path("/nowhere/launched"))
         await pilot.press("L")
-        await until(pilot, lambda: "the new launch is being read" in picture(app))
+        await until(pilot, lambda: "the new launch is not read yet" in picture(app))
         app.take(Snapshot(time.monotonic(), time.time()))
         await pilot.press("L")
         await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
@@ -215,7 +215,7 @@ def test_leaving_says_which_answers_are_open(tmp_path):
     with Terminal(words, ROOT, {"XDG_STATE_HOME": str(tmp_path)}, (120, 40)) as terminal:
         terminal.wait("ready: ")
         terminal.press("L", "y")
-        terminal.wait("launches cpu_smoke …")
+        terminal.wait("launching cpu_smoke …")
         terminal.press("q")
         assert terminal.wait_exit(5) == 0
         assert "left before the answer to launch of cpu_smoke; nsa-console runs" in terminal.text

@@ -1,0 +1,156 @@
+"""The table of actions. Requests, keys, buttons, confirmations, commands, help and documents are
+drawn from its rows.
+
+A new action is one row here, and the method that executes it in `console.supervisor.launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainers.contract import flags
+from trainers.contract.values import TRUE
+
+Mailbox = Literal["run", "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an action. An empty `metavar` makes it a switch, which a confirmation sets.
+
+    `convert` raises ValueError with the values that it takes, or UsageError.
+    """
+
+    name: str
+    metavar: str
+    convert: Callable[[Any], Any]
+    help: str
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of the operator. Without `mailboxes` it is no request: a function starts it."""
+
+    name: str
+    help: str
+    mailboxes: tuple[Mailbox, ...] = ()
+    """Where its requests go; the first is the usual one."""
+    args: tuple[Argument, ...] = ()
+    cost: tuple[str, str] = ("keeps", "all work")
+    """The line of the confirmation: "keeps" or "loses", and what. An action that loses work is
+    confirmed by the name of the run."""
+    key: str = ""
+    """The key on the screen; actions with the same key are choices of one confirmation."""
+    weight: int = 0
+    """Above 0 the footer shows the key; the highest stay in a narrow one."""
+    button: bool = False
+    title: str = ""
+    """The confirmation's title; without one the action asks a question of its own."""
+    verb: str = ""
+    """The command of the action, or the command with the option that chooses it; "": `do`."""
+    examples: tuple[str, ...] = ()
+
+
+def _text(limit: int) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or not value.strip() or len(value) > limit:
+            raise ValueError(f"a text of at most {limit} characters")
+        return value.strip()
+
+    return convert
+
+
+def _rank(value: Any) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not text.isdecimal() or len(text) > 6:
+        raise ValueError("the number of a rank, from 0")
+    return int(text)
+
+
+def _yes(value: Any) -> bool:
+    if value is True or (isinstance(value, str) and value.lower() in TRUE):
+        return True
+    raise ValueError("yes=true: it ends all ranks without a checkpoint")
+
+
+def _flag_name(value: Any) -> str:
+    return flags.lookup(str(value)).name
+
+
+def _flag_value(value: Any) -> str | None:
+    """Returns a flag's value as text, None for a null or an empty text, which undo the change."""
+    if value is None or value == "":
+        return None
+    return flags.format_value(value) if isinstance(value, bool | int | float) else str(value)
+
+
+LOST_STEPS = ("loses", "the steps since the last checkpoint")
+
+TABLE: tuple[Action, ...] = (
+    Action(
+        "dump", "Dump the stacks of all ranks.", ("run",),
+        (Argument("rank", "R", _rank, "dump only this rank, counted from 0", required=False),),
+        cost=("keeps", "all work (a rank that does not handle the signal is left out)"),
+        key="D", weight=8, button=True, title="Dump the stacks of all ranks?",
+        verb="dump", examples=("dump latest", "dump latest --rank 1"),
+    ),
+    Action(
+        "halt", "Halt: all ranks stop at the same step and save; the plan ends.",
+        ("run", "launch"),
+        cost=("keeps", "all work (every rank stops at the same step and saves a checkpoint)"),
+        key="H", weight=8, button=True, title="Halt this run?",
+        verb="halt", examples=("halt latest",),
+    ),
+    Action(
+        "checkpoint", "Save a checkpoint: all ranks save after the current step and continue.",
+        ("run",), cost=("keeps", "all work (every rank saves and continues)"),
+        key="C", title="Save a checkpoint now?", examples=("do latest checkpoint",),
+    ),
+    Action("profile", "Profile the next steps of all ranks, into `profiles/`.", ("run",)),
+    Action(
+        "stop", "Stop: send TERM, wait the grace time, then KILL; the plan ends.",
+        ("run", "launch"), cost=LOST_STEPS, key="K", title="Stop or kill this run?",
+        verb="stop", examples=("stop latest",),
+    ),
+    Action(
+        "kill", "Kill all ranks at once, without a checkpoint.", ("run",),
+        (Argument("yes", "", _yes, "confirm the kill: add --yes, or yes=true with `do`"),),
+        cost=LOST_STEPS, key="K", verb="stop --kill", examples=("stop latest --kill --yes",),
+    ),
+    Action(
+        "adopt", "Adopt: start a new supervisor where the old one has died.",
+        cost=("keeps", "all work (live ranks continue under the new supervisor)"),
+        key="R", title="Start a new supervisor for this launch?",
+    ),
+    Action(
+        "launch", "Launch a plan.", cost=("keeps", "all other launches"),
+        key="L", weight=5, button=True,
+    ),
+    Action(
+        "proceed", "Start the next phase of a plan that waits for confirmation.", ("launch",),
+        (Argument("phase", "NAME", _text(80), "name of that phase, as a check", required=False),),
+        cost=("keeps", "completed phases"), key="L",
+    ),
+    Action(
+        "ack", "Acknowledge an alert.", ("run",),
+        (Argument("alert", "ID", _text(80), "id of the alert"),),
+        cost=("keeps", "the alert, as a note"), key="A", weight=2,
+    ),
+    Action(
+        "note", "Write a sentence into the events of the run.", ("run", "launch"),
+        (Argument("text", "TEXT", _text(1000), "the sentence, at most 1000 characters"),),
+        examples=("do latest note text='disk was full'",),
+    ),
+    Action(
+        "set-flag", "Set a flag for the next phase; without a value, undo the change.",
+        ("launch",),
+        (Argument("name", "NAME", _flag_name, "name of the flag, see `flags`"),
+         Argument("value", "VALUE", _flag_value, "its new value", required=False)),
+        examples=("do latest set-flag name=NSA_LR value=0.0005",),
+    ),
+)  # fmt: skip
+
+ACTIONS: dict[str, Action] = {action.name: action for action in TABLE}
