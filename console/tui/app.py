@@ -1,4 +1,4 @@
-"""Wires the screen together: feed in, keys out, one view at a time between header and footer."""
+"""The app: takes snapshots from the feed, gives keys to views, and shows one view at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
-"""The views beside the Dashboard, each in the module of its name, made when first looked at."""
+"""Class of each view but the Dashboard, by module name; imported when first shown."""
 
 
 def bindings() -> list[Binding]:
@@ -55,7 +55,7 @@ def bindings() -> list[Binding]:
 
 
 class ConsoleApp(App[int], inherit_bindings=False):
-    """The screen. It owns nothing: leaving it changes no run."""
+    """The screen. Leaving it changes no run."""
 
     CSS = """
     Screen { layout: vertical; layers: base over; background: ansi_default; color: ansi_default; }
@@ -115,25 +115,25 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.set_interval(TICK_S, self._tick)
 
     def exit(self, *given: Any, **named: Any) -> None:
-        """Exits, in time also where the terminal reads nothing."""
+        """Exits, also if the terminal does not read."""
         if isinstance(self._driver, TerminalDriver):
             self._driver.end_in_time()
         super().exit(*given, **named)
 
     def _fatal_error(self) -> None:
-        """A mistake of ours: Textual restores the terminal, then prints this one sentence."""
+        """Saves the traceback of a bug; Textual restores the terminal, then prints one sentence."""
         try:
             where = f"in {clipboard.save('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
         self.panic(
-            Text(f"nsa-console: the screen failed: {what}; runs go on, open it again; "
+            Text(f"nsa-console: the screen failed: {what}; runs continue; open it again; "
                  f"the traceback is {where}, please report it")
         )  # fmt: skip
 
     def _painted(self) -> None:
-        """Begins what can wait for the first picture: reading, and collecting garbage."""
+        """Starts reading and garbage collection after the first picture."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()
@@ -144,7 +144,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return self.views[self.view_name]
 
     def take(self, snapshot: Snapshot) -> None:
-        """Shows what the feed has read; what comes while the screen is taken apart is dropped."""
+        """Shows a snapshot of the feed; drops it while the app exits."""
         if not self.is_running:
             return
         if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
@@ -165,7 +165,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
 
     def hold(self, paused: bool) -> None:
-        """Holds what the view shows, or lets it go. State, age and alerts are told all the same."""
+        """Pauses or resumes the view; header and alert line stay current."""
         self.paused = self.feed.paused = self.header.paused = paused
         self.header.redraw()
         if not paused:
@@ -174,7 +174,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.feed.nudge()
 
     def _tick(self) -> None:
-        """Ages what is shown when no snapshot comes."""
+        """Updates ages without a new snapshot."""
         self.answer.tick()
         for panel in (self.header, self.alert):
             panel.redraw()
@@ -200,7 +200,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.feed.nudge()
 
     async def action_key(self, key_id: str) -> None:
-        """Does what a key of the table means in this view."""
+        """Calls the method of a key in this view."""
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
@@ -220,24 +220,24 @@ class ConsoleApp(App[int], inherit_bindings=False):
             await result
 
     async def action_after(self, key_id: str) -> None:
-        """Does what a key means once the overlay is gone from which it was chosen."""
+        """Closes the overlay, then calls the method of a key."""
         await self._take_away()
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
-        """Says that a key means nothing."""
+        """Shows that a key has no meaning."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
-            self.say(f"{event.character} does nothing; ? shows the keys", "error")
+            self.say(f"{event.character} is not a key; ? shows the keys", "error")
 
     @property
     def in_field(self) -> bool:
-        """Says whether a text field has the focus."""
+        """True if a text field has the focus."""
         focused = self.focused if self.is_running else None
         return focused is not None and focused.check_consume_key("a", "a")
 
     def on_paste(self, event: Paste) -> None:
-        """Says that pasted text did nothing: no field has the focus for it."""
+        """Shows that pasted text was ignored: no field has the focus."""
         self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
     def open_overlay(self, overlay: Overlay) -> None:
@@ -261,12 +261,12 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(event.button.means)
 
     def repaint_view(self) -> None:
-        """Draws the view again from what is known."""
+        """Draws the view again from the last snapshot."""
         if self.picture is not None:
             self.view.take(self.picture)
 
     def say(self, text: str, level: str = "ok") -> None:
-        """Shows what became of a deed."""
+        """Shows the result of an action."""
         self.answer.say(text, level)
 
     # --- the keys that mean the same in every view -----------------------------------------------

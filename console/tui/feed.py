@@ -1,7 +1,7 @@
 """The reading side of the screen: one thread polls, one immutable snapshot a second comes out.
 
-A thread of our own, a daemon: a directory that does not answer holds up neither the screen nor the
-way out of it (an executor's threads are waited for at exit).
+A thread of our own, a daemon: a directory that does not answer blocks neither the screen nor
+its exit (the interpreter waits for the threads of an executor).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that the screen shows of one moment. `at` is monotonic, `now` unix seconds.
+    """The data of one moment. `at` is monotonic, `now` unix seconds.
 
     `recorded` are the names of all series of the run, `charts` the points of those that are shown.
     """
@@ -47,11 +47,11 @@ class Snapshot:
     recorded: Collection[str] = ()
     stacks: Mapping[int, Any] = field(default_factory=dict)
     log: tuple[LogLine, ...] = ()
-    """The log lines that are new; `log_begins` says that they start another log."""
+    """The log lines that are new; `log_begins` says the start of another log."""
     log_begins: bool = False
     trouble: str = ""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """The flags that the next phase would get; `coming_trouble` says why they are not known."""
+    """The flags that the next phase would get; `coming_trouble` is why they are not available."""
     coming_trouble: str = ""
 
 
@@ -105,7 +105,7 @@ class Feed:
         self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
         self.wants_stacks = self.wants_coming = False
         self.paused = False
-        """Leaves new log lines where they are until the picture is let go."""
+        """Leaves new log lines unread until the display resumes."""
         self.followed_at = 0.0
         """When another launch was chosen (monotonic): an older snapshot is not of it."""
         self._reading_since: float | None = None
@@ -124,11 +124,11 @@ class Feed:
         self.nudge()
 
     def nudge(self) -> None:
-        """Asks for a snapshot at once."""
+        """Requests a snapshot now."""
         self._nudged.set()
 
     def taken(self) -> None:
-        """Says that the screen has shown the last snapshot."""
+        """Allows the next snapshot: the last one is shown."""
         self._taken.set()
 
     @property
@@ -155,7 +155,7 @@ class Feed:
             self._wait()
 
     def _take_or_say(self) -> Snapshot:
-        """Reads once; a mistake of ours is said on the screen: without a feed it would freeze."""
+        """Reads once; shows an error on the screen, which would freeze without a feed."""
         at, path = time.monotonic(), self._path or self._root
         try:
             return self.take()

@@ -66,7 +66,7 @@ class Phases(DraftPanel):
                               snapshot.now, state.step, state.gates)  # fmt: skip
         plan = self.draft.plan
         if plan is None:
-            return [rule("phases", width), ((self.draft.trouble or "reads the plan …", "dim"),)]
+            return [rule("phases", width), ((self.draft.trouble or "reading the plan …", "dim"),)]
         rows = phase_rows(planned_phases(plan), 0, self.draft.between, width, height, snapshot.now)
         note = f"{counted(len(plan.phases), 'phase')}, L launches"
         return [rule(f"plan {plan.name}", width, note), *rows[1:]]
@@ -114,13 +114,13 @@ class Checks(DraftPanel):
             rows = gate_rows(state.gates, state.bounds, width, height, heading)
         draft = self.draft
         if draft.is_checked and draft.trouble:
-            rows.append(rule(CHECKS, width, "a launch is refused"))
+            rows.append(rule(CHECKS, width, "the launch would be rejected"))
             lines = wrap(draft.trouble, width, height - 1)
             return rows + [((line, "crit"),) for line in lines]
         found = check_rows(draft.checks, width, height)
         if not draft.is_checked:
             before = [tuple((text, "dim") for text, _ in row) for row in found[1:]]
-            found = [rule(CHECKS, width, "under way …"), *before]
+            found = [rule(CHECKS, width, "in progress …"), *before]
         return rows + found
 
 
@@ -173,7 +173,7 @@ class Launch(Scrolls, View):
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
             self._items = flag_list.items(now, snapshot.coming or None, changed)
-            why_not = snapshot.coming_trouble and f": not known, {snapshot.coming_trouble}"
+            why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
             heading = f"flags now → {when}{why_not}" if when else "flags now, no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
@@ -187,7 +187,11 @@ class Launch(Scrolls, View):
     def _help(self) -> str:
         if (item := self._chosen()) is None:
             return ""
-        return item.flag.help if item.flag else "ask: waits for L after each phase"
+        return (
+            item.flag.help
+            if item.flag
+            else "waits for L after each phase, or starts the next phase while the gates pass"
+        )
 
     def fit_panels(self) -> None:
         snapshot, (width, height) = self.snapshot, self.size
@@ -252,7 +256,7 @@ class Launch(Scrolls, View):
             self.do_toggle()
             return
         name = item.flag.name
-        hint = f"{registry.expected(item.flag)}; empty takes the change back.  {item.flag.help}"
+        hint = f"{registry.expected(item.flag)}; empty undoes the change.  {item.flag.help}"
         value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
             Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),

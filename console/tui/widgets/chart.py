@@ -142,7 +142,7 @@ def zoomed_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view: below it the value at the crosshair, and the value of
     each GPU, rank or layer then."""
-    parts = part_rows(chart, series, at, width, max(3, height // 3))
+    parts = part_rows(chart, series, at, width, height // 3)
     shares = [f for b in BRANCHES if (f := state.figures.get(f"gate_share_{b}"))]
     if parts and chart.each == "layer" and len(shares) == len(BRANCHES):
         words = (f"{b} {f.value * 100:.0f} %" for b, f in zip(BRANCHES, shares, strict=True))
@@ -190,7 +190,7 @@ def part_rows(
         name.partition(":")[2]: nearest(points, at)[1] / chart.scale
         for name in chart.parts if (points := series.get(name))
     }  # fmt: skip
-    if not values:
+    if not values or height < 2:
         return []
     _, high = chartmath.bounds([(0.0, max(values.values()))], True)
     high = max(high, LEAST_HIGH.get(chart.unit, high))

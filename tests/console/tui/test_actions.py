@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import pytest
 
@@ -198,14 +197,12 @@ def test_a_request_runs_nothing_from_the_working_directory(tmp_path, monkeypatch
 
 
 def test_a_directory_that_does_not_answer_does_not_hold_up_the_screen():
-    app = app_on(recorded.running(), actions=Asked(delay_s=3.0))
+    app = app_on(recorded.running(), actions=Asked(delay_s=60.0))
 
     async def body(pilot):
         await pilot.press("D", "y")
-        started = time.monotonic()
         for key in "2341":
             await pilot.press(key)
-        assert time.monotonic() - started < 2.0
         assert "dump: sent …" in picture(app)
 
     drive(app, body)
@@ -293,13 +290,13 @@ def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     async def body(pilot):
         await until(pilot, lambda: "✓ python" in picture(app), 20)
         await pilot.press("space")
-        await until(pilot, lambda: "go on while gates pass" in picture(app))
+        await until(pilot, lambda: "go while gates pass" in picture(app))
         await pilot.press("down", "down", "down", "space")
         await until(pilot, lambda: "* launch" in picture(app))
         await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {}, 20)
         await pilot.press("L")
         await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
-        assert "2 ranks by torchrun, goes on while the gates pass" in picture(app)
+        assert "2 ranks by torchrun, starts the next phase while the gates pass" in picture(app)
         await pilot.press("y")
         await until(pilot, lambda: "launched cpu_smoke in" in picture(app))
         options = asked.launched[0]
