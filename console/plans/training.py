@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from console.sources import launches
+from console.sources import documents, launches
 from console.status_text import age
 from nsa.config import ModelConfig, NSAConfig, parameter_count
 from trainers.contract import jsonl, rundir
@@ -16,7 +16,7 @@ STATE_VALUES = 3
 """A checkpoint holds a weight and the two moments of AdamW for each parameter."""
 EARLIER = 20
 """Newest launches of the plan in which a time is looked for."""
-FOREIGN = "not available (a foreign program: its settings are unknown)"
+FOREIGN = "not available (a foreign program)"
 
 
 def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -26,7 +26,7 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
     """
     values = _values(phases[0])
     if not values:
-        return (("training", FOREIGN), ("estimated time", _time(root, phases)))
+        return (("training", FOREIGN), ("time", _time(root, phases)))
     world = phases[0]["world"]
     parameters = parameter_count(_model(values))
     sequence = values["data.seq_len"]
@@ -34,11 +34,11 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
     value_bytes = 8 if values["train.precision"] == "fp64" else 4
     size_mib = parameters * value_bytes * STATE_VALUES / (1 << 20)
     return (
-        ("parameters", f"{parameters:,}"), ("sequence length", f"{sequence:,} tokens"),
-        ("tokens per step", f"{tokens:,}"), ("device", f"{values['train.device']}, {world} ranks"),
-        ("checkpoint", f"about {size_mib:,.0f} MiB" if size_mib < 1000
-         else f"about {size_mib / 1024:,.1f} GiB"),
-        ("estimated time", _time(root, phases)),
+        ("parameters", f"{parameters:,}"), ("sequence", f"{sequence:,} tokens"),
+        ("tokens per step", f"{tokens:,}"), ("device", f"{values['train.device']} ×{world}"),
+        ("checkpoint", f"{size_mib:,.0f} MiB" if size_mib < 1000
+         else f"{size_mib / 1024:,.1f} GiB"),
+        ("time", _time(root, phases)),
     )  # fmt: skip
 
 
@@ -55,14 +55,17 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the sum over the newest completed runs of the same phases, or why there is none."""
+    """Returns the sum over the newest completed runs of all phases, or why it is not available.
+
+    A run counts if it had the same settings, host and number of ranks.
+    """
     total_s = 0.0
     for phase in phases:
         took_s = _took_s(root, phase)
         if took_s is None:
-            return f"not available (no completed run of {phase['phase']} with these settings)"
+            return "not available (no earlier run)"
         total_s += took_s
-    return f"about {age(total_s)}, as measured before"
+    return f"about {age(total_s)}, as before"
 
 
 def _took_s(root: Path, phase: Mapping[str, Any]) -> float | None:
@@ -73,7 +76,7 @@ def _took_s(root: Path, phase: Mapping[str, Any]) -> float | None:
             begun, ended = jsonl.number(each, "started_ts"), jsonl.number(each, "ended_ts")
             if (each.get("name"), each.get("state")) != (phase["phase"], "completed"):
                 continue
-            run = rundir.read_json(launch / jsonl.text(each, "dir") / rundir.RUN) or {}
+            run = rundir.read_json(launch / documents.run_directory(each) / rundir.RUN) or {}
             is_same = (run.get("host"), run.get("world")) == (phase["host"], phase["world"])
             if begun and ended and is_same and _values(run) == _values(phase):
                 return ended - begun
