@@ -77,6 +77,8 @@ class Draft:
         """Stores the result of a check; after an error the last plan that was readable stays."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
+        if prepared is None and not self.is_chosen and self.plan_name != DEFAULT_PLAN:
+            self.choose(DEFAULT_PLAN)  # the plan of the run on the screen cannot be read here
 
     @property
     def plan(self) -> Any:
