@@ -109,13 +109,13 @@ def test_kill_needs_the_name_of_the_run():
 
     async def body(pilot):
         await pilot.press("K")
-        await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
+        await until(pilot, lambda: "type 1-plumbing to continue" in picture(app))
         await pilot.press(*"1-plumb", "tab", "tab", "enter")
         await pilot.pause(0.05)
         assert asked.sent == []
         if app.overlay is None:
             await pilot.press("K")
-            await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
+            await until(pilot, lambda: "type 1-plumbing to continue" in picture(app))
         else:
             app.query_one("#confirm Input").value = ""
             app.query_one("#confirm Input").focus()
@@ -132,7 +132,7 @@ def test_a_wrong_name_is_said_and_can_be_corrected_at_once():
 
     async def body(pilot):
         await pilot.press("K")
-        await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
+        await until(pilot, lambda: "type 1-plumbing to continue" in picture(app))
         await pilot.press(*"2-plumbing", "enter")
         await until(pilot, lambda: "that is not 1-plumbing" in picture(app))
         await pilot.press("home", "delete", "1")

@@ -269,7 +269,7 @@ def test_where_nobody_watches_nobody_says_that_nothing_stalls(size):
             assert "no stall detected" not in picture(app)
             assert "it is over" not in picture(app)
             if verdict:
-                assert "nobody has looked since" in picture(app)
+                assert "no supervisor since then" in picture(app)
             else:
                 words = " ".join(" ".join(lines(app)[2:4]).split())
                 assert "no supervisor: R starts one" in words
