@@ -46,12 +46,16 @@ def window_start(first: float, now: float, span: float) -> float:
 
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
     """Returns smallest and largest value of each of `count` columns. Points are sorted by time."""
-    found: list[Bin] = [None] * count
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
-    for at, value in points[first:end]:
-        column = min(count - 1, int((at - start) * count / span))
-        low, high = found[column] or (value, value)
-        found[column] = min(low, value), max(high, value)
+    ats, values = ([point[index] for point in points[first:end]] for index in (0, 1))
+    found: list[Bin] = []
+    begin = 0
+    for column in range(1, count + 1):
+        after = start + column * span / count
+        stop = bisect_left(ats, after, begin) if column < count else len(ats)
+        part = values[begin:stop]
+        found.append((min(part), max(part)) if part else None)
+        begin = stop
     return found
 
 
