@@ -169,8 +169,9 @@ class Dashboard(View):
 
     def choose(self, titles: Sequence[str]) -> None:
         """Shows these charts in this order, the default ones for none."""
-        self.choice, self.selected = titles, None
-        self.draw_again()
+        if tuple(titles) != tuple(self.choice):
+            self.choice, self.selected = titles, None
+            self.draw_again()
 
     def _change_span(self, by: int) -> None:
         spans = chartmath.SPANS_S
