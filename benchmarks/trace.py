@@ -133,6 +133,7 @@ class Trace:
                 "toks_per_s": self._near(41_000, 700), "tokens_total": self.step * 32_768,
                 "steps_dt_s": [self._near(0.8, 0.02)], "dt_fetch_s": 0.012, "mfu": 0.43,
                 "gate_entropy_mean": self._near(0.93, 0.01), "gate_entropy_min": 0.41,
+                "gate_entropy_layers": [self._near(0.95, 0.02) for _ in range(11)] + [0.41],
                 "gate_branch_shares": [0.33, 0.37, 0.30],
                 "gpu_mem_reserved": self._near(71_000, 300), "rss_mib": 1240.0}  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from console import settings, targets
-from console.plans import catalog, preflight
+from console.plans import catalog, preflight, training
 from console.plans.preflight import Check
 from console.request_schema import ACTIONS, check
 from console.sources import launches, process
@@ -65,6 +65,8 @@ class Prepared:
     phases: tuple[Mapping[str, Any], ...]
     checks: tuple[Check, ...]
     spec: LaunchSpec
+    training: tuple[tuple[str, str], ...] = ()
+    """What would be trained: label and text of each fact."""
 
     @property
     def ok(self) -> bool:
@@ -82,7 +84,7 @@ class Prepared:
             "plan": self.plan.name, "ok": self.ok, "directory": str(self.directory),
             "inherited": sorted(launch_spec.inherited()), "may_inherit": list(environ.INHERITED),
             "hook": asdict(self.spec.operator),
-            "checks": [asdict(item) for item in self.checks],
+            "checks": [asdict(item) for item in self.checks], "training": dict(self.training),
             "phases": [
                 {key: phase[key] for key in shown}
                 | {"name": phase["phase"], "shell": self.shell(index)}
@@ -93,6 +95,7 @@ class Prepared:
     def lines(self) -> list[str]:
         """Returns checks, commands and environments as text."""
         found = [f"{item.result:<8} {item.name}: {item.text}" for item in self.checks]
+        found += [f"training {label}: {text}" for label, text in self.training]
         for index, phase in enumerate(self.phases):
             found += [f"phase {phase['phase']}", f"  {self.shell(index)}", "  environment:"]
             found += [f"    {name}={shlex.quote(v)}" for name, v in phase["environment"].items()]
@@ -122,7 +125,8 @@ def prepare(options: LaunchOptions) -> Prepared:
         spec = replace(spec, plan=plan)
     case = preflight.Case(plan, directory, options.devices, spec.operator)
     checks = preflight.run(case, [phase["settings"] for phase in phases])
-    return Prepared(plan, directory, phases, checks, spec)
+    facts = training.facts(options.root, phases)
+    return Prepared(plan, directory, phases, checks, spec, facts)
 
 
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:

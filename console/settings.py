@@ -6,13 +6,14 @@ It names a program that runs as this user, so no other user may be able to write
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainers.contract import environ, plan, yamlfile
+from trainers.contract import environ, plan, rundir, yamlfile
 from trainers.contract.errors import UsageError
 
 LEVELS = ("info", "warn", "crit")
@@ -32,6 +33,9 @@ class Settings:
 
 
 KEYS = tuple(each.name for each in fields(Settings))
+CHARTS = "charts"
+"""The one key that only the screen reads: the charts of the Dashboard, in their order."""
+CHARTS_LINES = re.compile(rf"^{CHARTS}:.*\n?(?:[ \t-].*\n?)*", re.MULTILINE)
 
 
 def path() -> Path:
@@ -46,12 +50,41 @@ def load() -> Settings:
 
     Raises UsageError for a wrong value and for a file that another user can write.
     """
-    file = path()
+    held = _read(path())
+    return parse({key: held[key] for key in held if key != CHARTS}, str(path()))
+
+
+def _read(file: Path) -> dict[str, Any]:
     if not file.exists():
-        return Settings()
+        return {}
     for each in (file, file.parent):
         _check_private(each)
-    return parse(yamlfile.load(file), str(file))
+    return yamlfile.load(file)
+
+
+def charts() -> tuple[str, ...]:
+    """Returns the charts that the settings file names, () for the default. Raises UsageError."""
+    found = _read(path()).get(CHARTS) or []
+    if not isinstance(found, list):
+        raise UsageError(f"{path()}: '{CHARTS}' must be a list of charts")
+    return tuple(str(title) for title in found)
+
+
+def save_charts(titles: Sequence[str]) -> Path:
+    """Replaces the charts in the settings file, and nothing else in it; returns its path.
+
+    Raises UsageError for a file that cannot be read, OSError for one that cannot be written.
+    """
+    file = path().resolve()
+    _read(file)
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    text = CHARTS_LINES.sub("", text)
+    gap = "\n" if text and not text.endswith("\n") else ""
+    named = f"{CHARTS}: [{', '.join(titles)}]\n" if titles else ""
+    yamlfile.parse(text + gap + named, str(file))
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    rundir.write_atomic(file, text + gap + named)
+    return file
 
 
 def parse(document: Mapping[str, Any], where: str) -> Settings:

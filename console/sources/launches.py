@@ -112,6 +112,14 @@ def launches(root: Path = ROOT) -> list[Path]:
     return [each.path for each in _all(root)]
 
 
+def bare_runs(root: Path = ROOT) -> list[Path]:
+    """Returns the runs under `root` that belong to no launch, the newest first."""
+    top = [root / name for name in _names(root)]
+    below = [path / name for path in top if not is_launch(path) for name in _names(path)]
+    found = [path for path in (*top, *below) if is_run(path) and not path.is_symlink()]
+    return sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)
+
+
 def _all(root: Path) -> list[Known]:
     """Returns the launches by creation time, newest first, each once despite links."""
     found: dict[tuple[int, int], Known] = {}

@@ -30,7 +30,7 @@ KEPT_HEADS = 4
 STARTED_RECORDS = 2
 """Number of records with which an attempt has started, where no supervisor.json names one."""
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
-MAX_ALERTS = 256
+MAX_ALERTS, MAX_LAYERS = 256, 128
 
 
 @dataclass(slots=True)
@@ -299,7 +299,20 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
     if rank or record["msg"] != "progress":
         return None
     found = {name: jsonl.number(record, name) for name in CHARTED}
-    return found | {"step_s": mean_step_s(jsonl.numbers(record, "steps_dt_s"))}
+    found["step_s"] = mean_step_s(jsonl.numbers(record, "steps_dt_s"))
+    return found | _entropies(record)
+
+
+def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns the gate entropy of each layer (nats) and of the lowest, {} without all layers."""
+    layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
+    if not layers or "cut" in record:
+        return {}
+    found: dict[str, float | None] = {f"gate_entropy:{i}": each for i, each in enumerate(layers)}
+    lowest = min(layers)
+    return found | {
+        "gate_entropy_lowest": lowest, "gate_entropy_lowest_layer": float(layers.index(lowest)),
+    }  # fmt: skip
 
 
 def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
@@ -309,8 +322,12 @@ def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
         index = jsonl.integer(entry, "index")
         values[f"gpu_mem_mib:{index}"] = jsonl.number(entry, "mem_used_mib")
         values[f"gpu_util_pct:{index}"] = jsonl.number(entry, "util_pct")
+    has_gpus = bool(values)
     for entry in jsonl.entries(sample, "ranks"):
-        values[f"rss_mib:{jsonl.integer(entry, 'rank')}"] = jsonl.number(entry, "rss_mib")
+        rank = jsonl.integer(entry, "rank")
+        values[f"rss_mib:{rank}"] = jsonl.number(entry, "rss_mib")
+        if not has_gpus:
+            values[f"cpu_pct:{rank}"] = jsonl.number(entry, "cpu_pct")
     return values
 
 

@@ -208,6 +208,11 @@ class Series:
             self._files[name] = of
         return self._files.get(name) == of
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all series that have had a point."""
+        return frozenset(self._files)
+
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
         """Adds the durations of the steps that ended with `step`."""
         self._durations_s.extend(_valid_durations(durations))

@@ -1,11 +1,11 @@
-"""Wires the screen together: feed in, keys out, one view at a time between header and footer."""
+"""The app: takes snapshots from the feed, gives keys to views, and shows one view at a time."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from console.tui.driver import TerminalDriver
 from console.tui.feed import Feed, Snapshot, open_source
 from console.tui.operator import Operator, Request, preload
 from console.tui.paste import LEAVE
-from console.tui.screens.dashboard import Dashboard, wanted_series
+from console.tui.screens.dashboard import Dashboard
 from console.tui.screens.view import Body, Main, View
 from console.tui.terminal import Terminal
 from console.tui.widgets.actionbar import ActionBar
@@ -36,11 +36,13 @@ from console.tui.widgets.logtail import LogBook
 from console.tui.widgets.overlay import Drawer, Overlay
 
 if TYPE_CHECKING:
+    from console.model import RunState
     from console.sources.run import RunSource
+    from console.tui.widgets.chooser import Entry
 
 TICK_S = 1.0
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
-"""The views beside the Dashboard, each in the module of its name, made when first looked at."""
+"""Class of each view but the Dashboard, by module name; imported when first shown."""
 
 
 def bindings() -> list[Binding]:
@@ -53,7 +55,7 @@ def bindings() -> list[Binding]:
 
 
 class ConsoleApp(App[int], inherit_bindings=False):
-    """The screen. It owns nothing: leaving it changes no run."""
+    """The screen. Leaving it changes no run."""
 
     CSS = """
     Screen { layout: vertical; layers: base over; background: ansi_default; color: ansi_default; }
@@ -79,7 +81,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.draft = Draft(plan, root)
         self.operator = Operator(self, request, actions)
         self.book = LogBook()
-        self.feed = Feed(partial(self.call_later, self.take), wanted_series, path, root, opener)
+        self.feed = Feed(partial(self.call_later, self.take), self._wanted, path, root, opener)
         self.snapshot: Snapshot | None = None
         self.picture: Snapshot | None = None
         self.paused = False
@@ -91,7 +93,8 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.answer, self.drawer, self.footer = Answer(), Drawer(), Footer(id="footer")
         self.bar = ActionBar()
         self.body = Body()
-        self.views: dict[str, View] = {"dashboard": Dashboard(self, "dashboard")}
+        self.dashboard = Dashboard(self, "dashboard")
+        self.views: dict[str, View] = {"dashboard": self.dashboard}
 
     def get_default_screen(self) -> Main:
         return Main(id="_default")
@@ -112,25 +115,25 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.set_interval(TICK_S, self._tick)
 
     def exit(self, *given: Any, **named: Any) -> None:
-        """Exits, in time also where the terminal reads nothing."""
+        """Exits, also if the terminal does not read."""
         if isinstance(self._driver, TerminalDriver):
             self._driver.end_in_time()
         super().exit(*given, **named)
 
     def _fatal_error(self) -> None:
-        """A mistake of ours: Textual restores the terminal, then prints this one sentence."""
+        """Saves the traceback of a bug; Textual restores the terminal, then prints one sentence."""
         try:
             where = f"in {clipboard.save('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
         self.panic(
-            Text(f"nsa-console: the screen failed: {what}; runs go on, open it again; "
+            Text(f"nsa-console: the screen failed: {what}; runs continue; open it again; "
                  f"the traceback is {where}, please report it")
         )  # fmt: skip
 
     def _painted(self) -> None:
-        """Begins what can wait for the first picture: reading, and collecting garbage."""
+        """Starts reading and garbage collection after the first picture."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()
@@ -141,12 +144,14 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return self.views[self.view_name]
 
     def take(self, snapshot: Snapshot) -> None:
-        """Shows what the feed has read; what comes while the screen is taken apart is dropped."""
+        """Shows a snapshot of the feed; drops it while the app exits."""
         if not self.is_running:
             return
         if self.snapshot is None and snapshot.state is None and not self.chosen_by_hand:
             self.run_worker(self.show_view("launch"))  # what can be launched, where there is no run
         self.snapshot = snapshot
+        if snapshot.state is not None and snapshot.state.launch is not None:
+            self.draft.offer(snapshot.state.launch.plan)
         self.book.take(snapshot)
         for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
@@ -155,8 +160,12 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.view.take(snapshot)
         self.feed.taken()
 
+    def _wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
+        """Returns the series that the view draws; the feed's thread calls it."""
+        return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
+
     def hold(self, paused: bool) -> None:
-        """Holds what the view shows, or lets it go. State, age and alerts are told all the same."""
+        """Pauses or resumes the view; header and alert line stay current."""
         self.paused = self.feed.paused = self.header.paused = paused
         self.header.redraw()
         if not paused:
@@ -165,7 +174,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.feed.nudge()
 
     def _tick(self) -> None:
-        """Ages what is shown when no snapshot comes."""
+        """Updates ages without a new snapshot."""
         self.answer.tick()
         for panel in (self.header, self.alert):
             panel.redraw()
@@ -191,7 +200,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.feed.nudge()
 
     async def action_key(self, key_id: str) -> None:
-        """Does what a key of the table means in this view."""
+        """Calls the method of a key in this view."""
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
@@ -211,24 +220,24 @@ class ConsoleApp(App[int], inherit_bindings=False):
             await result
 
     async def action_after(self, key_id: str) -> None:
-        """Does what a key means once the overlay is gone from which it was chosen."""
+        """Closes the overlay, then calls the method of a key."""
         await self._take_away()
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
-        """Says that a key means nothing."""
+        """Shows that a key has no meaning."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
-            self.say(f"{event.character} does nothing; ? shows the keys", "error")
+            self.say(f"{event.character} is not a key; ? shows the keys", "error")
 
     @property
     def in_field(self) -> bool:
-        """Says whether a text field has the focus."""
+        """True if a text field has the focus."""
         focused = self.focused if self.is_running else None
         return focused is not None and focused.check_consume_key("a", "a")
 
     def on_paste(self, event: Paste) -> None:
-        """Says that pasted text did nothing: no field has the focus for it."""
+        """Shows that pasted text was ignored: no field has the focus."""
         self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
     def open_overlay(self, overlay: Overlay) -> None:
@@ -252,12 +261,12 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(event.button.means)
 
     def repaint_view(self) -> None:
-        """Draws the view again from what is known."""
+        """Draws the view again from the last snapshot."""
         if self.picture is not None:
             self.view.take(self.picture)
 
     def say(self, text: str, level: str = "ok") -> None:
-        """Shows what became of a deed."""
+        """Shows the result of an action."""
         self.answer.say(text, level)
 
     # --- the keys that mean the same in every view -----------------------------------------------
@@ -271,6 +280,23 @@ class ConsoleApp(App[int], inherit_bindings=False):
     do_stall_view = partialmethod(_choose_view, "stall")
     do_logs_view = partialmethod(_choose_view, "logs")
     do_panel, do_panel_back = App.action_focus_next, App.action_focus_previous
+
+    def do_choose(self) -> None:
+        from console.tui.widgets.chooser import Chooser
+
+        self.open_overlay(Chooser(self.draft.root, self._choose))
+
+    def _choose(self, entry: Entry) -> None:
+        """Watches the chosen run, or prepares the launch of the chosen plan."""
+        if entry.path is not None:
+            self.feed.follow(entry.path)
+            self.run_worker(self._choose_view("dashboard"))
+            return
+        self.draft.choose(entry.name)
+        launch = self.snapshot.state.launch if self.snapshot and self.snapshot.state else None
+        if launch is not None and launch.under_way:
+            self.say(f"{launch.id} is under way: L launches {entry.name} once it has ended")
+        self.run_worker(self._choose_view("launch"))
 
     def do_next_alert(self) -> None:
         self.alert.turn()

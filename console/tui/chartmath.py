@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise, zip_longest
+from operator import or_
 from typing import Literal
 
 Mode = Literal["braille", "block"]
@@ -44,12 +46,16 @@ def window_start(first: float, now: float, span: float) -> float:
 
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
     """Returns smallest and largest value of each of `count` columns. Points are sorted by time."""
-    found: list[Bin] = [None] * count
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
-    for at, value in points[first:end]:
-        column = min(count - 1, int((at - start) * count / span))
-        low, high = found[column] or (value, value)
-        found[column] = min(low, value), max(high, value)
+    ats, values = ([point[index] for point in points[first:end]] for index in (0, 1))
+    found: list[Bin] = []
+    begin = 0
+    for column in range(1, count + 1):
+        after = start + column * span / count
+        stop = bisect_left(ats, after, begin) if column < count else len(ats)
+        part = values[begin:stop]
+        found.append((min(part), max(part)) if part else None)
+        begin = stop
     return found
 
 
@@ -136,6 +142,21 @@ def draw(held: Sequence[Bin], low: float, high: float, height: int, mode: Mode) 
     tops = [-1 if dots is None else dots[1] for dots in levels(held, low, high, 8 * height)]
     bases = range(8 * (height - 1), -1, -8)
     return ["".join(_BLOCKS[min(8, max(0, top + 1 - base))] for top in tops) for base in bases]
+
+
+def draw_curves(
+    curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
+) -> list[str]:  # fmt: skip
+    """Returns `height` lines of cells with all curves; blocks show the band that they span."""
+    if mode == "block" or len(curves) == 1:
+        return draw(merge(curves), low, high, height, mode)
+    pictures = [draw(curve, low, high, height, mode) for curve in curves]
+    return ["".join(map(_overlaid, *lines)) for lines in zip(*pictures, strict=True)]
+
+
+def _overlaid(*cells: str) -> str:
+    bits = reduce(or_, (ord(cell) for cell in cells if cell != " "), 0)
+    return chr(bits) if bits else " "
 
 
 def _braille(dots: list[tuple[int, int] | None], height: int) -> list[str]:

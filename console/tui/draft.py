@@ -13,9 +13,9 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def coming(launch: LaunchState) -> Mapping[str, str]:
-    """Returns what the supervisor would give the phase after the current one, {} after the last.
+    """Returns the values of the next phase by flag name, {} after the last phase.
 
-    The flags that it would be born with, else what its settings decide. Raises ContractError.
+    These are its flags, else the values of its settings. Raises ContractError.
     """
     if not launch.rest:
         return {}
@@ -29,20 +29,36 @@ def coming(launch: LaunchState) -> Mapping[str, str]:
     return {**held, **{name: flag.value for name, flag in flags.items()}}
 
 
+DEFAULT_PLAN = "cpu_smoke"
+
+
 class Draft:
     """A launch in preparation: a plan with the operator's flags, and the result of its preflight.
 
-    Launched from the screen it asks between phases, unless the operator says `go`. `prepared` and
-    `trouble` are the result of the newest check, `checked` the options that it was of.
+    A launch from the screen waits for confirmation between phases unless the operator chooses `go`.
+    `prepared` and `trouble` are the result of the newest check, `checked` its options.
     """
 
     def __init__(self, plan_name: str, root: Path):
         self.plan_name, self.root = plan_name, root
+        self.is_chosen = plan_name != DEFAULT_PLAN
         self.flags: dict[str, str] = {}
         self.between = "ask"
         self.prepared: Any = None
         self.trouble = ""
         self.checked: Any = None
+
+    def choose(self, plan_name: str) -> None:
+        """Prepares another plan from now on, without flags."""
+        if plan_name != self.plan_name:
+            self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
+        self.is_chosen = True
+
+    def offer(self, plan_name: str) -> None:
+        """Prepares the plan of the run on the screen, unless the operator has chosen one."""
+        if plan_name and not self.is_chosen and not self.flags:
+            self.choose(plan_name)
+            self.is_chosen = False
 
     def options(self, actions: Any) -> Any:
         return actions.LaunchOptions(
@@ -51,14 +67,18 @@ class Draft:
 
     @property
     def is_checked(self) -> bool:
-        """The result belongs to exactly the options that are chosen now."""
+        """True if the result belongs to the options that are chosen now."""
         held = self.checked
-        return held is not None and (held.flags, held.between) == (self.flags, self.between)
+        return held is not None and (held.plan, held.flags, held.between) == (
+            self.plan_name, self.flags, self.between,
+        )  # fmt: skip
 
     def take(self, options: Any, prepared: Any, trouble: str) -> None:
-        """Keeps the result of a check; after trouble the last plan that could be read stays."""
+        """Stores the result of a check; after an error the last plan that was readable stays."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
+        if prepared is None and not self.is_chosen and self.plan_name != DEFAULT_PLAN:
+            self.choose(DEFAULT_PLAN)  # the plan of the run on the screen cannot be read here
 
     @property
     def plan(self) -> Any:
@@ -69,7 +89,7 @@ class Draft:
         return self.prepared.checks if self.prepared is not None else ()
 
     def planned_flags(self) -> Mapping[str, str]:
-        """Returns what the first phase gets as flags of the plan, else as settings."""
+        """Returns the values of the first phase: flags of the plan, else settings."""
         if self.prepared is None:
             return {}
         from console.sources.documents import flag_settings  # not for the first picture
@@ -78,7 +98,7 @@ class Draft:
         return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
 
     def question(self, host: str) -> Question:
-        """Returns what is asked before the launch. Raises CannotAsk when it would be refused."""
+        """Returns the question before the launch. Raises CannotAsk if it would be rejected."""
         if not self.is_checked:
             raise CannotAsk("the plan is still being checked; press L again in a moment")
         failed = [f"not launched: {check.text}" for check in self.checks if check.result == "fail"]
@@ -86,7 +106,10 @@ class Draft:
             raise CannotAsk(self.trouble or failed[0])
         plan = self.plan
         ranks = counted(max(phase.nproc for phase in plan.phases), "rank")
-        asks, goes = "asks before each next phase", "goes on while the gates pass"
+        asks, goes = (
+            "waits for confirmation before each next phase",
+            "starts the next phase while the gates pass",
+        )
         where = f"{self.prepared.directory.parent}/<UTC time>"
         facts = (
             ("plan", f"{plan.name}: {', '.join(phase.name for phase in plan.phases)}"),

@@ -1,4 +1,4 @@
-"""The terminal's driver: paints on stdout, filters what is typed, and always finds a way out.
+"""The terminal's driver: paints on stdout, filters what is typed, and always exits.
 
 Textual paints on stderr, which may be a file. Its writer thread dies when the terminal goes away,
 and then the 31st write blocks the event loop for good: what needs the loop is no sure way out.

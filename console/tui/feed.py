@@ -1,7 +1,7 @@
 """The reading side of the screen: one thread polls, one immutable snapshot a second comes out.
 
-A thread of our own, a daemon: a directory that does not answer holds up neither the screen nor the
-way out of it (an executor's threads are waited for at exit).
+A thread of our own, a daemon: a directory that does not answer blocks neither the screen nor
+its exit (the interpreter waits for the threads of an executor).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,19 +35,23 @@ STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that the screen shows of one moment. `at` is monotonic, `now` unix seconds."""
+    """The data of one moment. `at` is monotonic, `now` unix seconds.
+
+    `recorded` are the names of all series of the run, `charts` the points of those that are shown.
+    """
 
     at: float
     now: float
     state: RunState | None = None
     charts: Mapping[str, Points] = field(default_factory=dict)
+    recorded: Collection[str] = ()
     stacks: Mapping[int, Any] = field(default_factory=dict)
     log: tuple[LogLine, ...] = ()
-    """The log lines that are new; `log_begins` says that they start another log."""
+    """The log lines that are new; `log_begins` says the start of another log."""
     log_begins: bool = False
     trouble: str = ""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """The flags that the next phase would get; `coming_trouble` says why they are not known."""
+    """The flags that the next phase would get; `coming_trouble` is why they are not available."""
     coming_trouble: str = ""
 
 
@@ -81,7 +85,7 @@ class Feed:
     def __init__(
         self,
         deliver: Callable[[Snapshot], object],
-        wanted: Callable[[RunState], tuple[str, ...]],
+        wanted: Callable[[RunState, Collection[str]], tuple[str, ...]],
         path: Path | None,
         root: Path,
         opener: Callable[[Path], RunSource] = open_source,
@@ -101,7 +105,7 @@ class Feed:
         self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
         self.wants_stacks = self.wants_coming = False
         self.paused = False
-        """Leaves new log lines where they are until the picture is let go."""
+        """Leaves new log lines unread until the display resumes."""
         self.followed_at = 0.0
         """When another launch was chosen (monotonic): an older snapshot is not of it."""
         self._reading_since: float | None = None
@@ -120,11 +124,11 @@ class Feed:
         self.nudge()
 
     def nudge(self) -> None:
-        """Asks for a snapshot at once."""
+        """Requests a snapshot now."""
         self._nudged.set()
 
     def taken(self) -> None:
-        """Says that the screen has shown the last snapshot."""
+        """Allows the next snapshot: the last one is shown."""
         self._taken.set()
 
     @property
@@ -151,7 +155,7 @@ class Feed:
             self._wait()
 
     def _take_or_say(self) -> Snapshot:
-        """Reads once; a mistake of ours is said on the screen: without a feed it would freeze."""
+        """Reads once; shows an error on the screen, which would freeze without a feed."""
         at, path = time.monotonic(), self._path or self._root
         try:
             return self.take()
@@ -177,11 +181,13 @@ class Feed:
         state = self._state = confirmed(source, former=False)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
-        charts = {name: source.series.points(name) for name in self._wanted(state)}
+        series, recorded = source.series, source.series.names
+        charts = {name: series.points(name) for name in self._wanted(state, recorded)}
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._stamps = self._stamp()
-        return Snapshot(at, now, state, charts, stacks, log, begins, "", following, why_not)
+        return Snapshot(at, now, state, charts, recorded, stacks, log, begins,
+                        coming=following, coming_trouble=why_not)  # fmt: skip
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
         if run is None or self.paused:

@@ -76,15 +76,19 @@ def spread(left: Row, right: Row, width: int) -> Row:
     return (*left, (" " * gap, ""), *right)
 
 
-def rule(title: str, width: int, right: str = "", focused: bool = False, line: str = "─") -> Row:
-    """Returns the heading of a panel: a line with a title, and a note at its right end."""
-    head = f"{title} " if title else ""
-    right = cut(right, width - cell_len(head) - 3)
+def rule(
+    title: str, width: int, right: str = "", focused: bool = False, line: str = "─",
+    detail: str = "",
+) -> Row:  # fmt: skip
+    """Returns the heading of a panel: a line with a title, its detail, and a note at the end."""
+    head: Row = ((f"{title} ", "focus" if focused else "title"),) if title else ()
+    head = (*head, (f"{detail} ", "dim")) if detail else head
+    right = cut(right, width - width_of(head) - 3)
     tail = f" {right}" if right else ""
-    room = width - cell_len(head) - cell_len(tail)
+    room = width - width_of(head) - cell_len(tail)
     if room < 2:
-        return clip(((head, "focus" if focused else "title"),), width)
-    return ((head, "focus" if focused else "title"), (line * room, "line"), (tail, "dim"))
+        return clip(head, width)
+    return (*head, (line * room, "line"), (tail, "dim"))
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
@@ -105,6 +109,18 @@ def flow(text: str, first: int, width: int, limit: int) -> list[str]:
         return [cut(text, first)]
     head = chop(text, first, 2, 0)[0]
     return [head, *wrap(text[len(head) :], width, limit - 1)]
+
+
+def flowed(parts: Iterable[Row], width: int, gap: int = 3) -> list[Row]:
+    """Returns rows of as many parts as fit, none of them broken."""
+    rows: list[Row] = []
+    for part in parts:
+        joined = (*rows[-1], (" " * gap, ""), *part) if rows else part
+        if rows and width_of(joined) <= width:
+            rows[-1] = joined
+        else:
+            rows.append(clip(part, width))
+    return rows
 
 
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:

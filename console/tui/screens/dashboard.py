@@ -1,39 +1,38 @@
-"""The Dashboard: ranks and figures, charts, the newest log lines."""
+"""The Dashboard: ranks and figures, charts, the newest log lines; one chart zoomed on demand."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
+from importlib import import_module
+from typing import Any
 
 from textual.app import ComposeResult
 from textual.containers import Grid, Horizontal
 
 from console.model import RunState
-from console.tui import chartmath
+from console.tui import chartmath, charts
+from console.tui.background import beside
 from console.tui.chartmath import Mode
+from console.tui.charts import Chart
 from console.tui.screens.view import Console, View, shown_text
-from console.tui.widgets.chart import Chart, ChartPanel
+from console.tui.widgets.chart import ChartPanel
 from console.tui.widgets.figures import figure_rows
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.logtail import LogTail
 from console.tui.widgets.ranks import rank_rows
 
-CHARTS = (
-    Chart("tok/s", ("toks_per_s",), "", from_zero=True),
-    Chart("loss", ("loss",), "nats/token"),
-    Chart("bytes right", ("bytes_right",), "share", from_zero=True),
-    Chart("step time", ("step_s",), "s", from_zero=True),
-    Chart("gate entropy", ("gate_entropy_mean",), "", from_zero=True),
-    Chart("grad norm", ("grad_norm",), "", from_zero=True),
-)
-MOST_CHARTS = 6
-BANDED = 16
-"""At most so many ranks or GPUs are drawn into the band of the memory chart."""
+TALL = 30
+LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
+"""Rows of a chart: at least, in a low terminal, and as many as a tall one gives before it shows
+more charts."""
+LEAST_LOG = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Heights of the three bands of the Dashboard, and how many charts stand in how many rows."""
+    """Heights of the three bands of the Dashboard, and the charts with their columns."""
 
     top: int
     figures_width: int
@@ -42,48 +41,42 @@ class Shape:
     log: int
 
 
-def shape(width: int, height: int, ranks: int) -> Shape:
-    """Returns what the Dashboard shows in `width` × `height` cells.
+SETTINGS_S = 0.5
+"""Time after the first picture at which the settings file is read."""
+ZOOMED = Shape(0, 0, 1, 1, 0)
 
-    Too small for all: the charts go first, then the log; ranks stay.
+
+def shape(width: int, height: int, ranks: int, available: int) -> Shape:
+    """Returns what the Dashboard shows in `width` × `height` cells, of `available` charts.
+
+    Too small for all: the log goes first, then charts; ranks stay.
     """
-    wanted = max(9 if height < 30 else 13, ranks + 1)
-    rest = 0 if height < 12 else 4 if height < 20 else 10
-    top = max(2, min(wanted, height - rest))
+    tall = height >= TALL
+    wanted = max(13 if tall else 7, ranks + 1)
+    reserved = 0 if height < 12 else LEAST_CHART if height < 16 else 2 * LEAST_CHART
+    top = max(2, min(wanted, height - reserved))
     left = height - top
     figures = 0 if width < 60 else 28 if width < 100 else 40 if width < 160 else 52
-    if left < 9:
+    if left < LEAST_CHART:
         return Shape(top, figures, 0, 0, left)
-    per_row = 1 if width < 60 else 2 if width < 160 else 3
-    rows = 2 if left >= 20 else 1
-    log = max(4, left // 4) if rows == 1 else max(5, left // 4)
-    return Shape(top, figures, per_row * rows, per_row, log)
+    per_row = 1 if width < 60 else 2 if width < 116 else 3 if width < 160 else 4
+    rows = max(left * 3 // 4 // HIGH_CHART, 2 if left >= 2 * LEAST_CHART else 1)
+    rows = min(rows, -(-available // per_row))
+    count = min(available, rows * per_row)
+    log = max(5, left // 4) if tall else left - rows * LOW_CHART
+    if rows == 1 and not tall:
+        log = left - max(LOW_CHART, left * 3 // 5)
+    return Shape(top, figures, count, min(per_row, count), log if log >= LEAST_LOG else 0)
 
 
-def chosen(state: RunState, available: set[str], count: int) -> list[Chart]:
-    """Returns the charts to show: those with data first, what is scored before the others."""
-    charts = list(CHARTS)
-    if "bytes_right" in available:
-        charts.insert(1, charts.pop(2))
-    charts.insert(3, memory_chart(state))
-    charts.sort(key=lambda chart: available.isdisjoint(chart.names))
-    return charts[:count]
-
-
-def memory_chart(state: RunState) -> Chart:
-    gpus = [f"gpu_mem_mib:{gpu.index}" for gpu in state.gpus[:BANDED]]
-    names = tuple(gpus or (f"rss_mib:{rank.rank}" for rank in state.ranks[:BANDED]))
-    of = f" of {len(names)} {'GPUs' if gpus else 'ranks'}" if names else ""
-    return Chart(f"memory{of}", names, "GiB", True, 1024.0)
-
-
-def wanted_series(state: RunState) -> tuple[str, ...]:
-    """Returns the names of all series that a chart may need."""
-    names = [name for chart in CHARTS for name in chart.names]
-    return (*names, *memory_chart(state).names)
+def _settings() -> Any:
+    """Returns `console.settings`, which the first picture does not need."""
+    return import_module("console.settings")
 
 
 class Dashboard(View):
+    """`choice` are the titles of the charts that the operator chose, () for the default ones."""
+
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }
     Dashboard Horizontal { height: auto; width: 1fr; }
@@ -98,6 +91,10 @@ class Dashboard(View):
         self._book = console.book
         self._mode: Mode = console.terminal.chart_mode
         self.span_s = 0
+        self.choice: Sequence[str] = ()
+        self.selected: int | None = None
+        self.zoomed = False
+        self._charts: list[Chart] = []
         self._shape: Shape | None = None
 
     def compose(self) -> ComposeResult:
@@ -105,47 +102,120 @@ class Dashboard(View):
             yield Panel("ranks", rank_rows)
             yield Panel("figures", figure_rows)
         with Grid(id="charts"):
-            for index in range(MOST_CHARTS):
+            for index in range(len(charts.CATALOG)):
                 yield ChartPanel(f"chart{index}", self._mode)
         yield LogTail(self._book, id="log")
 
+    def wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
+        """Returns the series that the shown charts need; the feed's thread calls it."""
+        found = charts.of_run(state, recorded, self.choice)
+        if self.zoomed:
+            return found[min(self.selected or 0, len(found) - 1)].series(zoomed=True)
+        shown = found[: self._shape.charts] if self._shape else found
+        return tuple(name for chart in shown for name in chart.series(zoomed=False))
+
     def fit_panels(self) -> None:
-        state = self.snapshot.state if self.snapshot else None
-        charts_of = self.snapshot.charts if self.snapshot else {}
-        if state is None or not self.size.area:
+        snapshot = self.snapshot
+        state = snapshot.state if snapshot else None
+        if snapshot is None or state is None or not self.size.area:
             return
+        self._charts = charts.of_run(state, snapshot.recorded, self.choice)
         ranks = len(state.ranks) or len(state.gpus)
-        now = shape(self.size.width, self.size.height, ranks)
+        now = ZOOMED if self.zoomed else shape(*self.size, ranks, len(self._charts))
         if now != self._shape:
             self._shape = now
             self._apply(now)
-        available = {name for name, points in charts_of.items() if points}
-        charts = chosen(state, available, now.charts)
-        for panel, chart in zip(self.query(ChartPanel), charts, strict=False):
-            panel.chart, panel.span_s = chart, self.span_s
+        if self.selected is not None:
+            self.selected = min(self.selected, len(self._charts) - 1)
+        first = self.selected or 0 if self.zoomed else 0
+        for index, panel in enumerate(self.query(ChartPanel)):
+            if index < now.charts:
+                panel.chart, panel.span_s = self._charts[first + index], self.span_s
+                panel.zoomed, panel.selected = self.zoomed, index == self.selected
+        if not snapshot.charts.keys() >= {*self.wanted(state, snapshot.recorded)}:
+            self.console.feed.nudge()
 
     def _apply(self, now: Shape) -> None:
-        self.query_one("#top").styles.height = now.top
-        figures = self.query_one("#figures")
+        top, figures = self.query_one("#top"), self.query_one("#figures")
+        top.display, top.styles.height = now.top > 0, now.top or 1
         figures.display = now.figures_width > 0
         figures.styles.width = now.figures_width or 1
-        charts = self.query_one("#charts")
-        charts.display = now.charts > 0
-        charts.styles.grid_size_columns = now.per_row or 1
+        grid = self.query_one("#charts")
+        grid.display = now.charts > 0
+        grid.styles.grid_size_columns = now.per_row or 1
         for index, panel in enumerate(self.query(ChartPanel)):
             panel.display = index < now.charts
+            is_last = index == now.charts - 1
+            panel.styles.column_span = 1 + -now.charts % (now.per_row or 1) if is_last else 1
         log = self.query_one("#log")
-        log.display = now.log > 1
-        log.styles.height = max(1, now.log)
+        log.display, log.styles.height = now.log > 0, now.log or 1
+
+    def draw_again(self) -> None:
+        """Draws what is known for other charts or another time; the feed reads what they lack."""
+        if self.snapshot is not None:
+            self.take(self.snapshot)
+
+    def on_mount(self) -> None:
+        self.set_timer(SETTINGS_S, self._load_choice)
+
+    def _load_choice(self) -> None:
+        beside(self.console, "settings", lambda: _settings().charts(), self.choose)
+
+    def save_choice(self, titles: Sequence[str]) -> None:
+        """Shows the charts that the operator chose; the settings file keeps them."""
+        self.choose(titles)
+        beside(self.console, "settings", lambda: _settings().save_charts(titles),
+               lambda path: self.console.say(f"charts saved in {path}"))  # fmt: skip
+
+    def choose(self, titles: Sequence[str]) -> None:
+        """Shows these charts in this order, the default ones for none."""
+        if tuple(titles) != tuple(self.choice):
+            self.choice, self.selected = titles, None
+            self.draw_again()
 
     def _change_span(self, by: int) -> None:
         spans = chartmath.SPANS_S
         index = spans.index(self.span_s) if self.span_s else spans.index(chartmath.AUTO_MAX_S)
         self.span_s = spans[min(len(spans) - 1, max(0, index + by))]
-        if self.snapshot is not None:
-            self.take(self.snapshot)
+        self.draw_again()
 
     do_span_less, do_span_more = partialmethod(_change_span, -1), partialmethod(_change_span, 1)
 
+    def _step(self, by: int) -> None:
+        """Moves the crosshair of the zoomed chart, or else selects a chart."""
+        if self.zoomed:
+            self.query(ChartPanel).first().move_crosshair(by)
+        elif self._shape is not None and self._shape.charts:
+            count = self._shape.charts
+            self.selected = 0 if self.selected is None else (self.selected + by) % count
+            self.draw_again()
+
+    do_left, do_right = partialmethod(_step, -1), partialmethod(_step, 1)
+
+    def do_zoom(self) -> None:
+        """Shows the selected chart on the whole view, or all charts again."""
+        if not self._charts:
+            self.console.say("there is no chart yet", "error")
+            return
+        self.zoomed = not self.zoomed
+        self.query(ChartPanel).first().at = None
+        self.draw_again()
+
+    def do_back(self) -> None:
+        """Closes the zoomed chart, or else what is open in every view."""
+        app: Any = self.app
+        if self.zoomed:
+            self.do_zoom()
+        else:
+            app.do_back()
+
+    def do_charts(self) -> None:
+        """Opens the list of charts to choose from."""
+        from console.tui.widgets.chartlist import ChartList
+
+        shown = self.choice or [chart.title for chart in self._charts]
+        self.console.open_overlay(ChartList(shown, self.save_choice))
+
     def copied(self) -> str:
-        return shown_text(self.query("#ranks, #figures").results(Panel))
+        panels = "ChartPanel" if self.zoomed else "#ranks, #figures"
+        return shown_text(p for p in self.query(panels).results(Panel) if p.display)

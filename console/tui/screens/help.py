@@ -11,13 +11,13 @@ from console.tui.widgets.picker import Picker, Scrolls
 
 KEYS_WIDTH = 12
 WORDS = (
-    "Lower case looks, upper case acts; what acts asks first, and No is the default. "
+    "Lower-case keys look, upper-case keys act. Actions ask first; No is the default. "
     "Leaving never stops a run. Buttons: Tab, then Enter."
 )
 
 
 def help_rows(view: str, width: int) -> list[Row]:
-    """Returns what every key of a view does."""
+    """Returns one row per key of a view."""
     rows: list[Row] = [((line, "dim"),) for line in wrap(WORDS, width)]
     for key in for_view(view):
         names = " ".join(NAMES.get(name, name) for name in key.keys)
@@ -30,7 +30,7 @@ class Reader(Scrolls, Overlay):
     """A text to scroll through: the help, or the whole stack of a rank."""
 
     below = 5
-    """Rows of the screen that stay free."""
+    """Rows of the screen below it."""
 
     def __init__(
         self, title: str, rows: list[Row], note: str = "esc closes", cursor: bool = False

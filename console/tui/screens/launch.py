@@ -9,7 +9,7 @@ from console.model import LaunchState, RunState
 from console.status_text import counted, shell_line
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, rule, text_of, wrap
+from console.tui.rows import Row, flowed, rule, text_of, wrap
 from console.tui.screens.view import Console, View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import Panel
@@ -19,8 +19,8 @@ from trainers.contract import flags as registry
 
 WIDE = 110
 WHOLE = 200
-LEAST_FLAGS = 7
-"""Rows that the list of flags keeps, its heading included."""
+LEAST_FLAGS, LEAST_HEIGHT = 7, 18
+"""Rows that the list of flags keeps, its heading included; below the height it alone has room."""
 
 
 def live_launch(snapshot: Snapshot | None) -> tuple[RunState, LaunchState] | None:
@@ -66,7 +66,7 @@ class Phases(DraftPanel):
                               snapshot.now, state.step, state.gates)  # fmt: skip
         plan = self.draft.plan
         if plan is None:
-            return [rule("phases", width), ((self.draft.trouble or "reads the plan …", "dim"),)]
+            return [rule("phases", width), ((self.draft.trouble or "reading the plan …", "dim"),)]
         rows = phase_rows(planned_phases(plan), 0, self.draft.between, width, height, snapshot.now)
         note = f"{counted(len(plan.phases), 'phase')}, L launches"
         return [rule(f"plan {plan.name}", width, note), *rows[1:]]
@@ -89,6 +89,17 @@ class Command(DraftPanel):
         return command_rows(title, line or "…", live[0].backend if live else "", width, height)
 
 
+class Training(DraftPanel):
+    """What the draft would train; empty while a launch is under way, which shows it by itself."""
+
+    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+        prepared = self.draft.prepared
+        if prepared is None or live_launch(snapshot):
+            return []
+        parts = [((f"{label} ", "dim"), (text, "")) for label, text in prepared.training]
+        return [rule("training", width, detail="first phase"), *flowed(parts, width)][:height]
+
+
 class Checks(DraftPanel):
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
         if live := live_launch(snapshot):
@@ -103,13 +114,13 @@ class Checks(DraftPanel):
             rows = gate_rows(state.gates, state.bounds, width, height, heading)
         draft = self.draft
         if draft.is_checked and draft.trouble:
-            rows.append(rule(CHECKS, width, "a launch is refused"))
+            rows.append(rule(CHECKS, width, "the launch would be rejected"))
             lines = wrap(draft.trouble, width, height - 1)
             return rows + [((line, "crit"),) for line in lines]
         found = check_rows(draft.checks, width, height)
         if not draft.is_checked:
             before = [tuple((text, "dim") for text, _ in row) for row in found[1:]]
-            found = [rule(CHECKS, width, "under way …"), *before]
+            found = [rule(CHECKS, width, "in progress …"), *before]
         return rows + found
 
 
@@ -139,6 +150,7 @@ class Launch(Scrolls, View):
         with Container(id="plan"):
             yield Phases(self.draft, "phases")
             yield FlagList("flags", "flags")
+        yield Training(self.draft, "training")
         yield Command(self.draft, "command")
         yield Checks(self.draft, "checks")
 
@@ -161,7 +173,7 @@ class Launch(Scrolls, View):
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
             self._items = flag_list.items(now, snapshot.coming or None, changed)
-            why_not = snapshot.coming_trouble and f": not known, {snapshot.coming_trouble}"
+            why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
             heading = f"flags now → {when}{why_not}" if when else "flags now, no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
@@ -175,7 +187,11 @@ class Launch(Scrolls, View):
     def _help(self) -> str:
         if (item := self._chosen()) is None:
             return ""
-        return item.flag.help if item.flag else "ask: waits for L after each phase"
+        return (
+            item.flag.help
+            if item.flag
+            else "waits for L after each phase, or starts the next phase while the gates pass"
+        )
 
     def fit_panels(self) -> None:
         snapshot, (width, height) = self.snapshot, self.size
@@ -184,14 +200,16 @@ class Launch(Scrolls, View):
         wide, tall = width >= WIDE, height >= 30
         self.query_one("#plan").set_class(wide, "wide")
         phases, checks = self.query_one(Phases), self.query_one(Checks)
-        command = self.query_one(Command)
+        command, training = self.query_one(Command), self.query_one(Training)
         state = snapshot.state
         both = 2 if state and state.gates and not live_launch(snapshot) else 1
         line = len(command.rows(snapshot, width, 8 if tall else 3))
         check = max(2, len(checks.rows(snapshot, width, (9 if tall else 3) * both)))
-        room = max(2, height - LEAST_FLAGS - line - check)
+        size = len(training.rows(snapshot, width, 3)) if height >= LEAST_HEIGHT else 0
+        training.display = size > 0
+        room = max(2, height - LEAST_FLAGS - line - check - size)
         phase = "1fr" if wide else len(phases.rows(snapshot, width, room))
-        for panel, rows in ((command, line), (checks, check), (phases, phase)):
+        for panel, rows in ((command, line), (checks, check), (phases, phase), (training, size)):
             panel.styles.height = rows
 
     def scroll_by(self, by: int) -> None:
@@ -238,7 +256,7 @@ class Launch(Scrolls, View):
             self.do_toggle()
             return
         name = item.flag.name
-        hint = f"{registry.expected(item.flag)}; empty takes the change back.  {item.flag.help}"
+        hint = f"{registry.expected(item.flag)}; empty undoes the change.  {item.flag.help}"
         value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
             Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),

@@ -1,4 +1,4 @@
-"""Logs: all ranks merged or one, following or held, with find."""
+"""Logs: all ranks merged or one, following or paused, with find."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LogView(Scrolls, View):
     """`bottom` is the number of the line under the last one shown, None while it follows; `at`
     is the number of the line that was found.
 
-    Lines are numbered by their arrival, so what is held stays in place when new ones come.
+    Lines are numbered by arrival, so the shown part stays in place when new lines come.
     """
 
     DEFAULT_CSS = "LogView { layout: vertical; }"
@@ -156,7 +156,7 @@ class LogView(Scrolls, View):
     def do_find(self) -> None:
         from console.tui.widgets.editor import Editor
 
-        hint = "a text; n and N go to the next and the one before; empty clears"
+        hint = "a text; n and N find the next and the previous line; empty clears"
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:

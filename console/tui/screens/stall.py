@@ -24,23 +24,23 @@ STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
 
 
 def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[Row]:
-    """Returns the sentence in at most two lines, and how sure it is."""
+    """Returns the verdict in at most two lines, with its confidence."""
     verdict = state.verdict
     if verdict is not None:
-        since = "nobody has looked since" if state.state == "unsupervised" else "it is over"
-        ago = f"  (of {fmt.age(now - verdict.ts)} ago; {since})"
+        since = "no supervisor since then" if state.state == "unsupervised" else "the run has ended"
+        ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
         style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
         first, *rest = wrap(verdict.sentence + over, width - len(VERDICT), 2) or [fmt.DASH]
         second = (rest[0], style) if rest else (_place(verdict), "dim")
         return [((VERDICT, style), (first, style)), ((" " * len(VERDICT), ""), second)]
     calm = {
-        "running": ("no stall: every rank moves on", "ok"),
-        "stalled": ("stalled; the diagnosis is under way", "dim"),
+        "running": ("no stall: every rank makes progress", "ok"),
+        "stalled": ("stalled; diagnosis in progress", "dim"),
     }
     said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
-        adopt = "R gives it a new supervisor, " if state.launch else ""
-        said = f"nobody watches this run: {adopt}nsa-console watchdog {state.id} looks now"
+        adopt = "R starts one, " if state.launch else ""
+        said = f"no supervisor: {adopt}nsa-console watchdog {state.id} checks the run now"
         style = "warn"
     return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), 2), style)
 
@@ -58,11 +58,11 @@ COLUMNS = (
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
 PLACE = "own code, ago"
-"""Heading of the frame: the innermost that is no library's, and the age of its dump."""
+"""Heading of the frame: the innermost frame outside libraries, and the age of its dump."""
 
 
 def _layout(state: RunState) -> list[tuple[str, int]]:
-    """Returns the columns before the frame; without a GPU there is no power to tell."""
+    """Returns the columns before the frame; without GPUs there is no power."""
     has_gpus = any(rank.gpu for rank in state.ranks)
     return [(name, width) for name, width in COLUMNS if has_gpus or name != "power"]
 
@@ -74,7 +74,7 @@ def heading(state: RunState) -> str:
 
 
 def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: float) -> list[Row]:
-    """Returns a row a rank for the list; who is behind is marked."""
+    """Returns one row per rank; ranks that are behind are marked."""
     rows, layout = [], _layout(state)
     left = max(0, width - sum(abs(cell) + 1 for _, cell in layout) - MARK_WIDTH)
     newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
@@ -112,11 +112,11 @@ def _frame_and_age(stack: Stack | None, width: int, now: float) -> str:
     return cut(frame.short, width - len(age)) + age
 
 
-CALM = {"running": "none: nothing stalls", "unsupervised": "none: nobody watches"}
+CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervisor"}
 
 
 def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
-    """Returns the signs for the verdict, one a line, wrapped as far as there is room."""
+    """Returns the evidence for the verdict, one sign per line, wrapped where it fits."""
     verdict = state.verdict
     sure = f"how sure: {verdict.sure}" if verdict else ""
     rows = [rule("evidence", width, sure)]
@@ -189,12 +189,12 @@ class Stall(Scrolls, View):
         snapshot = self.snapshot
         ranks = snapshot.state.ranks if snapshot and snapshot.state else ()
         if snapshot is None or not ranks:
-            app.say("there is no rank whose stack could be shown", "error")
+            app.say("no rank has started yet: no stack to show", "error")
             return
         rank = ranks[min(self.picker.cursor, len(ranks) - 1)].rank
         stack = snapshot.stacks.get(rank)
         if stack is None:
-            app.say(f"there is no dump of rank {rank} yet; D dumps all ranks", "error")
+            app.say(f"no dump of rank {rank} yet; D dumps the stacks of all ranks", "error")
             return
         rows = whole_rows(stack, self.size.width - 1)
         app.open_overlay(Reader(f"stack of rank {rank}", rows, f"{stack.path.rpartition('/')[2]}"))

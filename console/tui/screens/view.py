@@ -1,4 +1,4 @@
-"""The base of all views: they take snapshots and do the keys that the table gives them."""
+"""The base of all views: they show snapshots and handle keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
 
+from console.tui import background
 from console.tui.draft import Draft
 from console.tui.feed import Snapshot
 from console.tui.operator import Operator
@@ -20,12 +21,12 @@ from console.tui.widgets.overlay import Overlay
 
 
 def shown_text(panels: Iterable[Lines]) -> str:
-    """Returns the rows that stand in some panels, without their styles."""
+    """Returns the text of some panels."""
     return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 
 class Main(Screen[None], inherit_bindings=False):
-    """The one screen. A change of focus repaints who has it and who had it, not all of it.
+    """The one screen. A change of focus repaints two widgets, not the screen.
 
     Its keys are those of the table: tab stays in an overlay.
     """
@@ -39,7 +40,7 @@ class Body(Widget):
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
 
 
-class Console(Protocol):
+class Console(background.Screen, Protocol):
     """The part of the app that a view may use."""
 
     snapshot: Snapshot | None
@@ -48,7 +49,6 @@ class Console(Protocol):
     terminal: Terminal
     operator: Operator
 
-    def say(self, text: str, level: str = "ok") -> None: ...
     def open_overlay(self, overlay: Overlay) -> None: ...
 
 
@@ -73,14 +73,14 @@ class View(Widget):
             panel.take(snapshot)
 
     def fit_panels(self) -> None:
-        """Gives the panels the sizes that the snapshot asks for."""
+        """Sets the sizes of the panels for the snapshot."""
 
     def on_resize(self) -> None:
         if self.snapshot is not None:
             self.take(self.snapshot)
 
     def arrive(self) -> None:
-        """Called when the view is shown: puts the focus where the keys are used."""
+        """Sets the focus when the view is shown."""
 
     def copied(self) -> str:
         """Returns what `y` copies."""

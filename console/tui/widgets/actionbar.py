@@ -1,4 +1,4 @@
-"""The buttons of the most needed actions: by key, by Tab and Enter, by click, on every view."""
+"""The buttons of the most used actions, on every view: by key, by Tab and Enter, by click."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ActionBar(Widget):
         yield from self._buttons.values()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Dims the buttons that would find nothing to act on."""
+        """Disables the buttons that have nothing to act on."""
         for key_id, button in self._buttons.items():
             if question := KEYS[key_id].question:
                 try:

@@ -1,4 +1,4 @@
-"""The second line: one thing to know, the worst first, with the key that deals with it."""
+"""The alert line: the worst notice first, with the key that deals with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  note"}
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One thing to know. `hint` says which key deals with it, `alert` is what A acknowledges."""
+    """One notice. `hint` names the key that deals with it, `alert` what A acknowledges."""
 
     level: Level
     text: str
@@ -37,15 +37,15 @@ class Notice:
 def notices(
     snapshot: Snapshot | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
 ) -> list[Notice]:
-    """Returns all that the alert line could say, worst first.
+    """Returns all notices, worst first.
 
-    `silent_s` is for how long the directory has not answered, `pending` the actions under way.
+    `silent_s` is the time without an answer of the directory, `pending` the actions in progress.
     """
     found: list[Notice] = []
     if snapshot is not None and snapshot.trouble:
         found.append(Notice("crit", snapshot.trouble))
     if silent_s > SILENT_S:
-        old = "; what is shown is old" if snapshot is not None else ""
+        old = "; the display is old" if snapshot is not None else ""
         text = f"the run directory has not answered for {fmt.age(silent_s)}{old}"
         found.append(Notice("crit", text))
     found += [
@@ -59,7 +59,7 @@ def notices(
         return found or [Notice("info", "no run; L launches one")]
     if state.directory_blocked_s > BLOCKED_S:
         blocked = fmt.age(state.directory_blocked_s)
-        text = f"the run directory does not answer writes for {blocked}; training goes on"
+        text = f"the run directory does not answer writes for {blocked}; the training continues"
         found.append(Notice("crit", text))
     found += [_of_alert(alert) for alert in state.alerts]
     found += _of_state(state, any(alert.id.startswith(STALL) for alert in state.alerts))
@@ -70,8 +70,8 @@ def notices(
     return sorted(found, key=lambda notice: LEVELS.index(notice.level))
 
 
-KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "go on", "E": "flags", "D": "dump", "H": "halt",
-             "R": "new supervisor"}  # fmt: skip
+KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "next phase", "E": "flags", "D": "dump",
+             "H": "halt", "R": "new supervisor"}  # fmt: skip
 
 
 def _of_alert(alert: Alert) -> Notice:
@@ -85,17 +85,17 @@ def _of_alert(alert: Alert) -> Notice:
 
 def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     if state.state == "stalled":
-        said = state.verdict.sentence if state.verdict else state.why or "no rank moves on"
+        said = state.verdict.sentence if state.verdict else state.why or "no rank makes progress"
         return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
     if state.state in BAD_STATES:
-        return [Notice("crit", f"{state.state}: {state.why or 'no reason was left'}", "4 logs")]
+        return [Notice("crit", f"{state.state}: {state.why or 'no reason recorded'}", "4 logs")]
     if state.state == "unsupervised":
-        why = state.why or "the supervisor is gone; the ranks still run"
+        why = state.why or "the supervisor is gone; ranks are still running"
         return [Notice("warn", why, "R new supervisor")]
     if state.state == "restarting":
         begins, _, cause = state.why.partition(": ")
         why = f"{cause}; {begins}" if cause else begins
-        return [Notice("warn", f"restarting: {why}", "H end it")]
+        return [Notice("warn", f"restarting: {why}", "H end")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
     told = state.state in ("halting", "halted", "stopping", "stopped")
     if (told or early) and state.why:
@@ -109,16 +109,20 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     rest = ", ".join(phase.name for phase in launch.rest)
     if launch.state == "waiting":
         name = launch.rest[0].numbered if rest else "the next phase"
-        return [Notice("warn", f"waits for you before phase {name}", "L go on  E flags  H end")]
+        return [
+            Notice(
+                "warn", f"waiting for confirmation before phase {name}", "L start  E flags  H end"
+            )
+        ]
     missed = [gate for gate in state.gates if gate.result != "pass"]
     why = f"{launch.current} {state.state}"
     if state.state == "completed" and not missed:
         why = launch.why or why
     elif state.state == "completed":
         gate = next((gate for gate in missed if gate.result == "fail"), missed[0])
-        why = f"gate {gate.name} {'failed' if gate.result == 'fail' else 'not judged'}"
+        why = f"gate {gate.name} {'failed' if gate.result == 'fail' else 'is unknown'}"
     level: Level = "warn" if missed else "info"
-    text = f"launch over: {why}; not run: {rest}"
+    text = f"plan ended: {why}; not started: {rest}"
     return [Notice(level, text, "2 gates" if missed else "")] if rest else []
 
 
@@ -134,7 +138,7 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
 
 
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:
-    """Returns one of the notices in at most `limit` lines; calm words when there is none.
+    """Returns one of the notices in at most `limit` lines; a calm line without any.
 
     The first line ends with the keys; what does not fit beside them goes on below.
     """
@@ -158,7 +162,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 class AlertLine(Panel):
-    """Knows which notice is shown: `A` acknowledges it. One that comes or goes brings the worst.
+    """Shows one notice, which `A` acknowledges; any change selects the worst again.
 
     It takes as many lines as the notice needs, at most `MOST_LINES`.
     """

@@ -1,4 +1,4 @@
-"""The result of the last request; it takes no room when there is none."""
+"""The result of the last request; no height without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from console.tui.widgets.lines import Lines
 
 KEEP_S = {"ok": 6.0, "error": 12.0, "wait": 20.0}
 LATE_S = 60.0
-"""Time for which a late result stays: the operator may look elsewhere by then."""
+"""Time for which a late result stays on the screen."""
 MOST_LINES = 3
 
 
@@ -46,6 +46,6 @@ class Answer(Lines):
         self.styles.height = 0
 
     def tick(self) -> None:
-        """Goes away by itself after a while."""
+        """Clears the result after its time."""
         if self.text and time.monotonic() > self._until:
             self.clear()

@@ -3,77 +3,115 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from console.model import RunState
 from console.sources.series import Points
 from console.tui import chartmath
 from console.tui import format as fmt
-from console.tui.chartmath import Mode
+from console.tui.chartmath import Bin, Mode, Point
+from console.tui.charts import LOWEST_LAYER, Chart
 from console.tui.feed import Snapshot
-from console.tui.rows import Row, fill, rule
+from console.tui.rows import Row, columns, fill, rule
+from console.tui.widgets.figures import BRANCHES
 from console.tui.widgets.lines import Panel
 
 LABEL = 6
-LEAST_SHARE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """What one chart shows: a title and the series whose band it draws."""
-
-    title: str
-    names: tuple[str, ...]
-    unit: str
-    from_zero: bool = False
-    scale: float = 1.0
-    """The values are divided by this to be in `unit`."""
+AXIS_HEIGHT = 7
+"""A chart this high has a time axis; in a lower one the title names the window."""
+WIDE = 50
+LEAST_HIGH = {"share": 0.1, "%": 100.0}
+"""The axis of such a unit reaches at least this far."""
+PART, PART_BAR = 34, 12
+"""Cells of one value in the list of the zoomed chart, and of its bar."""
+HINT = "← → value at a time   [ ] time span   z or esc all charts"
+Window = tuple[float, int]
+"""Start (unix s) and length (s) of the time that a chart shows."""
 
 
 def chart_rows(
-    chart: Chart, series: Mapping[str, Points], window: tuple[float, int], width: int, height: int,
-    mode: Mode,
+    chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
+    mode: Mode, at: float | None = None, selected: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """Returns title, body with an axis from its lowest to its highest value, and the time axis."""
+    """Returns the title, the body with its value axis, and where it has room the time axis.
+
+    `at` is the time of the crosshair, None for none.
+    """
     held = [points for name in chart.names if (points := series.get(name))]
-    if not held or width < LABEL + 2:
-        return [rule(chart.title, width, "no data yet")]
     start, span = window
-    body_height, room = height - 2, width - LABEL - 1
-    count = chartmath.columns_of(mode, room)
-    columns = chartmath.merge([chartmath.bins(points, start, span, count) for points in held])
-    if chart.scale != 1.0:
-        columns = [b and (b[0] / chart.scale, b[1] / chart.scale) for b in columns]
-    low, high = chartmath.bounds(columns, chart.from_zero)
-    if chart.unit == "share":
-        high = max(high, LEAST_SHARE)
-    rows = [rule(chart.title, width, _note(chart, [points[-1] for points in held]))]
-    lines = chartmath.draw(columns, low, high, body_height, mode)
+    if not held or width < LABEL + 2:
+        return [rule(chart.title, width, "no data yet", selected, detail=chart.unit_word)]
+    room, has_axis = width - LABEL - 1, height >= AXIS_HEIGHT
+    body_height = height - 1 - has_axis
+    curves = _curves(chart, held, window, chartmath.columns_of(mode, room))
+    low, high = chartmath.bounds(chartmath.merge(curves), chart.from_zero)
+    high = max(high, LEAST_HIGH.get(chart.unit, high))
+    gap = ", " if width >= WIDE else " "
+    detail = gap.join(filter(None, (chart.unit_word, _window_words(span, width))))
+    rows = [rule(chart.title, width, _note(chart, series, width), selected, detail=detail)]
+    cell = None if at is None else min(room - 1, max(0, int((at - start) * room / span)))
     labels = _labels(low, high, chart.unit, body_height)
+    lines = chartmath.draw_curves(curves, low, high, body_height, mode)
     for label, line in zip(labels, lines, strict=True):
-        rows.append(((fill(label, LABEL, right=True), "dim"), (" ", ""), (line, "data")))
-    rows.append(((" " * (LABEL + 1), ""), (time_axis(start, span, room), "dim")))
+        rows.append(((fill(label, LABEL, right=True), "dim"), (" ", ""), *_crossed(line, cell)))
+    if has_axis:
+        rows.append(((" " * (LABEL + 1), ""), (time_axis(start, span, room), "dim")))
     return rows
 
 
-def _note(chart: Chart, newest: Sequence[tuple[float, float]]) -> str:
+def _curves(
+    chart: Chart, held: Sequence[Points], window: Window, count: int
+) -> list[list[Bin]]:  # fmt: skip
+    """Returns what is drawn: the curve of each series of layers, else one band over all series."""
+    found = [chartmath.bins(points, *window, count) for points in held]
+    found = found if chart.each == "layer" else [chartmath.merge(found)]
+    if chart.scale == 1.0:
+        return found
+    return [[b and (b[0] / chart.scale, b[1] / chart.scale) for b in bins] for bins in found]
+
+
+def _crossed(line: str, cell: int | None) -> Row:
+    """Returns a line of the body, with the crosshair in one cell."""
+    if cell is None:
+        return ((line, "data"),)
+    cross = line[cell] if line[cell : cell + 1].strip() else "│"
+    return (line[:cell], "data"), (cross, "now"), (line[cell + 1 :], "data")
+
+
+def _window_words(span: int, width: int) -> str:
+    size, unit = (span // 60, "min") if span < 7200 else (span // 3600, "h")
+    return f"{size} {unit}" if width >= WIDE else f"{size}{unit[0]}"
+
+
+def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
     """Returns the newest value; of several series the lowest and the highest."""
-    values = [value / chart.scale for _, value in newest]
+    now = "now " * (width >= WIDE)
+    newest = {name: points[-1][1] for name, points in series.items() if points}
+    values = [newest[name] / chart.scale for name in chart.names if name in newest]
     low, high = (scale_label(each(values), chart.unit) for each in (min, max))
-    if len(chart.names) == 1:
-        return f"now {high}"
-    return f"now {high} each" if low == high else f"now {low} to {high}"
+    if len(values) == 1:
+        return now + high
+    if chart.each == "layer" and LOWEST_LAYER in newest:
+        layer = f"{newest[LOWEST_LAYER]:.0f}"
+        return (
+            f"now mean {high}, lowest {low} in layer {layer}" if width >= WIDE
+            else f"{high} L{layer} {low}"
+        )  # fmt: skip
+    return now + (f"{high} each" if low == high else f"{low} to {high}")
 
 
 def scale_label(value: float, unit: str) -> str:
     """Returns a value for an axis, short."""
     if unit == "share":
         return f"{value * 100:.0f}%"
+    if unit == "%":
+        return fmt.percent(value)
     if unit == "GiB":
         return fmt.short_gib(value * 1024) if value else "0"
     if unit == "s":
         return fmt.duration(value).replace(" ", "") if value else "0"
-    if unit == "nats/token":
+    if unit in ("nats", "nats/token"):
         return f"{value:.2f}"
     return fmt.short(value)
 
@@ -89,13 +127,90 @@ def _labels(low: float, high: float, unit: str, height: int) -> list[str]:
 
 
 def time_axis(start: float, span: int, width: int) -> str:
-    """Returns clock times at both ends and how long the window is."""
+    """Returns clock times at both ends."""
     form = "%H:%M:%S" if span <= 300 else "%H:%M"
-    left = time.strftime(form, time.localtime(start))
-    right = time.strftime(form, time.localtime(start + span))
-    middle = f"{span // 60} min" if span < 7200 else f"{span // 3600} h"
-    room = width - len(left) - len(right)
-    return left + middle.center(room) + right if room > len(middle) else left
+    left, right = (time.strftime(form, time.localtime(t)) for t in (start, start + span))
+    return left + right.rjust(width - len(left)) if width > len(left + right) else left
+
+
+# --- the zoomed chart --------------------------------------------------------------------------
+
+
+def zoomed_rows(
+    chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
+    mode: Mode, at: float | None, state: RunState, now: float,
+) -> list[Row]:  # fmt: skip
+    """Returns one chart for the whole view: below it the value at the crosshair, and the value of
+    each GPU, rank or layer then."""
+    parts = part_rows(chart, series, at, width, height // 3)
+    shares = [f for b in BRANCHES if (f := state.figures.get(f"gate_share_{b}"))]
+    if parts and chart.each == "layer" and len(shares) == len(BRANCHES):
+        words = (f"{b} {f.value * 100:.0f} %" for b, f in zip(BRANCHES, shares, strict=True))
+        parts.append((("branch shares now, mean of all layers   ", "dim"), ("  ".join(words), "")))
+    rows = chart_rows(chart, series, window, width, height - 1 - len(parts), mode, at)
+    return [*rows, _reading(chart, series, at, now), *parts]
+
+
+def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: float) -> Row:
+    """Returns time, age and value at the crosshair, without one the keys that move it."""
+    held = [nearest(points, at) for name in chart.names if (points := series.get(name))]
+    if at is None or not held:
+        return ((HINT, "dim"),)
+    values = [value / chart.scale for _, value in held]
+    low, high = (value_words(each(values), chart.unit) for each in (min, max))
+    words = high if low == high else f"{low} to {high}"
+    if chart.each == "layer" and len(values) > 1:
+        words = f"mean {high}, lowest layer {low}"
+    clock = time.strftime("%H:%M:%S", time.localtime(held[0][0]))
+    return (clock, "now"), (f"  {fmt.age(now - held[0][0])} ago   ", "dim"), (words, "strong")
+
+
+def value_words(value: float, unit: str) -> str:
+    """Returns a value with its unit, as exact as it is read under the crosshair."""
+    if unit == "%":
+        return f"{value:.0f} %"
+    if unit == "GiB":
+        return fmt.gib(value * 1024)
+    text = fmt.figure(value, unit)
+    return text if unit in ("s", "share", "") else f"{text} {unit}"
+
+
+def nearest(points: Points, at: float | None) -> Point:
+    """Returns the point nearest to a time, the newest for None."""
+    index = len(points) if at is None else bisect_left(points, (at,))
+    around = points[max(0, index - 1) : index + 1]
+    return around[0] if at is None else min(around, key=lambda point: abs(point[0] - at))
+
+
+def part_rows(
+    chart: Chart, series: Mapping[str, Points], at: float | None, width: int, height: int
+) -> list[Row]:
+    """Returns the value of each GPU, rank or layer, the lowest layer marked."""
+    values = {
+        name.partition(":")[2]: nearest(points, at)[1] / chart.scale
+        for name in chart.parts if (points := series.get(name))
+    }  # fmt: skip
+    if not values or height < 2:
+        return []
+    _, high = chartmath.bounds([(0.0, max(values.values()))], True)
+    high = max(high, LEAST_HIGH.get(chart.unit, high))
+    lowest = min(values, key=lambda name: values[name]) if chart.each == "layer" else ""
+    cells: list[Row] = []
+    for name, value in values.items():
+        style = "warn" if name == lowest else ""
+        bar = "".join(fmt.bar(value / high, PART_BAR))
+        words = value_words(value, chart.unit) + (" ◂" if name == lowest else "")
+        cells.append(columns([
+            (f"{chart.each} {name}", 9, style or "dim"), (bar, PART_BAR, style or "data"),
+            (words, 12, style),
+        ]))  # fmt: skip
+    per_row = max(1, width // PART)
+    rows = [tuple(span for cell in cells[i : i + per_row] for span in cell)
+            for i in range(0, len(cells), per_row)]  # fmt: skip
+    if len(rows) <= height:
+        return rows
+    shown = (height - 1) * per_row
+    return [*rows[: height - 1], ((f"and {len(cells) - shown} more", "dim"),)]
 
 
 class ChartPanel(Panel):
@@ -106,20 +221,45 @@ class ChartPanel(Panel):
         self.mode: Mode = mode
         self.chart: Chart | None = None
         self.span_s = 0
+        self.selected = self.zoomed = False
+        self.at: float | None = None
+        """The time of the crosshair."""
+        self._window: Window = (0.0, 1)
         self._mark: object = None
         self._drawn: Sequence[Row] = ()
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
-        state, chart = snapshot.state, self.chart
+        state, chart, series = snapshot.state, self.chart, snapshot.charts
         if state is None or chart is None or height < 3:
             return []
-        points = [held for name in chart.names if (held := snapshot.charts.get(name))]
+        if any(name not in series for name in chart.names):  # of another view, or another chart
+            is_same = self._mark is not None and self._mark[0] == chart  # type: ignore[index]
+            return self._drawn if is_same else [rule(chart.title, width, detail=chart.unit_word)]
+        points = [held for name in chart.names if (held := series.get(name))]
         first = min((p[0][0] for p in points), default=snapshot.now)
         last = max((p[-1][0] for p in points), default=snapshot.now)
-        window = chartmath.window(first, last, self.span_s)
-        mark = (chart, window, width, height, [(len(p), p[-1]) for p in points])
+        self._window = window = chartmath.window(first, last, self.span_s)
+        ages = int(snapshot.now) if self.zoomed else 0
+        marks = [(len(p), p[-1]) for p in points]
+        mark = (chart, window, width, height, self.selected, self.zoomed, self.at, ages, marks)
         if mark == self._mark:
             return self._drawn
         self._mark = mark
-        self._drawn = chart_rows(chart, snapshot.charts, window, width, height, self.mode)
+        given = chart, series, window, width, height, self.mode
+        self._drawn = (
+            zoomed_rows(*given, self.at, state, snapshot.now) if self.zoomed
+            else chart_rows(*given, selected=self.selected)
+        )  # fmt: skip
         return self._drawn
+
+    def move_crosshair(self, by: int) -> None:
+        """Moves the crosshair by cells; the first move shows it at the newest point."""
+        charts = self.snapshot.charts if self.snapshot else {}
+        held = [p for name in (self.chart.names if self.chart else ()) if (p := charts.get(name))]
+        if held:
+            start, span = self._window
+            oldest, newest = max(start, min(p[0][0] for p in held)), max(p[-1][0] for p in held)
+            cell_s = span / max(1, self.size.width - LABEL - 1)
+            at = newest if self.at is None else self.at + by * cell_s
+            self.at = min(newest, max(oldest, at))
+            self.redraw()

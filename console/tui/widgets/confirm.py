@@ -1,4 +1,4 @@
-"""Asks before something acts. No is the default; the question never changes while open."""
+"""The confirmation of an action. No is the default; the question never changes while open."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Confirm(Overlay):
         facts.show(rows)
         yield facts
         if self.question.typed:
-            yield Input(placeholder=f"type {self.question.typed} to go on", compact=True)
+            yield Input(placeholder=f"type {self.question.typed} to continue", compact=True)
         with Horizontal(classes="buttons"):
             yield FlatButton("No", "no")
             for index, choice in enumerate(self.question.choices):

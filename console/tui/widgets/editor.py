@@ -1,4 +1,4 @@
-"""A field for one value; what is wrong with it is said while it can still be changed."""
+"""A field for one value; an error is shown while the operator types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainers.contract.errors import UsageError
 
 
 class Editor(Overlay):
-    """Calls `then` with the text; `check` raises UsageError where something is wrong with it."""
+    """Calls `then` with the text; `check` raises UsageError for an invalid text."""
 
     def __init__(
         self, title: str, value: str, hint: str, check: Callable[[str], object],
@@ -26,7 +26,7 @@ class Editor(Overlay):
 
     def compose(self) -> ComposeResult:
         head = Lines(id="head")
-        head.show([rule(f"── {self._title}", self.app.size.width, "enter takes it, esc leaves it")])
+        head.show([rule(f"── {self._title}", self.app.size.width, "enter saves, esc cancels")])
         yield head
         yield Lines(id="trouble")
         yield Input(self._value, compact=True, select_on_focus=False)

@@ -1,4 +1,4 @@
-"""The figures of now: value, unit, and over which window each was taken."""
+"""The newest figures: value, unit and window."""
 
 from __future__ import annotations
 

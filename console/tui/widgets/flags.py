@@ -1,4 +1,4 @@
-"""The flags, now and next: a running process keeps the environment it was born with."""
+"""The flags, now and next: a running process keeps the environment of its start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainers.contract.flags import TABLE, Flag
 from trainers.contract.values import TRUE
 
 UNSET = "–"
-GROUP, NAME = 8, 24
+GROUP, NAME = 9, 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
     rows, group = [], ""
     for item in found:
         if item.flag is None:
-            words = "ask before each" if item.following == "ask" else "go on while gates pass"
+            words = "wait for L" if item.following == "ask" else "go while gates pass"
             name = ("between phases", NAME, "strong")
             rows.append(columns([("", GROUP, ""), name, (words, 24, "")]))
             continue

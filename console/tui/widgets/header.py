@@ -1,4 +1,4 @@
-"""The first line: which run, which state, how far, how fresh, what is armed."""
+"""The first line: run, state, progress, age of the data, policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def header_row(snapshot: Snapshot, width: int, late_s: float = 0.0, paused: bool
     parts = [
         _part(9, "strong", *_names(state, width)),
         _part(10, *_state(state, snapshot.now)),
-        _part(10, "caution", *(("picture paused", "paused") if paused else ())),
+        _part(10, "caution", *(("display paused", "paused") if paused else ())),
         _part(7, "warn", *attempt),
         _part(4, "", *_phase(state)),
         _part(8, "", *_progress(state)),
@@ -75,7 +75,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns for how long the rank to blame, or else every rank, has stood still."""
+    """Returns how long the slowest rank, or else every rank, has made no progress."""
     guilty = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and guilty in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
@@ -111,19 +111,19 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
 
 
 def _armed(state: RunState, room: int) -> list[str]:
-    """The automatic reactions: the whole sentence where it has room, else its short form.
+    """Returns the policy: the whole sentence where it fits, else the short form;
 
-    Nothing does where nobody watches.
+    [] without a supervisor.
     """
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return []
-    short = f"armed: {state.armed_short or 'see status'}"
+    short = f"on stall: {state.armed_short or 'see status'}"
     return [state.armed, short] if cell_len(state.armed) <= room else [short]
 
 
 class Header(Panel):
-    """Also ages on its own when no snapshot comes: then nothing on the screen is fresh."""
+    """Also ages without a new snapshot."""
 
     paused = False
 

@@ -30,10 +30,10 @@ class Lines(Widget):
         self.shown: tuple[Row, ...] = ()
         self._strips: dict[int, Strip] = {}
         self.repaints = 0
-        """How many regions were asked to be painted again."""
+        """Number of regions that were repainted."""
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Replaces what is shown and repaints what differs."""
+        """Replaces the rows and repaints the cells that differ."""
         width, height = self.size
         new = tuple(clip(safe(row), width or 999) for row in rows)
         old, self.shown = self.shown, new
@@ -50,13 +50,13 @@ class Lines(Widget):
             self.refresh(Region(span[0], y, span[1] - span[0], 1))
 
     def on_resize(self) -> None:
-        """Draws again for the new size; what stands on the terminal was cut for it already."""
+        """Draws again for the new size."""
         self.shown = tuple(clip(row, self.size.width) for row in self.shown)
         self._strips.clear()
         self.redraw()
 
     def redraw(self) -> None:
-        """Draws what is known again, for the size that it has now."""
+        """Draws the rows again for the current size."""
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width
@@ -89,7 +89,7 @@ class Panel(Lines):
         return self._draw(snapshot.state, width, height, snapshot.now) if snapshot.state else []
 
     def take(self, snapshot: Snapshot) -> None:
-        """Shows a snapshot; before the first layout it only remembers it."""
+        """Shows a snapshot; before the first layout only stores it."""
         self.snapshot = snapshot
         self.redraw()
 

@@ -1,4 +1,4 @@
-"""Log lines as rows: which rank, what level, plain text whatever stands in it."""
+"""Log lines as rows: source, level, and plain text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARKS = (
 
 
 def line_style(text: str) -> str:
-    """Returns the style for a line that says itself how bad it is."""
+    """Returns the style of the level that a line names."""
     head = text[:160]
     return next((style for style, words in _MARKS if any(w in head for w in words)), "")
 
@@ -34,7 +34,7 @@ def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
 
 
 class LogBook:
-    """The lines that came so far with their numbers, owned by the screen.
+    """The numbered lines of the log so far.
 
     `total` counts all lines of this log, the dropped ones too; `epoch` counts the logs.
     """
@@ -64,6 +64,6 @@ class LogTail(Panel):
         rows = [rule("log", width, "4 all of it")]
         held = self.book.lines
         if not held:
-            rows.append((("no log line yet", "dim"),))
+            rows.append((("no log lines yet", "dim"),))
         newest = islice(held, max(0, len(held) - height + 1), None)
         return rows + [row for _, line in newest for row in log_rows(line, width, 1)]

@@ -11,8 +11,8 @@ from textual.widgets import Button
 
 
 class Drawer(Widget):
-    """Holds what lies over the view. It is always there: a widget that comes into or goes from the
-    screen itself would have everything painted again."""
+    """Contains the overlays. It is always mounted: mounting a widget in the screen itself repaints
+    everything."""
 
     DEFAULT_CSS = """
     Drawer {
@@ -23,7 +23,7 @@ class Drawer(Widget):
 
 
 class Overlay(Widget):
-    """Takes the keys while it is open; the app opens one at a time."""
+    """Receives the keys while it is open; the app opens one at a time."""
 
     DEFAULT_CSS = """
     Overlay { width: 100%; height: auto; layout: vertical; background: ansi_default; }
@@ -32,14 +32,14 @@ class Overlay(Widget):
     """
 
     class Closed(Message):
-        """The overlay is done; the app takes it away."""
+        """The overlay is closed; the app removes it."""
 
         def __init__(self, overlay: Overlay):
             super().__init__()
             self.overlay = overlay
 
     def close(self) -> None:
-        """Is gone from the screen at once; the app takes it away when it has time."""
+        """Disappears at once; the app removes it later."""
         self.display = False
         self.post_message(self.Closed(self))
 

@@ -15,7 +15,7 @@ from console.tui.rows import Row, columns, fill, rule, width_of, wrap
 from console.tui.styles import STATE_STYLE
 
 STEPS = 12
-CHECKS = "checks before the launch"
+CHECKS = "preflight"
 SIGNS = {"fail": ("✗", "crit"), "unknown": ("?", "warn"), "pass": ("✓", "ok"), "": ("·", "dim")}
 """Sign and style of a result, the worst first; "" is one that is still to come."""
 
@@ -33,12 +33,14 @@ def phase_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states and what they prove; in a low panel those around the
     current one, and only what the next decision is about proves."""
-    words = {"ask": "asks before each next phase", "go": "goes on by itself while gates pass"}
+    words = {"ask": "L starts each next phase", "go": "starts the next phase while gates pass"}
     sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]
     finished = bool(phases) and phases[current].state == "completed"
     focus = min(current + finished, len(phases) - 1)
     if 1 + len(phases) + sum(map(len, sentences)) > height:
-        sentences = [lines if i == focus else [] for i, lines in enumerate(sentences)]
+        fits = 1 + len(phases) <= height < 1 + len(phases) + len(sentences[focus])
+        keep = -1 if fits else focus
+        sentences = [lines if i == keep else [] for i, lines in enumerate(sentences)]
     room = max(1, height - 1 - sum(map(len, sentences)))
     start = max(0, min(focus - room // 2, len(phases) - room))
     shown = phases[start : start + room]
@@ -89,10 +91,10 @@ def gate_rows(
     gates: Sequence[Gate], bounds: Mapping[str, str], width: int, height: int, heading: str
 ) -> list[Row]:
     """Returns the gates with value and bound, what fails first, in as many columns as fit;
-    before the end of the phase what it will be judged by."""
+    before the end of the phase their bounds."""
     if not gates and bounds:
         pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
-        return grid(pending, width, height, heading, "judged when the phase ends")
+        return grid(pending, width, height, heading, "evaluated when the phase ends")
     cells = [
         (gate.result, f"{gate.name}: {gate_value(gate)}" + f" ({gate.bound})" * bool(gate.bound))
         for gate in gates
@@ -114,7 +116,11 @@ def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
     """Returns the checks before a launch, what fails first."""
     cells = [(check.result, f"{check.name}: {check.text}") for check in checks]
     failed = sum(check.result == "fail" for check in checks)
-    note = f"{failed} fail: a launch is refused" if failed else f"ready: {len(checks)} checks"
+    note = (
+        f"{failed} failed: the launch would be rejected"
+        if failed
+        else f"ready: {len(checks)} checks"
+    )
     return grid(cells, width, height, CHECKS, note if checks else "")
 
 

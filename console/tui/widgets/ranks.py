@@ -136,7 +136,7 @@ def _bar_cell(percent: float | None, width: int, base: str) -> tuple[str, str]:
 
 
 def lives(state: RunState, rank: Rank) -> bool:
-    """Says whether what is known of a rank can be of now: nothing of one that ended counts on."""
+    """True if the measurements of a rank are current: measurements of an ended rank are old."""
     return state.state in LIVE_STATES and not rank.exit and rank.state != "gone"
 
 
@@ -152,6 +152,6 @@ def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
     """Returns at which step and in which phase a rank is, or what is wrong with it, since when."""
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
-    phase = wrong or (pulse.phase if pulse else fmt.DASH)
+    phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)
     since = fmt.span(pulse.since_s) if pulse else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}

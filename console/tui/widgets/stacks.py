@@ -14,9 +14,9 @@ LEAST_WIDTH = 36
 
 
 def grouped(stacks: Mapping[int, Stack]) -> list[list[Stack]]:
-    """Returns the stacks whose main threads stood at the same place in the same dump together.
+    """Returns the stacks grouped by the place of the main thread in one dump.
 
-    The smallest group comes first: who differs from the many stands out.
+    The smallest group comes first.
     """
     by_place: dict[tuple[object, ...], list[Stack]] = {}
     for _, stack in sorted(stacks.items()):
@@ -30,7 +30,7 @@ def _frames(stack: Stack) -> tuple[Frame, ...]:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Returns `0–2,4–7`: ranks as short as they can be written."""
+    """Returns `0–2,4–7`: ranks in the shortest form."""
     return ",".join(spans(ranks, "–"))
 
 
@@ -45,8 +45,8 @@ def stack_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns one column a rank, innermost frames on top; `first` is the leftmost column.
 
-    Who stands somewhere else than the many comes first, `odd` before all. Only stacks of the newest
-    dump are compared: a rank that gave none to it may be elsewhere by now.
+    Ranks that differ from the majority come first, `odd` before all. Only stacks of the newest dump
+    are compared.
     """
     groups = grouped(stacks)
     if not groups:
@@ -89,7 +89,7 @@ def _column(
 
 def _silent(rank: int, odd: int | None) -> list[tuple[str, str]]:
     style = "crit" if rank == odd else "strong"
-    return [(f"rank {rank}", style), ("no dump: it did not answer", "dim")]
+    return [(f"rank {rank}", style), ("no dump: the rank did not respond", "dim")]
 
 
 def whole_rows(stack: Stack, width: int) -> list[Row]:

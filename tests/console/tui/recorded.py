@@ -152,6 +152,27 @@ STATES: dict[str, Callable[[], RunState]] = {
 }  # fmt: skip
 
 
+def foreign() -> RunState:
+    """A program that records its loss alone."""
+    return running(figures={name: figures()[name] for name in ("loss", "rss_mib")})
+
+
+def measured(state: RunState, second: int) -> dict[str, float]:
+    """Returns what is charted of a state: GPUs or processes, and rank 0's figures."""
+    values = {"loss": 3.0 - second / 200}
+    for each in state.gpus:
+        values |= {f"gpu_util_pct:{each.index}": 90.0 + each.index,
+                   f"gpu_mem_mib:{each.index}": 62_464.0}  # fmt: skip
+    for each in state.ranks:
+        values |= {f"rss_mib:{each.rank}": 1240.0, f"cpu_pct:{each.rank}": 97.0}
+    if "toks_per_s" in state.figures:
+        values |= {"toks_per_s": 41_000.0 + 10 * (second % 7), "step_s": 0.8,
+                   "gate_entropy_mean": 0.93, "gate_entropy_lowest": 0.41,
+                   "gate_entropy_lowest_layer": 1.0, "gate_entropy:0": 0.95,
+                   "gate_entropy:1": 0.41, "gate_entropy:2": 0.97}  # fmt: skip
+    return values
+
+
 class Recorded:
     """A source that hands out recorded states; the last one again and again."""
 
@@ -163,8 +184,7 @@ class Recorded:
         self.polls = 0
         for second in range(120):
             at = NOW - 120 + second
-            told = {"toks_per_s": 41_000.0 + 10 * (second % 7), "loss": 3.0 - second / 200}
-            self.series.add("", at, told | {"rss_mib:0": 1240.0})
+            self.series.add("", at, measured(states[-1], second))
 
     def poll(self) -> RunState:
         self.polls += 1

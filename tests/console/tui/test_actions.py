@@ -107,7 +107,7 @@ def test_a_question_keeps_its_target_and_takes_no_other_keys():
 
 def test_a_kill_needs_the_name_of_the_run_and_a_wrong_one_can_be_corrected():
     asked = Asked()
-    keys = ("K", "…type 1-plumbing to go on", *"2-plumbing", "enter", "…that is not 1-plumbing")
+    keys = ("K", "…type 1-plumbing to continue", *"2-plumbing", "enter", "…that is not 1-plumbing")
     played(recorded.running(), *keys, "tab", "tab", "enter", then="that is not", asked=asked)
     assert asked.sent == []
     again = (*keys, "home", "delete", "1", "enter", "…→ chooses", "right")
@@ -177,7 +177,7 @@ def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     async def body(pilot):
         await see(pilot, "✓ python")
         await pilot.press("space")
-        await see(pilot, "go on while gates pass")
+        await see(pilot, "go while gates pass")
         await pilot.press("down", "down", "down", "space")
         await see(pilot, "* launch")
         await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {}, 20)

@@ -111,7 +111,7 @@ def test_a_directory_that_does_not_answer_is_an_alert_also_before_the_first_pict
             answers.set()
             await until(pilot, lambda: "no alert" in lines(app)[1])
             answers.clear()
-            await until(pilot, lambda: "; what is shown is old" in lines(app)[1])
+            await until(pilot, lambda: "; the display is old" in lines(app)[1])
             answers.set()
             await until(pilot, lambda: "no alert" in lines(app)[1])
 

@@ -135,7 +135,7 @@ def test_marked_text_that_no_field_takes_is_counted():
         await until(pilot, lambda: "input ignored: 21 characters pasted" in picture(app))
         assert app.overlay is None
         await pilot.press("K")
-        await until(pilot, lambda: "type 1-plumbing to go on" in picture(app))
+        await until(pilot, lambda: "type 1-plumbing to continue" in picture(app))
         app.post_message(Paste("1-plumbing"))
         await until(pilot, lambda: not app.query_one("#choice0").disabled)
 

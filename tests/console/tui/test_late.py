@@ -110,7 +110,7 @@ def test_a_read_that_fails_after_a_launch_is_that_of_the_old_run():
         feed.follow(Path("/nowhere/launched"))
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    feed = Feed(lambda _: None, lambda _: (), Path("/nowhere/old"), Path("/nowhere"), opener)
+    feed = Feed(lambda _: None, lambda *_: (), Path("/nowhere/old"), Path("/nowhere"), opener)
     snapshot = feed._take_or_say()
     assert snapshot.trouble == "/nowhere/old cannot be read: Input/output error"
     assert snapshot.at < feed.followed_at

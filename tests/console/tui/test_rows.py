@@ -93,12 +93,12 @@ def test_what_just_began_has_no_second_behind_it():
 
 
 @pytest.mark.parametrize(
-    ("mib", "says"), [((492.0, 492.3), "now 492M each"), ((410.0, 2048.0), "now 410M to 2.0G")]
+    ("mib", "says"), [((492.0, 492.3), "492M each"), ((410.0, 2048.0), "410M to 2.0G")]
 )
 def test_the_chart_of_several_series_says_what_each_is_at(mib, says):
     names = ("rss_mib:0", "rss_mib:1")
     series = {name: ((0.0, 1.0), (9.0, value)) for name, value in zip(names, mib, strict=True)}
-    chart = Chart("memory of 2 ranks", names, "GiB", True, 1024.0)
+    chart = Chart("memory", names, "GiB", True, 1024.0)
     title = chart_rows(chart, series, chartmath.window(0.0, 9.0), 40, 6, "braille")[0]
     assert rows.text_of(title).endswith(says)
 

@@ -1,0 +1,84 @@
+"""What a plan would train: parameters, tokens per step, device, checkpoint size, estimated time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from console.sources import launch_documents, launches
+from console.status_text import age
+from nsa.config import ModelConfig, NSAConfig, parameter_count
+from trainers.contract import jsonl, rundir
+
+STATE_VALUES = 3
+"""A checkpoint holds a weight and the two moments of AdamW for each parameter."""
+EARLIER = 20
+"""Newest launches of the plan in which a time is looked for."""
+FOREIGN = "not available (a foreign program)"
+
+
+def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Returns label and text of each fact; `phases` are what their run.json would hold.
+
+    Size and tokens are those of the first phase, the time is that of all phases.
+    """
+    values = _values(phases[0])
+    if not values:
+        return (("training", FOREIGN), ("time", _time(root, phases)))
+    world = phases[0]["world"]
+    parameters = parameter_count(_model(values))
+    sequence = values["data.seq_len"]
+    tokens = values["train.batch_size"] * values["train.accumulate"] * sequence * world
+    value_bytes = 8 if values["train.precision"] == "fp64" else 4
+    size_mib = parameters * value_bytes * STATE_VALUES / (1 << 20)
+    return (
+        ("parameters", f"{parameters:,}"), ("sequence", f"{sequence:,} tokens"),
+        ("tokens per step", f"{tokens:,}"), ("device", f"{values['train.device']} ×{world}"),
+        ("checkpoint", f"{size_mib:,.0f} MiB" if size_mib < 1000
+         else f"{size_mib / 1024:,.1f} GiB"),
+        ("time", _time(root, phases)),
+    )  # fmt: skip
+
+
+def _values(phase: Mapping[str, Any]) -> dict[str, Any]:
+    settings = jsonl.mapping(phase, "settings")
+    return {key: jsonl.mapping(settings, key).get("value") for key in settings}
+
+
+def _model(values: Mapping[str, Any]) -> ModelConfig:
+    held = {each.name: values[f"model.{each.name}"]
+            for each in fields(ModelConfig) if each.name != "nsa"}  # fmt: skip
+    nsa = {each.name: values[f"model.nsa.{each.name}"] for each in fields(NSAConfig)}
+    return ModelConfig(**held, nsa=NSAConfig(**nsa))
+
+
+def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the sum over the newest completed runs of all phases, or why it is not available.
+
+    A run counts if it had the same settings, host and number of ranks.
+    """
+    total_s = 0.0
+    for phase in phases:
+        took_s = _took_s(root, phase)
+        if took_s is None:
+            return "not available (no earlier run)"
+        total_s += took_s
+    return f"about {age(total_s)}, as before"
+
+
+def _took_s(root: Path, phase: Mapping[str, Any]) -> float | None:
+    """Returns how long the newest completed run of a phase took on this host, as it is set now."""
+    of_plan = (path for path in launches.launches(root) if path.parent.name == phase["plan"])
+    for _, launch in zip(range(EARLIER), of_plan, strict=False):
+        for each in jsonl.entries(rundir.read_json(launch / rundir.PLAN_STATE) or {}, "phases"):
+            begun, ended = jsonl.number(each, "started_ts"), jsonl.number(each, "ended_ts")
+            if (each.get("name"), each.get("state")) != (phase["phase"], "completed"):
+                continue
+            folder = launch / launch_documents.run_directory(each)
+            run = rundir.read_json(folder / rundir.RUN) or {}
+            is_same = (run.get("host"), run.get("world")) == (phase["host"], phase["world"])
+            if begun and ended and is_same and _values(run) == _values(phase):
+                return ended - begun
+    return None

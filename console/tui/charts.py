@@ -1,0 +1,88 @@
+"""The charts that the Dashboard can show: their series, their units, and how the shown are chosen.
+
+An operator who chose none gets those with data, in the order of `CATALOG`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from console.model import RunState
+
+BANDED = 16
+"""One chart draws a band over at most this many GPUs or ranks."""
+DEFAULT = 4
+"""Charts that are shown while no series has a point."""
+LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart: its title, and the series whose band from lowest to highest it draws.
+
+    `each` is the kind of thing that has a series of its own: "GPU", "rank" or "layer".
+    """
+
+    title: str
+    names: tuple[str, ...]
+    unit: str
+    from_zero: bool = False
+    scale: float = 1.0
+    """The values are divided by this to be in `unit`."""
+    each: str = ""
+    parts: tuple[str, ...] = ()
+    """The series whose single values the zoomed chart lists."""
+    measures: str = ""
+    """The part of the machine, where the unit does not tell: "GPU", "CPU" or "RSS"."""
+
+    @property
+    def unit_word(self) -> str:
+        return f"{self.measures} {'%' if self.unit == 'share' else self.unit}".strip()
+
+    def series(self, zoomed: bool) -> tuple[str, ...]:
+        """Returns the names of the series that the chart needs."""
+        lowest = (LOWEST_LAYER,) if self.each == "layer" else ()
+        return (*self.names, *lowest, *(self.parts if zoomed else ()))
+
+
+UTILISATION, MEMORY, ENTROPY = "utilisation", "memory", "gate entropy"
+CATALOG = (
+    Chart(UTILISATION, (), "%", from_zero=True),
+    Chart("throughput", ("toks_per_s",), "tok/s", from_zero=True),
+    Chart(MEMORY, (), "GiB", from_zero=True, scale=1024.0),
+    Chart(ENTROPY, ("gate_entropy_mean", "gate_entropy_lowest"), "nats", True, each="layer"),
+    Chart("loss", ("loss",), "nats/token"),
+    Chart("step time", ("step_s",), "s", from_zero=True),
+    Chart("bytes right", ("bytes_right",), "share", from_zero=True),
+    Chart("grad norm", ("grad_norm",), "", from_zero=True),
+)
+TITLES = tuple(chart.title for chart in CATALOG)
+
+
+def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
+    """Returns a chart with the series of this run's GPUs, ranks or layers."""
+    if chart.title == ENTROPY:
+        count = sum(name.startswith(LAYER) for name in recorded)
+        return replace(chart, parts=tuple(f"{LAYER}{index}" for index in range(count)))
+    if chart.names:
+        return chart
+    numbers, each = [rank.rank for rank in state.ranks], "rank"
+    series, measures = ("cpu_pct", "CPU") if chart.title == UTILISATION else ("rss_mib", "RSS")
+    if state.gpus:
+        numbers, each, measures = [gpu.index for gpu in state.gpus], "GPU", "GPU"
+        series = "gpu_util_pct" if chart.title == UTILISATION else "gpu_mem_mib"
+    names = tuple(f"{series}:{number}" for number in numbers[:BANDED])
+    return replace(chart, names=names, each=each, parts=names, measures=measures)
+
+
+def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:
+    """Returns the charts of a run in their order: the operator's, else those with a series.
+
+    `recorded` are the names of the series that have points.
+    """
+    charts = {chart.title: _of_run(chart, state, recorded) for chart in CATALOG}
+    if chosen := [charts[title] for title in choice if title in charts]:
+        return chosen
+    with_data = [c for c in charts.values() if any(name in recorded for name in c.names)]
+    return with_data or [*charts.values()][:DEFAULT]

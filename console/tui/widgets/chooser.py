@@ -1,0 +1,88 @@
+"""The list of runs to watch and plans to launch, runs that were started by hand included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from textual.app import ComposeResult
+
+from console.tui import format as fmt
+from console.tui.background import beside
+from console.tui.rows import Row, columns
+from console.tui.widgets.overlay import Overlay
+from console.tui.widgets.picker import Picker, Scrolls
+from trainers.contract import jsonl, rundir
+
+MOST_RUNS = 30
+HEIGHT = 14
+HINT = "enter opens, esc closes"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A plan to launch, or the directory of a launch or run to watch."""
+
+    kind: str
+    name: str
+    text: str
+    path: Path | None = None
+
+    def row(self) -> Row:
+        return columns([(self.kind, 9, "dim"), (self.name, 34, "strong"), (self.text, 60, "")])
+
+
+def entries(root: Path) -> list[Entry]:
+    """Returns the newest launches, the runs without a launch, and all plans."""
+    from console.plans import catalog
+    from console.sources import launches
+
+    found = [_of_launch(path, launches.launch_id(path)) for path in
+             launches.launches(root)[:MOST_RUNS]]  # fmt: skip
+    found += [Entry("hand run", path.name, f"in {path.parent}", path)
+              for path in launches.bare_runs(root)[:MOST_RUNS]]  # fmt: skip
+    for plan in catalog.plans()[0]:
+        found.append(Entry("plan", plan.name, ", ".join(phase.name for phase in plan.phases)))
+    return found
+
+
+def _of_launch(path: Path, name: str) -> Entry:
+    from console.sources import launch_documents
+
+    held = rundir.read_json(path / rundir.PLAN_STATE) or {}
+    word = launch_documents.launch_state(path, name, {}, held).state
+    at = jsonl.number(held, "updated_ts")
+    age = f", {fmt.age(time.time() - at)} ago" if at and word == "ended" else ""
+    return Entry("launch", name, word + age, path)
+
+
+class Chooser(Scrolls, Overlay):
+    """Calls `then` with the entry under the cursor on enter; the entries are read in a thread."""
+
+    def __init__(self, root: Path, then: Callable[[Entry], object]):
+        super().__init__(id="chooser")
+        self._root, self._then = root, then
+        self._entries: list[Entry] = []
+        self._list = Picker("choices", "runs and plans")
+        self._list.note, self._list.always = "reading …", True
+
+    def compose(self) -> ComposeResult:
+        self._list.prepare(self.app.size.width, min(HEIGHT, max(4, self.app.size.height - 6)))
+        yield self._list
+
+    def on_mount(self) -> None:
+        app: Any = self.app
+        self._list.focus()
+        beside(app, "list of runs", lambda: entries(self._root), self._fill)
+
+    def _fill(self, found: list[Entry]) -> None:
+        self._entries = found
+        self._list.fill([entry.row() for entry in found], HINT)
+
+    def do_open(self) -> None:
+        if self._entries:
+            self.close()
+            self._then(self._entries[self._list.cursor])

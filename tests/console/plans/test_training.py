@@ -1,0 +1,48 @@
+"""The facts about the training that a plan would start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from console import actions
+from console.plans import training
+from console.tui.widgets.chooser import entries
+from trainers.contract import rundir
+
+
+def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
+    options = actions.LaunchOptions("cpu_smoke", phase="plumbing", root=tmp_path)
+    prepared = actions.prepare(options)
+    facts = dict(prepared.training)
+    assert facts["parameters"] == "450,712"
+    assert (facts["sequence"], facts["tokens per step"]) == ("128 tokens", "2,048")
+    assert (facts["device"], facts["checkpoint"]) == ("cpu ×2", "5 MiB")
+    assert facts["time"] == "not available (no earlier run)"
+    phase = {"name": "plumbing", "state": "completed", "dir": "0-plumbing",
+             "started_ts": 100.0, "ended_ts": 142.0}  # fmt: skip
+    (prepared.directory / "0-plumbing").mkdir(parents=True)
+    rundir.write_json(prepared.directory / rundir.PLAN, {"v": 1, "launch": "before"})
+    state = {"v": 1, "state": "ended", "phases": [phase]}
+    rundir.write_json(prepared.directory / rundir.PLAN_STATE, state)
+    rundir.write_json(prepared.directory / "0-plumbing" / rundir.RUN, dict(prepared.phases[0]))
+    assert dict(actions.prepare(options).training)["time"] == "about 42s, as before"
+    other = actions.LaunchOptions("cpu_smoke", "plumbing", sets={"train.steps": "7"}, root=tmp_path)
+    assert dict(actions.prepare(other).training)["time"] == "not available (no earlier run)"
+
+
+def test_a_foreign_program_has_no_facts():
+    phase = {"plan": "mine", "phase": "one", "host": "a", "world": 1, "settings": {}}
+    assert training.facts(Path("/nowhere"), [phase])[0] == ("training", training.FOREIGN)
+
+
+def test_launches_runs_by_hand_and_plans_can_be_chosen(tmp_path):
+    rundir.write_json(_made(tmp_path / "mine") / rundir.RUN, {"v": 1})
+    rundir.write_json(_made(tmp_path / "cpu_smoke" / "20261120-031500") / rundir.PLAN, {"v": 1})
+    found = {(entry.kind, entry.name) for entry in entries(tmp_path)}
+    assert {("hand run", "mine"), ("launch", "cpu_smoke-20261120-031500"),
+            ("plan", "cpu_smoke")} <= found  # fmt: skip
+
+
+def _made(path):
+    path.mkdir(parents=True)
+    return path

@@ -1,0 +1,126 @@
+"""The charts of the Dashboard: which are shown, one zoomed, and the operator's choice of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console import settings
+from console.tui import chartmath, charts
+from console.tui.rows import text_of, width_of
+from console.tui.screens.dashboard import shape
+from console.tui.widgets.chart import chart_rows, zoomed_rows
+from tests.console.tui import recorded
+from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, until
+
+SIZES = [(80, 24), (120, 40)]
+CPU = ["utilisation CPU %", "throughput tok/s", "memory RSS GiB", "gate entropy nats"]
+GPU = ["utilisation GPU %", "throughput tok/s", "memory GPU GiB", "gate entropy nats"]
+RUNS = {
+    "cpu": (recorded.running, CPU),
+    "gpus": (lambda: recorded.running(8, True), GPU),
+    "foreign": (recorded.foreign, ["utilisation CPU %", "memory RSS GiB", "loss nats/token"]),
+}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size):
+    make, titles = RUNS[kind]
+    app = app_on(make())
+
+    async def body(pilot):
+        await until(pilot, lambda: max(picture(app)) > "⠀")
+        shown = picture(app)
+        for title in titles:
+            assert re.search(rf"{title},? 2 ?m", shown), shown
+        assert ("gate entropy" in shown) == (kind != "foreign")
+        assert "no data yet" not in shown
+        assert any(line.startswith("1 ") for line in lines(app))
+        later = "loss nats/token" in shown and "step time s" in shown
+        assert later == (size == SIZES[1]) or kind == "foreign"
+
+    drive(app, body, size)
+
+
+def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await until(pilot, lambda: "gate entropy" in picture(app))
+        await pilot.press("right", "left", "z")
+        await until(pilot, lambda: "layer 2" in picture(app))
+        shown = picture(app)
+        assert "gate entropy nats, 2 min" in shown
+        assert "now mean 0.93, lowest 0.41 in layer 1" in shown
+        assert "throughput" not in shown
+        assert re.search(r"layer 1 .* 0\.410 nats ◂", shown), shown
+        await pilot.press("left", "left", "left")
+        await until(pilot, lambda: "ago   mean 0.930 nats, lowest layer 0.410 nats" in picture(app))
+        assert sum("│" in line for line in lines(app)) > 3
+        await pilot.press("escape")
+        await until(pilot, lambda: "throughput" in picture(app))
+
+    drive(app, body)
+
+
+def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    settings.path().parent.mkdir(mode=0o700)
+    text = "hook: [notify]  # by phone\ncharts:\n  - loss\nhook_every_s: 5\n"
+    settings.path().write_text(text)
+    settings.path().chmod(0o600)
+    app = app_on(recorded.running())
+
+    async def body(pilot):
+        await until(pilot, lambda: app.dashboard.choice == ("loss",))
+        await until(pilot, lambda: "throughput" not in picture(app))
+        await pilot.press("c")
+        await until(pilot, lambda: "1 loss" in picture(app))
+        await pilot.press("space", "enter")
+        await until(pilot, lambda: settings.charts() == ("loss", "utilisation"))
+        await until(pilot, lambda: "utilisation CPU %" in picture(app))
+
+    drive(app, body)
+    kept = settings.path().read_text()
+    assert kept.startswith("hook: [notify]  # by phone\nhook_every_s: 5\n")
+    assert settings.load().hook == ("notify",)
+    settings.save_charts(())
+    assert "charts" not in settings.path().read_text()
+
+
+@given(st.integers(20, 300), st.integers(4, 80), st.integers(0, 2000), st.integers(1, 8))
+def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks, available):
+    now = shape(width, height, ranks, available)
+    assert now.top >= 2
+    assert now.top + now.log <= height
+    assert now.charts == 0 or height - now.top - now.log >= 3
+
+
+def test_eight_ranks_leave_room_for_four_charts_on_the_smallest_screen():
+    assert (shape(80, 20, 8, 8).charts, shape(80, 18, 8, 8).charts) == (4, 4)
+
+
+@pytest.mark.parametrize("size", [(20, 5), (80, 20), (200, 50)])
+@pytest.mark.parametrize("chart", charts.CATALOG, ids=lambda chart: chart.title)
+def test_a_zoomed_chart_fits_its_size_with_any_number_of_parts(chart, size):
+    names = tuple(f"x:{index}" for index in range(64))
+    chart = dataclasses.replace(chart, names=chart.names or names, parts=names, each="layer")
+    series = dict.fromkeys((*chart.names, *names), ((NOW - 9, 1.0), (NOW, 2.0)))
+    rows = zoomed_rows(chart, series, chartmath.window(NOW - 9, NOW), *size, "braille", NOW - 5,
+                       recorded.running(), NOW)  # fmt: skip
+    assert len(rows) == size[1] or size[0] == 20
+    assert all(width_of(row) <= size[0] for row in rows[:1])
+
+
+def test_mean_and_lowest_layer_are_two_curves():
+    chart = next(chart for chart in charts.CATALOG if chart.title == charts.ENTROPY)
+    values = {"gate_entropy_mean": 1.0, "gate_entropy_lowest": 0.0}
+    series = {name: tuple((float(s), v) for s in range(60)) for name, v in values.items()}
+    body = chart_rows(chart, series, (0.0, 60), 40, 6, "braille")[1:]
+    drawn = [text_of(row)[8:].strip() != "" for row in body]
+    assert drawn == [True, False, False, False, True]
