@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from trainers.contract import rundir
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"nsa-console ((?!\w+ RUN|\w+ PLAN)[a-z][^`\n#]*)")
+
+SAFE = ("flags", "plans", "check cpu_smoke", "launch cpu_smoke --dry-run", "runs")
 
 
 def commands() -> list[str]:
@@ -30,6 +34,18 @@ def test_every_command_in_the_documents_is_one(command):
         pytest.skip("a placeholder")
     parsed = build_parser().parse_args(words)
     assert callable(parsed.command)
+
+
+@pytest.mark.parametrize("command", SAFE)
+def test_commands_that_only_look_run(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "console", "--root", str(tmp_path), *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)

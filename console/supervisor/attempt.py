@@ -222,12 +222,13 @@ class Attempt:
 
     def _watch_torchrun(self) -> None:
         asked = self.known.asked in ENDED_FROM_HERE
-        if self.tree.agent_over and self.tree.alive() and not asked:
-            left = liveness.still_run("rank", [worker.rank for worker in self.tree.alive()])
+        # A rank that has ended counts as alive until the owner reports its exit code.
+        left = [w.rank for w in self.tree.alive() if not w.handle.is_over()]
+        if self.tree.agent_over and left and not asked:
             status = self.tree.agent_status
             how = "exit code not known" if status is None else f"exit {status}"
             self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) has "
-                       f"exited ({how}); {left}", "crit")  # fmt: skip
+                       f"exited ({how}); {liveness.still_run('rank', left)}", "crit")  # fmt: skip
 
     def _watch_ranks(self) -> None:
         """Ends the other ranks within the grace time after the exit of a rank that failed.

@@ -14,7 +14,7 @@ from console import actions
 from console.actions import LaunchOptions
 from console.supervisor.launcher import Claim
 from tests.console.sources import directory
-from tests.console.test_actions import MEMBER, listing, options, plan
+from tests.console.test_actions import MEMBER, ROOT, end, listing, options, plan
 from tests.launches import STUB
 from trainers.contract import environ, rundir
 from trainers.contract.errors import RefusedError, UsageError
@@ -188,6 +188,28 @@ def test_what_a_training_inherits_is_shown_before_the_start(tmp_path, monkeypatc
         assert rest == {"PYTHONUNBUFFERED", *environ.CONTRACT_NAMES} - {
             environ.LIVE_DIR, environ.TOKEN,
         }  # fmt: skip
+
+
+def test_modules_in_the_working_directory_are_not_taken_for_ours(tmp_path, monkeypatch):
+    """An operator may stand in a directory that somebody else unpacked."""
+    hostile = tmp_path / "unpacked"
+    for package in ("console", "trainers", "torch"):
+        (hostile / package).mkdir(parents=True)
+        (hostile / package / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(hostile)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    phase = actions.prepare(LaunchOptions(plan="cpu_smoke", root=tmp_path)).phases[0]
+    command = [sys.executable, "-m", "trainers.ddp", "--help"]
+    subprocess.run(command, env=phase["environment"], timeout=100, check=True,
+                   capture_output=True)  # fmt: skip
+    assert not (tmp_path / "ran").exists()
+    path = actions.launch(options(tmp_path), "tester")
+    try:
+        log = (path / rundir.SUPERVISOR_LOG).read_text()
+    finally:
+        end(path)
+    assert "supervisor pid" in log
+    assert str(ROOT) in phase["environment"]["PYTHONPATH"]
 
 
 def planted(folder: Path) -> None:

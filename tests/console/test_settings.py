@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from console import actions, settings
 from console.settings import Settings
@@ -68,6 +72,23 @@ def test_a_wrong_value_is_refused_with_the_file_and_the_right_form(file, text, e
     with pytest.raises(UsageError, match=error) as refused:
         settings.load()
     assert str(file) in str(refused.value)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*settings.KEYS, "other"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+            lambda x: st.lists(x, max_size=4),
+        ),
+    )
+)
+def test_any_document_is_a_hook_or_refused(document):
+    try:
+        hook = settings.parse(document, "x")
+    except UsageError:
+        return
+    assert settings.parse(json.loads(json.dumps(asdict(hook))), "x") == hook
 
 
 @pytest.mark.parametrize(("mode", "folder"), [(0o620, 0o700), (0o602, 0o700), (0o600, 0o777)])

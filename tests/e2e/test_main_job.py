@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PLAN = ROOT / "tests/e2e/main_job.yaml"
 CONSOLE = [sys.executable, "-m", "console"]
 FLAG = "NSA_DISABLE_CSV_LOGS"
-FLAG_HELP = "Write no CSV files"
+FLAG_HELP = "Write no training.csv"
 
 
 def console(root: Path) -> Terminal:
@@ -151,7 +151,8 @@ def test_the_run_continues_when_the_console_ends(launch, root, end):
 
 def test_a_button_works_by_click(launch, root):
     with console(root) as terminal:
-        terminal.wait("[ Halt ]")
+        terminal.wait("RUNNING")
+        terminal.settle()
         terminal.click("[ Halt ]")
         terminal.wait("Halt this run")
         terminal.press("enter")

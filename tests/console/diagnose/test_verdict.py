@@ -51,6 +51,11 @@ SENTENCES = {
         f"rank 1 is stopped (SIGSTOP or a debugger) in forward of step 41, last progress at "
         f"{SINCE}; kill -CONT 1001 resumes it; rank 0 waits in backward",
     ),
+    "all stopped": (
+        (rank(0, state="T"), rank(1, state="T")), ("stopped", 0, "high"),
+        "ranks 0-1 are stopped (SIGSTOP or a debugger) in forward of step 41, last progress at "
+        f"{SINCE}; kill -CONT 1000 1001 resumes them",
+    ),
     "stopped, and another rank is slower": (
         (rank(0, "backward", state="T"), rank(1, "fetch"), rank(2, "backward")),
         ("slowest-rank", 1, "medium"),
@@ -170,6 +175,14 @@ RANKS = st.lists(
     max_size=6,
     unique_by=lambda s: s.rank,
 )
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (0, 7)])
+def test_collectives_are_evidence_only_if_the_program_counts_them(counts):
+    verdict = judge(
+        *(rank(n, unchanged=999.0, collectives=count) for n, count in enumerate(counts))
+    )
+    assert ["collectives" in line for line in verdict.evidence] == [any(counts)] * 2
 
 
 @given(RANKS)

@@ -277,7 +277,7 @@ def test_over_whole_records_a_gate_passes_exactly_when_the_truth_keeps_its_bound
     files = {r: b"".join(harm(rng, encode(x))) for r, x in left.records.items()}
     summary = read(tmp_path_factory.mktemp("h"), left, files, rng)
     bounds = bounds_around(rng, values)
-    any_record = summary.fold(0).progress > 0
+    any_record = summary.of_rank(0).progress > 0
     for gate in gates.evaluate(summary, bounds):
         truth = keeps(gate.name, values[gate.name], bounds[gate.name])
         if not history.truth.completed or not any_record:
