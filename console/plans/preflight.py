@@ -294,6 +294,12 @@ def _logind_properties() -> dict[str, list[str]] | None:
     return dict(zip(PROPERTIES, map(shlex.split, done.stdout.splitlines()), strict=False))
 
 
+def _environment(_case: Case) -> Found:
+    """Names the variables that a training inherits; the whole environment is in the dry run."""
+    names = ", ".join(environ.inherited()) or "nothing"
+    return "pass", f"inherited: {names}; with the flags, nothing else"
+
+
 def _hook(case: Case) -> Found:
     argv = case.operator.hook
     if not argv:
@@ -308,7 +314,7 @@ def _hook(case: Case) -> Found:
 CHECKS: Mapping[str, Callable[[Case], Found]] = {
     "python": _python, "torch": _torch, "program": _programs, "gpus": check_gpus, "cores": _cores,
     "memory": _memory, "disk": _disk, "directory": _directory, "shell": _shell,
-    "logout": _logout, "hook": _hook,
+    "environment": _environment, "logout": _logout, "hook": _hook,
 }  # fmt: skip
 
 

@@ -16,9 +16,18 @@ PASTE_S, PASTE_KEYS = 0.005, 100
 QUIET_S = 0.25
 """A paste has ended when no input has come for this long."""
 ACTING = frozenset(
-    ("y", "Y", "q", "enter", "space", *(name for key in TABLE if key.asks for name in key.keys))
+    (
+        "y",
+        "Y",
+        "q",
+        "enter",
+        "space",
+        "o",
+        "c",
+        *(name for key in TABLE if key.asks for name in key.keys),
+    )  # fmt: skip
 )
-"""Keys that ask, answer a question, change something, or leave."""
+"""Keys that ask, answer a question, open a list of choices, change something, or leave."""
 LEAVE = "ctrl+c"
 
 

@@ -46,13 +46,13 @@ def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(tmp_path):
     try:
         wait_for(lambda: RunSource(path).poll().step)
         with screen(root) as terminal:
-            shown = terminal.wait(lambda text: text.count("97%") == 8, 30)
-            lines = [line for line in shown.splitlines() if "97%" in line]
+            shown = terminal.wait(lambda text: text.count("97% █") == 8, 30)
+            lines = [line for line in shown.splitlines() if "97% █" in line]
             assert "watt °C" in shown
             for words in ("322W", " 64 ", "60/80G"):
                 assert all(words in line for line in lines), shown
             fake.write(tmp_path / "nvml", gpu3={"state": "lost"})
-            shown = terminal.wait(lambda text: text.count("97%") == 7, 30)
+            shown = terminal.wait(lambda text: text.count("97% █") == 7, 30)
             row = next(line for line in shown.splitlines() if line.startswith("3 "))
             assert "lost" in row.lower()
             terminal.press("q")

@@ -165,10 +165,10 @@ ROWS: tuple[Row, ...] = (
     Row("u", "B", "NVML: silent, refused, absent, an Xid of another GPU", elsewhere=(
         f"{NVML}::test_each_xid_is_counted_on_the_gpu_that_it_is_about",
         f"{NVML}::test_a_sensor_that_is_refused_leaves_the_others",
-        f"{NVML}::test_a_library_that_is_installed_later_is_found",
+        f"{NVML}::test_a_library_and_then_a_driver_that_come_late_are_found",
         f"{NVML}::test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu",
         f"{CONSOLE}/plans/test_gpus.py::"
-        "test_a_driver_that_hangs_is_said_in_time_and_the_process_ends",
+        "test_a_driver_that_hangs_is_reported_in_time_and_the_process_ends",
     )),
     Row("v", "B", "a screen that is pasted into, not read, late, or started beside planted files",
         elsewhere=(

@@ -141,7 +141,7 @@ def test_a_halt_that_is_older_than_its_run_is_set_aside_and_said(scene, begin, o
     assert started.ask("proceed")["ok"]
     started.wait_end()
     said = [e["text"] for e in started.events(1) if e["kind"] == "note"]
-    assert "a .HALT from before the start was set aside as .HALT.stale-" in said[0]
+    assert "a .HALT from before the start was renamed to .HALT.stale-" in said[0]
     scene.note(said[0])
     scene.ended(started, "completed", 0)
 

@@ -205,7 +205,8 @@ def test_records_that_no_program_writes_harm_nobody(scene, launch, orders):
     scene.steps_on(started, pids)
     assert status(started.path)[1]["state"] == "running"
     source = offline.OfflineRun(started.path)
-    watch_rules(source.watch, True, 1.0).look(source.poll())
+    found = source.poll()
+    watch_rules(source.watch, source.settings, True, 1.0).update(found)
 
 
 @pytest.mark.fault("j")

@@ -19,7 +19,7 @@ from trainers.manifest import Manifest
 from trainers.saver import Saver
 from trainers.schema import CheckpointSettings
 
-WHOLE = "it is whole"
+COMPLETE = "it is complete"
 FORMER, KEPT = (1, 2), 2
 STEPS = {"new": 3, "background": 3, "again": 2}
 """Which step each kind of save is of; that of `again` has a checkpoint already."""
@@ -70,7 +70,7 @@ def judge(kind: str, said: Path | BaseException, before: dict[int, str]) -> list
     written = step in now and now[step] != before.get(step)
     if not isinstance(said, Path | CheckpointError):
         wrong.append(f"it raised {type(said).__name__}: {said}")
-    if written != (isinstance(said, Path) or WHOLE in str(said)):
+    if written != (isinstance(said, Path) or COMPLETE in str(said)):
         wrong.append(f"it said {said}, and step {step} is {'' if written else 'not '}written")
     lost = set(before) - set(now) - ({1} if written and kind != "again" else set())
     if lost:

@@ -102,13 +102,16 @@ class Scrolls:
     """Gives a widget the keys of the table that scroll. As it is, they move its one `Picker`."""
 
     def scroll_by(self, by: int) -> None:
-        """Moves by so many rows, as far as there are any."""
-        self.picker.move(by)
+        """Moves by so many rows, as far as there are any; before it is mounted there are none."""
+        widget: Any = self
+        for picker in widget.query(Picker):
+            picker.move(by)
 
     @property
     def page(self) -> int:
-        """Rows that are seen at once."""
-        return self.picker.room
+        """Number of rows on the screen, 1 before it is mounted."""
+        widget: Any = self
+        return next((picker.room for picker in widget.query(Picker)), 1)
 
     @property
     def picker(self) -> Picker:

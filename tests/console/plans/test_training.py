@@ -26,7 +26,9 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
     rundir.write_json(prepared.directory / rundir.PLAN_STATE, state)
     rundir.write_json(prepared.directory / "0-plumbing" / rundir.RUN, dict(prepared.phases[0]))
     assert dict(actions.prepare(options).training)["time"] == "about 42s, as before"
-    other = actions.LaunchOptions("cpu_smoke", "plumbing", sets={"train.steps": "7"}, root=tmp_path)
+    other = actions.LaunchOptions(
+        "cpu_smoke", phase="plumbing", sets={"train.steps": "7"}, root=tmp_path
+    )
     assert dict(actions.prepare(other).training)["time"] == "not available (no earlier run)"
 
 

@@ -126,7 +126,7 @@ def test_a_new_supervisor_adopts_what_lives_and_goes_on_with_the_plan(begin):
         actions.adopt(started.path)
     pids, former = started.pids(), started.kill_supervisor()
     started.wait(lambda: RunSource(started.path).poll().state == "unsupervised", 10)
-    assert "a new supervisor watches" in actions.adopt(started.run())
+    assert "a new supervisor has adopted" in actions.adopt(started.run())
     state = started.wait(lambda: (s := started.state())["pid"] != former["pid"] and s)
     assert (state["state"], started.pids()) == ("running", pids)
     step = RunSource(started.path).poll().step

@@ -141,7 +141,7 @@ def test_a_request_names_its_rejection_and_runs_nothing_from_the_working_directo
 ):
     planted(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ContractError, match="there is no run"):
+    with pytest.raises(ContractError, match="no run '"):
         request(tmp_path / "nowhere", "dump", {})
     assert not (tmp_path / "ran").exists()
 
@@ -166,7 +166,7 @@ def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
 def test_proceed_names_the_phase_and_shows_the_phase_that_starts():
     facts = ("…Start phase recall?", "…NSA_LR=0.001", "…Attention works.")
     asked = Asked(text="recall starts")
-    played(recorded.waiting(), "2", "L", *facts, "y", then="tok/s ──", asked=asked)
+    played(recorded.waiting(), "2", "L", *facts, "y", then="throughput tok/s", asked=asked)
     assert asked.sent == [(LAUNCH, "proceed", {"phase": "recall"})]
 
 
