@@ -15,18 +15,8 @@ PASTE_S, PASTE_KEYS = 0.005, 100
 """More keys in a row than this, each within this time after the last, are a paste."""
 QUIET_S = 0.25
 """A paste has ended when no input has come for this long."""
-ACTING = frozenset(
-    (
-        "y",
-        "Y",
-        "q",
-        "enter",
-        "space",
-        "o",
-        "c",
-        *(name for key in TABLE if key.asks for name in key.keys),
-    )  # fmt: skip
-)
+_ASKING = (name for key in TABLE if key.asks for name in key.keys)
+ACTING = frozenset(("y", "Y", "q", "enter", "space", "o", "c", *_ASKING))
 """Keys that ask, answer a question, open a list of choices, change something, or leave."""
 LEAVE = "ctrl+c"
 
