@@ -283,6 +283,18 @@ if len(sys.argv) > 1:
 """
 
 
+@pytest.mark.parametrize(("words", "steps"), [((), [1, 2, 3]), (("raise",), [1, 2])])
+def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_converted(
+    tmp_path, words, steps
+):
+    subprocess.run([sys.executable, "-c", LOOP, *words], env=environment(tmp_path), timeout=30)
+    records = [b for b in beats(tmp_path) if b["msg"] == "progress"]
+    assert [b["step"] for b in records] == steps
+    assert records[0]["loss"] == 0.5
+    assert "Odd object" in records[0]["odd"]
+    assert beats(tmp_path)[-1]["msg"] == "exit"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
 def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
     """Records are dropped and counted, the caller never sees an error, later ones are whole."""
@@ -309,18 +321,6 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
         assert (mount / rundir.HALT).exists()
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
-@pytest.mark.parametrize(("words", "steps"), [((), [1, 2, 3]), (("raise",), [1, 2])])
-def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_converted(
-    tmp_path, words, steps
-):
-    subprocess.run([sys.executable, "-c", LOOP, *words], env=environment(tmp_path), timeout=30)
-    records = [b for b in beats(tmp_path) if b["msg"] == "progress"]
-    assert [b["step"] for b in records] == steps
-    assert records[0]["loss"] == 0.5
-    assert "Odd object" in records[0]["odd"]
-    assert beats(tmp_path)[-1]["msg"] == "exit"
 
 
 def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatch):
