@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from nsa.attention import NSAttention
 from nsa.backends import Route, Switches
 from nsa.config import ModelConfig, NSAConfig
+from nsa.reference import Reference, nsa_layer
 from nsa.select import block_scores, top_blocks
-from tests.nsa.reference import Reference, nsa_layer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 

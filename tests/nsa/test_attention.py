@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import DenseAttention, NSAttention
+from nsa.reference import nsa_layer
+from nsa.select import block_scores
 from tests.nsa.cases import (
     ROUTES,
     assert_close,
@@ -21,9 +23,14 @@ from tests.nsa.cases import (
     routed,
     selected_blocks,
 )
-from tests.nsa.reference import nsa_layer
 
 SHORTER_THAN_BLOCK = model_config(block_size=8, block_stride=3, window=12, n_select=3)
+
+
+NEARLY_CANCELS = model_config(
+    heads=(1, 1), d_k=4, d_v=6, block_size=1, block_stride=1, select_block_size=1, n_select=3,
+    window=1, gate="softmax",
+)  # fmt: skip
 MARGIN = 1e-5
 
 
@@ -48,6 +55,19 @@ def test_outputs_and_gradients_equal_the_oracle_in_float64(route, config, seq_le
     expected, reference = reference_gradients(layer, x, weight, config, None)
     if smallest_margin(reference) > 1e-12:
         assert_close(gradients(layer, x, weight), expected, torch.float64)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@settings(max_examples=10)
+@given(configs(), st.integers(1, 26), st.integers(0, 10**6))
+@example(SHORTER_THAN_BLOCK, 5, 0)
+@example(model_config(heads=(2, 3), n_select=3), 26, 1)
+@example(NEARLY_CANCELS, 2, 70)
+def test_outputs_and_gradients_equal_the_oracle_in_float32(route, config, seq_len, seed):
+    layer, x, weight = layer_and_input(config, seed, 1, seq_len, torch.float32, route)
+    blocks = selected_blocks(layer, x)
+    expected, _ = reference_gradients(layer, x, weight, config, blocks)
+    assert_close(gradients(layer, x, weight), expected, torch.float32)
 
 
 def low_precision(dtype, route, seq_len, compress, gate):
@@ -140,6 +160,34 @@ def test_the_future_has_no_influence(route, config, seq_len, data):
     assert moved <= (1e-6 * out.abs().max() if route == "chunked" else 0)
 
 
+@pytest.mark.parametrize("route", ["masked", "chunked", "ranges"])
+def test_the_future_has_no_influence_over_several_tiles_of_the_kernel(route):
+    config = model_config(window=70, block_size=16, block_stride=8, select_block_size=16)
+    layer, x, _ = layer_and_input(config, 0, 1, 1100, torch.float32, route)
+    changed = x.clone()
+    changed[:, 600:] = torch.randn(1, 500, config.dim)
+    before, after = layer(x), layer(changed)
+    moved = (before[:, :600] - after[:, :600]).abs().max()
+    assert moved <= (1e-6 * before.abs().max() if route == "chunked" else 0)
+    assert before.isfinite().all()
+    assert (before[:, 600:] != after[:, 600:]).any(-1).all()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("compress", ["mlp", "mean"])
+@pytest.mark.parametrize("seq_len", [1, 3, 40])
+def test_every_parameter_gets_a_gradient(seq_len, compress, route):
+    config = model_config(compress=compress)
+    layer, x, weight = layer_and_input(config, 0, 2, seq_len, torch.float32, route)
+    found = gradients(layer, x, weight)
+    dead = [name for name, gradient in found.items() if gradient.abs().max() == 0]
+    if seq_len < config.nsa.block_size:
+        dead = [name for name in dead if "cmp" not in name and "phi" not in name]
+    if seq_len == 1:
+        dead = [name for name in dead if not name.startswith(("q.", "k_"))]
+    assert dead == []
+
+
 def test_every_branch_reaches_as_far_as_it_should():
     """With one branch open at a time, which inputs move the last output."""
     config = model_config(
@@ -184,6 +232,14 @@ def test_operator_count_does_not_depend_on_batch_heads_groups_or_length(lengths,
     assert len(counts) == 1, counts
 
 
+def test_operator_count_grows_by_chunks_of_the_selected_branch(monkeypatch):
+    monkeypatch.setattr("nsa.chunked.CHUNK", 16)
+    config = model_config(window=6, block_size=1, block_stride=1)
+    # The first 16 tokens select everything; the rest are 4, 5 and 6 chunks of 16.
+    counts = [operators(config, 2, seq_len, "chunked") for seq_len in (80, 96, 112)]
+    assert counts[2] - counts[1] == counts[1] - counts[0] > 0
+
+
 @pytest.mark.parametrize("route", ["masked", "chunked"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_gives_the_same_gradients(reentrant, route):
@@ -211,6 +267,21 @@ def test_the_layer_compiles_as_one_graph(route):
     expected, got = gradients(layer, x, weight), gradients(compiled, x, weight)
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name.removeprefix("_orig_mod.")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_output_has_the_dtype_of_the_input(dtype):
+    layer, x, _ = layer_and_input(model_config(), 0, 1, 20, dtype)
+    assert layer(x).dtype == dtype
+
+
+def test_autocast_leaves_the_selection_scores_in_float32():
+    layer, x, _ = layer_and_input(model_config(), 0, 1, 40, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k_cmp, v_cmp, *_ = layer.project(x)
+        p_slc = block_scores(q, layer.summaries(k_cmp, v_cmp)[0], layer.config.nsa)
+        out = layer(x)
+    assert (out.dtype, q.dtype, p_slc.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("route", ["masked", "chunked", "ranges", "sequential"])
@@ -245,3 +316,21 @@ def test_dense_attention_is_softmax_over_all_earlier_keys():
     torch.testing.assert_close(layer(x), sparse(x))
     params = dict(sparse.named_parameters())
     torch.testing.assert_close(layer(x), nsa_layer(params, x, changed).out)
+
+
+@pytest.mark.parametrize("route", ["masked", "chunked", "ranges", "sequential"])
+def test_gradcheck(route):
+    config = model_config(heads=(1, 2), d_k=4, d_v=4, dim=4, n_select=3)
+    layer, x, _ = layer_and_input(config, 0, 1, 18, torch.float64, route)
+    assert torch.autograd.gradcheck(layer, (x.requires_grad_(),))
+
+
+def test_selection_is_the_same_for_all_heads_of_a_group():
+    """Swapping two heads of a group swaps their outputs and nothing else."""
+    config = model_config(heads=(2, 3))
+    layer, x, _ = layer_and_input(config, 0, 1, 40, torch.float64)
+    blocks = selected_blocks(layer, x)
+    with torch.no_grad():
+        rows = layer.q.weight.view(6, 8, -1)
+        rows[[0, 2]] = rows[[2, 0]]
+    assert torch.equal(selected_blocks(layer, x), blocks)

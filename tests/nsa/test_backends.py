@@ -69,6 +69,18 @@ def test_flash_only_says_where_it_cannot_be():
     assert "no mask" in refused["sel"]
 
 
+@pytest.mark.parametrize(
+    ("switches", "says"),
+    [
+        ({"flash_only": True, "no_flash": True}, "exclude each other"),
+        ({"uniform_gate": True, "force_branch": "win"}, "unset one of them"),
+    ],
+)
+def test_contradictions_are_refused(switches, says):
+    with pytest.raises(ValueError, match=says):
+        Switches(**switches)
+
+
 def layer_and_input(config, switches, seq_len=40):
     torch.manual_seed(0)
     layer = NSAttention(config, switches)

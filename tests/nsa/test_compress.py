@@ -16,21 +16,21 @@ def compressed_weights(q, k, size, stride):
     return p_cmp
 
 
-def attend(seq_len, size, stride):
+def attend(seq_len, size, stride, requires_grad=False):
     """Attention with equal scores to one-hot values: the output shows which blocks were seen."""
     blocks = len(range(size, seq_len + 1, stride))
-    q = torch.randn(2, 3, seq_len, 4, dtype=torch.float64)
-    k = torch.zeros(2, 1, blocks, 4, dtype=torch.float64)
+    q = torch.randn(2, 3, seq_len, 4, dtype=torch.float64, requires_grad=requires_grad)
+    k = torch.zeros(2, 1, blocks, 4, dtype=torch.float64, requires_grad=requires_grad)
     v = torch.eye(blocks, dtype=torch.float64).expand(2, 1, -1, -1)
     out = attend_compressed(q, k, v, size, stride)
-    return out, compressed_weights(q, k, size, stride)
+    return q, k, out, compressed_weights(q, k, size, stride)
 
 
 @pytest.mark.parametrize("size", [1, 4, 5])
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_block_is_visible_from_its_last_token_on(size, stride):
     seq_len = 17
-    out, p_cmp = attend(seq_len, size, min(size, stride))
+    _, _, out, p_cmp = attend(seq_len, size, min(size, stride))
     for t in range(seq_len):
         seen = [i for i in range(out.shape[-1]) if i * min(size, stride) + size - 1 <= t]
         assert out[0, 0, t].nonzero().flatten().tolist() == seen
@@ -38,6 +38,21 @@ def test_a_block_is_visible_from_its_last_token_on(size, stride):
         equal = [1 / len(seen) for _ in seen]
         assert out[0, 0, t, seen].tolist() == pytest.approx(equal)
         assert p_cmp[0, 0, t].sum().item() == pytest.approx(3 if seen else 0)
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 5, 12])
+def test_rows_without_a_visible_block_are_exactly_zero_and_pass_no_gradient(seq_len):
+    size = 4
+    q, k, out, p_cmp = attend(seq_len, size, 2, requires_grad=True)
+    blind = min(size - 1, seq_len)
+    assert out[..., :blind, :].abs().sum() == 0
+    assert p_cmp[..., :blind, :].abs().sum() == 0
+    (out * torch.randn_like(out)).sum().backward()
+    assert q.grad is not None
+    assert k.grad is not None
+    assert q.grad.isfinite().all()
+    assert k.grad.isfinite().all()
+    assert q.grad[..., :blind, :].abs().sum() == 0
 
 
 def test_a_sequence_shorter_than_a_block_has_no_blocks_but_keeps_its_graph():
@@ -49,6 +64,11 @@ def test_a_sequence_shorter_than_a_block_has_no_blocks_but_keeps_its_graph():
     assert x.grad is not None
     assert x.grad.abs().sum() == 0
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in phi.parameters())
+
+
+def test_blocks_hold_their_tokens_in_order():
+    x = torch.arange(9.0).view(1, 1, 9, 1)
+    assert to_blocks(x, 4, 2).squeeze().tolist() == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
 
 
 def test_phi_tells_positions_inside_the_block_apart():

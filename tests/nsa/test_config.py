@@ -92,6 +92,15 @@ def test_flops_of_nsa_are_the_sum_of_its_parts(config, seq_len):
     assert counted * seq_len == pytest.approx(flops, rel=1e-12)
 
 
+def test_causal_correction_halves_long_dense_attention():
+    dense = ModelConfig(**{**vars(M7C), "attention": "dense"})
+    weights = 6 * (parameter_count(dense) - 25 * 768 - 256 * 768)
+    full = flops_per_token(dense, 4096, causal=False)
+    half = flops_per_token(dense, 4096, causal=True)
+    assert full == weights + 12 * 12 * 12 * 64 * 4096
+    assert (half - weights) / (full - weights) == pytest.approx(0.5, abs=1e-3)
+
+
 def test_flops_of_no_tokens_are_refused():
     with pytest.raises(ValueError, match="seq_len must be at least 1 token, got 0"):
         flops_per_token(M7C, 0, causal=True)

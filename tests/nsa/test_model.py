@@ -34,6 +34,12 @@ def test_every_parameter_of_the_model_gets_a_gradient():
     assert dead == []
 
 
+def test_tied_embeddings_are_one_parameter():
+    model = Transformer(model_config(tie_embeddings=True))
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
 def test_initial_weights_are_what_the_docstring_says():
     torch.manual_seed(0)
     model = Transformer(model_config(dim=64, d_k=32, d_v=32, n_layers=8, init_std=0.05))
@@ -49,6 +55,16 @@ def test_initial_weights_are_what_the_docstring_says():
     assert all((p == 1).all() for n, p in model.named_parameters() if "norm" in n)
 
 
+def test_initialising_twice_from_one_seed_gives_one_model():
+    model = Transformer(model_config(n_layers=2))
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model.reset_parameters()
+        weights.append({name: p.clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_the_state_holds_parameters_only():
     model = Transformer(model_config(n_layers=2))
     model(torch.randint(64, (1, 40)))
@@ -62,6 +78,15 @@ def test_training_after_inference_mode_works():
     with torch.inference_mode():
         model(tokens)
     next_token_loss(model, torch.randint(64, (2, 47))).backward()
+
+
+def test_a_future_token_moves_no_earlier_logit():
+    model, tokens = Transformer(model_config(n_layers=2)), torch.randint(64, (2, 40))
+    changed = tokens.clone()
+    changed[:, 20:] = (tokens[:, 20:] + 1) % 64
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert (before[:, 20:] != after[:, 20:]).any(-1).all()
 
 
 def test_a_batch_is_computed_row_by_row():

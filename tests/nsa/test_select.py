@@ -13,6 +13,7 @@ from nsa.select import (
     attend_ranges,
     attend_selected,
     block_mask,
+    block_scores,
     importance,
     merged_ranges,
     top_blocks,
@@ -24,6 +25,12 @@ ROUTES = [attend_selected, attend_ranges, attend_chunked]
 def sparse(**changes):
     small = {"block_size": 4, "block_stride": 2, "select_block_size": 4, "n_select": 4}
     return NSAConfig(**small | changes)
+
+
+def test_weights_of_the_papers_shape():
+    weights = importance(torch.eye(13), NSAConfig(), 4)
+    assert weights[:, 1].tolist() == [0, 0, 0, 0.5, 1, 1, 1, 0.5, 0, 0, 0, 0, 0]
+    assert weights[:, 0].tolist() == [1, 1, 1, 0.5, *[0] * 9]
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 50))
@@ -74,6 +81,15 @@ def test_the_best_of_the_visible_blocks_are_taken(seq_len, size, n_select, seed)
         assert blocks[0, 0, t].tolist() == expected, "ascending, then the sentinel"
 
 
+def test_scores_are_summed_over_compressed_blocks_and_carry_no_gradient():
+    q, k = torch.randn(1, 2, 12, 4, requires_grad=True), torch.randn(1, 2, 5, 4, requires_grad=True)
+    p_slc = block_scores(q, k, sparse())
+    assert not p_slc.requires_grad
+    p_cmp = (q[:, :, -1:] @ k.mT / 4**0.5).softmax(-1)
+    expected = p_cmp[..., 1] / 2 + p_cmp[..., 2] + p_cmp[..., 3] / 2
+    torch.testing.assert_close(p_slc[:, :, -1:, 1], expected)
+
+
 @pytest.mark.parametrize("attend", ROUTES)
 @settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(3, 6))
@@ -92,6 +108,22 @@ def test_exactly_the_past_tokens_of_the_selected_blocks_are_attended(
                 row = out[0, 3 * g + head, t]
                 assert row.nonzero().flatten().tolist() == tokens
                 assert row.sum().item() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("attend", ROUTES)
+def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(attend, flash):
+    torch.manual_seed(0)
+    config = sparse(select_block_size=16, n_select=5)
+    q = torch.randn(1, 4, 1100, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, 1100, 8, dtype=torch.float64)
+    blocks = top_blocks(torch.rand(1, 2, 1100, 69), config)
+    token = torch.arange(1100)
+    seen = block_mask(blocks, 69)[..., token // 16] & (token <= token[:, None])
+    k_each, v_each, seen = (x.repeat_interleave(2, 1) for x in (k, v, seen))
+    weights = (q @ k_each.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+    more = (flash,) if attend is attend_chunked else ()
+    torch.testing.assert_close(attend(q, k, v, blocks, config, *more), weights @ v_each)
 
 
 @pytest.mark.parametrize("flash", [True, False])

@@ -128,3 +128,10 @@ def test_a_model_reports_all_names_once_collected():
     assert stats["gate_entropy_min"] <= stats["gate_entropy_layers"].min()
     assert stats["gate_branch_shares"].sum().item() == pytest.approx(1)
     assert not any(value.requires_grad for value in stats.values())
+
+
+def test_dense_attention_has_no_statistics():
+    model = Transformer(model_config(attention="dense"))
+    with model.collect_stats():
+        model(torch.randint(64, (1, 40)))
+    assert model.read_stats() == {}

@@ -81,6 +81,14 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_saving_the_same_step_again_replaces_it_and_leaves_nothing_else(tmp_path):
+    saved(tmp_path, made(1), 7)
+    (path,) = saved(tmp_path, made(2), 7)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["latest", "step_00000007"]
+    weights = checkpoint.load_weights(path)
+    assert torch.equal(weights["embed.weight"], made(2).model.state_dict()["embed.weight"])
+
+
 def test_the_last_few_and_every_so_many_steps_stay(tmp_path):
     saved(tmp_path, made(1), *range(1, 9), keep_last=2, keep_every=3)
     steps = [manifest.step_of(path) for path in manifest.newest_first(tmp_path)]

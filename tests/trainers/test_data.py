@@ -55,6 +55,20 @@ def test_recall_returns_a_span_at_a_drawn_distance_and_scores_exactly_its_bytes(
             )
 
 
+def test_the_drawn_distances_fill_their_range():
+    data = drawn(recall_span=16, recall_distance=20, recall_distance_max=23)
+    tokens, scored = Recall(data, 0).read(60, 0, 1)
+    assert scored is not None
+    starts = [int(mask.nonzero()[0]) for mask in scored]
+    found = {
+        distance
+        for row, at in zip(tokens, starts, strict=True)
+        for distance in range(1, at + 1)
+        if torch.equal(row[at : at + 16], row[at - distance : at - distance + 16])
+    }
+    assert found == {20, 21, 22, 23}
+
+
 @pytest.mark.parametrize("kind", [Synthetic, Recall])
 def test_random_sources_give_every_rank_its_own_bytes_and_repeat_by_seed(kind):
     data = drawn(recall_span=16, recall_distance=32)
@@ -79,6 +93,12 @@ def test_a_random_source_goes_on_from_its_state_and_refuses_another_ones(kind):
         kind(data, 1, held_out=True).restore(source.state())
     with pytest.raises(DataError, match="is invalid"):
         again.restore({"fingerprint": source.fingerprint, "position": None})
+
+
+def test_synthetic_bytes_are_uniform():
+    counts = torch.bincount(Synthetic(drawn(1024), 3).read(512, 0, 1)[0].flatten().long())
+    expected = counts.sum() / 256
+    assert ((counts - expected).abs() < 6 * expected.sqrt()).all()
 
 
 class Hangs(Synthetic):

@@ -16,7 +16,7 @@ from tests.trainers.hub_server import Hub, serve
 from tests.trainers.runs import ROOT, environment
 from trainers import fwe_smoke, hub
 from trainers.documents import find
-from trainers.failures import DATA, DataError
+from trainers.failures import CONFIG, DATA, DONE, DataError
 from trainers.schema import DataSettings
 from trainers.stream import Stream
 
@@ -53,6 +53,13 @@ def test_a_mirror_is_the_files_of_the_named_configuration(mirror, tmp_path, monk
         again = find(DataSettings(source="fineweb_edu", path=path), 0, False, tmp_path)
         assert again.digest == docs.digest, "a mirror may be moved between two runs"
     assert not [path for path in tmp_path.iterdir() if path != moved]
+
+
+def test_the_loader_check_reads_a_mirror_and_prints_its_pace(mirror, capsys):
+    words = ["--seq-len", "256", "--batch", "2", "--local-path", str(mirror)]
+    assert fwe_smoke.main(words) == DONE
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("3 files", "tokens/s", "20 batches of 2 × 256"))
 
 
 FROM_THE_HUB = """
@@ -129,6 +136,7 @@ SPOILED = {
     "no card": ("", "README.md"),
     "no files": (CARD, "data files"),
     "other subset": (CARD.replace("10BT", "100BT"), "only default, sample-100BT"),
+    "no YAML": ("---\nconfigs: [\n---\n", "configs name"),
     "no configs": ("---\nconfigs: [3]\n---\n", "configs name"),
     "cut": (CARD, "000.parquet cannot be read"),
 }
@@ -151,3 +159,8 @@ def test_a_mirror_that_is_none_is_told_in_one_sentence(tmp_path, spoiled, capsys
     assert str(path) in error
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_wrong_words_of_the_loader_check_are_refused(capsys):
+    assert fwe_smoke.main(["--local-path", "/no/such"]) == CONFIG
+    assert "there is no such folder" in capsys.readouterr().err

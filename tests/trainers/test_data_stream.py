@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +17,9 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from tests.trainers.files import spoil, write
-from tests.trainers.runs import Run, small
+from tests.trainers.runs import ROOT, Run, environment, small
 from trainers import documents, settings
-from trainers.data import Loader
+from trainers.data import Loader, open_source
 from trainers.documents import CHUNK_BYTES
 from trainers.failures import DATA, DataError
 from trainers.schema import DataSettings
@@ -94,6 +96,38 @@ def test_a_parquet_column_may_be_of_any_kind_of_text_and_have_nulls(tmp_path, ki
     pq.write_table(pa.table({"body": column}), tmp_path / "a.parquet")
     source = stream_of(tmp_path, "parquet", text_key="body", seq_len=4)
     assert text_from(source.read(2, 0, 1)[0]) == b"a\0b\0a\0b\0"
+
+
+def test_reading_leaves_nothing_behind_and_connects_nowhere(folder, tmp_path):
+    write(tmp_path / "docs" / "a.parquet", TEXTS)
+    program = f"""
+import sys
+touched = []
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        touched.append(event)
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        touched.append(str(arguments[0]))
+sys.addaudithook(watch)
+from pathlib import Path
+from trainers.schema import DataSettings
+from trainers.stream import Stream
+run = Path({str(tmp_path / "run")!r})
+run.mkdir()
+for source, path in (("text", {str(folder)!r}), ("parquet", {str(tmp_path / "docs")!r})):
+    Stream(DataSettings(source=source, path=path), 0, run).read(50, 0, 1)
+assert "datasets" not in sys.modules
+outside = [t for t in touched if not t.startswith(str(run)) and not t.endswith((".pyc", "null"))
+           and ".pyc." not in t and not t.isdigit()]
+assert not outside, outside
+assert not list(run.iterdir()), list(run.iterdir())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "home").rglob("*"))
 
 
 sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6)
@@ -253,6 +287,11 @@ def test_what_is_held_out_is_never_trained_on_and_nothing_is_lost(tmp_path, sour
     assert 60 < len(held) < 140
 
 
+def test_a_single_file_is_trained_on_whole(tmp_path):
+    (tmp_path / "only.txt").write_text("one file")
+    assert stream_of(tmp_path, held_out=0.3).about.endswith("(1 files)")
+
+
 def test_the_default_text_is_python_source_of_a_fixed_list(tmp_path):
     docs = documents.find(DataSettings(source="text"), 0, False, tmp_path)
     files = [Path(file) for file in docs.files]
@@ -263,8 +302,8 @@ def test_the_default_text_is_python_source_of_a_fixed_list(tmp_path):
 
 BROKEN = (
     "parquet cut", "parquet flipped", "parquet noise", "parquet column", "parquet integers",
-    "jsonl.gz cut", "jsonl.gz flipped", "jsonl noise", "jsonl number", "jsonl key", "jsonl deep",
-    "txt gone",
+    "jsonl.gz cut", "jsonl.gz flipped", "jsonl noise", "jsonl number", "jsonl key", "jsonl list",
+    "jsonl deep", "txt gone",
 )  # fmt: skip
 
 
@@ -289,6 +328,7 @@ EMPTY = {
     "another ending": ({"b.bin": b"x"}, {"pattern": "*.txt"}, "data.path"),
     "an absolute pattern": ({"a.txt": b"x"}, {"pattern": "/etc/*"}, "data.path"),
     "no pattern": ({"a.txt": b"x"}, {"pattern": ""}, "data.path"),
+    "a pattern that is none": ({"a.txt": b"x"}, {"pattern": "x**"}, "data.path"),
     "outside the folder": ({"a.txt": b"x"}, {"pattern": "../*"}, "data.path"),
     "nothing to hold out": ({"a.txt": b"x"}, {"held_out": 0.3, "part": True}, "is held out"),
     "no fraction": ({"a.txt": b"x", "b.txt": b"y"}, {"part": True}, "is held out"),
@@ -337,3 +377,10 @@ def test_a_run_says_when_its_data_begin_again_and_ends_with_12_when_they_break(t
     assert run.wait() == DATA
     assert "a.jsonl cannot be read" in run.text()
     assert "Traceback" not in run.text()
+
+
+def test_the_held_out_part_opens_by_the_same_call(folder):
+    chosen = settings.resolve(
+        None, {}, {"data.source": "text", "data.path": str(folder), "data.held_out": 0.3}
+    ).settings
+    assert "held-out" in open_source(chosen, folder, held_out=True).about

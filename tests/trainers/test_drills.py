@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.trainers.runs import ROOT, Run, small
 from trainers import settings
-from trainers.contract import drill, environ, flags, heartbeat, jsonl, plan, rundir
+from trainers.contract import drill, dumps, environ, flags, heartbeat, jsonl, plan, pulse, rundir
 from trainers.contract.drill import KINDS, Drill
 from trainers.contract.errors import UsageError
 from trainers.drills import DRILLS
@@ -32,6 +35,16 @@ def test_what_a_drill_is_written_as_asks_for_that_drill(several):
     assert drill.parse(",".join(map(str, several)), "x") == tuple(several)
 
 
+WORDS = st.lists(st.sampled_from([*KINDS, "@", ":", "!", ",", "20", "all", ".5", "-1", " "]))
+
+
+@given(st.text(max_size=40) | WORDS.map("".join))
+def test_any_text_is_drills_or_one_sentence(text):
+    with contextlib.suppress(UsageError):
+        found = drill.parse(text, "here")
+        assert drill.parse(",".join(map(str, found)), "here") == found
+
+
 def test_a_drill_is_of_rank_0_and_the_first_attempt_unless_it_says_more():
     found = drill.parse("raise@20, sleep@3:1,slow@5:all:0.25,gil@7:2!", "x")
     assert found == (
@@ -43,9 +56,12 @@ def test_a_drill_is_of_rank_0_and_the_first_attempt_unless_it_says_more():
 WRONG = {
     "slep@20:1": "did you mean 'sleep'",
     "sleep": "KIND@STEP",
+    "sleep@0": "KIND@STEP",
     "sleep@20:-1": "KIND@STEP",
     "sleep@20!:1": "KIND@STEP",
     "sleep@٢": "KIND@STEP",
+    "sleep@20:1:2:3": "KIND@STEP",
+    "sleep@20:1:1e3": "KIND@STEP",
     "sleep@20:1:0": "SECONDS above 0",
     "raise@20:1:5": "accepts no SECONDS",
     "raise@20,": "there is no drill ''",
@@ -203,9 +219,81 @@ def test_every_drill_says_that_it_is_armed_or_why_not_and_that_it_fires(survivor
     assert "drill exit@41:0 is skipped: the run ends with step 40" in text
 
 
+def dumped(run: Run) -> str:
+    return rundir.live_stack(run.path.parent / "live", 0).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "frame"), [
+    ("sleep", "in _sleep"), ("spin", "in _spin"), ("gil", "in _hold_gil"), ("deaf", "in _hold_gil"),
+    ("backward", "in <lambda>"),
+])  # fmt: skip
+def test_a_stall_lasts_until_the_rank_is_killed_and_a_dump_names_its_line(kind, frame, tmp_path):
+    run = drilled(tmp_path, f"{kind}@3")
+    run.until(lambda: fired(run, f"{kind}@3"))
+    pid, holds_gil = run.process.pid, kind in ("gil", "deaf")
+    if kind == "deaf":
+        run.until(lambda: ignores(pid, signal.SIGTERM))
+    run.until(lambda: pulse_phase(run) == ("backward" if kind == "backward" else "forward"))
+    run.process.send_signal(signal.SIGUSR1)
+    if holds_gil:
+        time.sleep(0.5)
+        assert not dumped(run)
+        run.process.send_signal(dumps.LAST_RESORT)
+    run.until(lambda: frame in dumped(run) and "in run_steps" in dumped(run))
+    if not holds_gil:
+        run.until(lambda: dumps.END_MARK in dumped(run))
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    assert (dumps.END_MARK in dumped(run)) == (not holds_gil)
+    assert run.records()[-1]["msg"] == "drill"
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL
+
+
+def ignores(pid: int, number: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def pulse_phase(run: Run, rank: int = 0) -> str:
+    found = pulse.read(rundir.pulse(run.path.parent / "live", rank))
+    return found.phase if found else ""
+
+
 @pytest.mark.slow
 def test_a_loader_that_stalls_for_ever_ends_the_run_as_data(tmp_path):
     run = drilled(tmp_path, "loader@8", data__timeout_s=1.0)
     assert run.wait() == 12
     assert run.records(0, "progress")[-1]["step"] == 7
     assert "within 1 s" in run.metrics()["reason"]
+
+
+@pytest.mark.slow
+def test_a_drill_happens_once_in_a_run_unless_it_is_for_every_attempt(tmp_path):
+    run = drilled(tmp_path, "exit@3,raise@5!", variables={environ.ATTEMPT: "2"})
+    assert run.wait() == 1
+    assert run.records(0, "error")[-1]["step"] == 5
+    states = {r["drill"]: r["state"] for r in run.records(0, "drill")}
+    assert states == {"exit@3:0": "rests", "raise@5:0!": "fires"}
+    assert "drill exit@3:0 is skipped: this is attempt 2" in run.text()
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_has_the_fault_and_the_other_meets_what_follows(tmp_path):
+    """A loss that is NaN on rank 1 skips the step on both; its stall holds both in the backward."""
+    run = drilled(tmp_path, "nan@3:1,backward@6:1", nproc=2)
+    try:
+        run.until(lambda: fired(run, "backward@6:1", rank=1))
+        for rank in range(2):
+            run.until(lambda rank=rank: pulse_phase(run, rank) == "backward")
+            assert [r["skipped_steps"] for r in run.records(rank, "progress")] == [0, 0, 1, 1, 1]
+        assert not run.records(0, "drill")
+        assert run.process.poll() is None
+    finally:
+        for pid in run.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert run.wait() != 0

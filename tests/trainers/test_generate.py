@@ -85,6 +85,10 @@ def test_what_cannot_be_done_is_one_sentence(words, code, says, capsys):
         {"model.nsa.windw": 3},
         {"model.dim": 10**400},
         {"model.n_heads": "many"},
+        {"model.n_layers": [2]},
+        {"model.nsa": 3},
+        {"model.dim": None},
+        {"attention.flash_onyl": True},
         {"model.n_kv_groups": 3},
         {"model.norm_eps": "nan"},
         {"model.nsa.gate": "open"},
@@ -103,6 +107,18 @@ def test_a_manifest_that_describes_no_such_model_is_one_sentence(run, changes, t
         with pytest.raises(CheckpointError, match="does not describe its model") as caught:
             checkpoint.load_model(copy)
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_manifest_that_lacks_a_part_of_its_model_is_one_sentence(run, tmp_path):
+    path, _ = run
+    copy = tmp_path / "step_00000003"
+    shutil.copytree(path / "checkpoints" / copy.name, copy)
+    record = json.loads((copy / MANIFEST).read_text())
+    for key in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "mlp_hidden"):
+        left = {name: v for name, v in record["settings"].items() if name != f"model.{key}"}
+        (copy / MANIFEST).write_text(json.dumps(record | {"settings": left}))
+        with pytest.raises(CheckpointError, match=f"does not describe its model.*{key}"):
+            checkpoint.load_model(copy)
 
 
 def test_a_broken_checkpoint_is_one_sentence(tmp_path, capsys):

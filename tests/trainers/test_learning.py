@@ -6,6 +6,7 @@ Text: loss falls. Recall: only attention can do it. Synthetic: nothing to learn,
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -15,6 +16,9 @@ from console.plans import catalog, gates
 from tests.trainers.runs import ROOT, Recorded, Run
 
 RECALL_STEPS, BROKEN_STEPS, LEAK_STEPS = 600, 130, 300
+
+
+LEAK_TOKENS = 16_384
 NO_STATS = {"NSA_DISABLE_AUX_STATS": "1"}
 RECALL = {"data.source": "recall", "train.stop_at_bytes_right": 0.9, "checkpoint.at_end": False}
 
@@ -95,6 +99,26 @@ def test_the_selected_branch_is_what_recalls(runs):
     assert max(right for at, right in without.items() if at <= step) < 0.9 - 0.15
 
 
+@pytest.mark.slow
+def test_the_selected_branch_is_what_recalls_in_the_prototype_shape_too(tmp_path):
+    shape = {
+        "model.nsa.block_size": 8, "model.nsa.block_stride": 4, "model.nsa.select_block_size": 16,
+        "model.nsa.n_select": 4, "train.batch_size": 16, "train.steps": 300,
+        "report.log_every": 5,
+    }  # fmt: skip
+    changes = RECALL | shape | {"train.stop_at_bytes_right": 0}
+    full = Run(tmp_path, changes, 1, name="full")
+    window = Run(tmp_path, changes, 1, name="window", flags={"NSA_FORCE_BRANCH": "win"})
+    without = Run(tmp_path, changes, 1, broken="without_selected", name="without")
+    curves = [
+        {r["step"]: r["bytes_right"] for r in run.done(600).records(0, "progress")}
+        for run in (full, window, without)
+    ]
+    first = min(step for step, right in curves[0].items() if right >= 0.95)
+    assert curves[2][first] <= curves[0][first] - 0.15
+    assert max(curves[1].values()) < 0.05
+
+
 @pytest.mark.parametrize(
     ("name", "result"), [("recall", "pass"), ("no_attention", "fail"), ("first_value", "fail")]
 )
@@ -107,8 +131,20 @@ def test_the_gate_of_the_plan_tells_attention_from_its_stubs(runs, name, result)
     assert {gate.name: gate.result for gate in found}["bytes_right"] == result
 
 
+def lowest_mean(run: Recorded) -> float:
+    """Returns the lowest mean loss over any `LEAK_TOKENS` consecutive tokens."""
+    records = run.records(0, "progress")
+    wide = -(-LEAK_TOKENS // records[0]["tokens_total"])
+    losses = [record["loss"] for record in records]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return min(sum(losses[i : i + wide]) / wide for i in range(len(losses) - wide + 1))
+
+
 def test_nothing_is_learned_from_random_bytes_unless_the_model_sees_the_next_byte(runs):
     """The guard ends a run whose loss falls below chance; a sound run passes it for 300 steps."""
+    chance = math.log(256) - 0.02
+    assert lowest_mean(runs["random"]) > chance
+    assert lowest_mean(runs["leak"]) < chance
     assert runs["random"].metrics()["steps_done"] == LEAK_STEPS
     assert runs["leak"].metrics()["exit_code"] == 12
     assert "the model sees what it has to predict" in runs["leak"].metrics()["reason"]

@@ -132,6 +132,17 @@ def test_the_checkpoint_loads_weights_only_and_says_where_the_run_was(text_run):
     model.load_state_dict(checkpoint.load_weights(path))
 
 
+def test_a_directory_that_holds_a_run_is_refused(text_run, tmp_path):
+    before = (text_run.path / "heartbeat_rank0.jsonl").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-m", "trainers.ddp", "--run-dir", str(text_run.path)],
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 13
+    assert "already contains a run" in done.stderr
+    assert (text_run.path / "heartbeat_rank0.jsonl").read_bytes() == before
+
+
 def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp_path):
     lines = text_run.text().splitlines()
     parameters = json.loads((text_run.path / "env.json").read_text())["parameters_counted"]
@@ -142,9 +153,6 @@ def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp
         toy, capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), check=True
     )
     assert "training the built-in toy; " in done.stdout.splitlines()[0]
-    again = subprocess.run(toy, capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path))
-    assert again.returncode == 13
-    assert "already contains a run" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -273,10 +281,11 @@ def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path):
     assert metrics["steps_done"] >= 1
 
 
-def test_out_of_memory_is_11_for_the_host_too():
+def test_out_of_memory_is_11_for_the_host_and_for_the_device():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert [failures.classify(e)[0] for e in (caught.value, MemoryError())] == [11, 11]
+    device = torch.OutOfMemoryError("CUDA out of memory")
+    assert [failures.classify(e)[0] for e in (caught.value, MemoryError(), device)] == [11] * 3
 
 
 @pytest.fixture

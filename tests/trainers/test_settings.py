@@ -49,6 +49,8 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
     assert plain["train.steps"]["value"] == 9
     assert plain["checkpoint.resume"] == {"value": "auto", "origin": "--resume"}
     assert plain["train.strategy"] == {"value": "fsdp", "origin": "entry trainers.fsdp"}
+    other = settings.resolve(CONFIG, {}, {"train.strategy": "ddp"}, "trainers.fsdp").as_dict()
+    assert other["train.strategy"]["value"] == "ddp"
 
 
 @pytest.mark.parametrize("flag", flags.TABLE, ids=lambda flag: flag.name)
@@ -87,6 +89,12 @@ WRONG = {
     "model_rule": ({}, {"model.d_k": "31"}, "d_k", "even"),
     "no_heads": ({}, {"model.n_heads": 0}, "model.n_heads", "a whole number of at least 1"),
     "nan_of_the_model": ({}, {"model.init_std": math.nan}, "model.init_std", "a number"),
+    "half_layers": ({}, {"model.n_layers": 2.0}, "model.n_layers", "a whole number"),
+    "a_layer_that_is_true": ({}, {"model.n_layers": True}, "model.n_layers", "a whole number"),
+    "negative_eps": ({}, {"model.norm_eps": -1.0}, "model.norm_eps", "a number"),
+    "no_attention": ({}, {"model.attention": "flash"}, "model.attention", "nsa or dense"),
+    "no_window": ({}, {"model.nsa.window": 0}, "model.nsa.window", "of at least 1"),
+    "no_gate": ({}, {"model.nsa.gate": None}, "model.nsa.gate", "sigmoid or softmax"),
     "too_few_blocks": ({}, {"model.nsa.n_select": 2}, "model.nsa: n_select", "at least 3"),
     "gaps": ({}, {"model.nsa.block_stride": 5}, "model.nsa: block_stride", "exceed block_size"),
     "no_branch": ({}, {"attention.force_branch": "slc"}, "force_branch", "none, cmp, sel, win"),
@@ -95,6 +103,9 @@ WRONG = {
     ),
     "vocabulary": ({}, {"model.vocab_size": "257"}, "model.vocab_size", "exactly 256"),
     "gpt2_vocabulary": ({}, {"data.source": "text", "data.tokenizer": "gpt2"}, "256", "50304"),
+    "gpt2_of_noise": (
+        {}, {"data.tokenizer": "gpt2", "model.vocab_size": "50304"}, "synthetic", "tokenizer=byte",
+    ),
     "no_default_folder": ({}, {"data.source": "parquet"}, "data.path", "no default folder"),
     "static_graph": (
         {"NSA_DDP_STATIC_GRAPH": "1", "NSA_ACCUM": "2"}, {}, "NSA_DDP_STATIC_GRAPH", "no_sync",
@@ -102,6 +113,9 @@ WRONG = {
     "bf16_on_gloo": ({"NSA_DDP_COMPRESS": "bf16"}, {"train.device": "cpu"}, "NCCL", "fp16"),
     "recall_too_long": (
         {}, {"data.source": "recall", "data.seq_len": "64"}, "data.seq_len", "lengthen",
+    ),
+    "recall_too_far": (
+        {}, {"data.source": "recall", "data.recall_distance_max": "100"}, "=100", "lengthen",
     ),
     "recall_within_window": (
         {}, {"data.source": "recall", "model.nsa.window": "64"}, "model.nsa.window", "window",
@@ -134,6 +148,10 @@ def test_what_is_wrong_gets_one_sentence_that_names_it(case):
         ("trian: {steps: 1}", ("c.yaml", "trian")),
         ("train: 3", ("c.yaml", "'train'", "section")),
         ("train: {steps: many}", ("c.yaml", "train.steps", "a whole number")),
+        ("train: {steps: [1]}", ("c.yaml", "train.steps")),
+        ("train: {steps: {}}", ("c.yaml", "train.steps", "a whole number")),
+        ("train: {steps: {a: 1}}", ("c.yaml", "train.steps")),
+        ("model: {n_kv_groups: 3}", ("c.yaml", "n_kv_groups")),
         ("model: {nsa: {windw: 3}}", ("c.yaml", "model.nsa.windw", "model.nsa.window")),
         ("a: [", ("c.yaml", "line 1")),
     ],
@@ -187,6 +205,12 @@ def test_an_empty_section_sets_nothing(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("train: {}\nmodel: {nsa:}\ndata:\n")
     assert set(settings.resolve(path, {}).origins.values()) == {"default", "entry trainers.ddp"}
+
+
+def test_yaml_numbers_that_yaml_reads_as_words_still_count(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {lr: 1e-3}")
+    assert settings.resolve(path, {}).settings.train.lr == 1e-3
 
 
 @given(st.dictionaries(st.text(max_size=12), st.recursive(

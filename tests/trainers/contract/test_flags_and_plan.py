@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,17 +28,21 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ({"phasess": []}, "did you mean 'phases'"),
         ({"name": "Bad Name"}, "lower-case"),
         ({"phases": []}, "at least one phase"),
+        ({"phases": "x"}, "at least one phase"),
         ({"phases": [{"name": "a"}, {"name": "a"}]}, "same name"),
         ({"phases": [{"nam": "a"}]}, "did you mean 'name'"),
         ({"phases": [{"name": "a", "nproc": 0}]}, "nproc"),
+        ({"phases": [{"name": "a", "nproc": "two"}]}, "nproc"),
         ({"phases": [{"name": "a", "flags": {"NSA_LRR": 1}}]}, "did you mean 'NSA_LR'"),
         ({"phases": [{"name": "a", "flags": {"NSA_LR": "fast"}}]}, "a number"),
         ({"phases": [{"name": "a", "flags": {"NSA_DISABLE_CSV_LOGS": 7}}]}, "0 or 1"),
         ({"between": "maybe"}, "go or ask"),
         ({"watch": {"stall_floor": 3}}, "did you mean 'stall_floor_s'"),
         ({"watch": {"stall_floor_s": -1}}, "seconds"),
+        ({"gpus": -2}, "gpus"),
         ({"watch": {"rules": {"disk": {"for_s": "soon"}}}}, "'for_s' cannot be 'soon'; it takes"),
         ({"restart": "always"}, "'when' cannot be 'always'; it takes one of never, crash, stall"),
+        ({"restart": {"attempts": 0}}, "it takes a whole number from 1 to 1000"),
         ({"restart": {"backoff_s": 601}}, "it takes a number from 0 to 600 seconds"),
         ({"restart": 3}, "restart must be key: value lines"),
         ({"about": ["x"]}, "'about' cannot be ['x']; it takes a text"),
@@ -108,3 +113,10 @@ def test_null_is_not_given_and_a_word_is_when_to_restart():
     loaded = plan.parse({"name": "p", "phases": [phase], "restart": "stall", "watch": None}, "p")
     assert (loaded.phases[0], loaded.watch) == (plan.Phase("a"), plan.Watch())
     assert loaded.restart == plan.Restart("stall")
+
+
+def test_plans_survive_yaml_and_back():
+    loaded = plan.parse(MINIMAL | {"flags": {"NSA_LR": 0.001}}, "p")
+    assert yaml.safe_load(yaml.safe_dump(loaded.as_dict()["phases"][0]["flags"])) == {
+        "NSA_LR": "0.001"
+    }

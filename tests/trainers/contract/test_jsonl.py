@@ -80,6 +80,8 @@ def test_good_records_survive_among_garbage_in_any_portions(tmp_path_factory, li
         b'{"v":1,"rank":-1,"step":1,"attempt":1,"ts":1,"msg":"x"}',
         b'{"v":2,"rank":0,"step":1,"attempt":1,"ts":1,"msg":"x"}',
         b'{"v":1,"rank":1099511627776,"step":1,"attempt":1,"ts":1,"msg":"x"}',
+        b'{"v":1,"rank":0,"step":4611686018427387904,"attempt":1,"ts":1,"msg":"x"}',
+        b'{"v":1,"rank":0,"step":1,"attempt":1152921504606846976,"ts":1,"msg":"x"}',
         b'{"v":1,"rank":0,"step":' + b"9" * 5000 + b',"attempt":1,"ts":1,"msg":"x"}',
     ],
 )
@@ -150,6 +152,10 @@ def test_a_line_is_never_longer_than_4_kib_and_stays_a_heartbeat(durations, text
     assert heartbeat.accept(record) is not None
     cut = json.loads(heartbeat.encode(GOOD | {"steps_dt_s": [0.1234567] * 2000}))
     assert (cut["cut"], 10 < len(cut["steps_dt_s"]) < 2000) == ("steps_dt_s", True)
+
+
+def test_a_file_that_does_not_exist_has_no_records(tmp_path):
+    assert jsonl.Tail(tmp_path / "none" / "x", heartbeat.accept).poll() == []
 
 
 @pytest.mark.parametrize("recent", [None, 1 << 18])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -126,6 +127,22 @@ def test_a_blocked_main_thread_is_dumped_with_the_other_threads(tmp_path, live, 
     assert "in <module>" in main
     assert "prefetch (most recent call first)" in others
     assert wait_for(lambda: kept.exists() and dumps.END_MARK in kept.read_text())
+    assert process.poll() is None
+
+
+def test_hundreds_of_dumps_beside_a_busy_thread_kill_nothing(tmp_path, live, start):
+    """Each waits for the GIL, which the busy thread releases every 5 ms."""
+    process, stack = start("run", live), rundir.live_stack(live, 0)
+    wait_for_progress(tmp_path)
+    deadline = time.monotonic() + 60
+    while stack.read_text().count(dumps.END_MARK) < 200:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        for _ in range(50):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.0005)
+    step = pulse.read(rundir.pulse(live, 0)).step
+    wait_for(lambda: pulse.read(rundir.pulse(live, 0)).step > step + 5)
     assert process.poll() is None
 
 
@@ -276,6 +293,34 @@ def test_the_last_step_counts_unless_it_failed_and_values_that_json_lacks_are_co
     assert records[0]["loss"] == 0.5
     assert "Odd object" in records[0]["odd"]
     assert beats(tmp_path)[-1]["msg"] == "exit"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
+    """Records are dropped and counted, the caller never sees an error, later ones are whole."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mount)], check=True)
+    try:
+        recorder = Recorder()
+        path = mount / "f.jsonl"
+        for index in range(3000):
+            recorder.put(path, b'{"n":%d,"pad":"%s"}\n' % (index, b"x" * 60))
+        wait_for(lambda: recorder.dropped > 0)
+        wait_for(lambda: recorder._queue.empty())
+        os.truncate(path, 16 << 10)
+        recorder.put(path, b'{"n":"last"}\n')
+        assert recorder.close(10)
+        lines = path.read_bytes().split(b"\n")
+        assert json.loads(lines[-2]) == {"n": "last"}
+        assert recorder.dropped > 1000
+        with (mount / "rest").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+            while stream.write(b"x" * 4096):
+                pass
+        rundir.write_request(mount, rundir.HALT, "tester")
+        assert (mount / rundir.HALT).exists()
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The oracle for tests: one NSA layer in float64, one query and one head at a time.
+"""The oracle: one NSA layer in float64, one query and one head at a time. Tests only.
 
 It shares no code with the fast path and uses other methods: it gathers the visible keys instead of
 masking the others, rotates with complex numbers, and scores a selection block by spreading each
