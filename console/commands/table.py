@@ -213,8 +213,8 @@ LAUNCH = Command(
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(), option("--yes", action="store_true", help="confirm after a reboot of the host"),
-    ), "Live ranks continue under the new supervisor. If the ranks of the run have exited\n"
-       "meanwhile, their exit records and pulses decide its result. The plan continues.\n",
+    ), "Live ranks continue under the new supervisor. If they have exited meanwhile,\n"
+       "their exit records and pulses decide the result of the run. The plan continues.\n",
     "control.adopt",
 )  # fmt: skip
 DO = Command(

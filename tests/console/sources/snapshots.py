@@ -93,7 +93,7 @@ class Disk:
     def document(self, path: Path, record: dict[str, Any]) -> None:
         rundir.write_json(path, record)
 
-    def keep(self, path: Path, record: dict[str, Any]) -> None:
+    def store(self, path: Path, record: dict[str, Any]) -> None:
         self.kept.append(record)
 
     def raise_(self, name: str, *_: str) -> None:
