@@ -117,7 +117,7 @@ TABLE: tuple[Action, ...] = (
     ),
     Action(
         "kill", "Kill all ranks at once, without a checkpoint.", ("run",),
-        (Argument("yes", "", _yes, "add --yes (with `do`: yes=true) to confirm"),),
+        (Argument("yes", "", _yes, "confirm --kill"),),
         cost=LOST_STEPS, key="K", verb="stop --kill", examples=("stop latest --kill --yes",),
     ),
     Action(

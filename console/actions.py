@@ -253,7 +253,7 @@ def adopt(path: Path, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
     Raises RefusedError when the launch has ended or its supervisor lives, and for a run without a
-    launch. `sure` confirms it after a restart of the host.
+    launch. `sure` confirms it after a reboot of the host.
     """
     top = launches.launch_of(path)
     if top is None:

@@ -21,8 +21,8 @@ from trainers.contract import rundir
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
-    0: "done; healthy; completed with all gates passed",
-    1: "a gate or a check failed; not healthy now: stalled, unsupervised",
+    0: "success: done, healthy, or completed without a failed or unknown gate",
+    1: "a gate or check failed or is unknown; or the run is stalled, unsupervised",
     2: "usage error",
     3: "no such run",
     4: "rejected; halted or stopped by an operator",
@@ -31,6 +31,8 @@ EXITS: dict[int, str] = {
     130: "ended by ctrl+c; runs continue",
 }
 INTERRUPTED = 130
+WORDS = "docs/words.md"
+"""The document that explains the words of the console."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,11 +100,11 @@ class Parser(argparse.ArgumentParser):
         output.say(message.rstrip())
 
 
-def _epilog(examples: Sequence[str], more: str = "") -> str:
+def _epilog(examples: Sequence[str], more: str = "", end: Sequence[str] = ()) -> str:
     lines = ["examples:", *(f"  nsa-console {example}".rstrip() for example in examples), ""]
     lines += [more] if more else []
     lines += ["exit codes:", *(f"  {code:<3} {means}" for code, means in EXITS.items())]
-    return "\n".join(lines)
+    return "\n".join((*lines, *end))
 
 
 def build_parser() -> Parser:
@@ -111,7 +113,10 @@ def build_parser() -> Parser:
         prog="nsa-console",
         description="Launch, watch and diagnose NSA pre-training. Without a command: the screen.\n"
         "Write the options of this page before the command.",
-        epilog=_epilog(("", "launch cpu_smoke", "status latest", "--root /data/runs runs")),
+        epilog=_epilog(
+            ("", "launch cpu_smoke", "status latest", "--root /data/runs runs"),
+            end=("", f"words: {WORDS}"),
+        ),
     )
     parser.add_argument(
         "--root", type=path, default=launches.ROOT, metavar="DIR",
@@ -122,8 +127,9 @@ def build_parser() -> Parser:
         help="plan that the screen offers (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--mouse", action=argparse.BooleanOptionalAction, help="use the mouse (default: off by SSH)"
-    )
+        "--mouse", action=argparse.BooleanOptionalAction,
+        help="use the mouse (default: off over SSH)",
+    )  # fmt: skip
     screen = Command("screen", "", (), work="screen.screen")
     parser.set_defaults(command=screen, run=None)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")

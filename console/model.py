@@ -179,6 +179,8 @@ class PhaseState:
     started_ts: float | None
     ended_ts: float | None
     dir: str
+    has_gates: bool = False
+    """Whether the plan has gates for it; without gates its `result` is "pass"."""
 
     @property
     def numbered(self) -> str:

@@ -33,5 +33,7 @@ def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) 
             except ValueError as error:
                 raise UsageError(f"{action}: {name} takes {error}") from None
         elif argument.required:
-            raise UsageError(f"{action} needs {name}: {argument.help}")
+            switch = f"add --{name} (with `do`: {name}=true) to confirm"
+            text = argument.help if argument.metavar else switch
+            raise UsageError(f"{action} needs {name}: {text}")
     return found

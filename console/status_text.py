@@ -26,6 +26,8 @@ FIGURES_EVERY_S = 10.0
 DASH = "–"
 COUNTED = ("records", "restarts", "stalls", "steps")
 """Units with a singular form."""
+RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
+"""The result of a gate in a sentence."""
 
 
 def age(seconds: float | None) -> str:
@@ -153,7 +155,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     """Yields the lines of `status`: the state, ranks, figures, alerts, gates."""
     yield from _state_lines(state, whole)
     if state.data_age_s is not None:
-        yield f"  newest pulse or record read: {age(state.data_age_s)} old"
+        yield f"  newest data: {age(state.data_age_s)} old"
     if state.armed and state.state in LIVE_STATES:
         yield f"  policy: {state.armed}"
     if state.backend:
@@ -225,7 +227,7 @@ def gate_value(gate: Gate) -> str:
 def missed(gates: Sequence[Gate]) -> str:
     """Returns the gates that did not pass, with value and bound, "" where all passed."""
     return "; ".join(
-        f"gate {gate.name} {gate.result} ({gate_value(gate)}, bound {gate.bound})"
+        f"gate {gate.name} {RESULT_WORDS[gate.result]} ({gate_value(gate)}, bound {gate.bound})"
         + (f": {gate.why}" if gate.result == "unknown" and gate.why else "")
         for gate in gates if gate.result != "pass"
     )  # fmt: skip
@@ -239,12 +241,21 @@ def gate_line(gate: Gate) -> str:
     )
 
 
+def gates_text(phase: PhaseState) -> str:
+    """Returns the result of the gates of a completed phase, "" for any other."""
+    if phase.state != "completed" or not phase.result:
+        return ""
+    if phase.result == "pass" and not phase.has_gates:
+        return "no gates"
+    return f"gates {RESULT_WORDS.get(phase.result, 'unknown')}"
+
+
 def launch_lines(launch: LaunchState) -> Iterator[str]:
     yield f"  launch {launch.id} {launch.state}{': ' + launch.why if launch.why else ''}"
     for phase in launch.phases:
         mark = ">" if phase.index == launch.phase else " "
-        result = f"  gates {phase.result}" if phase.state == "completed" else ""
-        yield f"  {mark} {phase.numbered:<14} {phase.state}{result}"
+        gates = gates_text(phase)
+        yield f"  {mark} {phase.numbered:<14} {phase.state}{f'  {gates}' if gates else ''}"
     for flag in launch.next_flags:
         yield f"    next phase: {flag.name}={flag.value} (set by {flag.by})"
 
@@ -296,8 +307,8 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
 def _phases_ended(phases: Sequence[PhaseState]) -> Iterator[tuple[str, object, str]]:
     for phase in phases:
         if phase.result:
-            gates = f", gates: {phase.result}" if phase.state == "completed" else ""
-            text = f"Phase {phase.name} is {phase.state}{gates}"
+            gates = gates_text(phase)
+            text = f"Phase {phase.name} is {phase.state}{f', {gates}' if gates else ''}"
             yield f"phase {phase.name}", (phase.state, phase.result), text
 
 

@@ -84,7 +84,7 @@ def _resume(state: RunState) -> Iterator[str]:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Follows one run until it ends: on the screen, or with one sentence a change."""
+    """Follows one run until it ends: on the screen, or with one sentence per change."""
     if not (options.plain or options.json or options.until_waiting):
         from console.commands.screen import screen
 
@@ -148,7 +148,8 @@ def _check_run(options: argparse.Namespace) -> int:
         _go(state, run.whole) if code == 0 else _no_go(state, run.whole)
     )
     if code == 0 and state.state in LIVE_STATES and not state.gates:
-        end = f"{state.id} is {state.state}; its gates are evaluated when it ends"
+        gates = "its gates are evaluated when it ends" if state.bounds else "it has no gates"
+        end = f"{state.id} is {state.state}; {gates}"
     gates, basis = status_text.as_json(state)["gates"], _basis(run, state, code, options.run)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "exit_code": code}  # fmt: skip
@@ -204,9 +205,12 @@ def _no_go(state: RunState, whole: bool) -> str:
 
 
 def _go(state: RunState, whole: bool) -> str:
-    """Returns "go" with the phases of a plan that are not started yet."""
-    rest = [phase.name for phase in state.launch.rest] if whole and state.launch else []
-    return f"go so far; not run yet: {', '.join(rest)}" if rest else "go"
+    """Returns "go" with the phases of a plan that are not started yet, or that it has no gates."""
+    launch = state.launch if whole else None
+    if rest := [phase.name for phase in launch.rest] if launch else []:
+        return f"go so far; not run yet: {', '.join(rest)}"
+    has_gates = any(phase.has_gates for phase in launch.phases) if launch else state.gates
+    return "go" if has_gates else "go; no gates"
 
 
 def logs(options: argparse.Namespace) -> int:

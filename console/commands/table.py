@@ -84,7 +84,7 @@ class Command:
         return getattr(import_module(f"console.commands.{module}"), function)(options)
 
 
-JSON = option("--json", action="store_true", help="print one JSON document a line")
+JSON = option("--json", action="store_true", help="print one JSON document per line")
 TIMEOUT = option(
     "--timeout", type=seconds, default=ANSWER_S, metavar="SECONDS",
     help="longest wait for the answer, in seconds (default: %(default)s)",
@@ -124,11 +124,11 @@ def _rules() -> str:
 
     rows = []
     for rule in TABLE:
-        sign = "≥" if rule.threshold > rule.clear else "≤"
-        held = f", {rule.for_s:g} s" if rule.for_s else ""
-        text = f"{rule.help}: {sign} {rule.threshold:g} {rule.unit}{held}"
+        text = f"{rule.help}: {rule.bound(rule.threshold)}"
+        text += f" for {rule.for_s:g} s" if rule.for_s else ""
+        text += "" if rule.severe is None else f"; halts at {rule.bound(rule.severe)}"
         rows.append((f" {'*' if rule.name in HALTING else ' '}{rule.name:<19} ", text))
-    heading = "rules (* halts with --halt, after three times as long):"
+    heading = "rules, each with the value and time that raise its alert (*: see --halt):"
     return _listed(heading, rows) + LEGACY
 
 
@@ -142,7 +142,7 @@ QUERIES: tuple[Command, ...] = (
     Command("watch", "Follow one run until it ends.",
             ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"), (
         _run(),
-        option("--plain", action="store_true", help="print one sentence a change, no screen"),
+        option("--plain", action="store_true", help="print one sentence per change, no screen"),
         option("--until-waiting", action="store_true",
                help="as --plain, and return when the plan waits for `do RUN proceed`"),
         INTERVAL,
@@ -153,7 +153,8 @@ QUERIES: tuple[Command, ...] = (
     ), (
         _run("DIR"),
         option("--halt", action="store_true",
-               help="write .anomaly_type and .HALT, once, when a rule with * is broken"),
+               help="write .HALT and .anomaly_type, once, when the condition of a rule with * has "
+               "lasted three times as long as for its alert"),
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go: for a plan, or for a run so far.",
@@ -161,7 +162,8 @@ QUERIES: tuple[Command, ...] = (
             (_run("PLAN|RUN", "a plan's name or YAML file; or a run: "),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
-            "A plan: its preflight on this machine. A run: its gates.\n", "query.check"),
+            "For a plan, this is the result of its preflight on this machine; for a run, the\n"
+            "result of its gates.\n", "query.check"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
@@ -204,14 +206,16 @@ LAUNCH = Command(
         option("--dry-run", action="store_true",
                help="print checks, commands and environment without a start"),
     ), "Exactly one of PLAN and --config is needed.\n"
-       "--wait returns the exit code of the launch's end, and with --json prints its\n"
-       "status then. Without --wait, 0 means that the launch has started.\n", "control.launch",
+       "With --wait, the exit code is the result of the launch, and --json prints its\n"
+       "status at the end. Without --wait, 0 means that the launch has started.\n",
+    "control.launch",
 )  # fmt: skip
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
-        _run(), option("--yes", action="store_true", help="confirm after a restart of the host"),
-    ), "Live ranks continue under the new supervisor. Its records decide the result of\n"
-       "a run that has ended meanwhile, and the plan continues.\n", "control.adopt",
+        _run(), option("--yes", action="store_true", help="confirm after a reboot of the host"),
+    ), "Live ranks continue under the new supervisor. If they have exited meanwhile,\n"
+       "their exit records and pulses decide the result of the run. The plan continues.\n",
+    "control.adopt",
 )  # fmt: skip
 DO = Command(
     "do", "Send any action as a request.",

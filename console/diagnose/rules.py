@@ -28,6 +28,8 @@ STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
 """A strong action needs its condition for this many times the duration of the alert, in all."""
+PURE_NUMBERS = ("limits", "ratio")
+"""Units of a quotient of two equal quantities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,16 @@ class Rule:
 
     def is_breached(self, value: float) -> bool:
         return self._reaches(value, self.threshold)
+
+    def bound(self, value: float) -> str:
+        """Returns a bound with its sign and unit: "≤ 70 %", "≥ 3 consecutive records"."""
+        sign = "≥" if self.threshold >= self.clear else "≤"
+        if self.unit == "share":
+            return f"{sign} {100 * value:g} %"
+        if self.unit in PURE_NUMBERS:
+            return f"{sign} {value:g}"
+        unit = self.unit.removesuffix("s") if value == 1 else self.unit
+        return f"{sign} {value:g} {unit}"
 
     def is_severe(self, value: float) -> bool:
         """Returns whether a value is bad enough for a strong action."""
@@ -292,16 +304,17 @@ def _clock(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 TABLE: tuple[Rule, ...] = (
-    Rule("stall", "the slowest rank exceeded its stall limit", "limits",
+    Rule("stall", "time without progress of the slowest rank ÷ its stall limit", "limits",
          1.0, 0.9999, 0.0, _stall, corroborate.records, "crit", anomaly="heartbeat_stall"),
-    Rule("throughput_drop", "tok/s as a share of the run's earlier tok/s (halt: 0.1)", "share",
+    Rule("throughput_drop", "tok/s as a share of the run's earlier tok/s", "share",
          0.7, 0.8, 60.0, _throughput_drop, corroborate.pulses, severe=0.1,
          anomaly="throughput_flatline"),
-    Rule("non_finite", "loss not finite", "consecutive records",
+    Rule("non_finite", "loss that is not finite", "consecutive records",
          1, 0, 0.0, _non_finite, corroborate.loss, "crit", anomaly="nan_loss"),
-    Rule("zero_gradient", "gradient norm exactly zero", "consecutive records",
+    Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
          3, 0, 0.0, _zero_gradient, corroborate.gradient, "crit", anomaly="zero_grad"),
-    Rule("gate_collapse", "gate entropy < 0.2 nats, largest share > 0.9 or half collapsed",
+    Rule("gate_collapse",
+         "gate entropy < 0.2 nats, mean of the largest share > 0.9, or half of the gates collapsed",
          "consecutive records", 3, 0, 60.0, _gate_collapse, corroborate.gate,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "gate entropy within 1 % of its maximum", "steps",

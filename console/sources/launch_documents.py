@@ -74,7 +74,10 @@ def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
         folder = run_directory({"dir": f"{index}-{jsonl.text(phase, 'name')}"} | phase)
         if not folder and phase.get("dir"):
             wrong = f"the directory of phase {index} is not named <n>-<phase>"
-        phases.append(read(PhaseState, phase, index=index, steps_planned=steps, dir=folder))
+        phases.append(read(
+            PhaseState, phase, index=index, steps_planned=steps, dir=folder,
+            has_gates=bool(jsonl.mapping(entry, "gates")),
+        ))  # fmt: skip
     return tuple(phases), wrong
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.plans import gates
-from console.status_text import missed
+from console.status_text import RESULT_WORDS, missed
 from console.supervisor import cross_check, former_run, recovery, shm
 from console.supervisor.alerts import Alerts
 from console.supervisor.dump import Dumps
@@ -224,7 +224,7 @@ class Launch:
             "steps": self._steps(run) or 0, "ended_ts": time.time(),
         }  # fmt: skip
         name = entry["name"]
-        gate_words = f", gates {result}" if run.gates else ""
+        gate_words = f", gates {RESULT_WORDS[result]}" if run.gates else ""
         self._event("phase", f"{name} {run.state}{gate_words}: {run.why}")
         reason = self._why_no_next(run, result)
         if reason:

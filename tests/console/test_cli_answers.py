@@ -97,8 +97,8 @@ def ended(launch, why: str, result: str, gate: str) -> None:
 @pytest.mark.parametrize(
     ("why", "gate", "code", "word"),
     [
-        ("first: gate no_stall fail (1 stalls, bound = 0)", "fail", 1, "gate failed"),
-        ("halt asked by ann before the next phase", "pass", 4, "halted"),
+        ("first: gate no_stall failed (1 stall, bound = 0)", "fail", 1, "gate failed"),
+        ("halt requested by ann before the next phase", "pass", 4, "halted"),
     ],
 )
 def test_the_end_of_a_launch_is_the_same_wherever_it_is_asked_for(

@@ -177,7 +177,7 @@ def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
     ]
     directory.document(path / rundir.PLAN_STATE, held | {"phase": 1, "phases": phases})
     said = list(changes.sentences(source.poll(), 1.0))
-    assert said[0] == "Phase first is completed, gates: pass."
+    assert said[0] == "Phase first is completed, no gates."
     assert "1-second is starting" in said[1]
 
 

@@ -46,7 +46,7 @@ def launch(tmp_path):
         {"name": name, "state": "completed", "result": result, "dir": run.name}
         for name, result, run in zip(("first", "second"), ("pass", "fail"), runs, strict=True)
     ]
-    why = "second: gate steps_done fail (20 steps, bound ≥ 99999)"
+    why = "second: gate steps_done failed (20 steps, bound ≥ 99999)"
     change(path / rundir.PLAN_STATE, state="ended", phase=1, why=why, phases=phases)
     return path
 
@@ -110,7 +110,7 @@ def test_a_plan_is_no_go_where_its_documents_name_other_phases(launch, capsys, h
         assert (code, wanted in out) == (1, True), out
         assert "\ngo\n" not in out
     shown = said(capsys, "status", launch)[1]
-    assert f"  > 2 second       completed  gates {'unknown' if result == 'pass' else 'fail'}" in (
+    assert f"  > 2 second       completed  gates {'unknown' if result == 'pass' else 'failed'}" in (
         shown
     )
 
@@ -127,7 +127,7 @@ def test_a_run_directory_that_no_phase_names_is_named(passed, capsys):
 def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, capsys):
     run = launch / "1-second"
     assert said(capsys, "check", run)[1].splitlines()[-1] == (
-        "no go; toy/1-second is completed: all ranks done after step 20; gate steps_done fail "
+        "no go; toy/1-second is completed: all ranks done after step 20; gate steps_done failed "
         "(20, bound ≥ 20)"
     ), "the gate stands in the sentence"
     change(run / rundir.RUN, gates={})
@@ -145,7 +145,7 @@ def test_the_row_of_an_unconfirmed_phase_shows_unknown_gates(passed, capsys):
     _, out = said(capsys, "status", passed)
     assert "no go: first: its state is running in supervisor.json" in out
     assert "1 first        completed  gates unknown" in out
-    assert "2 second       completed  gates pass" in out
+    assert "2 second       completed  gates passed" in out
 
 
 # --- processes that live ------------------------------------------------------------------------

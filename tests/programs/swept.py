@@ -22,7 +22,7 @@ from trainers.contract.member import join
 
 FAIL_AT, ASK_AT, EXIT_AT, STAND_S = 3, 6, 12, 4.0
 ASKED = {"ask": ("note", "dump", "checkpoint"), "halt": ("halt",)}
-ARGS = {"note": {"text": "asked by rank 0"}}
+ARGS = {"note": {"text": "requested by rank 0"}}
 
 
 def fail_from_now_on() -> None:

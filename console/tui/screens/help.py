@@ -17,13 +17,13 @@ WORDS = (
 
 
 def help_rows(view: str, width: int) -> list[Row]:
-    """Returns one row per key of a view."""
+    """Returns the keys of a view, and the document that explains the words."""
     rows: list[Row] = [((line, "dim"),) for line in wrap(WORDS, width)]
     for key in for_view(view):
         names = " ".join(NAMES.get(name, name) for name in key.keys)
         text = f"{key.help} (asks; {key.asks})" if key.asks else key.help
         rows += labelled((f"{fill(names, KEYS_WIDTH)} ", "key"), wrap(text, width - KEYS_WIDTH - 1))
-    return rows
+    return [*rows, (("words: docs/words.md", "dim"),)]
 
 
 class Reader(Scrolls, Overlay):

@@ -74,7 +74,8 @@ def _phase_row(
         passed = sum(gate.result == "pass" for gate in gates)
         result = f"gates {passed}/{len(gates)}"
     else:
-        words = {"pass": "gates pass", "fail": "gates FAIL", "unknown": "gates ?"}
+        passed = "gates pass" if phase.has_gates else "no gates"
+        words = {"pass": passed, "fail": "gates FAIL", "unknown": "gates ?"}
         result = words.get(result, result)
     style = "crit" if "FAIL" in result else ""
     mark, strong = ("▸", "strong") if is_current else (" ", "")

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
     [
         ({"state": "running", "steps": 7}, {}, "stalled"),
         ({"state": "running"}, DEAD, "lost"),
-        ({"state": "stopped", "why": "stopped, asked by me", "ended_ts": 5.0}, DEAD, "stopped"),
+        ({"state": "stopped", "why": "stopped, requested by me", "ended_ts": 5.0}, DEAD, "stopped"),
     ],
 )  # fmt: skip
 def test_a_run_with_an_unreadable_directory_has_the_state_in_its_launch(
@@ -96,7 +96,7 @@ def test_only_a_phase_that_has_not_started_is_queued(launch):
 
 def test_an_end_that_only_the_launch_recorded_counts(launch):
     state = json.loads((launch / rundir.PLAN_STATE).read_text())
-    end = {"state": "stopped", "why": "stopped, asked by me", "ended_ts": time.time() + 1}
+    end = {"state": "stopped", "why": "stopped, requested by me", "ended_ts": time.time() + 1}
     state["phases"][0] |= end
     directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})
     directory.run(launch / "0-first", workers=[], **DEAD)

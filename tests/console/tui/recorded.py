@@ -86,7 +86,7 @@ def running(count: int = 2, with_gpu: bool = False, **given: Any) -> RunState:
         "ranks": tuple(rank(r, with_gpu) for r in range(count)),
         "gpus": tuple(gpu(i) for i in range(count)) if with_gpu else (),
         "figures": figures(), "launch": launch(),
-        "armed": "if it stalls for 10 s: alert, then dump", "armed_short": "dump",
+        "armed": "on stall (10 s): alert, then dump", "armed_short": "dump",
         "environment": {"OMP_NUM_THREADS": "1"},
         "argv": ("torchrun", "-m", "trainers.ddp", "--config", "configs/tiny_cpu.yaml"),
     }  # fmt: skip
