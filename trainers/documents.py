@@ -78,7 +78,7 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     if source == "fineweb_edu":
         from trainers import hub
 
-        about, names, contents = hub.resolve(data, scratch)
+        about, names, contents = hub.resolve(data, scratch, content)
     else:
         root, paths = _list_files(data)
         about = f"{source} of {root if data.path else 'the Python standard library'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import urllib.request
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,7 +14,6 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, HfFileSystem
 from yaml import YAMLError
 
-from trainers import documents
 from trainers.contract import environ
 from trainers.failures import DataError
 from trainers.limit import within
@@ -25,8 +24,12 @@ PROBE_S = 1.0
 HTTPS_PORT = 443
 
 
-def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str]]:
+def resolve(
+    data: DataSettings, scratch: Path, fingerprint: Callable[[str, str], str]
+) -> tuple[str, list[str], list[str]]:
     """Returns a description, the files of the training split, and a fingerprint of each file.
+
+    `fingerprint` returns that of a file below the folder of a mirror.
 
     Raises DataError, for a hub that cannot be reached within about a second.
     """
@@ -45,8 +48,7 @@ def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str
                 place, data_files=named[data.subset]["data_files"], cache_dir=cache
             )
             files = [str(file) for file in (builder.config.data_files or {}).get("train", [])]
-        content = partial(documents.content, root=place) if data.path else _content
-        contents = [content(file) for file in files]
+        contents = [fingerprint(file, place) if data.path else _content(file) for file in files]
     except (OSError, ValueError, TypeError, KeyError, YAMLError, DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(
