@@ -76,5 +76,6 @@ def launch(scene, begin, orders) -> Iterator[Callable[..., Started]]:
 
     yield start
     for started in found:
-        if started.plan_state["state"] != "ended":
+        held = started.plan_state
+        if held["state"] != "ended" and rundir.is_alive(held["supervisor"]):
             scene.stop(started)
