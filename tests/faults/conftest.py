@@ -9,6 +9,7 @@ import pytest
 
 from tests.faults.scene import Scene
 from tests.launches import STUB, Begin, Started, phase
+from trainers.contract import rundir
 
 ON_STALL = {"when": "stall", "attempts": 3, "backoff_s": 0.2}
 WATCH = {"stall_floor_s": 1, "startup_s": 20, "grace_s": 1, "stall_act_s": 3}
