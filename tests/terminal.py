@@ -81,7 +81,8 @@ class Terminal:
             return
         self.received += len(data)
         self.raw = (self.raw + data)[-KEPT_BYTES:]
-        for found in re.finditer(rb"\x1b\[\?([0-9;]+)([hl])", data):
+        # A sequence may be cut by the end of a read.
+        for found in re.finditer(rb"\x1b\[\?([0-9;]+)([hl])", self.raw[-len(data) - 16 :]):
             for mode in found[1].split(b";"):
                 self.modes[mode] = found[2]
         data = self._carry + data
