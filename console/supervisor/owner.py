@@ -227,11 +227,13 @@ class Owner:
             self._failures = 0
             state.observer_deaths.clear()
         exit_words = f"exit {code}" if code >= 0 else process.signal_name(-code)
-        name = state.activity.read(MAIN) or state.activity.read(FILES)
+        # Where both threads ran an observer, it is not known which of them ended the child.
+        names = [name for slot in (MAIN, FILES) if (name := state.activity.read(slot))]
         state.former_end = self._killed_because or f"ended with {exit_words}"
-        if name:
-            state.former_end += f" in {name}"
-        state.observer_deaths = {name: state.observer_deaths.get(name, 0) + 1} if name else {}
+        if names:
+            state.former_end += f" in {' or '.join(names)}"
+        deaths = state.observer_deaths
+        state.observer_deaths = {name: deaths.get(name, 0) + 1 for name in names}
         self._fork_at = now + WAITS_S[min(self._failures, len(WAITS_S) - 1)]
         self._failures += 1
         given_up = self._failures > len(WAITS_S) and not self._killed_because
