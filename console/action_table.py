@@ -37,7 +37,7 @@ class Action:
     name: str
     help: str
     mailboxes: tuple[Mailbox, ...] = ()
-    """Where its requests go; the first is the usual one."""
+    """The mailboxes that take its requests; the first is the usual one."""
     args: tuple[Argument, ...] = ()
     cost: tuple[str, str] = ("keeps", "all work")
     """The line of the confirmation: "keeps" or "loses", and what. An action that loses work is
@@ -45,7 +45,7 @@ class Action:
     key: str = ""
     """The key on the screen; actions with the same key are choices of one confirmation."""
     weight: int = 0
-    """Above 0 the footer shows the key; the highest stay in a narrow one."""
+    """The footer shows keys above 0; the highest stay in a narrow footer."""
     button: bool = False
     title: str = ""
     """The confirmation's title; without one the action asks a question of its own."""

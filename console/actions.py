@@ -66,7 +66,7 @@ class Prepared:
     checks: tuple[Check, ...]
     spec: LaunchSpec
     training: tuple[tuple[str, str], ...] = ()
-    """What would be trained: label and text of each fact."""
+    """Facts about the training: a label and a text each."""
 
     @property
     def ok(self) -> bool:

@@ -180,7 +180,7 @@ class PhaseState:
     ended_ts: float | None
     dir: str
     has_gates: bool = False
-    """Whether the plan has gates for it; without gates its `result` is "pass"."""
+    """True if the plan has gates for it; without gates its `result` is "pass"."""
 
     @property
     def numbered(self) -> str:

@@ -25,7 +25,7 @@ SIGNAL_WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank ended, and its error ("" for none)."""
+    """The end of one rank, and its error ("" for none)."""
 
     rank: int
     code: int | None

@@ -82,7 +82,7 @@ class Facts:
     collecting: bool = False
     """All processes have ended, and their records are still being read."""
     previous_end: str | None = None
-    """How the last attempt ended, while the run waits for its next one: nothing else counts."""
+    """The end of the last attempt while the run waits for its next one: nothing else counts."""
     next_attempt: str = ""
     """When, and from which checkpoint, the next attempt starts."""
     view: ReaderView = ReaderView()

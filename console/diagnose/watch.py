@@ -18,7 +18,7 @@ from console.model import STALL, Level
 from trainers.contract.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Of the time between two updates this much counts as observed, more where updates are rarer."""
+"""Longest time between two updates that counts as observed; longer where updates are rarer."""
 REPORT_WITHHELD_AT = 2
 """An action that is due is reported as withheld at this update in a row: a record may be late."""
 AGAIN_S = 10.0
@@ -52,7 +52,7 @@ class _State:
     counts: Mapping[int, int] | None = field(default_factory=dict)
     """The parts of the condition by GPU, as in `Measured.counts`; None: not known."""
     raised_at: float = 0.0
-    """When the rule was last raised or raised again."""
+    """Time at which the rule was last raised or raised again."""
     severe_s: float = 0.0
     """Observed time for which the value has been bad enough for a strong action."""
 

@@ -1,4 +1,4 @@
-"""What a plan would train: parameters, tokens per step, device, checkpoint size, estimated time."""
+"""Facts of a plan: parameters, tokens per step, device, checkpoint size, estimated time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where records come from: files of a run directory, NVML, processes. Each yields plain data."""
+"""The sources of records: files of a run directory, NVML, processes. Each yields plain data."""

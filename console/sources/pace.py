@@ -84,7 +84,7 @@ class Pace:
         """Sum of the step times in its records since then, without the first record."""
         self._step = 0
         self._rose = -math.inf
-        """When its newest step was read (monotonic s), -inf if before `live_since`."""
+        """Time at which its newest step was read (monotonic s), -inf if before `live_since`."""
         self._rose_ts = math.inf
         """The time in the record of that step (unix s)."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
@@ -92,7 +92,7 @@ class Pace:
         self._first_s = 0.0
         """The longest time to a step before those."""
         self._read_at, self._age_s = -math.inf, 0.0
-        """When its newest record was read (monotonic s), and the age of the record then."""
+        """Time of reading its newest record (monotonic s), and the age of the record then."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Its last times in each phase, by arrival and sorted; "" for steps."""

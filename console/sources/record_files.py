@@ -155,7 +155,7 @@ class RecordFile:
 
     @property
     def replaced(self) -> int:
-        """How often the file was replaced or truncated."""
+        """Number of times that the file was replaced or truncated."""
         return self._replaced + max(0, self.tail.generation - 1)
 
     @property
@@ -267,7 +267,7 @@ class RecordFiles:
 
     @property
     def is_whole(self) -> bool:
-        """Whether heartbeats are read from the start of their files or from a cursor on."""
+        """True if heartbeats are read from the start of their files or from a cursor on."""
         return not any(
             each.left_out_bytes
             for name, each in self._followed.items()

@@ -68,7 +68,7 @@ class RunSource:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all records were read, or replaced by a snapshot: totals need that."""
+        """True if all records were read, or replaced by a snapshot: totals need that."""
         return self._records is None or self._records.files.is_whole
 
     @property

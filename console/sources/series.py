@@ -131,7 +131,7 @@ class _Spans:
 
     @property
     def has_all(self) -> bool:
-        """Whether the first span of the file is among them."""
+        """True if the first span of the file is among them."""
         return self._numbers[max(0, len(self._numbers) - self._most)] == 1
 
     def points(self) -> list[tuple[float, float]]:

@@ -41,7 +41,7 @@ class _RankDump:
     """The result in words, "" while there is none."""
     data: bytes = b""
     used_last_resort: bool | None = None
-    """Whether the last resort was sent; None before it was tried."""
+    """True if the last resort was sent; None before it was tried."""
     copy: str = ""
     """The name of the copy in the run directory, "" before it is written."""
 

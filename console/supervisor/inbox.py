@@ -53,9 +53,9 @@ class Request:
     has_own_id: bool = False
     """The id is the one in the file."""
     written_ns: int = 0
-    """When the file was written, by the clock of the file system."""
+    """Time at which the file was written, by the clock of the file system."""
     found_ns: int = 0
-    """When the file was found, by the same clock."""
+    """Time at which the file was found, by the same clock."""
 
     @property
     def key(self) -> str:
@@ -69,7 +69,7 @@ class Request:
 
 
 Outcome = tuple[bool, str, list[str]]
-"""Whether the request was done, a sentence, and more lines."""
+"""True if the request was done, a sentence, and more lines."""
 Execute = Callable[[Request], Outcome | None]
 """Executes a request; None when the outcome follows later."""
 
@@ -158,7 +158,7 @@ class Inbox:
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
         self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """By key: the file of the request, None once it is removed, and whether it is done."""
+        """The file of each request by key, None once it is removed, and whether it is done."""
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:

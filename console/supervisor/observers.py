@@ -36,7 +36,7 @@ class _Health:
     again_at: float = 0.0
     """The observer is skipped until then; infinity: it is switched off."""
     traced_at: float = -math.inf
-    """When its traceback was last written."""
+    """Time at which its traceback was last written."""
 
 
 class Observers:

@@ -62,7 +62,7 @@ class Owner:
         self._received_at = self._forked_at = self._fork_at = 0.0
         self._silent_limit_s, self._failures, self._killed_because = FIRST_S, 0, ""
         self._token, self._grace_s, self._is_parent = "", 0.0, False
-        """Of the newest attempt; `_is_parent`: this process started its torchrun."""
+        """The processes of the newest attempt; `_is_parent`: this process started its torchrun."""
         self._handle_at = self._kill_at = math.inf
         self._scan_at = self._checked_at = 0.0
         self._scan_s = SCAN_EVERY_S

@@ -39,7 +39,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is read after all processes have ended; `last` is the crash log of each rank."""
+    """The data read after all processes have ended; `last` is the crash log of each rank."""
 
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)

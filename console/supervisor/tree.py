@@ -65,7 +65,7 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether the kernel reported a signal or an exit code other than 0."""
+        """True if the kernel reported a signal or an exit code other than 0."""
         return self.seen and (self.signal is not None or self.code != 0)
 
     def claimed(self, code: int, confirmed: bool) -> None:
@@ -109,7 +109,7 @@ class Tree:
         self._scanned = self._killed = self._first_killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
-        """By pid: when a process was first seen to have ended, without an exit code."""
+        """Time at which each pid was first seen to have ended, without an exit code."""
 
     @property
     def spawned(self) -> bool:
@@ -121,7 +121,7 @@ class Tree:
 
     @property
     def incomplete(self) -> bool:
-        """Whether torchrun lives and some of its ranks have not been found yet."""
+        """True if torchrun lives and some of its ranks have not been found yet."""
         return self.spawned and not self.agent_over and len(self.workers) < self.nproc
 
     def spawn(

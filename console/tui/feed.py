@@ -107,7 +107,7 @@ class Feed:
         self.paused = False
         """Leaves new log lines unread until the display resumes."""
         self.followed_at = 0.0
-        """When another launch was chosen (monotonic): an older snapshot is not of it."""
+        """Time at which another launch was chosen (monotonic): an older snapshot is not of it."""
         self._reading_since: float | None = None
 
     def start(self) -> None:
@@ -133,7 +133,7 @@ class Feed:
 
     @property
     def silent_s(self) -> float:
-        """For how long the read that is under way has waited for the run directory, 0 for none.
+        """Time for which the read that is under way has waited for the run directory, 0 for none.
 
         The feed's thread sets it, so a busy screen does not look like a silent directory.
         """

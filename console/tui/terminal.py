@@ -10,7 +10,7 @@ from console.tui.chartmath import Mode
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """How to draw, and whether the mouse is taken."""
+    """The drawing mode, and the use of the mouse."""
 
     chart_mode: Mode = "braille"
     ascii_only: bool = False

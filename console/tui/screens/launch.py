@@ -90,7 +90,7 @@ class Command(DraftPanel):
 
 
 class Training(DraftPanel):
-    """What the draft would train; empty while a launch is under way, which shows it by itself."""
+    """Facts of the training; empty while a launch is under way, which shows it by itself."""
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
         prepared = self.draft.prepared
