@@ -153,10 +153,10 @@ class Directory(Recorder):
     def _replaced(self, path: Path) -> None:
         self.replaced.append(path)
 
-    def _write_document(self, path: Path) -> None:
+    def _write_document(self) -> None:
         with self._lock:
-            record = self._documents.pop(path)
-        self.unwritten[path] = record
+            path = next(iter(self._documents))
+            self.unwritten[path] = self._documents.pop(path)
         self._write_unwritten(path)
 
     def _write_unwritten(self, path: Path) -> None:
@@ -245,12 +245,16 @@ class Directory(Recorder):
         return record
 
     def document(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Replaces a JSON document; while several wait, only the newest is written."""
+        """Replaces a JSON document; of several that wait for one path, the newest is written.
+
+        Documents are replaced in the order of their newest calls: plan_state.json says "ended"
+        only after gates.json was written.
+        """
         with self._lock:
-            waits = path in self._documents
+            waits = self._documents.pop(path, None) is not None
             self._documents[path] = dict(record)
         if not waits:
-            self.call(lambda: self._write_document(path))
+            self.call(self._write_document)
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Closes as `Recorder` does, after trying for `RETRY_S` to write unwritten documents."""

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import os
+import threading
 
 from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
 
 def test_of_documents_that_wait_only_the_newest_is_kept(tmp_path):
-    fifo, done = tmp_path / "fifo", []
-    os.mkfifo(fifo)
-    directory = Directory(lambda: done.append(1))
-    directory.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # blocks until somebody reads
+    directory, hung = Directory(), threading.Event()
+    directory.call(hung.wait)
     for n in range(10_000):
         directory.document(tmp_path / "a.json", {"n": n})
         directory.document(tmp_path / "b.json", {"n": -n})
     assert directory.waiting <= 3
-    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
+    hung.set()
     assert directory.close(20)
     assert rundir.read_json(tmp_path / "a.json") == {"n": 9999}
     assert rundir.read_json(tmp_path / "b.json") == {"n": -9999}
+
+
+def test_documents_are_replaced_in_the_order_of_their_newest_calls(tmp_path):
+    first, second = tmp_path / "plan_state.json", tmp_path / "gates.json"
+    directory, slow = Directory(), threading.Event()
+    directory.call(slow.wait)
+    directory.document(first, {"state": "running"})
+    directory.document(second, {"result": "pass"})
+    directory.document(first, {"state": "ended"})
+    slow.set()
+    assert directory.close(20)
+    assert rundir.read_json(first) == {"state": "ended"}
+    assert second.stat().st_mtime_ns < first.stat().st_mtime_ns
 
 
 def test_a_job_brings_its_result_or_what_the_disk_says_and_a_mistake_is_kept(tmp_path):
