@@ -158,7 +158,11 @@ def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp
 @pytest.mark.parametrize(
     ("how", "flags"),
     [
-        (".HALT", {"NSA_DDP_STATIC_GRAPH": "1", "NSA_DISABLE_CSV_LOGS": "1"}),
+        pytest.param(
+            ".HALT",
+            {"NSA_DDP_STATIC_GRAPH": "1", "NSA_DISABLE_CSV_LOGS": "1"},
+            marks=pytest.mark.slow,  # the main job of tests/e2e halts by .HALT
+        ),
         ("SIGTERM", {"NSA_DDP_COMPRESS": "fp16", "NSA_DDP_BUCKET_MB": "1", "NSA_ACCUM": "2"}),
     ],
 )
