@@ -255,6 +255,17 @@ async def until(pilot: Any, true: Callable[[], bool], seconds: float = 8.0) -> N
     await pilot.pause()
 
 
+async def settled(pilot: Any) -> str:
+    """Returns the screen when it has not changed for three looks: its layout is done."""
+    shown = [""]
+    while len(shown) < 4 or len(set(shown[-3:])) > 1:
+        assert len(shown) < 200, f"the screen does not settle:\n{shown[-1]}"
+        await pilot.pause(0.04)
+        await pilot.pause()
+        shown.append(picture(pilot.app))
+    return shown[-1]
+
+
 def lines(app: ConsoleApp) -> list[str]:
     """Returns the rows of the screen as text."""
     strips = app.screen._compositor.render_strips()

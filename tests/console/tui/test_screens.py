@@ -19,7 +19,7 @@ from console.tui.widgets.ranks import rank_rows
 from console.tui.widgets.stacks import rank_list, stack_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
-from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, until
+from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, settled, until
 from trainers.contract import rundir
 
 SIZES = [(80, 24), (120, 40)]
@@ -56,8 +56,7 @@ def seen(state, size=(80, 24), keys=()):
         await until(pilot, lambda: bool(app.query_one("#header", Lines).shown))
         for key in keys:
             await pilot.press(key)
-        await pilot.pause(0.1)
-        found.append(picture(app))
+        found.append(await settled(pilot))
 
     drive(app, body, size)
     return found[0]
@@ -295,9 +294,9 @@ def test_the_picture_that_nothing_changes_sends_nothing():
 
     async def body(pilot):
         await until(pilot, lambda: app.snapshot is not None and app.snapshot.state is not None)
-        await pilot.pause(0.1)
+        await settled(pilot)
         app.feed.stop()
-        await pilot.pause(0.1)
+        await settled(pilot)
         before = {widget: widget.repaints for widget in app.query(Lines)}
         again = dataclasses.replace(app.snapshot, log=(), log_begins=False)
         for _ in range(3):
@@ -486,7 +485,7 @@ def test_every_view_lives_through_every_size():
                 await pilot.pause()
                 assert len(lines(app)) == size[1]
         await pilot.press("1")
-        await pilot.pause(0.1)
+        await settled(pilot)
         assert "STALLED" in lines(app)[0]
 
     drive(app, body, (120, 40))
@@ -566,12 +565,11 @@ def test_a_resize_leaves_nothing_of_the_old_size(key):
 
         async def body(pilot, sizes=sizes, app=app):
             await pilot.press(key)
-            await pilot.pause(0.1)
+            await settled(pilot)
             app.feed.stop()
             for size in sizes[1:]:
                 await pilot.resize_terminal(*size)
-                await pilot.pause(0.2)
-            await pilot.pause(0.1)
+                await settled(pilot)
             pictures.append(lines(app)[1:])
 
         drive(app, body, sizes[0])
