@@ -1,7 +1,7 @@
-"""The table of actions. Requests, keys, buttons, confirmations, commands, help and documents are
-drawn from its rows.
+"""The table of actions, from which requests, keys, buttons, commands and help are made.
 
-A new action is one row here, and the method that executes it in `console.supervisor.launch`.
+Confirmations and documents are made from it too. A new action is one row here, and the method that
+executes it in `console.supervisor.launch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Mailbox = Literal["run", "launch"]
 class Argument:
     """One argument of an action. An empty `metavar` makes it a switch, which a confirmation sets.
 
-    `convert` raises ValueError with the values that it takes, or UsageError.
+    `convert` raises ValueError with the accepted values, or UsageError.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of the operator. Without `mailboxes` it is no request: a function starts it."""
+    """One action of the operator. Without `mailboxes` a function of `console.actions` runs it."""
 
     name: str
     help: str
     mailboxes: tuple[Mailbox, ...] = ()
-    """The mailboxes that take its requests; the first is the usual one."""
+    """The mailboxes that accept its requests; an error about another mailbox names the first."""
     args: tuple[Argument, ...] = ()
     cost: tuple[str, str] = ("keeps", "all work")
     """The line of the confirmation: "keeps" or "loses", and what. An action that loses work is

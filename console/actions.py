@@ -28,7 +28,7 @@ FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices",
 TRAINERS = ("ddp", "fsdp")
 ANSWER_POLL_S = 0.05
 ANSWER_BYTES = 1 << 20
-"""Length of the end of `events.jsonl` in which the answer to a request is looked for first."""
+"""Number of bytes at the end of `events.jsonl` that are searched first for an answer."""
 
 
 def who() -> str:
@@ -58,7 +58,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that is checked and not started; `phases` are what their run.json would hold."""
+    """A launch that is checked and not started; `phases` has the future run.json of each phase."""
 
     plan: Plan
     directory: Path

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Parser(argparse.ArgumentParser):
     """Raises UsageError where argparse would print a usage and exit.
 
-    The parser of a command adds its options when they are first needed: only those of one command.
+    The parser of a command adds its options only when that command is parsed.
     """
 
     def __init__(self, row: Command | None = None, **more: Any):

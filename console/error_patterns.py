@@ -1,4 +1,7 @@
-"""Patterns of known errors: a lost peer, out of memory, and errors that a restart cannot fix."""
+"""Recognises known errors by their text, and kills for memory by the kernel's counts.
+
+The errors are a lost peer, out of memory, and those that a restart cannot fix.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A condition that needs an operator; `key` is the key of the action for it, "" for none."""
+    """A condition that needs an operator; `key` is the key on the screen that helps, or ""."""
 
     id: str
     ts: float

@@ -107,7 +107,7 @@ class RankEnd:
         return f"no reason given,{last} see logs of rank {self.rank}"
 
     def signature(self) -> str:
-        """Returns a text that is the same for all ends with this cause, "" for another cause.
+        """Returns a text that identifies the cause of this end, "" where the rank shows none.
 
         A rank that was killed from outside, or lost its peer, is not the cause of its end.
         """

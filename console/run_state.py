@@ -73,7 +73,7 @@ class Facts:
     agent_signal: str = ""
     """The signal that torchrun's log names at its end: a claim, see `ended_by_signal`."""
     ending: str = ""
-    """The failed rank, as soon as its exit was observed while others are alive."""
+    """A sentence on the failed ranks while others are alive, "" for none."""
     world: int = 1
     failure: str = ""
     """The reason for which the run could not start, or its directory cannot be read."""

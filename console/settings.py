@@ -1,6 +1,7 @@
-"""The operator's own settings: one YAML file of this user, read when a launch begins.
+"""The user's configuration file: the alert hook of a launch, and the Dashboard's charts.
 
-It names a program that runs as this user, so no other user may be able to write it.
+The file is YAML; a launch reads it when it begins. It names a program that runs as this user, so no
+other user may be able to write it.
 """
 
 from __future__ import annotations

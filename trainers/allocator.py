@@ -1,4 +1,4 @@
-"""Makes the C library reuse freed memory, as each training step on the CPU needs the same."""
+"""Makes glibc reuse freed memory, because each step on the CPU allocates the same sizes."""
 
 from __future__ import annotations
 

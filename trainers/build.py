@@ -1,4 +1,4 @@
-"""Builds the parts of a training, from step 1 or from a checkpoint."""
+"""Builds model, optimizer, loader and all else of a training; restores a checkpoint if named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainers.settings import AUTO, flatten
 from trainers.step_reduction import StepReduction
 
 PLACES = ("data.path", "report.out_dir", "checkpoint.resume", "checkpoint.export")
-"""Settings with paths, which may differ between hosts."""
+"""Settings that are paths, which may differ between hosts."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Batches of one global stream of sequences that is divided among the ranks.
+"""Loads batches in a thread from a global stream of sequences that the ranks divide.
 
 Sequence i belongs to rank i % world. So the data of a step depends on the global batch only, and a
 position in the stream is valid for any number of ranks. A thread reads ahead into a bounded queue;

@@ -1,4 +1,4 @@
-"""Files of documents: their list, the held-out part, and a reader for each format.
+"""Lists text files, splits off the held-out part, and reads the documents of each format.
 
 A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its bytes as
 stored, and whether a document ends with them. Reading from a cursor skips the earlier part of the

@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
             return failures.DONE
         member = _join(arguments, variables, resolved)
     except (ContractError, OSError) as error:
-        return _refuse(error, variables)
-    return _train(resolved, member)
+        return _refuse(error, variables, entry)
+    return _train(resolved, member, entry)
 
 
 def leave(code: int) -> NoReturn:
@@ -98,7 +98,7 @@ def _started_at(pid: int) -> float | None:
     return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _refuse(error: ContractError | OSError, variables: Mapping[str, str]) -> int:
+def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
     """Writes one sentence to stderr and, where a run exists, to its heartbeat."""
     sentence = str(error)
     directory = Path(variables.get(environ.RUN_DIR, ""))
@@ -108,14 +108,14 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str]) -> int
         except OSError as unwritable:
             sentence = f"{sentence} (and the run directory cannot be written: {unwritable})"
         else:
-            _print_error(sentence)
+            _print_error(entry, sentence)
             write_metrics(member, steps_done=0, reason=sentence, exit_code=failures.CONFIG)
             return _fail(member, failures.CONFIG, sentence, type(error).__name__)
-    _print_error(sentence)
+    _print_error(entry, sentence)
     return failures.CONFIG
 
 
-def _train(resolved: Resolved, member: Member) -> int:
+def _train(resolved: Resolved, member: Member, entry: str) -> int:
     """Trains and records the end. Returns the exit code."""
     member.start()
     member.beat("boot", 0)
@@ -129,7 +129,7 @@ def _train(resolved: Resolved, member: Member) -> int:
         if code == failures.BUG:
             traceback.print_exc()
         else:
-            _print_error(sentence)
+            _print_error(entry, sentence)
         report.metrics(sentence, code)
         return _fail(member, code, sentence, type(error).__name__)
     report.metrics(reason, failures.DONE)
@@ -145,6 +145,6 @@ def _fail(member: Member, code: int, sentence: str, kind: str) -> int:
     return code
 
 
-def _print_error(sentence: str) -> None:
-    sys.stderr.write(f"trainers.ddp: {sentence}\n")
+def _print_error(entry: str, sentence: str) -> None:
+    sys.stderr.write(f"{entry}: {sentence}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Guards against non-finite steps, spikes of the gradient norm, and leaks of the targets.
+"""Clips gradients, steps AdamW, and detects non-finite steps, spikes and target leaks.
 
 All ranks detect and skip a non-finite step before the optimizer runs. A rank with a non-finite loss
 makes its gradients NaN, so after their reduction every rank has the same non-finite gradient norm.
@@ -18,7 +18,7 @@ from trainers.step_reduction import Row
 
 SPIKE_WINDOW_STEPS = 128
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
-"""Window, and distance below ln 256 that chance never reaches in it (a deviation is 0.002)."""
+"""Tokens in the window, and how far its mean loss is below chance in a leak (10 deviations)."""
 
 
 def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:

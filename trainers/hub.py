@@ -61,7 +61,7 @@ def resolve(
 
 
 def _content(address: str) -> str:
-    """Returns name and blob of a file on the hub, which an edit of the card does not change."""
+    """Returns path and blob id of a file on the hub; an edit of the card changes neither."""
     name = address.rpartition("@")[2].partition("/")[2]
     return f"{name} {HfFileSystem().info(address)['blob_id']}"
 

@@ -1,4 +1,7 @@
-"""A time limit for a call that may hang, for example on a dead mount or a name server."""
+"""Runs a call that may hang in a daemon thread, with a time limit.
+
+A dead mount or a name server, for example, can hang a call.
+"""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def count_skipped(t: Training, rows: list[Row]) -> None:
 def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
-    """Writes the progress record. Returns the share of copied bytes right since the last one."""
+    """Writes the progress record; returns the share of right bytes (recall) since the last one."""
     extra = facts.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()

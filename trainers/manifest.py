@@ -1,4 +1,4 @@
-"""Manifests of checkpoints: sealing, listing, verification, removal. Needs no torch.
+"""Completes, lists, verifies and removes checkpoints by their manifests. Needs no torch.
 
 A save writes into `.step_{N:08d}.tmp`, then `manifest.json` with size and SHA-256 of every other
 file, then renames the directory to `step_{N:08d}` and updates `latest`. So a directory with that

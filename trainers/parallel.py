@@ -1,8 +1,8 @@
 """Strategies for one or several ranks: single process, DDP, FSDP2.
 
 A strategy wraps the model, selects when gradients are reduced, sums small vectors over ranks and
-returns the plain module. `scale` is the factor of a rank's loss sum with which the reduced gradient
-is that of the token-weighted mean over all ranks.
+returns the plain module. `scale` multiplies a rank's loss sum, so that the reduced gradient is that
+of the token-weighted mean over all ranks.
 """
 
 from __future__ import annotations

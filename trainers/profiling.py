@@ -1,4 +1,4 @@
-"""Profiles of a few steps with torch.profiler, and memory statistics of the CUDA allocator."""
+"""Profiles steps with torch.profiler, reports SDPA kernels, and dumps CUDA memory statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of refused combinations of settings: keys, condition, reason."""
+"""The table of refused settings, alone or combined, and the parser of ranges A:B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the reports of a run: heartbeats, CSV, log lines, env.json and metrics.json.
+"""Writes heartbeats, CSV, TensorBoard, log lines, env.json and metrics.json of a run.
 
 All of them go through the recorder's thread, so no step waits for the disk. Needs no torch: the
 figures are plain numbers.

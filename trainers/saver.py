@@ -1,7 +1,8 @@
 """Writes checkpoints in the foreground or in a background thread; rank 0 completes them.
 
-All ranks must make the same calls, and a save fails on all of them or on none. The time limit of
-its own process group bounds the background thread; after an error of the training, `FINISH_S` does.
+All ranks must make the same calls, and a save fails on all of them or on none. In a background save
+each wait for other ranks ends within the timeout of its own process group; after an error of the
+training, the wait for the save is at most `FINISH_S`.
 """
 
 from __future__ import annotations

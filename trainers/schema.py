@@ -1,7 +1,7 @@
 """The settings: every key with its type, default, limits and help. Needs no torch.
 
-A key is one field of a section below. Its type is the annotation (`Literal` for choices), and
-`key` holds the rest; flags, options and error messages take theirs from here, through `keys()`.
+A key is one field of a section below. Its type is the annotation (`Literal` for choices), and `key`
+holds the rest; flags, options and error messages read them through `keys()`.
 """
 
 from __future__ import annotations

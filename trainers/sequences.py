@@ -1,4 +1,4 @@
-"""The interface of every source of training sequences, and of a position in it."""
+"""The interface of a source of training sequences, with its position for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainers.failures import DataError
 
 RankRows = tuple[Tensor, Tensor | None]
 State = dict[str, Any]
-"""Plain JSON data of bounded size; every source's has `fingerprint` and `position`.
+"""The position in a source, as JSON data of bounded size, with `fingerprint` and `position`.
 
-That of documents also has `epoch`, how often all of them have been read."""
+For documents it also has `epoch`, the number of complete passes over all of them."""
 
 
 class Source:

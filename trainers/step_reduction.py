@@ -1,7 +1,8 @@
-"""The one small all-reduce of a step, finished one step later.
+"""The one all-reduce of a step's figures, halt and requests; read one step later.
 
-It sums loss, token count, non-finite count and requests to halt over all ranks. Every rank starts
-and finishes it at the same place, so all ranks decide alike without another collective.
+It sums the loss, the counts of tokens, right bytes, non-finite steps and spikes, and the requests
+over all ranks. Every rank starts and finishes it at the same place, so all ranks decide alike
+without another collective.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class StepReduction:
         self._open.append((step, *self._send(vector)))
 
     def finish(self, include_newest: bool) -> list[Row]:
-        """Waits for the open rows, the newest only if asked, and returns them, the oldest first."""
+        """Waits for the open rows (the newest if `include_newest`); returns them, oldest first."""
         rows = []
         while len(self._open) > (0 if include_newest else 1):
             step, vector, wait = self._open.popleft()

@@ -1,8 +1,9 @@
-"""Documents as one endless packed stream of tokens with a small and exact position.
+"""Joins documents into one endless token stream, whose position fits a checkpoint.
 
-Documents are tokenised, followed by the end token, joined, and cut into sequences of S + 1 tokens
-that overlap by one. With bytes, text files are joined without a separator, and documents of the
-other formats are followed by a zero byte; with gpt2, each is followed by `<|endoftext|>`.
+The position is small and exact. Documents are tokenised, followed by the end token, joined, and cut
+into sequences of S + 1 tokens that overlap by one. With bytes, text files are joined without a
+separator, and documents of the other formats are followed by a zero byte; with gpt2, each is
+followed by `<|endoftext|>`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def adopt(options: argparse.Namespace) -> int:
 
 
 def act(options: argparse.Namespace) -> int:
-    """Sends the action of a command, or the one that an option of it chooses."""
+    """Sends the action that the command, or one of its options, names."""
     name = getattr(options, "action", None) or options.command.name
     given = {each.name: getattr(options, each.name) for each in ACTIONS[name].args}
     return _request(options, name, {key: value for key, value in given.items() if value})

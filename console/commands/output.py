@@ -1,4 +1,7 @@
-"""Writes the results of the commands to standard output, and errors to standard error."""
+"""Prints results, errors and progress of the commands; prepares the standard descriptors.
+
+Results go to standard output, errors and progress to standard error.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def emit(record: Any) -> None:
 
 
 def program() -> str:
-    """Returns the command that starts this program: its name where the shell finds it."""
+    """Returns the command that starts this program: its name if it is in PATH."""
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m console"

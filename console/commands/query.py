@@ -1,4 +1,4 @@
-"""The commands that only read run directories and registries."""
+"""The commands that only read: runs, status, watch, check, logs, flags and plans."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _no_go(state: RunState, whole: bool) -> str:
 
 
 def _go(state: RunState, whole: bool) -> str:
-    """Returns "go" with the phases of a plan that are not started yet, or that it has no gates."""
+    """Returns "go", with the phases that have not started, or with the note "no gates"."""
     launch = state.launch if whole else None
     if rest := [phase.name for phase in launch.rest] if launch else []:
         return f"go so far; not run yet: {', '.join(rest)}"

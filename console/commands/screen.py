@@ -16,7 +16,7 @@ FAILED = 5
 def screen(options: argparse.Namespace) -> int:
     """Opens the screen on a run, or on the plan of `--plan`; returns the exit code.
 
-    Garbage is not collected before the first picture: nothing of the start is garbage.
+    The garbage collector is off until the first picture, because startup makes no garbage.
     """
     if not output.is_terminal():
         raise UsageError("the screen needs a terminal; use a subcommand (nsa-console --help)")

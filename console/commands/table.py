@@ -1,4 +1,4 @@
-"""The table of commands. The commands that send a request are drawn from the table of actions."""
+"""The table of commands; those that send a request are made from the table of actions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def seconds(text: str) -> float:
 
 
 def at_least(least: int, what: str) -> Callable[[str], int]:
-    """Returns a converter to whole numbers from `least` on."""
+    """Returns a function that converts text to an integer of at least `least`."""
 
     def convert(text: str) -> int:
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Runs work that may hang, with a time limit.
+"""Runs a function in a child process with a time limit, because it may hang on a disk.
 
 A process that waits for a hung file system cannot be ended, not even by KILL. So a child process
 does the work, and the command exits without it.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Returns what `work` returns in a child process, or raises the error that it raised.
 
-    Raises TimeoutError after `limit_s` seconds; the child is killed, now or when it wakes.
+    Raises TimeoutError after `limit_s` seconds and sends KILL; a child in state D ends later.
     """
     reading, writing = Pipe(duplex=False)
     child = os.fork()
@@ -45,7 +45,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
-    """Sends the result of `work`; closes the standard files, for which a caller could wait."""
+    """Sends the result of `work`; redirects descriptors 0-2, so that no reader waits for them."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):

@@ -1,4 +1,7 @@
-"""`nsa-console watchdog`: evaluates the watch rules on a run directory without its supervisor."""
+"""`nsa-console watchdog`: evaluates the watch rules from a run's files; --halt halts the run.
+
+It needs no supervisor.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def watchdog(options: argparse.Namespace) -> int:
 def watch_rules(
     watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
 ) -> Watchdog:
-    """Returns the rules with halt as their only action, with `halt`, else with none."""
+    """Returns a watchdog that only warns; with `halt`, it halts for `HALTING` and strong rules."""
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
     wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}

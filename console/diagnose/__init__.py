@@ -1,1 +1,1 @@
-"""From evidence to a verdict: pure functions over records."""
+"""The watch rules, and the verdict on a run that makes no progress; no file is read here."""

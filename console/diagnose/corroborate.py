@@ -13,11 +13,11 @@ from console.sources.pace import Progress
 
 Corroborate = Callable[[Readings, History], str]
 PACE_LOST = 0.5
-"""Pulses confirm a loss of throughput up to this share of the earlier pace."""
+"""Pulses confirm a drop of throughput if their pace is at most this share of the earlier one."""
 
 
 def kernel(_now: Readings, _history: History) -> str:
-    """Confirms it: the kernel of this host measured the value, no file lies between."""
+    """Always confirms: the kernel of this host measured the value."""
     return ""
 
 
@@ -27,7 +27,7 @@ def records(now: Readings, _history: History) -> str:
 
 
 def pulses(_now: Readings, history: History) -> str:
-    """Confirms a loss of throughput by the steps that the pulses show by this host's clock."""
+    """Confirms a drop of throughput by the steps in the pulses and the clock of this host."""
     if history.pace_ratio is None:
         return "the pulses do not show a pace yet"
     if history.pace_ratio > PACE_LOST:
@@ -67,7 +67,7 @@ gate = _recorded(gate_collapsed)
 
 
 def loss(now: Readings, history: History) -> str:
-    """Confirms a loss by records; in a run of one rank also by the count in its pulse."""
+    """Confirms a non-finite loss by records; for a single rank also by the count in its pulse."""
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
     if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):
         return ""

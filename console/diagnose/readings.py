@@ -66,7 +66,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the gate uses one branch only, None where the record has no figure of it."""
+    """Returns whether the attention gate uses one branch only, None without a figure of it."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -87,7 +87,7 @@ class Counter:
     at: float = -math.inf
 
     def update(self, value: int, mono: float) -> None:
-        """Adds a new value; a lower one resets the increase, as a reset of the GPU does."""
+        """Adds a new value; a lower one (the GPU was reset) sets the increase to 0."""
         if value > self.last:
             self.increase, self.at = self.increase + value - self.last, mono
         elif value < self.last:
@@ -105,7 +105,7 @@ class History:
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings: Mapping[str, Any] = settings or {}
         self.nonfinite = self.zero_grads = self.collapsed = 0
-        """Consecutive progress records."""
+        """Numbers of consecutive progress records of rank 0 with each condition."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, by the records."""
@@ -116,7 +116,7 @@ class History:
         """Median time of each rank in fetch and forward, in which it waits for no other rank."""
         self.ecc: dict[int, Counter] = {}
         self.xids: dict[int, Counter] = {}
-        """By GPU; an Xid may have ended the attempt before, so its time counts as well."""
+        """Xids by GPU. `at` also covers an Xid that may have ended the attempt before."""
         self.jump_s = 0.0
         self._uniform_since: int | None = None
         self._rates: deque[float] = deque(maxlen=KEPT_RATES)
@@ -242,8 +242,8 @@ def rate_ratio(logs: list[float]) -> float | None:
 def steady_growth(points: list[tuple[float, float]]) -> float:
     """Returns the least growth of a figure per second, 0 where it is constant or only jumped.
 
-    Medians of thirds: the line through the first and the last, and that through the last two; a
-    plateau behind a rise has a flat second line.
+    The points are reduced to the medians of three thirds, and the least slope between two of the
+    medians counts. A plateau after a rise therefore gives 0.
     """
     third = len(points) // 3
     parts = (points[:third], points[third:-third], points[-third:])

@@ -29,7 +29,7 @@ STRONG = frozenset(ACTIONS[2:])
 STRONG_TIMES = 3.0
 """A strong action needs its condition for this many times the duration of the alert, in all."""
 PURE_NUMBERS = ("limits", "ratio")
-"""Units of a quotient of two equal quantities."""
+"""Units of a ratio, which `bound` does not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _gpus_with(
 ) -> Measure:  # fmt: skip
     """Counts the GPUs to which a condition applies, with a sentence for each `gpu`.
 
-    A GPU of which it is not known raises nothing and clears nothing. With `again` the alert is
+    A GPU for which `is_known` is false raises nothing and clears nothing. With `again` the alert is
     raised again for another GPU, or for the same one after a recovery.
     """
 
@@ -358,7 +358,7 @@ def check(watch: Watch, where: str) -> None:
 
 
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Returns the table with the changes of a plan; `actions` are the least strong ones by rule.
+    """Returns the table with a plan's changes; `actions` has the weakest allowed action by rule.
 
     The value that clears a rule changes in proportion to its threshold.
     """

@@ -75,12 +75,12 @@ class RankEvidence:
 def with_records(
     rank: RankEvidence, head: Head, attempt: int, lagging: bool = False
 ) -> RankEvidence:  # fmt: skip
-    """Returns a rank as its pulse shows it with the limits and doubts of its records.
+    """Adds p99, first step, exit code, record ages and doubt from a rank's records to its pulse.
 
     A pulse that is `lagging` comes from a sample: its records may be ahead of it.
     """
-    # A pulse disproves a first step that is later; a program that continued without a record of it
-    # may take its first step anywhere.
+    # The pulse refutes a recorded first step that is later than its own next step. In a restart
+    # without a recorded step, the present step counts as the first.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
     ahead = head.progress is not None and head.progress.record["step"] > rank.step and not lagging
     return replace(
@@ -148,8 +148,8 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
     """Returns why the records do not confirm that these ranks stall, "" when they do.
 
-    A new step that was read late, but longer ago than the rank's limit, is no progress any more. A
-    rank that records rarely confirms nothing before its next record is overdue.
+    A new step in a record counts as progress only within the stall limit. A rank that records
+    rarely confirms a stall only when its next record is overdue.
     """
     for each in ranks:
         name = f"rank {each.rank}"

@@ -1,9 +1,9 @@
-"""The watchdog: applies every watch rule to every moment, and returns what it raised and cleared.
+"""The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
 An alert needs its condition for the rule's `for_s`. A strong action needs it three times as long in
 all, and the rule's second source has to confirm it; until then the action is withheld, which is
-reported once. Only observed time counts: a watchdog that was frozen or starts late observes first.
-An action is due once each time that a rule is raised.
+reported once. Time in which the watchdog was stopped or not yet started does not count. An action
+is due once each time that a rule is raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trainers.contract.plan import Watch
 LONGEST_GAP_S = 5.0
 """Longest time between two updates that counts as observed; longer where updates are rarer."""
 REPORT_WITHHELD_AT = 2
-"""An action that is due is reported as withheld at this update in a row: a record may be late."""
+"""Number of unconfirmed updates after which a due action is reported as withheld: a record may be
+late."""
 AGAIN_S = 10.0
 """Shortest time between two alerts of a rule that stays raised."""
 Kind = Literal["raise", "clear", "act", "withhold"]
@@ -59,7 +60,7 @@ class _State:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt. `actions` come on top of the plan's, as with --halt.
+    """Watches one attempt. `actions` has the weakest allowed action by rule, as with --halt.
 
     `interval_s` is the intended time between two updates. `settings` are the values of the run's
     settings by name, for rules that depend on them.

@@ -1,4 +1,4 @@
-"""GO for a run: the gates that the supervisor wrote, confirmed by the records of the run.
+"""Compares the gates in gates.json with those that the records of the run give.
 
 A gate passes where both say so: `gates.json` alone is one document of one writer. The bounds must
 be those of plan.json, and plan_state.json must not contradict the result.
@@ -26,10 +26,10 @@ FULL = "run nsa-console check --full"
 
 
 def confirmed(source: RunSource, former: bool = True) -> RunState:
-    """Returns the state of a run, with an alert where its records do not confirm that it passed.
+    """Polls a run; returns its state, with an alert where its records do not confirm its gates.
 
-    With `former` this covers all phases of a launch that has ended, and records that were not read
-    to their end.
+    With `former` it also checks the earlier phases of an ended launch, and a run whose records are
+    not read to their end.
     """
     state = source.poll()
     over = source.whole and status_text.is_over(state)

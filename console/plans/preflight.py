@@ -231,7 +231,7 @@ def _shell(case: Case) -> Found:
 
 
 def _is_foreign(name: str) -> bool:
-    """Returns whether a variable configures a library and is no flag; a version is no setting."""
+    """Returns whether a variable configures a library and is no flag; NAME_VERSION is skipped."""
     known = name in flags.FLAGS or name in environ.INHERITED
     return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
 

@@ -1,4 +1,4 @@
-"""Facts of a plan: parameters, tokens per step, device, checkpoint size, estimated time."""
+"""Facts about a launch before its start: parameters, tokens, device, checkpoint size, time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOREIGN = "not available (a foreign program)"
 
 
 def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Returns label and text of each fact; `phases` are what their run.json would hold.
+    """Returns label and text of each fact; `phases` has the future run.json of each phase.
 
     Size and tokens are those of the first phase, the time is that of all phases.
     """

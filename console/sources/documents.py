@@ -1,4 +1,4 @@
-"""The JSON documents of a run directory as model data; no content of them raises."""
+"""Reads the JSON documents of a run directory into model data; invalid content never raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a run: of the newest progress records, of the step durations, of the samples."""
+"""Computes the figures of a run from progress records, step durations and samples."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Reads one GPU through NVML: a row for every read, also for errors, and its Xids.
+"""Reads the values of one GPU through NVML, and collects the Xids of all GPUs in a thread.
 
-An Xid is a critical error of one GPU that the NVIDIA driver reports.
+Each read gives a row, also on an error. An Xid is a critical error of one GPU that the NVIDIA
+driver reports.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def launch_state(
     path: Path, name: str, plan: Record, state: Record, troubles: Sequence[str] = ("", ""),
     existing: Sequence[str] = (),
 ) -> LaunchState:  # fmt: skip
-    """Returns the launch: its phases from the plan, what became of them from the state.
+    """Returns the launch: its phases from plan.json, their progress from plan_state.json.
 
     `troubles` says why plan.json and plan_state.json cannot be read; `existing` names the run
     directories that exist, in the order of their phases.

@@ -32,7 +32,7 @@ SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
 class Known:
     """A launch under the root; `written_ts` is the modification time of its plan file.
 
-    `up_s` is the uptime of its host at creation, in the boot `boot_id`, which no clock changes.
+    `up_s` is its host's uptime at creation, in the boot `boot_id`; setting a clock has no effect.
     """
 
     path: Path

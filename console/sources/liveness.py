@@ -1,4 +1,4 @@
-"""Finds the live processes of a run, and the facts that a reader's state of the run depends on.
+"""Finds the live processes of a run, and collects the facts for a reader's state of it.
 
 The supervisor decides the state of a run. Without a supervisor a reader has the processes that
 are alive (`unsupervised`), else the exit records of all ranks, else nothing (`lost`).

@@ -17,7 +17,7 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one text file from its last `BACKLOG_BYTES` on, with those before its rotation.
+    """Follows one log from its last `BACKLOG_BYTES`, which may begin in its rotated file.
 
     Lines that a later rotation removes before they are read are skipped.
     """

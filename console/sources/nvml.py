@@ -1,6 +1,7 @@
-"""Samples all GPUs through pynvml, each in its own thread, so that a hanging GPU delays no other.
+"""Samples each GPU through pynvml in its own thread, and counts GPUs in a child process.
 
-Without the NVML library one thread looks for it, at most once a minute.
+A GPU that hangs delays no other. Until NVML is initialised, one thread tries again, first after
+5 s, later once a minute.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def _p99(ordered: list[float]) -> float:
 
 
 class Pace:
-    """The pace for a reader that follows live since `live_since` (monotonic s).
+    """The pace of one rank, for a reader that has read all older records at `live_since`.
 
-    It is infinite while the reader still reads older records.
+    `live_since` is in monotonic seconds, and infinite before.
     """
 
     def __init__(self, live_since: float = math.inf):
@@ -81,7 +81,7 @@ class Pace:
         self._fresh: deque[Progress] = deque(maxlen=KEPT_FRESH)
         self._live_since = live_since
         self._recorded_s: float | None = None
-        """Sum of the step times in its records since then, without the first record."""
+        """Sum of the step times in its records since `live_since`, without the first record."""
         self._step = 0
         self._rose = -math.inf
         """Time at which its newest step was read (monotonic s), -inf if before `live_since`."""
@@ -90,7 +90,7 @@ class Pace:
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
         """Steps and seconds from one record with a new step to the next."""
         self._first_s = 0.0
-        """The longest time to a step before those."""
+        """The longest time per step before the first of these gaps."""
         self._read_at, self._age_s = -math.inf, 0.0
         """Time of reading its newest record (monotonic s), and the age of the record then."""
         self._timed_steps = 0
@@ -115,7 +115,7 @@ class Pace:
             self._take_durations(record, steps_s)
 
     def settle(self, mono: float) -> None:
-        """Marks all records so far as written before the reader followed live."""
+        """Marks all records so far as old: from now on the times of reading count."""
         self._rose, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
@@ -151,7 +151,7 @@ class Pace:
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
-        """Returns the 99th percentile of these gaps, before a rhythm is known a long estimate.
+        """Returns the 99th percentile of these gaps, a long estimate while they are irregular.
 
         The estimate is at least `least_s` while no step follows another.
         """

@@ -1,7 +1,7 @@
 """Reads processes from /proc and signals them through pidfds.
 
-psutil reads three files of a process where one is enough, and all processes of the host for the
-children of one. A process is identified by pid and start time. Its pidfd is opened first and
+psutil is not used: it reads three files per process instead of one, and scans all processes to find
+the children of one. A process is identified by pid and start time. Its pidfd is opened first and
 checked afterwards, so that a signal never reaches a reused pid.
 """
 

@@ -166,7 +166,7 @@ _EMPTY = asdict(AttemptTotals())
 
 
 class Peak:
-    """The largest value up to each step; where a roll-back leaves a choice, the larger one."""
+    """The largest value up to each step; after a roll-back it may be too large, never too small."""
 
     def __init__(self, found: Iterable[list[float | None]] = ()):
         self.found = [(int(step or 0), value or 0.0) for step, value in found]

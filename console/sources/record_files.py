@@ -1,4 +1,4 @@
-"""Reads the append-only files of one run: heartbeats, samples and events, from a place on."""
+"""Reads new records from the heartbeat, sample and event files of one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 20
-"""A part has less text; a compressed part is unpacked up to here, whatever a snapshot names."""
+"""No part has more text, so a compressed part is not unpacked beyond it."""
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 
 
@@ -63,7 +63,7 @@ def line_before(path: Path, at: int, count_bytes: int) -> int:
 
 
 def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
-    """Returns the last bytes of a file, with those before its rotation where it is short."""
+    """Returns the last bytes of a file; a short file is preceded by its rotated file."""
     data = jsonl.read_bytes(path, limit_bytes, below=below)
     left = limit_bytes - len(data)
     return (jsonl.read_bytes(rundir.kept_log(path), left, below=below) if left else b"") + data

@@ -28,7 +28,7 @@ MAX_ATTEMPT = 100_000
 """A record of a later attempt is ignored."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
-"""Number of records with which an attempt has started, where no supervisor.json names one."""
+"""Number of records that start an attempt, where supervisor.json does not name it."""
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 MAX_ALERTS, MAX_LAYERS = 256, 128
 

@@ -1,4 +1,4 @@
-"""The records of one run: its files of records, read into one reducer."""
+"""Reads the records of one run into a reducer; returns its ranks, alerts and figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.contract import jsonl, rundir
 RECENT_BYTES = 256 << 10
 """Bytes that a reader of the present state reads of each file without a snapshot."""
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
-"""Bytes that it reads at most after a snapshot: an older snapshot does not count."""
+"""Largest number of bytes after a snapshot; with more, that reader does not use the snapshot."""
 Reads = Literal["all", "recent", "charts", "end"]
 """The records to read. `all`: every one. `recent`: from the snapshot on, without a snapshot the
 ends of the files. `charts`: from the snapshot on, with the series before it; else as `all`.

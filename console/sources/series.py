@@ -145,7 +145,7 @@ class _Spans:
 
 
 class Series:
-    """Owned by one reader thread; `points` returns immutable copies.
+    """The series of one run. One thread at a time may use them; `points` returns copies.
 
     Without `keeps` there are no points, and ended spans wait in `ended` to be written.
     """

@@ -83,7 +83,7 @@ def load(
 ) -> bool:
     """Fills a new reducer from a snapshot; returns whether the snapshot is valid for the files.
 
-    It is not where more than `most_bytes` of records were written since.
+    A snapshot with more than `most_bytes` of newer heartbeats is not valid.
     """
     if saved is None or saved.get("v") != VERSION:
         return False

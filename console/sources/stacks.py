@@ -1,4 +1,7 @@
-"""Parses stack dumps of faulthandler and of the dumper; any text is accepted."""
+"""Finds and parses the stack dumps of faulthandler and `trainers.contract.dumps`.
+
+Any text is accepted.
+"""
 
 from __future__ import annotations
 

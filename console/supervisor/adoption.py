@@ -1,7 +1,7 @@
-"""The processes of an attempt as the document of a former supervisor names them.
+"""Finds the living processes of an attempt that a former supervisor's document names.
 
-The document may be older than the processes, and any user can copy a token or write a file. So a
-process with the token needs a second sign, and one that only the document names is checked.
+The document may be older than the processes, and any user can copy a token or write a file. So
+processes with the token are sorted by certainty, and one that only the document names is checked.
 """
 
 from __future__ import annotations

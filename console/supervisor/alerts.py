@@ -1,4 +1,4 @@
-"""The open alerts of a run: each is raised once until it is cleared, whatever attempt it is."""
+"""The open alerts of a run, across its attempts; each is raised once until it is cleared."""
 
 from __future__ import annotations
 

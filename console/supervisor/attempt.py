@@ -173,7 +173,7 @@ class Attempt:
             os.close(log_fd)
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
-        """Prepares again later where a restart finds a directory that may work again; else ends."""
+        """Retries a restart whose directory error may be temporary; else ends the attempt."""
         passes = isinstance(error, OSError) or (self._is_ours and isinstance(error, RefusedError))
         if self._number == 1 or not passes or self.known.asked:
             self._end_unstarted(why)

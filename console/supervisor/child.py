@@ -30,7 +30,7 @@ from trainers.contract.errors import ContractError, RefusedError
 
 FLUSH_S, CRASH_FLUSH_S = 3600.0, 3.0
 OPEN_FILES = 64
-"""Most open files of a supervisor, beside two for each rank: process and pulse."""
+"""Open files that a supervisor needs, besides two for each rank: pidfd and pulse."""
 
 
 def raise_file_limit(ranks: int) -> None:
@@ -114,7 +114,7 @@ def main(
 ) -> int:
     """Returns the exit code of this process: 0 when the launch has ended, in whatever state."""
     link = Link(channel, state)
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # a program inherits no handler
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # exec resets a handler, but keeps SIG_IGN
     try:
         supervise(path, adopt, launch_lock, link)
     except EOFError:  # the owner has ended; the kernel ends this process

@@ -62,7 +62,7 @@ class ChildState:
     former_end: str = ""
     """The end of the former child in words, "" for the first child."""
     observer_deaths: dict[str, int] = field(default_factory=dict)
-    """The number of children in a row that died in the observer of the last death."""
+    """By observer of the last death: the number of consecutive children that died in it."""
     activity: Activity = field(default_factory=Activity)
 
     def add_exit_code(self, pid: int, code: int) -> None:

@@ -1,4 +1,4 @@
-"""Dumps the stacks of ranks: signals the ranks that survive it, then copies what each one wrote."""
+"""Dumps rank stacks: signals ranks that catch SIGUSR1, then copies what they wrote."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Dumps:
         return None
 
     def start(self, run: Path, live: Path | None, alive: Mapping[int, process.Handle]) -> None:
-        """Signals those of these ranks that survive it, unless a dump is in progress."""
+        """Signals the ranks that catch SIGUSR1, unless a dump is in progress."""
         if self._ranks:
             return
         self._run, self._live = run, live

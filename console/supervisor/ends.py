@@ -49,7 +49,7 @@ class Ends:
         return late and self._heads().get(worker.rank, NO_RECORDS).code not in (None, 0)
 
     def conclude(self, last_words: Mapping[int, Crash]) -> None:
-        """Stores the ends of the logs and the last pulses of all ranks."""
+        """Stores the last error in each rank's log, and reads the last pulses of all ranks."""
         self.last_words = last_words
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)

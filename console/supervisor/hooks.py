@@ -112,8 +112,8 @@ def run(
 ) -> tuple[str, bytes]:
     """Runs the hook once; returns how it ended, and the first bytes of its output.
 
-    Its process group gets KILL before its leader is reaped, so that the group's number cannot be
-    that of a stranger.
+    Its process group gets KILL before its leader is reaped, so that the number of the group cannot
+    have been reused.
     """
     begun = time.monotonic()
     with os.fdopen(os.memfd_create("alert"), "r+b", buffering=0) as stdin:

@@ -95,7 +95,7 @@ class Launch:
 
     @property
     def _quiet(self) -> bool:
-        """Says whether nothing but a wake-up needs a tick before the next second."""
+        """Returns whether the next tick can wait for a wake-up or the next second."""
         return self._pace_s == QUIET_S and not self._services.hooks.busy
 
     @property

@@ -1,4 +1,7 @@
-"""The content of plan.json: the plan, the changes that the launch made, and their origins."""
+"""The content of plan.json and run.json: plan, flags, settings, torchrun's command, git.
+
+The plan includes the changes that the launch made, with their origins.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class LaunchSpec:
         } | asdict(self.operator)  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
-        """Returns the flags of a phase: `pending` replace those of the phase, these the plan's."""
+        """Returns the flags of a phase: those of the plan, the phase and `pending`, last wins."""
         phase = self.plan.phases[index]
         found = {name: FlagValue(value, PLAN_ENV) for name, value in self.plan.env.items()}
         for name, value in phase.flags.items():

@@ -1,4 +1,4 @@
-"""Runs the observers of a run so that an exception in one raises an alert and ends no rank.
+"""Calls the observing functions of a run; an exception in one raises an alert, ends no rank.
 
 An observer that fails is skipped, tried again later, and switched off after repeated failures. The
 code that owns processes (the process tree of an attempt, the order of phases) is no observer.

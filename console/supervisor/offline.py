@@ -1,7 +1,8 @@
-"""Readings of a run directory without its supervisor, for runs of this and the legacy system.
+"""Reads a run's files into `Readings`, for `nsa-console watchdog`.
 
-The state of a rank comes from its pulse, from the supervisor's last sample while that is recent, or
-from the age of its records.
+It needs no supervisor, and reads runs of this and of the legacy system. The state of a rank comes
+from its pulse, from the supervisor's last sample while that is recent, or from the age of its
+records.
 """
 
 from __future__ import annotations

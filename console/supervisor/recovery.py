@@ -1,4 +1,7 @@
-"""Reads the documents of a former supervisor; they may hold anything."""
+"""Reads and validates the documents that a former supervisor wrote.
+
+The documents may hold anything.
+"""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class Run:
     # --- attempts ------------------------------------------------------------------------------
 
     def _contract(self) -> dict[str, str]:
-        """Returns the variables that tell the ranks to which run they belong."""
+        """Returns the environment variables that identify the run for its ranks."""
         variables = {
             environ.RUN_DIR: self._context.home, environ.RUN_ID: self.id,
             environ.ATTEMPT: str(self.number), environ.TOKEN: self._context.token,

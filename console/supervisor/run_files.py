@@ -1,4 +1,4 @@
-"""Reads the files of a run: heartbeats and `.HALT`, and the logs after its end."""
+"""Reads an attempt's `.HALT`, heartbeats, training.csv and disk space, and its logs at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from console.sources.record_files import Batch, RecordFiles, read_end
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
-"""Records read in one look: a backlog is read in parts, so that memory stays bounded."""
+"""Bytes of records that one `look` reads: a backlog is read in parts, to bound memory."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")

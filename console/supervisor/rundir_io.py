@@ -225,7 +225,7 @@ class Directory(Recorder):
             then(value, error)
 
     def ask_ranks(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
-        """Writes `.HALT` or one of `rundir.ASKS` into the run directory, for the ranks.
+        """Writes `.HALT` or one of `rundir.REQUEST_FILES` into the run directory, for the ranks.
 
         `deliver` calls `then` with why it could not be written, "" when it was.
         """

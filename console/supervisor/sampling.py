@@ -1,4 +1,7 @@
-"""Samples GPUs, processes and pulses once a second, without access to the run directory."""
+"""Samples GPUs, processes and pulses each second, as records and as evidence for a verdict.
+
+It does not access the run directory.
+"""
 
 from __future__ import annotations
 

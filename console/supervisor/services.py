@@ -1,4 +1,4 @@
-"""Objects that are passed to the parts of a launch, and those that all attempts of a run share."""
+"""The objects that a launch shares (I/O thread, NVML, hook), and those of all attempts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunContext:
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """Actions of watch rules that replace those of the plan, by rule."""
+    """The weakest allowed action by watch rule; a stronger action in the plan stays."""
     live: Live
     reducer: Reducer
     reading: RecordFiles

@@ -171,7 +171,7 @@ class LastPulses:
 
 
 def _is_used(path: Path) -> bool:
-    """Returns whether a process of the pulses lives; its token may be overwritten."""
+    """Returns whether a process that a pulse names lives; its token may be overwritten."""
     pulses = map(pulse.read, path.glob("pulse_rank*"))
     return any(each and process.state(each.pid) not in (process.GONE, "Z") for each in pulses)
 

@@ -1,4 +1,7 @@
-"""Writes `snapshot.json` of a run and the history of its series, so that readers start there."""
+"""Writes snapshot.json and the history files of a run when they are due.
+
+Readers start from them.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Worker:
     culled: bool = False
     """The supervisor killed it because another rank had failed."""
     unreaped: bool = False
-    """It is a zombie: its parent, a stopped torchrun say, has not reaped it."""
+    """It is a zombie: its parent (for example, a stopped torchrun) has not reaped it."""
 
     def ended(self, code: int) -> None:
         """Sets the exit that the kernel reported; a negative code is a signal."""

@@ -1,1 +1,1 @@
-"""The operator's screen: it shows what a run directory says and asks through `console.actions`."""
+"""The terminal screen: it shows a run, and starts actions through `console.actions`."""

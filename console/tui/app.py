@@ -1,4 +1,4 @@
-"""The app: takes snapshots from the feed, gives keys to views, and shows one view at a time."""
+"""The Textual app: it shows the feed's snapshots in one view at a time, and dispatches keys."""
 
 from __future__ import annotations
 

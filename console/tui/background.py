@@ -1,4 +1,4 @@
-"""Runs an operator's actions in threads beside the screen; every result is shown, also a late one.
+"""Runs the operator's actions in daemon threads, and shows each result when it arrives.
 
 Each action has a daemon thread: a directory that does not answer blocks neither keys nor painting.
 """

@@ -1,4 +1,4 @@
-"""Charts as pure maths: a window that fills and jumps, bins, bounds, and cells of braille.
+"""Computes a chart as text: time window, columns, axis bounds, braille or block characters.
 
 A scrolling chart is sent whole with every sample. This one fills from left to right and, when it
 is full, jumps left by a quarter: a sample changes one column.
@@ -21,9 +21,9 @@ Bin = tuple[float, float] | None
 SPANS_S = (60, 120, 300, 600, 1800, 7200, 43200)
 AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
-"""An axis shows at least so much of its values: noise shall not look like a storm."""
+"""An axis spans at least this share of its values, so that noise does not fill the chart."""
 TINY, HUGE = 1e-200, 1e200
-"""Smaller differences are none, larger values are cut: a hostile record may hold any float."""
+"""Smaller differences count as none, larger values are limited: a record may hold any float."""
 _LEFT, _RIGHT = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 

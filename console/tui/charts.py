@@ -1,4 +1,4 @@
-"""The charts that the Dashboard can show: their series, their units, and how the shown are chosen.
+"""The charts of the Dashboard: their series and units, and the choice of those to show.
 
 An operator who chose none gets those with data, in the order of `CATALOG`.
 """
@@ -13,7 +13,7 @@ from console.model import RunState
 BANDED = 16
 """One chart draws a band over at most this many GPUs or ranks."""
 DEFAULT = 4
-"""Charts that are shown while no series has a point."""
+"""Number of charts that are shown while no series has a point."""
 LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 

@@ -1,4 +1,7 @@
-"""Puts text into a file of the operator: what was copied (OSC 52 is not answered), a traceback."""
+"""Saves copied text or a traceback in a file of the user's state directory.
+
+A copy needs a file too, because a terminal does not answer OSC 52.
+"""
 
 from __future__ import annotations
 

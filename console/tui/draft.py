@@ -1,4 +1,4 @@
-"""The launch that is being prepared."""
+"""The launch that the operator prepares, and the flag values of a running launch's next phase."""
 
 from __future__ import annotations
 

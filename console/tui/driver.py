@@ -1,7 +1,7 @@
-"""The terminal's driver: paints on stdout, filters what is typed, and always exits.
+"""The Textual driver: paints on stdout, drops pasted keys, and exits if the terminal hangs.
 
 Textual paints on stderr, which may be a file. Its writer thread dies when the terminal goes away,
-and then the 31st write blocks the event loop for good: what needs the loop is no sure way out.
+and then the 31st write blocks the event loop forever. So the exit must not depend on the loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRACE_S, RESTORE_S = 2.0, 0.5
 READ_BYTES = 4096
 POLL_S, TOLD_S = 0.1, 0.1
 FEW = 8
-"""Characters that one key can send."""
+"""Largest number of characters that one key sends."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -104,7 +104,7 @@ class TerminalDriver(LinuxDriver):
                 self._say_ignored()
 
     def _say_ignored(self) -> None:
-        """Says it at once, and again when the burst is over."""
+        """Shows that input is ignored, at once and again when the burst is over."""
         self._ignored = True
         if (now := time.monotonic()) - self._told >= TOLD_S:
             self._told = now
@@ -139,8 +139,8 @@ class TerminalDriver(LinuxDriver):
     def _end_now(self) -> None:
         """Ends a process whose loop did not, because the terminal reads nothing.
 
-        What waits for it is dropped and the writer is turned away, so that there is room for what
-        restores it; so is what was typed, which the shell would run.
+        Pending output is dropped and the writer redirected to /dev/null, so that the terminal has
+        room for `RESTORE`. Typed input is dropped too, because the shell would run it.
         """
         if not self._ends.acquire(blocking=False):
             return

@@ -1,4 +1,4 @@
-"""The reading side of the screen: one thread polls, one immutable snapshot a second comes out.
+"""Polls the run for the screen in one thread; delivers an immutable snapshot each second.
 
 A thread of our own, a daemon: a directory that does not answer blocks neither the screen nor
 its exit (the interpreter waits for the threads of an executor).
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 GLANCE_S = 0.25
 LOOK_BYTES = 1 << 20
-"""Records read between two snapshots: the screen shows a long run while it is still being read."""
+"""Bytes of records read between two snapshots, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
-"""Small files whose change is a change of state: looked at four times a second."""
+"""Small files whose change is a change of state; they are checked four times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Feed:
         self.paused = False
         """Leaves new log lines unread until the display resumes."""
         self.followed_at = 0.0
-        """Time at which another launch was chosen (monotonic): an older snapshot is not of it."""
+        """Time at which another launch was chosen (monotonic s); older snapshots are not of it."""
         self._reading_since: float | None = None
 
     def start(self) -> None:

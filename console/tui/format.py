@@ -1,4 +1,4 @@
-"""Numbers and ages as the screen shows them: rounded to what a glance can use."""
+"""Formats numbers, ages and durations for the screen, with few digits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def short_gib(mib: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Returns `98%`, right for a column of four or five."""
+    """Returns a percentage without decimals: `98%`."""
     return DASH if value is None or not math.isfinite(value) else f"{min(value, 99999):.0f}%"
 
 

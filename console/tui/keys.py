@@ -1,8 +1,8 @@
-"""The table of keys: bindings, footer, buttons, help, palette and documents are drawn from it.
+"""The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-Lower-case keys only look; upper-case keys act. The keys of actions are rows of
-`console.action_table`. Each other key is a row here, and a method `do_<id>` of each view that has
-it, or of the app.
+No lower-case letter affects a run; upper-case letters act, except E, G and N. The keys of actions
+are rows of `console.action_table`. Each other key is a row here, and a method `do_<id>` of each
+view that has it, or of the app.
 """
 
 from __future__ import annotations

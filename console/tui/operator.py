@@ -1,4 +1,4 @@
-"""The actions of the operator: confirmed on the screen, then executed beside it."""
+"""Asks for confirmation, then sends requests and launches in background threads."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Operator:
         self.ask(lambda state: confirmations.acknowledge(state, alert, text))
 
     def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None:
-        """Sends the change of a flag for the next phase; None takes the change back."""
+        """Sends the change of a flag for the next phase; None undoes the change."""
         if not launch.rest:
             self._screen.say(f"{launch.id} has no next phase: {name} would have no effect", "error")
             return

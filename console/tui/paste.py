@@ -1,6 +1,6 @@
 """Tells typed keys from pasted text where the terminal does not mark a paste.
 
-Nobody reads what a key has opened before the next key of a burst arrives, so that key does not act.
+In a burst nobody can read what a key opened before the next key arrives, so that key does not act.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Bursts:
         self._in_a_row = 0
 
     def is_pasting(self, now: float) -> bool:
-        """Says whether what comes now belongs to a paste; asked again, it still does later."""
+        """Returns whether input at `now` belongs to a paste, and then extends the paste."""
         if self._in_a_row <= PASTE_KEYS or now - self._last >= QUIET_S:
             return False
         self._last = now

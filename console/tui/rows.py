@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len, set_cell_size
 
 Span = tuple[str, str]
-"""A piece of text and the name of its style (`palette.STYLES`)."""
+"""A piece of text and the name of its style (`styles.STYLES`)."""
 Row = tuple[Span, ...]
 BLANK: Row = ()
 
@@ -63,7 +63,7 @@ def clip(row: Row, width: int) -> Row:
 
 
 def labelled(label: Span, lines: Iterable[str], style: str = "") -> list[Row]:
-    """Returns a row a line: the label before the first, its room before the others."""
+    """Returns one row per line: the label before the first, blanks before the others."""
     blank = (" " * cell_len(label[0]), "")
     return [(blank if index else label, (line, style)) for index, line in enumerate(lines)]
 

@@ -38,7 +38,7 @@ PLAIN = str.maketrans(
 )  # fmt: skip
 """One ASCII character for each one that the screen draws, so that columns keep their places."""
 ascii_only = False
-"""Of a terminal without UTF-8."""
+"""True for a terminal without UTF-8."""
 
 
 def drawn(text: str) -> str:

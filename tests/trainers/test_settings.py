@@ -273,6 +273,26 @@ def test_a_wrong_start_exits_with_13_and_one_sentence_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("module", ["trainers.ddp", "trainers.fsdp"])
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["extra"], 13, "unrecognized arguments"),
+        (["--set", "checkpoint.resume=/no/such"], 15, "has no verified checkpoint"),
+    ],
+    ids=["arguments", "training"],
+)
+def test_an_error_names_the_module_that_was_started(tmp_path, module, words, code, says):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--config", str(CONFIG), "--run-dir", str(tmp_path / "run"),
+         *words],
+        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{module}: ")
+    assert says in done.stderr
+
+
 def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

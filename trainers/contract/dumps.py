@@ -1,4 +1,4 @@
-"""Stack dumps that cannot kill a healthy process.
+"""Dumps the stacks of this process on SIGUSR1, without the risk of killing it.
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
 in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write

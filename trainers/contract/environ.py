@@ -12,7 +12,7 @@ TOKEN = "NSA_CONSOLE_TOKEN"
 CONFIG = "CONFIG"
 """Variable with the YAML file of a trainer that is started by hand without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
-"""Variables that the supervisor sets for torchrun; they tell the ranks their run."""
+"""Variables that the supervisor sets for torchrun; they identify the run for its ranks."""
 
 ALERT_PREFIX = "NSA_ALERT_"
 ALERT_NAMES = tuple(

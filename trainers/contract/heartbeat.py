@@ -1,4 +1,7 @@
-"""Heartbeat, version 1: one file per rank, one JSON object of at most 4 KiB per line."""
+"""Encodes and validates heartbeat records, version 1: one line of at most 4 KiB each.
+
+Each rank has one file; each line is one JSON object.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON lines: safe writing, and reading of files with any content.
+"""Reads and writes JSON lines: safe opening, typed fields, following of growing files.
 
 One `os.write` on an O_APPEND descriptor writes a whole line. A reader buffers the unfinished last
 line, skips and counts lines that it cannot parse, detects truncation and replacement, and reads a

@@ -1,4 +1,4 @@
-"""The contract in one rank: its pulse, heartbeat, stack dumps and halt.
+"""Connects a rank to its run: pulse, heartbeat, stack dumps and the agreement to halt.
 
 A torchrun program needs `join()` only:
 

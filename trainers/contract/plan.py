@@ -15,14 +15,14 @@ from trainers.contract.values import convert, takes
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters but tab and line feed, and halves of characters."""
+"""Control characters except tab and line feed, and surrogates."""
 LONGEST_BACKOFF_S = 600.0
 LIMITS: Mapping[str, tuple[float, float]] = {
     "nproc": (1, 1024), "gpus": (0, 1 << 20), "attempts": (1, 1000),
     "backoff_s": (0, LONGEST_BACKOFF_S), "threshold": (1e-9, 1e7), "for_s": (0, 1e7),
     "hook_every_s": (1, 86_400),
 }  # fmt: skip
-"""Smallest and largest value of a key, both allowed; of any other number, `ANY_SPAN`."""
+"""Smallest and largest allowed value by key; `ANY_SPAN` limits every other number."""
 ANY_SPAN = (1e-3, 1e7)
 Between = Literal["go", "ask"]
 BETWEEN: tuple[Between, ...] = get_args(Between)

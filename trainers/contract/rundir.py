@@ -1,4 +1,4 @@
-"""Names and paths of a launch and its runs, and safe functions to read and write them.
+"""Paths of launches and runs, safe file access, and the identity of processes.
 
 A launch directory holds one run directory per phase. Their content may come from other users, so
 links are not followed, only regular files are read, and sizes are bounded.
@@ -85,7 +85,7 @@ def rank_log(run: Path, attempt: int, rank: int) -> Path:
 
 
 def kept_log(log: Path) -> Path:
-    """Returns the path of the part of a log from before its last rotation."""
+    """Returns the path of the rotated file of a log."""
     return log.with_name(f"{log.name}.1")
 
 
@@ -151,7 +151,7 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
 
 
 class Home:
-    """An open directory that can be compared with the one at its path. Raises OSError."""
+    """An open directory; it detects another directory at its path. Raises OSError."""
 
     def __init__(self, path: Path):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

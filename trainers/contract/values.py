@@ -1,4 +1,4 @@
-"""Conversion of one value of a flag, setting or plan, and the sentence for a wrong one.
+"""Converts one value of a flag, setting or plan, and names the values it accepts.
 
 A kind is bool, int, float, str, or a tuple of choices.
 """

@@ -151,7 +151,7 @@ class Dashboard(View):
         log.display, log.styles.height = now.log > 0, now.log or 1
 
     def draw_again(self) -> None:
-        """Draws what is known for other charts or another time; the feed reads what they lack."""
+        """Draws the newest snapshot again; the feed then reads the series that it lacks."""
         if self.snapshot is not None:
             self.take(self.snapshot)
 

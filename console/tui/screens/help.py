@@ -1,4 +1,4 @@
-"""The help: the table of keys, for the view from which it was opened."""
+"""The help of a view, and `Reader`, an overlay that scrolls any rows."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def live_launch(snapshot: Snapshot | None) -> tuple[RunState, LaunchState] | Non
 def command_rows(title: str, line: str, routes: str, width: int, height: int) -> list[Row]:
     """Returns the command, wrapped; what is set in the environment stands out.
 
-    How the attention is really computed stands in the heading, or below it where that is too short.
+    The effective attention backend is in the heading, or below it where the heading is too short.
     """
     note = f"attention: {routes}" if routes else "y copies it"
     rows = [rule(title, width, note)]
@@ -90,7 +90,7 @@ class Command(DraftPanel):
 
 
 class Training(DraftPanel):
-    """Facts of the training; empty while a launch is under way, which shows it by itself."""
+    """Facts of the prepared training; empty while a launch is under way."""
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
         prepared = self.draft.prepared

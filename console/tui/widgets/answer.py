@@ -1,4 +1,7 @@
-"""The result of the last request; no height without one."""
+"""Shows the message of the last action or key for some seconds.
+
+Without a message it has no height.
+"""
 
 from __future__ import annotations
 

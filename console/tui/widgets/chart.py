@@ -19,7 +19,7 @@ from console.tui.widgets.lines import Panel
 
 LABEL = 6
 AXIS_HEIGHT = 7
-"""A chart this high has a time axis; in a lower one the title names the window."""
+"""Rows from which a chart has a time axis; in a lower one the title names the window."""
 WIDE = 50
 LEAST_HIGH = {"share": 0.1, "%": 100.0}
 """The axis of such a unit reaches at least this far."""

@@ -1,4 +1,7 @@
-"""The flags, now and next: a running process keeps the environment of its start."""
+"""The list of flags with the values of this phase and of the next one.
+
+They differ because a running process keeps the environment of its start.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def items(
     """Returns all flags of the registry, by group, with the value now and the one to come.
 
     `coming` is what the next phase gets, None where nothing comes or nothing is known of it;
-    `changed` is what the operator set for it. `between` is shown first where it can be chosen.
+    `changed` is what the operator set for it. `between` comes first, unless it is None.
     """
     found = [] if between is None else [Item(None, between, between, False)]
     for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
@@ -77,8 +80,8 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
 def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:
     """Returns (whether a press of space decides it, the value after it; None takes it back).
 
-    A bool goes: the other value, this value, back. A choice goes through its choices. Anything
-    else needs to be typed.
+    A bool changes to its other value, then to its present value, then to no change. A choice goes
+    through its choices. Anything else needs to be typed.
     """
     if flag.kind is bool:
         other = "0" if now.lower() in TRUE else "1"

@@ -1,4 +1,7 @@
-"""The last line: the keys of this view, drawn from the table of keys."""
+"""The last line of the screen: the keys of this view.
+
+They come from the table of keys.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ AMBER_S, RED_S = 3.0, 10.0
 FULL_NAME_WIDTH = 150
 LONGEST, GAP = 999, 2
 PUNCTUAL_S = 2.5
-"""A snapshot a second is due; only what is later than this adds to the age of the data."""
+"""A snapshot is due each second; only one that is later than this adds to the shown age."""
 
 
 def header_row(snapshot: Snapshot, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
@@ -123,7 +123,7 @@ def _armed(state: RunState, room: int) -> list[str]:
 
 
 class Header(Panel):
-    """Also ages without a new snapshot."""
+    """The age of the data also increases without a new snapshot."""
 
     paused = False
 

@@ -1,4 +1,4 @@
-"""Rows on the line API: only the cells that differ are sent to the terminal again."""
+"""The base widget: it shows rows of text and repaints only the cells that changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines as rows: source, level, and plain text."""
+"""The buffer of log lines (`LogBook`), and the panel that shows the newest ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phases of a launch or plan, what each proves, and its gates."""
+"""Renders phases, gates and preflight checks as rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def phase_rows(
     now: float, step: int | None = None, gates: Sequence[Gate] = (),
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states and what they prove; in a low panel those around the
-    current one, and only what the next decision is about proves."""
+    current one, and only what the phase to decide on proves."""
     words = {"ask": "L starts each next phase", "go": "starts the next phase while gates pass"}
     sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]
     finished = bool(phases) and phases[current].state == "completed"

@@ -1,4 +1,4 @@
-"""A list of rows with a cursor, a scroll offset and nothing that is not on the screen."""
+"""A list with a cursor that draws only its visible rows, and the keys that scroll it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from console.tui.rows import Row, fill, rule, safe, text_of
 from console.tui.widgets.lines import Lines
 
 MARK = "› "
-"""Stands before the chosen row: it can be told without colour, and without the focus."""
+"""Marks the chosen row, also without colour and without the focus."""
 GUTTER = len(MARK)
 END = 1 << 40
 """More rows than there can be."""
