@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: console demo test check faults soak validate bench pictures clean setup
+.PHONY: console demo test check faults drills soak validate bench pictures clean setup
 .DELETE_ON_ERROR:
 
 console: $(VENV)/.run
@@ -23,6 +23,9 @@ check: $(VENV)/.dev
 
 faults: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults $(ARGS)
+
+drills: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.drills $(ARGS)
 
 soak: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak $(ARGS)

@@ -58,12 +58,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def publish(name: str, title: str, body: str, notes: str = "") -> None:
-    """Prints a result and writes it to `results/<name>.md`."""
+def publish(name: str, title: str, body: str, notes: str = "", module: str = "") -> None:
+    """Prints a result and writes it to `results/<name>.md`; `module` is the one that ran."""
     load = os.getloadavg()[0]
     text = (
         f"# {title}\n\n{body}\n\n{notes}\n\n"
-        f"Command: `{' '.join(['python', '-m', f'benchmarks.{name}', *sys.argv[1:]])}`. "
+        f"Command: `{' '.join(['python', '-m', f'benchmarks.{module or name}', *sys.argv[1:]])}`. "
         f"Commit: {commit()}. Machine: {machine()}. Load: {load:.1f}.\n"
     ).replace("\n\n\n\n", "\n\n")
     RESULTS.mkdir(exist_ok=True)

@@ -148,6 +148,10 @@ class Verdict:
     step: int | None
     sure: Sure
     evidence: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()
+    """Signs that name another rank, and evidence that is not available."""
+    action: str = ""
+    """The next step of an operator, "" where none is known."""
 
 
 @dataclass(frozen=True, slots=True)

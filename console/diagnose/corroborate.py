@@ -45,6 +45,8 @@ def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
         own = now.progress.get(0)
         if own is None:
             return "rank 0 has no record"
+        if bad(own) is False:
+            return "rank 0 records another value"
         others = {rank: p for rank, p in now.progress.items() if rank and bad(p) is not None}
         found = {rank: bad(p) for rank, p in others.items() if p.step >= own.step}
         if any(found.values()):

@@ -104,8 +104,10 @@ class History:
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings: Mapping[str, Any] = settings or {}
-        self.nonfinite = self.zero_grads = self.collapsed = 0
-        """Numbers of consecutive progress records of rank 0 with each condition."""
+        self.nonfinite: dict[int, int] = {}
+        """Number of consecutive progress records with a non-finite loss, by rank."""
+        self.zero_grads = self.collapsed = 0
+        """Numbers of consecutive progress records of rank 0."""
         self.uniform_steps: int | None = None
         self.rate_ratio: float | None = None
         """An upper bound of new ÷ old throughput, by the records."""
@@ -133,6 +135,9 @@ class History:
         self._update_clock(now.ts - now.mono, now.mono)
         for progress in now.fresh:
             self._update_own(progress)
+            if progress.loss is not None:
+                before = self.nonfinite.get(progress.rank, 0)
+                self.nonfinite[progress.rank] = 0 if math.isfinite(progress.loss) else before + 1
             if progress.rank == 0:
                 self._update_progress(progress)
         if self._unrated and now.mono - self._rated_at >= RATED_EVERY_S:
@@ -179,9 +184,7 @@ class History:
             self.jump_s, self._offset = 0.0, offset
 
     def _update_progress(self, progress: Progress) -> None:
-        loss, norm = progress.loss, progress.grad_norm
-        if loss is not None:
-            self.nonfinite = 0 if math.isfinite(loss) else self.nonfinite + 1
+        norm = progress.grad_norm
         if norm is not None:
             self.zero_grads = self.zero_grads + 1 if norm == 0 else 0
         self._update_gate(progress)

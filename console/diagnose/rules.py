@@ -140,9 +140,17 @@ def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
     return measure
 
 
-_non_finite = _consecutive(
-    lambda history: history.nonfinite, "the loss of step {step} is not finite"
-)
+def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Counts the consecutive records of the rank that has most of them, the lowest rank first."""
+    if not now.progress:
+        return None
+    counts = history.nonfinite
+    rank = max(now.progress, key=lambda each: (counts.get(each, 0), -each))
+    of = f" of rank {rank}" if rank else ""
+    text = f"the loss{of} of step {now.progress[rank].step} is not finite"
+    return Measured(float(counts.get(rank, 0)), text)
+
+
 _zero_gradient = _consecutive(
     lambda history: history.zero_grads,
     "the gradient norm is zero in {count} consecutive records up to step {step}",

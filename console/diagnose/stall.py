@@ -16,7 +16,7 @@ from console.sources.pace import RECORDS_LATE_S, SAFETY
 from console.sources.reducer import NO_RECORDS, Head
 from trainers.contract import jsonl
 from trainers.contract.plan import Watch
-from trainers.contract.pulse import CODES
+from trainers.contract.pulse import ORDER
 
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
@@ -62,13 +62,15 @@ class RankEvidence:
     @property
     def position(self) -> tuple[int, int, int]:
         """Its progress, in an order: step, phase of the step, collectives."""
-        return self.step, CODES.get(self.phase, -1), self.collectives
+        return self.step, ORDER.get(self.phase, -1), self.collectives
 
     @property
     def place(self) -> str:
         """Its phase and step in words: "forward of step 41"."""
         if not self.phase:
             return "start-up (no pulse)"
+        if self.phase == "step":
+            return f"step {self.step} (phase not reported)"
         return self.phase if self.phase in STARTING_PHASES else f"{self.phase} of step {self.step}"
 
 

@@ -24,12 +24,13 @@ from trainers.contract.plan import Watch
 
 NAMED_AFTER_S = 3.0
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
+TRACED = "t"
 EVIDENCE_LINES = 64
 LOOK_AT_STACKS = "dump the stacks to see the cause"
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class Case:
     """All ranks that still run, the slowest of them, and those that have exited."""
 
     running: tuple[RankEvidence, ...]
@@ -72,7 +73,7 @@ class _Case:
         )
 
 
-def _stopped(case: _Case) -> Verdict | None:
+def _stopped(case: Case) -> Verdict | None:
     """Names stopped ranks, unless the run stalls because of another rank that is slower."""
     found = case.in_state(STOPPED_STATES)
     if not found:
@@ -81,41 +82,48 @@ def _stopped(case: _Case) -> Verdict | None:
     slower = case.slowest[0].position < first.position
     if slower and case.stalled:
         return None
+    traced = first.state == TRACED
+    found = [each for each in found if (each.state == TRACED) == traced]
+    how = "traced by a debugger" if traced else "stopped (SIGSTOP)"
     return case.verdict(
-        first, "stopped", "medium" if slower else "high",
-        f"{_verb(found, 'is', 'are')} stopped (SIGSTOP or a debugger) in {first.place}, last "
-        f"progress at {case.since(first)}",
-        _resume(found), _others(case, found),
+        first, "traced" if traced else "stopped", "medium" if slower else "high",
+        f"{_verb(found, 'is', 'are')} {how} in {first.place}, last progress at {case.since(first)}",
+        "detach the debugger; kill -CONT has no effect" if traced else resume(found),
+        others(case, found),
     )  # fmt: skip
 
 
-def _exited(case: _Case) -> Verdict | None:
-    """Names ranks whose process is gone while others still run."""
+def _exited(case: Case) -> Verdict | None:
+    """Names ranks whose process is gone while others still run, or have exited because of it."""
     found = case.in_state(ENDED_STATES)
-    if not found or len(found) == len(case.running):
+    if not found or (len(found) == len(case.running) and not case.exited):
         return None
     first = found[0]
     zombie = " and was not reaped (its parent does not run)" if first.state == "Z" else ""
     return case.verdict(
         first, "exited", "high",
         f"{names(found)} exited{zombie} in {first.place}, last progress at {case.since(first)}",
-        _others(case, found),
+        others(case, found), _exits(case.exited),
     )  # fmt: skip
 
 
-def _uninterruptible(case: _Case) -> Verdict | None:
-    """Names the slowest rank where it sleeps in the kernel."""
-    first = case.slowest[0]
-    if not case.stalled or first.state != "D":
+def _uninterruptible(case: Case) -> Verdict | None:
+    """Names a rank that sleeps in the kernel, the slowest of them."""
+    found = [
+        each for each in case.running
+        if each.state == "D" and each.unchanged_s > limit_s(each, case.watch)
+    ]  # fmt: skip
+    if not case.stalled or not found:
         return None
+    first = min(found, key=lambda each: each.position)
     return case.verdict(
-        first, "uninterruptible", "medium",
-        f"{_stalled(case, [first])} in uninterruptible sleep",
-        "check the disk, the network file system and the driver", _others(case, [first]),
+        first, "disk", "medium",
+        f"{stalled(case, [first])} in uninterruptible sleep",
+        "check the disk, the network file system and the driver", others(case, [first]),
     )  # fmt: skip
 
 
-def _exited_early(case: _Case) -> Verdict | None:
+def _exited_early(case: Case) -> Verdict | None:
     """Names ranks that exited before the others were done; a rank that saves needs no other."""
     slow = case.slowest[0]
     early = [each for each in case.exited if each.step <= slow.step]
@@ -126,22 +134,22 @@ def _exited_early(case: _Case) -> Verdict | None:
     return case.verdict(
         first, "exited-early", "high" if certain else "medium",
         f"{_exits(early)} at step {first.step} before the other ranks",
-        f"no progress since {case.since(slow)}", _others(case, [first]),
+        f"no progress since {case.since(slow)}", others(case, [first]),
     )  # fmt: skip
 
 
-def _slowest_rank(case: _Case) -> Verdict | None:
+def _slowest_rank(case: Case) -> Verdict | None:
     """Names the slowest ranks. Their pulse alone says so, so the verdict is never sure."""
     if not case.stalled or len(case.slowest) == len(case.running):
         return None
     return case.verdict(
         case.slowest[0], "slowest-rank", "medium",
-        _stalled(case, case.slowest), _others(case, case.slowest), _exits(case.exited),
+        stalled(case, case.slowest), others(case, case.slowest), _exits(case.exited),
         LOOK_AT_STACKS,
     )  # fmt: skip
 
 
-def _all_ranks(case: _Case) -> Verdict | None:
+def _all_ranks(case: Case) -> Verdict | None:
     """Names all ranks: they stall at the same place, or there is only one."""
     if not case.stalled:
         return None
@@ -149,17 +157,25 @@ def _all_ranks(case: _Case) -> Verdict | None:
     certain = alone and not why_unconfirmed(case.running, case.watch)
     return case.verdict(
         case.running[0] if alone else None, "all-ranks", "high" if certain else "low",
-        _stalled(case, case.running), _exits(case.exited),
-        "" if alone else "no rank is slower than the others", LOOK_AT_STACKS,
+        stalled(case, case.running), _exits(case.exited),
+        "" if alone else "the pulses show no rank behind another", LOOK_AT_STACKS,
     )  # fmt: skip
 
 
-KERNEL_CAUSES = ("stopped", "exited")
+KERNEL_CAUSES = ("stopped", "traced", "exited")
 """Causes that the kernel confirms."""
-CAUSES: tuple[Callable[[_Case], Verdict | None], ...] = (
+CAUSES: tuple[Callable[[Case], Verdict | None], ...] = (
     _stopped, _exited, _uninterruptible, _exited_early, _slowest_rank, _all_ranks,
 )  # fmt: skip
 """The first one that applies gives the verdict."""
+
+
+def case_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Case | None:
+    """Returns the ranks with a usable pulse, None where none of them still runs."""
+    usable = [each for each in ranks if not each.doubt]
+    running = tuple(each for each in usable if each.phase != "exit")
+    exited = tuple(each for each in usable if each.phase == "exit")
+    return Case(running, slowest(running), exited, watch, ts) if running else None
 
 
 def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict | None:
@@ -167,14 +183,11 @@ def diagnose(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Verdict 
 
     A rank without a usable pulse is never named, and makes every other verdict unsure.
     """
-    usable = [each for each in ranks if not each.doubt]
-    running = tuple(each for each in usable if each.phase != "exit")
-    exited = tuple(each for each in usable if each.phase == "exit")
-    if not running:
+    case = case_of(ranks, watch, ts)
+    if case is None:
         return None
-    case = _Case(running, slowest(running), exited, watch, ts)
     found = next((verdict for cause in CAUSES if (verdict := cause(case))), None)
-    if found is None or len(usable) == len(ranks) or found.cause in KERNEL_CAUSES:
+    if found is None or not any(each.doubt for each in ranks) or found.cause in KERNEL_CAUSES:
         return found
     return replace(found, sure="low", sentence=f"{found.sentence}; {unusable_pulses(ranks)}")
 
@@ -184,7 +197,7 @@ def _verb(ranks: Sequence[RankEvidence], one: str, many: str) -> str:
     return f"{names(ranks)} {one if len(ranks) == 1 else many}"
 
 
-def _stalled(case: _Case, ranks: Sequence[RankEvidence]) -> str:
+def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
     who, first = _verb(ranks, "has", "have"), ranks[0]
     return f"{who} been stalled in {first.place} since {case.since(first)}"
 
@@ -199,13 +212,13 @@ def _exits(ranks: Sequence[RankEvidence]) -> str:
     return f"{names(ranks)} exited" + (f" (code {', '.join(map(str, codes))})" if codes else "")
 
 
-def _resume(ranks: Sequence[RankEvidence]) -> str:
+def resume(ranks: Sequence[RankEvidence]) -> str:
     """Returns the command that resumes stopped ranks."""
     pids = " ".join(str(each.pid) for each in sorted(ranks, key=lambda each: each.rank))
     return f"kill -CONT {pids} resumes {'it' if len(ranks) == 1 else 'them'}"
 
 
-def _others(case: _Case, named: Sequence[RankEvidence]) -> str:
+def others(case: Case, named: Sequence[RankEvidence]) -> str:
     """Returns what the other running ranks do, grouped by what they do and where."""
     first = named[0]
     groups: dict[tuple[str, str], list[RankEvidence]] = {}
@@ -225,7 +238,7 @@ def _doing(rank: RankEvidence, named: RankEvidence) -> str:
 
 def _group(ranks: Sequence[RankEvidence], doing: str, place: str) -> str:
     if doing == "stopped":
-        return f"{_verb(ranks, 'is', 'are')} stopped in {place} ({_resume(ranks)})"
+        return f"{_verb(ranks, 'is', 'are')} stopped in {place} ({resume(ranks)})"
     if doing == "slower":
         return f"{_verb(ranks, 'is', 'are')} slower, in {place}"
     return f"{_verb(ranks, 'waits', 'wait')} in {place}"

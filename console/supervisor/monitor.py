@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from console.diagnose.causes import explain
 from console.diagnose.readings import Readings
 from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses, why_unconfirmed
-from console.diagnose.verdict import diagnose
+from console.diagnose.verdict import case_of, diagnose
 from console.diagnose.watch import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
 from console.sources.pace import Progress
 from console.sources.reducer import Head
+from console.supervisor.evidence import Collector
 from console.supervisor.sampling import Sampler
 from console.supervisor.services import AttemptOwner, RunContext
 from trainers.contract import VERSION, jsonl, rundir
@@ -48,6 +50,7 @@ class Monitor:
         self._changing: set[int] = set()
         """The ranks whose pulse has changed since."""
         self._actions: list[Change] = []
+        self._evidence = Collector(context.services.directory, context.path)
 
     def on_stall(self) -> tuple[str, str]:
         """Returns the action on a stall, and the sentence that also says when it is due."""
@@ -79,6 +82,7 @@ class Monitor:
     def reset(self) -> None:
         """Drops the verdict and its alerts, because no sample was taken."""
         self.verdict = None
+        self._evidence.clear()
         for alert in (STALL, HALT_PENDING, PULSE):
             self._alerts.clear(alert, "the watch rules are not evaluated")
 
@@ -91,16 +95,34 @@ class Monitor:
         actions, self._actions = self._actions, []
         return actions
 
+    def pop_dump_wanted(self) -> frozenset[int]:
+        """Returns the ranks whose stacks became needed as evidence since the last call."""
+        wanted, self._evidence.wants_dump = self._evidence.wants_dump, frozenset()
+        return wanted
+
     # --- the verdict ---------------------------------------------------------------------------
 
     def _diagnose(self, seen: Sequence[RankEvidence], halting: bool) -> None:
         self._check_pulses(seen)
-        self._set_verdict(diagnose(seen, self._watch, time.time()))
+        self._set_verdict(self._explained(seen, diagnose(seen, self._watch, time.time())))
         if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
             text = "a halt was requested; ranks stop at the end of a step, and this run is stalled"
             self._alerts.raise_(HALT_PENDING, text, "crit", "K")
         else:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
+
+    def _explained(self, seen: Sequence[RankEvidence], found: Verdict | None) -> Verdict | None:
+        """Returns the verdict with its cause, once the evidence about the stall is complete."""
+        if found is None:
+            self._evidence.clear()
+            return None
+        self._context.observers.run("evidence", lambda: self._evidence.poll(seen), None)
+        case, evidence = case_of(seen, self._watch, time.time()), self._evidence.complete
+        if case is None or evidence is None or any(each.doubt for each in seen):
+            return found
+        return self._context.observers.run(
+            "diagnosis", lambda: explain(found, case, evidence), found
+        )
 
     def _check_pulses(self, seen: Sequence[RankEvidence]) -> None:
         """Raises an alert while a stall cannot be detected because a pulse cannot be trusted."""
@@ -130,8 +152,7 @@ class Monitor:
             why = "the ranks are being ended" if self._ending else "the ranks step again"
             self._alerts.clear(STALL, why)
             return
-        place = (verdict.cause, verdict.rank, verdict.phase, verdict.step)
-        if before is not None and place == (before.cause, before.rank, before.phase, before.step):
+        if before is not None and _says(verdict) == _says(before):
             self.verdict = replace(verdict, ts=before.ts)
             return
         path = self._context.path / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
@@ -163,6 +184,12 @@ class Monitor:
                 self._alerts.clear(name, change.text)
         elif name != STALL:
             self._alerts.raise_(name, change.text, change.level)
+
+
+def _says(verdict: Verdict) -> tuple[object, ...]:
+    """Returns the parts of a verdict whose change makes it a new one; times change always."""
+    place = verdict.rank, verdict.phase, verdict.step
+    return verdict.cause, verdict.sure, verdict.action, *place
 
 
 def _withheld(rule: str) -> str:

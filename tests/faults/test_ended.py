@@ -172,7 +172,7 @@ def test_a_rank_that_sleeps_uninterruptibly_is_said_and_not_killed(scene, run, o
         try:
             words = scene.inject(
                 run, lambda: order(orders, 1, f"write {mount / 'file'}"),
-                verdict_of("uninterruptible"),
+                verdict_of("disk"),
             )  # fmt: skip
             assert process.state(pids[1]) == "D"
         finally:

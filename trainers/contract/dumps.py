@@ -59,12 +59,21 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 
 
 def _flight_record() -> str:
-    """Returns torch's collective flight record as JSON, "" without one."""
+    """Returns torch's collective flight record as JSON, "" without one.
+
+    NCCL has a recorder of its own, which torch has only where it was built with CUDA. Then the
+    documents of both recorders are the list "recorders".
+    """
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-    dump = getattr(distributed, "_dump_fr_trace_json", None)
-    if dump is None:
-        return ""
+    found = [
+        _recorded(dump) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+        if (dump := getattr(distributed, name, None)) is not None
+    ]  # fmt: skip
+    return f'{{"recorders":[{",".join(found)}]}}' if len(found) > 1 else "".join(found)
+
+
+def _recorded(dump: Callable[[bool, bool], bytes | str]) -> str:
     try:
         record = dump(True, False)
     except (RuntimeError, TypeError) as error:
@@ -102,7 +111,7 @@ class StackDumper:
         self.count = 0
         self._main = threading.main_thread().ident or 0
         self._scratch = _scratch()
-        self._flight, self._last_error, self._copy_is_queued = "", "", False
+        self._flight, self._last_error, self._copy_is_queued = (0, ""), "", False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._wake_read, True)
         self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
@@ -143,7 +152,8 @@ class StackDumper:
             self.count += 1
             try:
                 os.write(self._fd, self._threads_text().encode("utf-8", "replace"))
-                self._flight = _flight_record()
+                # With its time: the copy waits for as long as the run directory hangs.
+                self._flight = time.time_ns(), _flight_record()
                 if not self._copy_is_queued:
                     self._copy_is_queued = True
                     self._later(self._save)
@@ -152,10 +162,10 @@ class StackDumper:
 
     def _save(self) -> None:
         """Copies all new dumps and the newest flight record to the run directory."""
-        self._copy_is_queued, record = False, self._flight
+        self._copy_is_queued, (at_ns, record) = False, self._flight
         self._copy_to_run()
         if record:
-            name = f"flight_rank{self._rank}_{time.time_ns() // 1_000_000}.json"
+            name = f"flight_rank{self._rank}_{at_ns // 1_000_000}.json"
             rundir.write_atomic(self._run / name, record)
             for old in sorted(self._run.glob(f"flight_rank{self._rank}_*.json"))[:-8]:
                 old.unlink(missing_ok=True)

@@ -7,12 +7,17 @@ A torchrun program needs `join()` only:
         if run.step(step, loss=loss):
             break
 
-The console then shows its ranks, dumps their stacks and halts them at the same step.
+The console then shows its ranks, dumps their stacks and halts them at the same step. Two lines more
+report a phase, so that a verdict names it and an evaluation or a save is no stall:
+
+        with run.phase("eval"):
+            evaluate()
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import signal
@@ -20,14 +25,14 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainers.contract import VERSION, dumps, environ, rundir
-from trainers.contract.errors import UsageError
+from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.pulse import PulseWriter, mapped
 from trainers.contract.recorder import STDOUT, Recorder
 
@@ -37,6 +42,8 @@ HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
 """Records that carry the number of steps with a non-finite loss."""
+STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
+"""The phases that a program may report within a step."""
 _BOARD = struct.Struct("<qqq")
 _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 """Marks on the board: a requested halt, and a step that rank 0 decided on."""
@@ -228,8 +235,23 @@ class Joined(Member):
             self.beat("halt", self._last_step, reason=self._reason)
             return True
         self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
-        self.pulse.set(step, "forward")
+        self.pulse.set(step, "step")
         return False
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Marks a phase of this step, for example "fetch" or "eval", for the time of a `with`.
+
+        Evaluation and saving have stall limits of their own. Raises UsageError for another name.
+        """
+        if name not in STEP_PHASES:
+            raise UsageError(f"there is no phase {name!r}{did_you_mean(name, STEP_PHASES)}")
+        before = self.pulse.phase
+        self.pulse.set(self._last_step, name)
+        try:
+            yield
+        finally:
+            self.pulse.set(self._last_step, before)
 
     def _end_step(self, **figures: Any) -> None:
         if self._in_step:

@@ -25,9 +25,12 @@ LATEST_S = 1e10
 MAGIC = 0x4E534150
 PHASES = (
     "boot", "load", "fetch", "forward", "backward", "optimizer", "log", "eval", "save", "halt",
-    "exit",
+    "exit", "step",
 )  # fmt: skip
+"""The phases by code; "step" is a step whose phase the program has not reported."""
 CODES = {phase: code for code, phase in enumerate(PHASES)}
+ORDER = {p: place for place, p in enumerate((*PHASES[:2], "step", *PHASES[2:-1]))}
+"""The order of the phases in a step: one that is not reported is before the reported ones."""
 _BODY = struct.Struct("<IIqqqddqqqqq152x")
 _SEQUENCE = struct.Struct("<Q")
 _END = SIZE_BYTES - _SEQUENCE.size

@@ -16,7 +16,13 @@ from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.picker import GUTTER, Picker, Scrolls
 from console.tui.widgets.ranks import PROCESS_WORDS, Cells, lives, place_cells, unmeasured
-from console.tui.widgets.stacks import stack_rows, top_frame, whole_rows
+from console.tui.widgets.stacks import (
+    needs_tree,
+    stack_rows,
+    top_frame,
+    tree_rows,
+    whole_rows,
+)
 
 VERDICT = "VERDICT  "
 STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
@@ -122,8 +128,11 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
     rows = [rule("evidence", width, sure)]
     if verdict is None:
         return [*rows, ((CALM.get(state.state, "none"), "dim"),)]
-    for sign in verdict.evidence:
-        rows += labelled(("+ ", "info"), wrap(sign, width - 3, 2))
+    if verdict.action:
+        rows += labelled(("→ ", "info"), wrap(verdict.action, width - 3, 2), "strong")
+    signs = [("+ ", sign) for sign in verdict.evidence] + [("- ", no) for no in verdict.against]
+    for mark, sign in sorted(signs, key=lambda each: each[1].startswith("rank ")):
+        rows += labelled((mark, "info"), wrap(sign, width - 3, 2))
     return rows[:height]
 
 
@@ -136,8 +145,11 @@ class StacksPanel(Panel):
             return []
         odd = state.verdict.rank if state.verdict else None
         ranks = [rank.rank for rank in state.ranks]
-        self.first = min(self.first, max(0, max(len(ranks), len(snapshot.stacks)) - 1))
-        return stack_rows(snapshot.stacks, ranks, odd, width, height, snapshot.now, self.first)
+        stacks, is_tree = snapshot.stacks, needs_tree(snapshot.stacks, ranks, width)
+        self.first = min(self.first, max(0, max(len(ranks), len(stacks)) - 1 + is_tree))
+        if is_tree and not self.first:
+            return tree_rows(stacks, ranks, odd, width, height, snapshot.now)
+        return stack_rows(stacks, ranks, odd, width, height, snapshot.now, self.first - is_tree)
 
 
 class Stall(Scrolls, View):

@@ -1,16 +1,19 @@
-"""Stacks of all ranks side by side, the odd one first."""
+"""Stacks of all ranks, the odd one first: as a tree, or side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
+from console.diagnose.stack_classes import Node, Where, is_of_torch, merge, where
 from console.diagnose.stall import spans
 from console.sources.stacks import Frame, Stack, own
 from console.tui import format as fmt
-from console.tui.rows import Row, columns, rule
+from console.tui.rows import Row, clip, columns, fill, flowed, rule
 
 LEAST_WIDTH = 36
+LABEL_WIDTH = 14
+MAX_INDENT = 8
 
 
 def grouped(stacks: Mapping[int, Stack]) -> list[list[Stack]]:
@@ -90,6 +93,106 @@ def _column(
 def _silent(rank: int, odd: int | None) -> list[tuple[str, str]]:
     style = "crit" if rank == odd else "strong"
     return [(f"rank {rank}", style), ("no dump: the rank did not respond", "dim")]
+
+
+def needs_tree(stacks: Mapping[int, Stack], ranks: Sequence[int], width: int) -> bool:
+    """Returns whether there are too many ranks to compare them side by side."""
+    return len(stacks) > 2 or (bool(stacks) and len(ranks) * LEAST_WIDTH > width)
+
+
+def tree_rows(
+    stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None, width: int, height: int,
+    now: float,
+) -> list[Row]:  # fmt: skip
+    """Returns the frames that ranks have in common, and where each group waits.
+
+    Only stacks of the newest dump are merged. Where not all frames fit, each group that waits has
+    one row with its own code.
+    """
+    newest = max(stack.ts for stack in stacks.values())
+    merged = {rank: stack for rank, stack in stacks.items() if stack.ts == newest}
+    silent = [rank for rank in ranks if rank not in stacks]
+    old = sorted(set(stacks) - set(merged))
+    apart = ((silent, "no dump: the rank did not respond", "crit" if odd in silent else "strong"),
+             (old, "an older dump only", "warn"))  # fmt: skip
+    head = [
+        ((fill(rank_list(which), LABEL_WIDTH), style), (f" {text}", "dim"))
+        for which, text, style in apart if which
+    ]  # fmt: skip
+    groups = list(_groups(merge(merged), merged, 0, odd, "strong"))
+    rows = head + [row for group in groups for row in _group_rows(*group, width)]
+    if len(rows) > height - 1:
+        ends = [(ranks, style, at) for ranks, _, style, at, _ in groups if at]
+        rows = head + [_short_row(*end, width) for end in ends]
+    if len(rows) > height - 1:
+        left = len(rows) - height + 2
+        rows = [*rows[: max(0, height - 2)], ((f"and {left} more groups", "dim"),)]
+    note = f"{fmt.age(now - newest)} ago  outermost first  → by rank  enter whole"
+    return [rule("stacks", width, note), *rows][:height]
+
+
+Group = tuple[tuple[int, ...], int, str, Where | None, list[Frame]]
+"""Ranks, depth, style, class where they end, and the frames that they share with no other."""
+
+
+def _groups(
+    node: Node, stacks: Mapping[int, Stack], depth: int, odd: int | None, style: str
+) -> Iterator[Group]:
+    """Yields the groups of a tree; those that end in a frame in which others continue, apart."""
+    frames = [node.frame] if node.frame else []
+    while len(node.children) == 1 and node.children[0].ranks == node.ranks:
+        node = node.children[0]
+        frames += [node.frame] if node.frame else []
+    continued = {rank for child in node.children for rank in child.ranks}
+    ends: dict[Where, list[int]] = {}
+    for rank in node.ranks:
+        if rank not in continued:
+            ends.setdefault(where(stacks[rank]), []).append(rank)
+    if len(ends) == 1 and not continued:
+        yield node.ranks, depth, style, next(iter(ends)), frames
+        return
+    if frames:
+        yield node.ranks, depth, style, None, frames
+        depth += 1
+    sizes = [len(held) for held in (*ends.values(), *(each.ranks for each in node.children))]
+
+    def styled(ranks: Sequence[int]) -> str:
+        if odd in stacks:
+            return "crit" if odd in ranks else "strong"
+        return "crit" if style == "crit" or len(ranks) < max(sizes) else "strong"
+
+    for at, held in ends.items():
+        yield tuple(held), depth, styled(held), at, []
+    for child in sorted(node.children, key=lambda child: odd not in child.ranks):
+        yield from _groups(child, stacks, depth, odd, styled(child.ranks))
+
+
+def _group_rows(
+    ranks: Sequence[int], depth: int, style: str, at: Where | None, frames: Sequence[Frame],
+    width: int,
+) -> list[Row]:  # fmt: skip
+    label = fill(rank_list(ranks), LABEL_WIDTH) + " " * min(1 + 2 * depth, MAX_INDENT)
+    parts: list[Row] = [((at.text, _text_style(style, at)),)] if at else []
+    for number, frame in enumerate(frames):
+        mark = " › " if number else "  " if at else ""
+        parts.append(((mark, "dim"), (frame.short, _frame_style(frame))))
+    lines = flowed(parts, width - len(label), 0)
+    blank = " " * len(label)
+    return [((blank if number else label, style), *line) for number, line in enumerate(lines)]
+
+
+def _short_row(ranks: Sequence[int], style: str, at: Where, width: int) -> Row:
+    label = (fill(rank_list(ranks), LABEL_WIDTH) + " ", style)
+    place = f"  {at.own.short}" if at.own and at.own.short not in at.text else ""
+    return clip((label, (at.text, _text_style(style, at)), (place, "")), width)
+
+
+def _text_style(style: str, at: Where) -> str:
+    return "warn" if at.kind == "native" else style if style == "crit" else ""
+
+
+def _frame_style(frame: Frame) -> str:
+    return "data" if is_of_torch(frame) else "dim" if frame.is_of_library else ""
 
 
 def whole_rows(stack: Stack, width: int) -> list[Row]:

@@ -48,13 +48,28 @@ SENTENCES = {
     ),
     "stopped": (
         (rank(0, "backward"), rank(1, state="T")), ("stopped", 1, "high"),
-        f"rank 1 is stopped (SIGSTOP or a debugger) in forward of step 41, last progress at "
+        f"rank 1 is stopped (SIGSTOP) in forward of step 41, last progress at "
         f"{SINCE}; kill -CONT 1001 resumes it; rank 0 waits in backward",
     ),
     "all stopped": (
         (rank(0, state="T"), rank(1, state="T")), ("stopped", 0, "high"),
-        "ranks 0-1 are stopped (SIGSTOP or a debugger) in forward of step 41, last progress at "
+        "ranks 0-1 are stopped (SIGSTOP) in forward of step 41, last progress at "
         f"{SINCE}; kill -CONT 1000 1001 resumes them",
+    ),
+    "traced": (
+        (rank(0, "backward"), rank(1, state="t")), ("traced", 1, "high"),
+        f"rank 1 is traced by a debugger in forward of step 41, last progress at {SINCE}; detach "
+        "the debugger; kill -CONT has no effect; rank 0 waits in backward",
+    ),
+    "not reaped, and the peer that lost it has exited": (
+        (replace(EXITED, step=41, code=14), rank(1, state="Z")), ("exited", 1, "high"),
+        "rank 1 exited and was not reaped (its parent does not run) in forward of step 41, last "
+        f"progress at {SINCE}; rank 0 exited (code 14)",
+    ),
+    "disk, and another rank is slower": (
+        (rank(0, "backward", state="D"), rank(1, "fetch")), ("disk", 0, "medium"),
+        f"rank 0 has been stalled in backward of step 41 since {SINCE} in uninterruptible sleep; "
+        "check the disk, the network file system and the driver; rank 1 is slower, in fetch",
     ),
     "stopped, and another rank is slower": (
         (rank(0, "backward", state="T"), rank(1, "fetch"), rank(2, "backward")),
@@ -71,15 +86,15 @@ SENTENCES = {
         "rank 1 exited and was not reaped (its parent does not run) in forward of step 41, last "
         f"progress at {SINCE}; rank 0 waits in backward",
     ),
-    "uninterruptible": (
-        (rank(0, "backward"), rank(1, "fetch", state="D")), ("uninterruptible", 1, "medium"),
+    "disk": (
+        (rank(0, "backward"), rank(1, "fetch", state="D")), ("disk", 1, "medium"),
         f"rank 1 has been stalled in fetch of step 41 since {SINCE} in uninterruptible sleep; "
         "check the disk, the network file system and the driver; rank 0 waits in backward",
     ),
     "all at the same place": (
         (rank(0, "backward"), rank(1, "backward")), ("all-ranks", None, "low"),
-        f"ranks 0-1 have been stalled in backward of step 41 since {SINCE}; no rank is slower than "
-        f"the others{DUMP}",
+        f"ranks 0-1 have been stalled in backward of step 41 since {SINCE}; the pulses show no "
+        f"rank behind another{DUMP}",
     ),
     "exited before the others": (
         (EXITED, rank(1, "backward", step=6), rank(2, "backward", step=6)),
@@ -192,7 +207,7 @@ def test_a_verdict_names_a_slowest_rank_or_one_that_is_stopped_or_has_exited(ran
         return
     named = next(each for each in ranks if each.rank == verdict.rank)
     lowest = min(each.position for each in ranks if each.phase != "exit")
-    away = named.phase == "exit" or named.state in ("T", "t", "Z", "gone")
+    away = named.phase == "exit" or named.state in ("T", "t", "D", "Z", "gone")
     assert named.position == lowest or away
 
 

@@ -15,6 +15,7 @@ from console.supervisor import monitor
 from console.supervisor.alerts import Alerts
 from console.supervisor.monitor import Monitor
 from console.supervisor.rundir_io import Directory
+from trainers.contract import rundir
 from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
@@ -26,6 +27,7 @@ SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None)
 def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, monkeypatch, late):
     """Pulses and records that stand still may be copies: the ranks themselves may step on."""
     events, second, directory = [], 0, Directory()
+    (tmp_path / rundir.VERDICTS).mkdir()
 
     def event(kind, text, level="info", **more):
         events.append((kind, more.get("alert", more.get("rule", "")), text))
@@ -46,8 +48,10 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
     context = SimpleNamespace(
         watch=WATCH, actions={"stall": "restart"}, path=tmp_path,
         reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),
-        observers=SimpleNamespace(alerts=Alerts(event, directory)),
-        services=SimpleNamespace(directory=SimpleNamespace(document=lambda path, record: None)),
+        observers=SimpleNamespace(
+            alerts=Alerts(event, directory), run=lambda name, look, otherwise: look()
+        ),
+        services=SimpleNamespace(directory=directory),
     )  # fmt: skip
     run = SimpleNamespace(event=event, publish=lambda: None, settings={})
     dog = Monitor(context, run, dict, late)

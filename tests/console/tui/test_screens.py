@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ from console.tui.widgets.alertline import alert_rows, notices
 from console.tui.widgets.header import header_row
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.ranks import rank_rows
-from console.tui.widgets.stacks import rank_list, stack_rows
+from console.tui.widgets.stacks import rank_list, stack_rows, tree_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, settled, until
@@ -472,6 +473,45 @@ def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
         await until(pilot, lambda: "stack of rank 1" not in picture(app))
 
     drive(app, body, size)
+
+
+@pytest.mark.parametrize("count", [8, 64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_stacks_of_many_ranks_are_merged_and_each_still_has_a_column(size, count, tmp_path):
+    dumps = Path(__file__).parents[1] / "diagnose" / "stacks"
+    for number in range(count - 1):
+        text = (dumps / f"loader.rank{int(number == 3)}.txt").read_text()
+        (tmp_path / f"stackdump_rank{number}_{int(NOW * 1000)}.txt").write_text(text)
+    app = app_on(recorded.running(count), run=tmp_path)
+
+    async def body(pilot):
+        await pilot.press("3")
+        await until(pilot, lambda: "waits for its data loader" in picture(app))
+        shown = lines(app)
+        at = next(i for i, line in enumerate(shown) if line.startswith("stacks ─"))
+        assert re.match(rf"{count - 1} +no dump", shown[at + 1])
+        assert re.match(r"3 +waits for its data loader  blocked.py", shown[at + 2])
+        assert any(
+            re.match(rf"0–2,4–{count - 2} +waits for its peers in backward  blocked.py", line)
+            for line in shown[at + 3 :]
+        )
+        await pilot.press("right")
+        await until(pilot, lambda: "rank 3 ◂ differs" in picture(app))
+        await pilot.press("left")
+        await until(pilot, lambda: "rank 3 ◂ differs" not in picture(app))
+
+    drive(app, body, size)
+
+
+def test_a_tree_in_few_rows_has_one_for_each_group_that_waits():
+    stacks = {r: stack(r, "wait", f"part{r}", "loop") for r in range(9)}
+    rows = [text_of(row) for row in tree_rows(stacks, range(9), 5, 80, 5, NOW + 1)]
+    assert len(rows) == 5
+    assert rows[1].split()[0] == "5"
+    assert rows[-1] == "and 6 more groups"
+    assert all(len(row) <= 80 for row in rows)
+    old = {0: dataclasses.replace(stacks[0], ts=NOW - 60), 1: stacks[1]}
+    assert "an older dump only" in text_of(tree_rows(old, range(2), None, 80, 5, NOW)[1])
 
 
 def test_every_view_lives_through_every_size():

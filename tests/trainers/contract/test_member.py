@@ -419,3 +419,28 @@ def test_a_dropped_record_leaves_its_number_free(tmp_path):
     assert member.recorder.close(10)
     assert [record["n"] for record in beats(tmp_path)] == [1, 3]
     assert member.pulse.records == 3
+
+
+PHASES = """
+from trainers.contract.member import join
+run = join()
+run.step(7)
+seen = [run.pulse.phase]
+with run.phase("eval"):
+    seen.append(run.pulse.phase)
+seen.append(run.pulse.phase)
+with open("seen", "w") as file:
+    print(*seen, file=file)
+with run.phase("evall"):
+    pass
+"""
+
+
+def test_a_phase_lasts_as_long_as_its_with_and_has_a_name_of_the_contract(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PHASES], env=environment(tmp_path), timeout=30, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert (tmp_path / "seen").read_text().split() == ["step", "eval", "step"]
+    reason = beats(tmp_path)[-1]["reason"]
+    assert reason == "UsageError: there is no phase 'evall'; did you mean 'eval'?"

@@ -1,0 +1,277 @@
+"""Injects one fault in each of many real runs, and scores the console's verdicts: `make drills`.
+
+`python -m benchmarks.drills [--only PATTERN] [--sample N] [--seed S] [--jobs N] [--json FILE]
+[--publish] [--list]`. Without a selection, or with `--publish`, it writes
+`benchmarks/results/diagnosis.md`. Every run has a directory of its own, and all of its processes
+are ended, also when this program is interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, publish
+from benchmarks.drill_cases import CASES, Case, chosen, truth
+from benchmarks.drill_inject import INJECT, PREPARE, Unavailable
+from benchmarks.drill_score import Result, Said, report, said_by, score
+from console import actions
+from console.sources import process
+from console.sources.run import RunSource
+from tests.launches import ENDED, Started, phase, write_plan
+from trainers.contract import rundir
+
+FLOOR_S = 5
+START_S, BOOT_START_S = 120, 30
+"""`watch.startup_s`; the shorter one for faults before the first step, which it bounds."""
+VERDICT_S, STABLE_S = 25.0, 6.0
+"""Longest wait for a verdict, and the time after which one that does not change is final."""
+REACH_S, LOOK_EVERY_S, CLEAN_S = 180.0, 0.1, 15.0
+ENDED_BY = re.compile(r"\brank (\d+)\b.*?\b(?:killed|exited|crashed|SIG[A-Z]+)\b")
+"""A reason for the end of a run that names a rank that exited."""
+
+
+class Interrupted(Exception):
+    """This program is to end."""
+
+
+class Drill:
+    """One case while it runs. `stop` is set when all cases are to end."""
+
+    def __init__(self, case: Case, folder: Path, stack: ExitStack, stop: threading.Event):
+        self._case, self._folder, self._stack, self._stop = case, folder, stack, stop
+        self._mechanism = case.fault.rpartition("-")[0]
+        self._started: Started
+
+    def run(self) -> Result:
+        """Launches, injects and waits for the verdict; returns what the console said."""
+        if self._mechanism in PREPARE:
+            PREPARE[self._mechanism](self._folder, self._stack)
+        self._launch()
+        struck = self._inject()
+        limit_s = VERDICT_S + (BOOT_START_S if self._case.in_boot else 0)
+        return Result(self._case, self._verdict(struck, limit_s))
+
+    def _launch(self) -> None:
+        case = self._case
+        workers = CASES.index(case) % 2 if case in CASES else 0
+        (self._folder / "fault").write_text(case.words)
+        words = [self._folder, "--workers", workers, *(["--phases"] if case.phases else [])]
+        plan = write_plan(
+            self._folder, nproc=case.world, phases=[phase("drilled", "drilled_ddp.py", *words)],
+            watch={
+                "stall_floor_s": FLOOR_S, "save_s": FLOOR_S, "eval_s": FLOOR_S, "grace_s": 3,
+                "startup_s": BOOT_START_S if case.in_boot else START_S,
+            },
+        )  # fmt: skip
+        options = actions.LaunchOptions(plan=str(plan), root=self._folder / "artifacts")
+        self._started = Started(actions.launch(options, "drills"))
+        self._stack.callback(clean, self._started)
+
+    def _until(self, reached: Callable[[], Any], limit_s: float) -> Any:
+        """Returns the first true value of `reached`, or a false one after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while not (value := reached()) and time.monotonic() < deadline:
+            if self._stop.wait(LOOK_EVERY_S):
+                raise Interrupted
+        return value
+
+    def _inject(self) -> float:
+        """Waits for the fault; returns the unix time at which it began."""
+        mark = self._folder / "reached"
+        self._until(lambda: mark.exists() or self._ended(), REACH_S)
+        if not mark.exists():
+            reason = RunSource(self._started.path).poll().why
+            raise Unavailable(f"the fault was not reached: {reason or 'no reason given'}")
+        inject, rank = INJECT.get(self._mechanism), self._case.rank
+        if inject is None or rank is None:
+            return float(mark.read_text())
+        inject(self._started, rank, self._folder, self._stack)
+        return time.time()
+
+    def _ended(self) -> bool:
+        return self._started.state().get("state") in ENDED
+
+    def _verdict(self, struck: float, limit_s: float) -> Said | None:
+        """Returns the newest verdict when it has not changed for a while, None without one."""
+        run, said, seen_at = self._started.run(), None, time.monotonic()
+        until = time.monotonic() + limit_s
+
+        def final() -> bool:
+            nonlocal said, seen_at
+            ended = self._ended()
+            found = newest(run, struck)
+            after_s = time.time() - struck
+            if found is not None:
+                first_s = said.first_s if said else after_s
+                new = said_by(found, first_s, after_s)
+                if said is None or same(said) != same(new):
+                    said, seen_at = new, time.monotonic()
+            still = said is not None and time.monotonic() - seen_at >= STABLE_S
+            return ended or still or (said is None and time.monotonic() >= until)
+
+        self._until(final, limit_s + STABLE_S)
+        if said is not None:
+            return said
+        after_s = time.time() - struck
+        found = asked(self._started.path) or self._end_reason()
+        return said_by(found, after_s, after_s) if found else None
+
+    def _end_reason(self) -> dict[str, Any] | None:
+        """Returns the rank that the console names as the reason for the end of the run."""
+        if not self._ended():
+            return None
+        why = RunSource(self._started.path).poll().why
+        named = ENDED_BY.search(why)
+        cause, rank = ("exited", int(named[1])) if named else ("unknown", None)
+        return {"cause": cause, "rank": rank, "sentence": why}
+
+
+def same(said: Said) -> tuple[object, ...]:
+    return said.cause, said.rank, said.phase, said.sure
+
+
+def newest(run: Path, since: float) -> dict[str, Any] | None:
+    """Returns the newest document in `verdicts/` that is not older than the fault."""
+    names = sorted((run / rundir.VERDICTS).glob("*.json"), key=lambda path: int(path.stem))
+    found = rundir.read_json(names[-1]) if names else None
+    return found if found and found.get("ts", 0.0) >= since else None
+
+
+def asked(path: Path) -> dict[str, Any] | None:
+    """Returns the verdict that `nsa-console diagnose --json` prints, None without this command."""
+    words = [sys.executable, "-m", "console", "diagnose", str(path), "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        return None
+    found = found.get("verdict", found) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and found.get("cause") else None
+
+
+def clean(started: Started) -> None:
+    """Ends all processes of a launch and waits until they are gone."""
+    until = time.monotonic() + CLEAN_S
+    while True:
+        started.clean()
+        tokens = [(rundir.read_json(run / rundir.RUN) or {}) for run in started.runs()]
+        names = [born.get("environment", {}).get("NSA_CONSOLE_TOKEN") for born in tokens]
+        left = [pid for name in names if name for pid in process.with_token(name)]
+        owned = rundir.is_alive(started.plan_state.get("supervisor", {}))
+        if not (left or owned) or time.monotonic() > until:
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def drill(case: Case, stop: threading.Event) -> Result:
+    """Runs one case in a directory of its own."""
+    if stop.is_set():
+        raise Interrupted
+    try:
+        with tempfile.TemporaryDirectory(prefix="drill-") as name, ExitStack() as stack:
+            return Drill(case, Path(name), stack, stop).run()
+    except Unavailable as reason:
+        return Result(case, not_run=str(reason))
+    except (OSError, AssertionError, LookupError, subprocess.SubprocessError) as error:
+        return Result(case, not_run=f"{type(error).__name__}: {error}")
+
+
+def drill_all(cases: list[Case], jobs: int, heard: Callable[[Result], None]) -> list[Result]:
+    """Runs cases side by side and returns the results in their order."""
+    stop, found = threading.Event(), dict[Case, Result]()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(drill, case, stop) for case in cases]
+        try:
+            for future in as_completed(futures):
+                result = future.result()
+                found[result.case] = result
+                heard(result)
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [found[case] for case in cases]
+
+
+def document(result: Result) -> dict[str, Any]:
+    """Returns a result as JSON with its truth and marks."""
+    right = truth(result.case)
+    return {
+        "case": asdict(result.case), "not_run": result.not_run,
+        "truth": {
+            "ranks": sorted(right.ranks, key=str), "phases": sorted(right.phases),
+            "cause": right.cause,
+        },
+        "said": asdict(result.said) if result.said else None,
+        "right": None if result.not_run else asdict(score(right, result.said)),
+    }  # fmt: skip
+
+
+def line(result: Result) -> str:
+    said = result.said
+    words = f"{said.cause}, rank {said.rank}, {said.phase}, {said.sure}" if said else "no verdict"
+    after = f", after {said.first_s:.1f} and {said.final_s:.1f} s" if said else ""
+    return f"{result.case.name}: " + (f"not run: {result.not_run}" if result.not_run
+                                      else words + after)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="regular expression for the names"
+    )
+    parser.add_argument("--sample", type=int, default=0, help="number of cases, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--publish", action="store_true", help="write the result of a selection")
+    parser.add_argument("--list", action="store_true", help="print the cases, run none")
+    options = parser.parse_args()
+    cases = chosen(options.only, options.sample, options.seed)
+    if options.list:
+        print("\n".join(f"{case.name}: {truth(case).cause}" for case in cases))
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    heard: list[dict[str, Any]] = []
+
+    def hear(result: Result) -> None:
+        heard.append(document(result))
+        print(f"{len(heard)}/{len(cases)} {line(result)}", flush=True)
+        if options.json:
+            rundir.write_atomic(options.json, json.dumps(heard, indent=1))
+
+    try:
+        results = drill_all(cases, options.jobs, hear)
+    except KeyboardInterrupt:
+        print("interrupted; the processes of all cases are ended", file=sys.stderr)
+        return 130
+    if not (len(cases) == len(CASES) or options.publish):
+        print(report(results))
+        return 0
+    publish(
+        "diagnosis", "Verdicts on injected faults (CPU, gloo)", report(results),
+        f"{len(results)} runs of a foreign DDP program with gloo on CPU, one fault each, "
+        f"`stall_floor_s` {FLOOR_S}. A verdict is final when it has not changed for "
+        f"{STABLE_S:g} s. No verdict within {VERDICT_S:g} s, and the cause `unknown`, count as "
+        "wrong. Programs with three lines report no phases; their phase is not scored. A high "
+        "verdict is wrong when its rank, phase or cause is.", "drills",
+    )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

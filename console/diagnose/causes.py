@@ -1,0 +1,240 @@
+"""The cause of a stall: a table of rules over the evidence about the ranks that cause it.
+
+The first rule that applies to the named rank gives the cause. "High" needs two independent sources
+that name the same ranks, and none that names another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from console.diagnose.evidence import BUSY_SHARE, Evidence, Sign, is_abnormal, signs
+from console.diagnose.stack_classes import Where
+from console.diagnose.stall import STARTING_PHASES, RankEvidence
+from console.diagnose.verdict import Case, others, resume, stalled
+from console.model import Sure, Verdict
+from console.sources.flight import Difference
+from console.sources.kernel_evidence import BlockedOn, ProcessEvidence
+from console.sources.stacks import Frame
+
+NO_WHERE = Where("none", None, None, "")
+NO_PROCESS_WAIT = BlockedOn("none", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The evidence about one rank that is named as the cause."""
+
+    rank: RankEvidence
+    process: ProcessEvidence | None
+    where: Where
+    share: float | None
+    difference: Difference
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter of the process; from the sample where no evidence was collected."""
+        return self.process.state if self.process else self.rank.state
+
+    @property
+    def main(self) -> BlockedOn:
+        """The object on which the main thread's system call waits."""
+        return self.process.main if self.process else NO_PROCESS_WAIT
+
+    @property
+    def busy(self) -> bool:
+        return self.share is not None and self.share >= BUSY_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One rule: `explain` returns the cause in words, "" where the rule does not apply."""
+
+    name: str
+    explain: Callable[[Suspect], str]
+    action: str
+    """The next step of an operator; {pid} and {place} stand for those of the rank."""
+
+
+def _traced(of: Suspect) -> str:
+    tracer = of.process.tracer if of.process else None
+    if tracer:
+        return f"is traced by pid {tracer[0]} ({tracer[1]})"
+    return "is traced by a debugger" if of.state == "t" else ""
+
+
+def _exited(of: Suspect) -> str:
+    if of.state == "Z":
+        return "has exited and was not reaped (its parent does not run)"
+    return "has exited" if of.state in ("X", "gone") else ""
+
+
+def _disk(of: Suspect) -> str:
+    if of.state != "D" and of.main.kind != "disk":
+        return ""
+    return f"is in uninterruptible sleep{_on(of)}" if of.state == "D" else f"waits{_on(of)}"
+
+
+def _loader(of: Suspect) -> str:
+    in_fetch = of.rank.phase == "fetch" and of.where.kind in ("queue", "thread", "pipe", "process")
+    if of.where.kind != "loader" and not in_fetch:
+        return ""
+    workers = of.process.children if of.process else ()
+    ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
+           for child in workers if child.state in "TtZXD"]  # fmt: skip
+    return ", ".join(["waits for its data loader", *ill[:4]])
+
+
+def _mismatch(of: Suspect) -> str:
+    return "calls another collective" if of.difference.kind == "mismatch" else ""
+
+
+def _startup(of: Suspect) -> str:
+    starting = not of.rank.phase or of.rank.phase in STARTING_PHASES or of.where.kind == "store"
+    return "has not joined the other ranks" + _on(of) if starting else ""
+
+
+def _lock(of: Suspect) -> str:
+    if of.main.kind == "lock" or (of.main.kind == "futex" and of.where.kind == "own"):
+        return f"waits{_on(of)}"
+    return of.where.text if of.where.kind in ("lock", "queue", "thread", "file") else ""
+
+
+def _native(of: Suspect) -> str:
+    return of.where.text if of.where.kind == "native" else ""
+
+
+def _busy(of: Suspect) -> str:
+    return f"runs at {of.share:.0%} of a core and makes no progress" if of.busy else ""
+
+
+def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
+    """Returns a rule on the system call of the main thread, or on the class of its stack."""
+
+    def explain(of: Suspect) -> str:
+        if of.main.kind == kind and of.where.kind != "peers":
+            return f"waits{_on(of)}"
+        return of.where.text if of.where.kind in stacks else ""
+
+    return explain
+
+
+CAUSES: tuple[Cause, ...] = (
+    Cause("stopped", lambda of: "is stopped (SIGSTOP)" if of.state == "T" else "", "{resume}"),
+    Cause("traced", _traced, "detach the debugger: kill -CONT does not resume the rank"),
+    Cause("frozen", lambda of: "is frozen by its cgroup" if of.process and of.process.frozen
+          else "", "thaw its container or cgroup (write 0 to cgroup.freeze)"),
+    Cause("exited", _exited, "stop the run, then resume it from the newest checkpoint"),
+    Cause("disk", _disk, "check the disk, the network file system and the driver"),
+    Cause("startup", _startup, "check the log of the rank, and the rendezvous address and port"),
+    Cause("loader", _loader, "check the loader's workers and the storage that they read"),
+    Cause("mismatch", _mismatch, "compare the calls in the stacks; a restart repeats the stall"),
+    Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
+    Cause("child", _waiting("child", "process"), "resume or end that process"),
+    Cause("lock", _lock, "end its holder, or release the lock"),
+    Cause("network", _waiting("network", "socket"), "check that server and the network to it"),
+    Cause("pipe", _waiting("pipe", "pipe"), "start or end the other end of the pipe"),
+    Cause("busy", _busy, "dump again: equal frames show an endless loop, others slow code"),
+    Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
+)  # fmt: skip
+"""The first rule that applies gives the cause."""
+ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
+
+
+def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
+    """Returns the verdict with its cause, evidence for and against, and the next step."""
+    found = signs(case.running, evidence)
+    culprits = _culprits(found, case, evidence)
+    if base.cause == "exited-early" and not any(
+        is_abnormal(each) for each in evidence.after.values()
+    ):  # fmt: skip
+        return _with_signs(base, found, set(), evidence)
+    if not culprits:
+        return _alike(base, case, evidence, found)
+    places, difference = evidence.places(), evidence.difference(case.running)
+    first = culprits[0]
+    of = Suspect(
+        first, evidence.after.get(first.rank), places.get(first.rank, NO_WHERE),
+        evidence.share(first.rank), difference,
+    )  # fmt: skip
+    cause = next((each for each in CAUSES if each.explain(of)), None)
+    numbers = {each.rank for each in culprits}
+    why = [sign for sign in found if numbers & set(sign.ranks)]
+    contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
+    sure = _sure(len(why), len(contrary), cause is not None)
+    if cause is None:
+        return replace(
+            _with_signs(base, found, numbers, evidence), sure=sure, rank=first.rank,
+            phase=first.phase, step=first.step,
+        )  # fmt: skip
+    frame = of.where.own or of.where.frame
+    at = f" ({frame.short})" if frame else ""
+    verdict = case.verdict(
+        first, cause.name, sure,
+        f"{stalled(case, culprits)}: {cause.explain(of)}{at}",
+        difference.text if difference.kind in ("behind", "mismatch") else "",
+        others(case, culprits),
+    )  # fmt: skip
+    return _with_signs(verdict, found, numbers, evidence, _action(cause, culprits, frame))
+
+
+def _culprits(
+    found: Sequence[Sign], case: Case, evidence: Evidence
+) -> list[RankEvidence]:  # fmt: skip
+    """Returns the ranks that cause the stall: those that cannot run, else the most often named."""
+    ranks = [each for each in case.running if is_abnormal(evidence.after.get(each.rank))]
+    if ranks:
+        return sorted(ranks, key=lambda each: each.position)
+    named = [sign.ranks for sign in found if sign.ranks]
+    if not named:
+        return list(case.running) if len(case.running) == 1 else []
+    best = max(named, key=lambda ranks: sum(bool({*ranks} & {*other}) for other in named))
+    return [each for each in case.running if each.rank in best]
+
+
+def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:
+    if agree >= 2 and not disagree:
+        return "high" if has_cause else "medium"
+    return "medium" if agree > disagree else "low"
+
+
+def _alike(
+    base: Verdict, case: Case, evidence: Evidence, found: Sequence[Sign]
+) -> Verdict:  # fmt: skip
+    """Returns the verdict where no source names a rank."""
+    difference = evidence.difference(case.running)
+    places = evidence.places().values()
+    if difference.kind == "mismatch":
+        rule, sure = next(each for each in CAUSES if each.name == "mismatch"), "medium"
+    elif difference.kind == "same" and places and all(each.kind == "peers" for each in places):
+        rule, sure = ALIKE, "medium"
+    else:
+        return _with_signs(base, found, set(), evidence)
+    verdict = case.verdict(
+        None, rule.name, sure, stalled(case, case.running), difference.text
+    )  # fmt: skip
+    return _with_signs(verdict, found, set(), evidence, rule.action)
+
+
+def _with_signs(
+    verdict: Verdict, found: Sequence[Sign], named: set[int], evidence: Evidence, action: str = ""
+) -> Verdict:
+    """Adds the evidence for and against a verdict, and the next step."""
+    lines = [f"{sign.source}: {sign.text}" for sign in found
+             if sign.text and (not sign.ranks or named & set(sign.ranks))]  # fmt: skip
+    against = [f"{sign.source}: {sign.text}" for sign in found
+               if sign.ranks and not named & set(sign.ranks)]  # fmt: skip
+    return replace(
+        verdict, evidence=(*lines, *verdict.evidence), against=(*against, *evidence.gaps),
+        action=action,
+    )  # fmt: skip
+
+
+def _action(cause: Cause, culprits: Sequence[RankEvidence], frame: Frame | None) -> str:
+    place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
+    return cause.action.format(pid=culprits[0].pid, place=place, resume=resume(culprits))
+
+
+def _on(of: Suspect) -> str:
+    return f" for {of.main.text}" if of.main.text else ""

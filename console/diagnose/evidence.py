@@ -1,0 +1,131 @@
+"""The evidence collected about a stall, and the ranks that each of its sources names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from console.diagnose.stack_classes import Where, where
+from console.diagnose.stall import RankEvidence, names, slowest
+from console.sources import flight
+from console.sources.flight import Difference, FlightRecord
+from console.sources.kernel_evidence import ProcessEvidence, cpu_share
+from console.sources.stacks import Stack
+
+ABNORMAL_STATES = ("T", "t", "D", "Z", "X", "gone")
+BUSY_SHARE = 0.7
+"""A process that uses at least this much of one core runs; one that waits uses far less."""
+OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
+"""System calls in which no rank waits for its peers."""
+FOR_PEERS = ("peers", "device", "none")
+"""Stacks that name nobody: they wait for peers or the device, or are not available."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """The ranks that one source names as the cause of the stall; none where it shows no odd one.
+
+    `text` is "" for a source that is not available.
+    """
+
+    source: str
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Two samples of each process, and each stack and flight record written since the stall began.
+
+    `gaps` holds a sentence for each piece that is not available.
+    """
+
+    before: Mapping[int, ProcessEvidence] = field(default_factory=dict)
+    after: Mapping[int, ProcessEvidence] = field(default_factory=dict)
+    stacks: Mapping[int, Stack] = field(default_factory=dict)
+    flights: Mapping[int, FlightRecord] = field(default_factory=dict)
+    gaps: tuple[str, ...] = ()
+
+    def share(self, rank: int) -> float | None:
+        """Returns the cores that a rank's process used between the two samples."""
+        before, after = self.before.get(rank), self.after.get(rank)
+        return cpu_share(before, after) if before and after else None
+
+    def places(self) -> dict[int, Where]:
+        """Returns the place of each rank's main thread."""
+        return {rank: where(stack) for rank, stack in self.stacks.items()}
+
+    def difference(self, ranks: Sequence[RankEvidence]) -> Difference:
+        """Returns the first difference between the flight records of these ranks."""
+        return flight.compare(self.flights, [each.rank for each in ranks])
+
+
+def signs(ranks: Sequence[RankEvidence], evidence: Evidence) -> tuple[Sign, ...]:
+    """Returns the signs of all sources, the most reliable source first."""
+    return (
+        _of_flights(ranks, evidence), _of_stacks(ranks, evidence), _of_processes(ranks, evidence),
+        _of_pulses(ranks),
+    )  # fmt: skip
+
+
+def is_abnormal(found: ProcessEvidence | None) -> bool:
+    """Returns whether the kernel shows that a process cannot run now."""
+    return found is not None and (
+        found.state in ABNORMAL_STATES or found.frozen or found.tracer is not None
+    )
+
+
+def _named(ranks: Sequence[RankEvidence], numbers: Sequence[int]) -> str:
+    return names([each for each in ranks if each.rank in numbers])
+
+
+def _odd(odd: list[int], ranks: Sequence[RankEvidence]) -> tuple[int, ...]:
+    """Returns the odd ranks; none where all ranks of several are odd."""
+    return tuple(odd) if len(odd) < len(ranks) or len(ranks) == 1 else ()
+
+
+def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
+    """Names nobody while a record is missing: the rank without it may be the cause."""
+    found = evidence.difference(ranks)
+    complete = all(each.rank in evidence.flights for each in ranks)
+    text = "" if found.kind == "unknown" else found.text
+    return Sign("flight records", found.ranks if complete else (), text)
+
+
+def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
+    """Names the ranks that hold the GIL, else those that do not wait for their peers."""
+    places = evidence.places()
+    native = [rank for rank, place in sorted(places.items()) if place.kind == "native"]
+    odd = native or [r for r, place in sorted(places.items()) if place.kind not in FOR_PEERS]
+    texts = {text: [r for r, place in places.items() if place.text == text]
+             for text in dict.fromkeys(place.text for place in places.values())}  # fmt: skip
+    said = "; ".join(f"{_named(ranks, numbers)} {text}" for text, numbers in texts.items() if text)
+    return Sign("stacks", _odd(odd, ranks), said)
+
+
+def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
+    odd, said = [], []
+    abnormal = [each.rank for each in ranks if is_abnormal(evidence.after.get(each.rank))]
+    for each in ranks:
+        found, share = evidence.after.get(each.rank), evidence.share(each.rank)
+        if found is None:
+            continue
+        waits = found.main.kind in OWN_WAITS or (share is not None and share >= BUSY_SHARE)
+        if each.rank in abnormal or (waits and not abnormal):
+            odd.append(each.rank)
+            used = "" if share is None else f", {share:.0%} of a core"
+            what = f", waits for {found.main.text}" if found.main.text else ""
+            said.append(f"rank {each.rank} in state {found.state}{used}{what}")
+    none = "no process is in an unusual state" if evidence.after else ""
+    return Sign("processes", _odd(odd, ranks), "; ".join(said[:8]) or none)
+
+
+def _of_pulses(ranks: Sequence[RankEvidence]) -> Sign:
+    found = slowest(ranks)
+    running = [each for each in ranks if each.phase != "exit" and not each.doubt]
+    if not found or len(found) == len(running) > 1:
+        return Sign("pulses", (), "all ranks are at the same place")
+    return Sign(
+        "pulses", tuple(each.rank for each in found),
+        f"{names(found)} at the earliest place, {found[0].place}",
+    )  # fmt: skip

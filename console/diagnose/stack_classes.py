@@ -1,0 +1,210 @@
+"""Classes of stacks: the object that a main thread waits for, and the ranks that differ.
+
+Nothing is read here. A stack shows Python frames only: of a wait inside a built-in function, such
+as `time.sleep` or `recv`, it shows the caller, and the class is "own".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from console.sources.stacks import MAX_FRAMES, Frame, Stack
+
+Kind = Literal[
+    "peers", "queue", "lock", "thread", "process", "socket", "pipe", "file", "loader", "store",
+    "device", "sleep", "native", "own", "none",
+]  # fmt: skip
+Wait = tuple[Kind, str]
+_COLLECTIVE: Wait = "peers", "waits for its peers in {}"
+_BACKWARD: Wait = "peers", "waits for its peers in backward"
+_JOINING: Wait = "store", "waits for its peers to join"
+_LOADER: Wait = "loader", "waits for its data loader"
+_DEVICE: Wait = "device", "waits for its GPU"
+_QUEUE: Wait = "queue", "waits for a queue"
+_LOCK: Wait = "lock", "waits for a lock"
+_THREAD: Wait = "thread", "waits for another thread"
+_PROCESS: Wait = "process", "waits for a child process"
+_PIPE: Wait = "pipe", "waits for a pipe or socket"
+_SOCKET: Wait = "socket", "waits for a socket"
+_FILE: Wait = "file", "waits for a file lock"
+WAITS: Sequence[tuple[str, str, Wait]] = (
+    ("torch/autograd/graph.py", "_engine_run_backward", _BACKWARD),
+    ("torch/distributed/distributed_c10d.py",
+     "_store_based_barrier|init_process_group|_new_process_group_helper", _JOINING),
+    ("torch/distributed/rendezvous.py", "", _JOINING),
+    ("torch/distributed/elastic/utils/store.py", "", _JOINING),
+    ("torch/distributed/distributed_c10d.py", "", _COLLECTIVE),
+    ("torch/distributed/_functional_collectives.py", "", _COLLECTIVE),
+    ("torch/distributed/utils.py", "_verify_param_shape_across_processes|_sync_.*", _COLLECTIVE),
+    ("torch/nn/parallel/distributed.py", ".*_broadcast_coalesced", _COLLECTIVE),
+    ("torch/utils/data/dataloader.py", "_try_get_data|_next_data|_shutdown_workers", _LOADER),
+    ("trainers/data.py", "_wait|open_source", _LOADER),
+    ("torch/cuda/__init__.py", "synchronize", _DEVICE),
+    ("torch/cuda/streams.py", "synchronize", _DEVICE),
+    ("torch/utils/file_baton.py", "wait", _FILE),
+    ("filelock/_api.py", "acquire", _FILE),
+    ("tenacity/nap.py", "sleep", ("sleep", "sleeps before it tries again")),
+    ("queue.py", "get|put|join", _QUEUE),
+    ("multiprocessing/queues.py", "get|put|join", _QUEUE),
+    ("threading.py", "_wait_for_tstate_lock|join|_shutdown", _THREAD),
+    ("threading.py", "wait|wait_for|acquire", _LOCK),
+    ("multiprocessing/synchronize.py", "", _LOCK),
+    ("logging/__init__.py", "acquire", _LOCK),
+    ("importlib._bootstrap>", "acquire", _LOCK),
+    ("concurrent/futures/_base.py", "result|exception|wait|as_completed", _THREAD),
+    ("subprocess.py", "wait|_wait|_try_wait|communicate|_communicate|run|call|check_output",
+     _PROCESS),
+    ("multiprocessing/popen_fork.py", "wait|poll", _PROCESS),
+    ("multiprocessing/pool.py", "get|wait|next|join", _PROCESS),
+    ("multiprocessing/connection.py", "", _PIPE),
+    ("selectors.py", "select", _PIPE),
+    ("socket.py", "", _SOCKET),
+    ("ssl.py", "", _SOCKET),
+    ("http/client.py", "", _SOCKET),
+)  # fmt: skip
+"""Ends of file names and functions ("": any) of waits; the first that matches a frame counts."""
+_WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, wait in WAITS)
+DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
+"""Kinds of which the innermost frame counts; of others it is the outermost: a queue uses a lock."""
+_MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
+_HELPERS = re.compile(r"/trainers/(?:contract/|limit\.py$)")
+_TORCH = re.compile(r"-packages/torch/")
+MAX_THREADS = 99
+"""faulthandler shows 100 threads at most; one of them is the dumper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The class of a main thread, the innermost frame that decided it, and a verb phrase.
+
+    `own` is the innermost frame of the program's own code, None where all frames are of libraries.
+    """
+
+    kind: Kind
+    frame: Frame | None
+    own: Frame | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A frame that is common to the main threads of `ranks`; the root has no frame."""
+
+    frame: Frame | None
+    ranks: tuple[int, ...]
+    children: tuple[Node, ...]
+
+
+def where(stack: Stack) -> Where:
+    """Returns the class of a stack; "native" for one that a signal handler wrote."""
+    frames = _deciding(stack)
+    own = _own(frames)
+    if not frames:
+        return Where("none", None, None, "has no stack")
+    if len(stack.threads) == 1:  # other dumps contain the threads of the contract too
+        place = (own or frames[0]).short
+        return Where("native", frames[0], own, f"runs native code that holds the GIL, in {place}")
+    if (found := _wait(frames)) is not None:
+        frame, (kind, text) = found
+        return Where(kind, frame, own, text.format(frame.function.lstrip("_")))
+    top = own or next((each for each in frames if not each.file.startswith("<")), frames[0])
+    return Where("own", top, own, f"runs in {top.short}")
+
+
+def _deciding(stack: Stack) -> Sequence[Frame]:
+    """Returns the frames of the main thread, or those of the hook that its backward waits for.
+
+    On a GPU, hooks run in threads of autograd. Native code started them, so they have no frame of
+    `threading` at their outer end.
+    """
+    main, *others = [each.frames for each in stack.threads] or [()]
+    found = _wait(main)
+    if found is not None and found[1] is _BACKWARD:
+        for frames in others:
+            if frames and frames[-1].function != "_bootstrap" and _own(frames):
+                return frames
+    return main
+
+
+def _wait(frames: Sequence[Frame]) -> tuple[Frame, Wait] | None:
+    """Returns the wait that the innermost own code has called, None where there is none."""
+    found = None
+    for at, frame in enumerate(frames):
+        wait = _wait_of(frame)
+        if wait is _BACKWARD and not all(map(_is_of_backward, frames[:at])):
+            break  # a hook, or a compiler
+        if wait is not None and (found is None or found[1][0] not in DECISIVE):
+            found = frame, wait
+        if not (frame.is_of_library or _HELPERS.search(frame.file)):
+            break
+    return found
+
+
+def _is_of_backward(frame: Frame) -> bool:
+    return is_of_torch(frame) or bool(_MACHINERY.search(frame.file))
+
+
+def _wait_of(frame: Frame) -> Wait | None:
+    for file, functions, wait in _WAITS:
+        # A file name alone is that of the standard library; a program may use it too.
+        is_file = frame.file == file or frame.file.endswith((f"/{file}", f" {file}"))
+        if is_file and ("/" in file or frame.is_of_library) and functions.fullmatch(frame.function):
+            return wait
+    return None
+
+
+def _own(frames: Sequence[Frame]) -> Frame | None:
+    """Returns the innermost frame of the program, else of the contract."""
+    ours = [each for each in frames if not each.is_of_library]
+    helper = ours[0] if ours else None
+    return next((each for each in ours if not _HELPERS.search(each.file)), helper)
+
+
+def is_of_torch(frame: Frame) -> bool:
+    return bool(_TORCH.search(frame.file))
+
+
+def merge(stacks: Mapping[int, Stack]) -> Node:
+    """Returns the prefix tree of the main threads from the outermost frame on.
+
+    Siblings with the fewest ranks come first. Frames are compared by file name, line and function.
+    """
+    held = {
+        rank: stack.threads[0].frames[:MAX_FRAMES][::-1] if stack.threads else ()
+        for rank, stack in sorted(stacks.items())
+    }
+    return _node(None, held, 0)
+
+
+def _node(frame: Frame | None, held: Mapping[int, Sequence[Frame]], depth: int) -> Node:
+    groups: dict[str, dict[int, Sequence[Frame]]] = {}
+    for rank, frames in held.items():
+        if len(frames) > depth:
+            groups.setdefault(frames[depth].short, {})[rank] = frames
+    children = [  # in Python 3.11 two calls a level, so a depth of `MAX_FRAMES` is within its limit
+        _node(next(iter(group.values()))[depth], group, depth + 1) for group in groups.values()
+    ]
+    children.sort(key=lambda child: (len(child.ranks), child.ranks))
+    return Node(frame, tuple(held), tuple(children))
+
+
+def missing_threads(stacks: Mapping[int, Stack]) -> dict[int, tuple[str, ...]]:
+    """Returns per rank the names of threads that most other ranks have and this one lacks.
+
+    Numbers in names are "N". Ranks whose dump may lack threads are left out.
+    """
+    names = {
+        rank: {re.sub(r"\d+", "N", t.name) for t in stack.threads[1:] if t.name[:2] != "0x"}
+        for rank, stack in sorted(stacks.items()) if 1 < len(stack.threads) < MAX_THREADS
+    }  # fmt: skip
+    counts = Counter(name for held in names.values() for name in held)
+    most = (len(names) - 1) / 2
+    missing = {
+        rank: tuple(sorted(name for name in counts if name not in held and counts[name] > most))
+        for rank, held in names.items()
+    }
+    return {rank: lacking for rank, lacking in missing.items() if lacking}

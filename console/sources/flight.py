@@ -1,0 +1,326 @@
+"""Reads the collective flight records of ranks, and finds the ranks that differ.
+
+A rank writes torch's record of its last collectives with every dump: 2,000 entries, or as many as
+`TORCH_FR_BUFFER_SIZE` says (0 turns the record off). The number of a collective counts within its
+process group and is the same on all ranks. Point-to-point operations are left out: they have
+numbers of their own. So is `pg_status`: its last number may be that of a point-to-point operation.
+
+gloo leaves `state` at "scheduled"; a collective that has ended is `retired`. With NCCL, `retired`
+without the state "completed" is one that timed out.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from console.sources.sanitize import clean
+from trainers.contract import jsonl
+
+T = TypeVar("T")
+MAX_RECORD_BYTES = 16 << 20
+MAX_COLLECTIVES = 2048
+MAX_TRIES = 8
+DEFAULT_GROUP = "default_pg"
+"""What torch calls the group of all ranks."""
+_SAME_SIZE = re.compile(
+    r"all_reduce|broadcast|reduce|_?all_?gather_(?:base|into_tensor)|_?reduce_scatter_(?:base|tensor)"
+)
+"""Operations that need as many elements from every rank."""
+_NAME = re.compile(r"flight_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})\.json")
+_SHAPE = re.compile(r"\[([\d, ]*)\]")
+_POINT_TO_POINT = re.compile(r"(?:send|recv)\b")
+_DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a rank; `sizes` are those of its input: "[131584] float32", "" for none."""
+
+    group: str
+    """Backend, name and description of the process group: "gloo 0 default_pg"."""
+    number: int
+    op: str
+    sizes: str
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecord:
+    """The last collectives of one rank, newest last; `ts` is the time of the dump."""
+
+    rank: int
+    ts: float
+    path: str
+    last_enqueued: Mapping[str, int]
+    """The newest number of each group. Empty: this rank has called no collective."""
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference between the ranks of a group.
+
+    - behind: `ranks` have not called collective `number`, in which others wait.
+    - mismatch: the ranks call different things as `number`; `ranks` are the minority, if any.
+      None and () where ranks wait for each other in different groups.
+    - same: no rank is behind. `number` is the collective in which ranks wait, None where no rank
+      waits in a collective.
+    - unknown: there is nothing to compare. `number` is a collective in which one rank waits.
+    """
+
+    kind: Literal["behind", "mismatch", "same", "unknown"]
+    ranks: tuple[int, ...]
+    number: int | None
+    text: str
+
+
+@functools.lru_cache(4096)
+def _signature(op: str, sizes: str) -> str:
+    """Returns what all ranks have in common: the operation, and the elements where they matter."""
+    return op + (_SHAPE.sub(_elements, sizes) if _SAME_SIZE.fullmatch(op) else "")
+
+
+def _elements(shape: re.Match[str]) -> str:
+    return f" {math.prod(int(each) for each in re.findall('[0-9]+', shape[1]))}"
+
+
+def _integer(entry: Mapping[str, Any], key: str) -> int | None:
+    """Returns a number that is not negative, also one in a string."""
+    value = entry.get(key)
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
+        return int(value)
+    number = jsonl.integer(entry, key)
+    return number if number is not None and number >= 0 else None
+
+
+def _items(entry: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
+    value = entry.get(key)
+    return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []
+
+
+def _sizes(entry: Mapping[str, Any]) -> str:
+    shapes = _items(entry, "input_sizes", list)[:16]
+    text = ", ".join(str(jsonl.integers({"": each}, "")) for each in shapes)
+    dtypes = {_DTYPES.get(each, each.lower()): None for each in _items(entry, "input_dtypes", str)}
+    return clean(" ".join((text, *dtypes)).strip(), 100)
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective | None:
+    """Returns an entry of the record, None for another thing or a point-to-point operation."""
+    number = _integer(entry, "collective_seq_id")
+    backend, _, op = jsonl.text(entry, "profiling_name").rpartition(":")
+    if number is None or not op or entry.get("is_p2p") is True or _POINT_TO_POINT.match(op):
+        return None
+    group = " ".join((backend, *_items(entry, "process_group", str)[:2]))
+    done = jsonl.text(entry, "state") == "completed"
+    done = done or (entry.get("retired") is True and backend != "nccl")
+    return Collective(clean(group, 200), number, clean(op, 60), _sizes(entry), done)
+
+
+def parse(data: bytes, rank: int, ts: float, path: str) -> FlightRecord | None:
+    """Returns the record in a file, None for anything else.
+
+    With NCCL the file holds two of torch's documents, under the key "recorders".
+    """
+    document = jsonl.decode(data) or {}
+    parts = jsonl.entries(document, "recorders")[:2] or [document]
+    parts = [each for each in parts if "version" in each]
+    if not parts:
+        return None
+    entries = [map(_collective, jsonl.entries(part, "entries")) for part in parts]
+    recorded = [[each for each in part if each is not None] for part in entries]
+    share = MAX_COLLECTIVES // max(1, sum(map(bool, recorded)))
+    found = [each for part in recorded for each in part[-share:]]
+    last = {each.group: each.number for each in found}
+    return FlightRecord(rank, ts, path, last, tuple(found))
+
+
+def latest(run: Path, ranks: Iterable[int], since_ts: float = 0.0) -> dict[int, FlightRecord]:
+    """Returns the newest readable record of each rank that has one since `since_ts` (unix)."""
+    left = dict.fromkeys(ranks, MAX_TRIES)
+    found: dict[int, FlightRecord] = {}
+    try:
+        names = filter(None, map(_NAME.fullmatch, os.listdir(run)))
+    except OSError:
+        return {}
+    for name in sorted(names, key=lambda each: -int(each["ms"])):
+        rank, ts = int(name["rank"]), int(name["ms"]) / 1000
+        if rank in found or ts < since_ts or left.get(rank, 0) <= 0:
+            continue
+        left[rank] -= 1
+        path = run / name[0]
+        record = parse(jsonl.read_bytes(path, MAX_RECORD_BYTES, 0), rank, ts, str(path))
+        if record is not None:
+            found[rank] = record
+    return found
+
+
+class _Member:
+    """The collectives of one rank in one group by number. NCCL counts coalesced ones as one."""
+
+    def __init__(self, record: FlightRecord, group: str):
+        self.calls: dict[int, list[Collective]] = {}
+        self.last = 0
+        for each in record.collectives:
+            if each.group == group:
+                if each.number < self.last:  # a new group of the same name
+                    self.calls.clear()
+                self.last = each.number
+                self.calls.setdefault(each.number, []).append(each)
+        waits = (number for number in self.calls if self.waits_in(number))
+        self.waits = next(waits, None)
+        """The number of the first collective that is not done, None where all are."""
+
+    def waits_in(self, number: int) -> bool:
+        return not all(each.done for each in self.calls.get(number, ()))
+
+
+_Members = Mapping[int, _Member]
+
+
+def _named(ranks: Iterable[int], one: str = "", many: str = "") -> str:
+    """Returns "rank 3 waits" or "ranks 0-2, 4 wait"."""
+    numbers = sorted(ranks)
+    runs = itertools.groupby(numbers, key=lambda each: each - numbers.index(each))
+    spans = [list(span) for _, span in runs]
+    listed = ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
+    words = ("rank", listed, one) if len(numbers) == 1 else ("ranks", listed, many)
+    return " ".join(words).rstrip()
+
+
+def _call(group: str, number: int, members: _Members) -> str:
+    """Returns "all_reduce 918,331 ([131584] float32)", with the group where it is not all ranks."""
+    each = next(m.calls[number][0] for m in members.values() if number in m.calls)
+    sizes = f" ({each.sizes})" if each.sizes else ""
+    return f"{each.op} {number:,}{sizes}{_of_group(group)}"
+
+
+def _of_group(group: str) -> str:
+    return "" if group.endswith(DEFAULT_GROUP) else f' of group "{group}"'
+
+
+def _mismatch(group: str, members: _Members) -> Difference | None:
+    """Returns the first number as which the ranks call different collectives."""
+    for number in sorted({number for member in members.values() for number in member.calls}):
+        calls = {r: m.calls[number] for r, m in members.items() if number in m.calls}
+        kinds = ({_signature(each.op, each.sizes) for each in call} for call in calls.values())
+        if set.intersection(*kinds):
+            continue
+        callers: dict[str, list[int]] = {}
+        for rank, (first, *_) in calls.items():
+            callers.setdefault(_signature(first.op, first.sizes), []).append(rank)
+        sides = sorted(callers.values())
+        most = max(sides, key=len)
+        few = sorted(set(calls) - set(most)) if 2 * len(most) > len(calls) else []
+        called: list[str] = []
+        for side in sides[:4]:
+            verbs = () if called else ("calls", "call")
+            call = calls[side[0]][0]
+            called.append(f"{_named(side, *verbs)} {call.op} {call.sizes}".rstrip())
+        text = f"collective {number:,}{_of_group(group)}: {', '.join(called)}"
+        return Difference("mismatch", tuple(few), number, text)
+    return None
+
+
+def _difference(group: str, members: _Members) -> Difference:
+    """Returns the first difference between the ranks of one group."""
+    lowest = min(member.last for member in members.values())
+    waits = {rank: m.waits for rank, m in members.items() if m.waits is not None}
+    number = min((each for each in waits.values() if each > lowest), default=None)
+    mismatch = _mismatch(group, members)
+    if mismatch and (number is None or mismatch.number is None or mismatch.number <= number):
+        return mismatch
+    if number is not None:
+        late = [rank for rank, member in members.items() if member.last == lowest]
+        return _behind(group, members, number, late)
+    if waits:
+        number = min(waits.values())
+        if len(members) == 1:
+            text = f"{_named(members)} waits in {_call(group, number, members)}, of which no other "
+            return Difference("unknown", (), number, f"{text}rank has a record")
+        inside = [rank for rank, member in members.items() if member.waits_in(number)]
+        passed = _named(members.keys() - inside, "has", "have")
+        text = f"{_named(inside, 'waits', 'wait')} in {_call(group, number, members)}"
+        text += f", which {passed} passed" if len(inside) < len(members) else ", and none is behind"
+        return Difference("same", (), number, text)
+    if all(member.last == lowest for member in members.values()):
+        text = f"all ranks have completed collective {lowest:,}{_of_group(group)}"
+    else:
+        ends = ", ".join(f"rank {rank} {m.last:,}" for rank, m in sorted(members.items())[:8])
+        text = f"no rank waits in a collective; the last one{_of_group(group)}: {ends}"
+    return Difference("same", (), None, text)
+
+
+def _behind(group: str, members: _Members, number: int, late: Iterable[int]) -> Difference:
+    ranks = tuple(sorted(late))
+    waiting = [rank for rank, member in members.items() if member.waits_in(number)]
+    text = f"{_named(ranks, 'has', 'have')} not called {_call(group, number, members)}, in which "
+    text += _named(waiting, "waits", "wait")
+    last = members[ranks[0]].last
+    if inside := [rank for rank in ranks if members[rank].waits_in(last)]:
+        call = _call(group, last, members)
+        text += f"; {_named(inside, 'still waits', 'still wait')} in {call}"
+    return Difference("behind", ranks, number, text)
+
+
+def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]]:
+    """Returns the members of each group, the group with the most records first.
+
+    A rank that has called nothing yet belongs to the group of all ranks.
+    """
+    names = sorted({group for record in records.values() for group in record.last_enqueued})
+    groups = {
+        group: {
+            rank: _Member(record, group) for rank, record in sorted(records.items())
+            if group in record.last_enqueued
+            or (group.endswith(DEFAULT_GROUP) and not record.last_enqueued)
+        } for group in names
+    }  # fmt: skip
+    return dict(sorted(groups.items(), key=lambda each: -len(each[1])))
+
+
+def _settled(groups: Mapping[str, _Members]) -> Difference:
+    """Returns the difference that explains the others: that of ranks that wait in no other group.
+
+    Ranks that wait for each other in different groups are a mismatch without a minority.
+    """
+    circular: list[str] = []
+    found = {group: _difference(group, members) for group, members in groups.items()}
+    for group, each in found.items():
+        if each.kind == "mismatch":
+            return each
+        if each.kind == "behind":
+            elsewhere = [members.items() for other, members in groups.items() if other != group]
+            waiting = {rank for items in elsewhere for rank, m in items if m.waits is not None}
+            if late := set(each.ranks) - waiting:
+                return _behind(group, groups[group], each.number or 0, late)
+            circular.append(each.text)
+    waits = [each for each in found.values() if each.number is not None]
+    stuck = [each for each in waits if each.kind == "same"]
+    alone = [each for each in waits if each.kind == "unknown"]
+    if circular and not stuck and not alone:
+        return Difference("mismatch", (), None, "; ".join(circular[:4]))
+    return next(iter(stuck or alone or found.values()))
+
+
+def compare(records: Mapping[int, FlightRecord], world: Sequence[int]) -> Difference:
+    """Returns the first difference between the records of an attempt's ranks."""
+    known = {rank: record for rank, record in records.items() if rank in world}
+    absent = [rank for rank in world if rank not in known]
+    groups = _groups(known)
+    found = Difference("unknown", (), None, "fewer than two ranks have a record of the same group")
+    if any(len(members) > 1 for members in groups.values()):
+        found = _settled(groups)
+    text = found.text.replace("all ranks have", _named(known, "has", "have"))
+    return replace(found, text=f"{text}; no record of {_named(absent)}") if absent else found

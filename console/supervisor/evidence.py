@@ -1,0 +1,123 @@
+"""Collects the evidence about a stall: processes twice, stacks and flight records once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from console.diagnose.evidence import ABNORMAL_STATES, Evidence
+from console.diagnose.stall import RankEvidence
+from console.sources import flight, kernel_evidence, stacks
+from console.sources.kernel_evidence import ProcessEvidence
+from console.supervisor.rundir_io import Directory
+
+APART_S = 2.0
+"""Time between the two samples of each process."""
+DUMPED_AFTER_S = 3.0
+"""Stacks and flight records are read again until every rank has one, at most so long."""
+READ_EVERY_S = 0.5
+AGAIN_S = 10.0
+"""Shortest time between two collections: ranks that still move are only slow."""
+MAX_RANKS = 64
+"""Most ranks whose processes are sampled, the slowest first."""
+
+Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
+
+
+def _places(ranks: Sequence[RankEvidence]) -> Places:
+    """Returns the position of each rank, and its process state unless it runs or sleeps."""
+    return tuple(
+        (each.rank, each.state if each.state in ABNORMAL_STATES else "", each.position)
+        for each in ranks
+    )
+
+
+class Collector:
+    """Owns the evidence about the present stall; it is collected again when a rank has moved.
+
+    `poll` is called once a second and never waits. The directory's thread reads the files.
+    """
+
+    def __init__(self, directory: Directory, run: Path):
+        self._directory, self._run = directory, run
+        self._places: Places = ()
+        self._began_at = -AGAIN_S
+        self._since_ts = 0.0
+        self._read_at, self._reading = 0.0, False
+        self._found = Evidence()
+        self._ranks: tuple[RankEvidence, ...] = ()
+        self.complete: Evidence | None = None
+        """The evidence about the ranks where they are now, None while it is collected."""
+        self.wants_dump: frozenset[int] = frozenset()
+        """The ranks whose stacks are needed; the caller dumps them, and resets it. A rank without
+        a pulse has not installed the handler of the contract, so it gets no signal."""
+
+    def clear(self) -> None:
+        """Drops the evidence, because the ranks make progress."""
+        self._places, self.complete, self._found = (), None, Evidence()
+        self.wants_dump = frozenset()
+
+    def poll(self, ranks: Sequence[RankEvidence]) -> None:
+        """Collects the next part of the evidence about ranks that are stalled."""
+        places, now = _places(ranks), time.monotonic()
+        if places != self._places:
+            self.complete = None
+            if now - self._began_at >= AGAIN_S:
+                self._begin(ranks, places, now)
+            return
+        if self.complete is not None or self._reading:
+            return
+        waited_s = now - self._began_at
+        if not self._found.after and waited_s >= APART_S:
+            self._found = Evidence(self._found.before, _processes(self._ranks))
+        if self._found.after and now - self._read_at >= READ_EVERY_S:
+            self._read_at, self._reading = now, True
+            self._read(waited_s >= DUMPED_AFTER_S)
+
+    def _begin(self, ranks: Sequence[RankEvidence], places: Places, now: float) -> None:
+        self._places, self._began_at, self._since_ts = places, now, time.time()
+        running = [each for each in ranks if each.phase != "exit"]
+        self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])
+        self._found = Evidence(_processes(self._ranks))
+        self.wants_dump = frozenset(each.rank for each in self._ranks if each.phase)
+
+    def _read(self, is_last: bool) -> None:
+        numbers, run, since_ts = [r.rank for r in self._ranks], self._run, self._since_ts
+        begun = self._began_at
+
+        def work() -> tuple[dict[int, stacks.Stack], dict[int, flight.FlightRecord]]:
+            dumps = stacks.latest(run, numbers)
+            return (
+                {rank: dump for rank, dump in dumps.items() if dump.ts >= since_ts - 1},
+                flight.latest(run, numbers, since_ts - 1),
+            )
+
+        def then(found: object, error: Exception | None) -> None:
+            self._reading = False
+            if begun != self._began_at:
+                return
+            dumps, records = found if isinstance(found, tuple) else ({}, {})
+            everyone = len(dumps) == len(numbers) == len(records)
+            if everyone or is_last or error is not None:
+                self._complete(dumps, records, error)
+
+        self._directory.job(work, then, run)
+
+    def _complete(
+        self, dumps: Mapping[int, stacks.Stack], records: Mapping[int, flight.FlightRecord],
+        error: Exception | None,
+    ) -> None:  # fmt: skip
+        numbers = [each.rank for each in self._ranks]
+        gaps = [f"cannot read the dumps: {error}"] if error is not None else []
+        for name, of in (("process evidence", self._found.after), ("stack", dumps),
+                         ("flight record", records)):  # fmt: skip
+            missing = [str(rank) for rank in numbers if rank not in of]
+            if missing:
+                gaps.append(f"no {name} of rank {', '.join(missing[:16])}")
+        self.complete = Evidence(self._found.before, self._found.after, dumps, records, tuple(gaps))
+
+
+def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:
+    found = {each.rank: kernel_evidence.collect(each.pid) for each in ranks}
+    return {rank: process for rank, process in found.items() if process is not None}

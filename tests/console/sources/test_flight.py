@@ -1,0 +1,318 @@
+"""Collective flight records: what torch writes, hostile files, and the comparison of ranks.
+
+The documents in `flight/` are those of torch 2.13 with gloo, by rank; fields that nothing reads are
+left out. Each comes from a program of three ranks that stands still as the file's name says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.sources import flight
+from console.sources.flight import Collective, FlightRecord
+
+ROOT = Path(__file__).parents[3]
+RECORDED = Path(__file__).parent / "flight"
+WORLD = (0, 1, 2)
+
+
+def documents(name: str) -> dict[int, dict[str, Any]]:
+    return {int(rank): each for rank, each in json.loads((RECORDED / name).read_text()).items()}
+
+
+def records(name: str) -> dict[int, FlightRecord]:
+    found = {
+        rank: flight.parse(json.dumps(each).encode(), rank, 1.0, name)
+        for rank, each in documents(f"{name}.json").items()
+    }
+    return {rank: record for rank, record in found.items() if record is not None}
+
+
+def record(rank: int, *calls: Collective) -> FlightRecord:
+    return FlightRecord(rank, 1.0, "", {each.group: each.number for each in calls}, calls)
+
+
+def call(number: int, op: str = "all_reduce", done: bool = True, group: str = "0 default_pg",
+         sizes: str = "[8] float32") -> Collective:  # fmt: skip
+    return Collective(f"nccl {group}", number, op, sizes, done)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks", "number", "text"),
+    [
+        ("behind", "behind", (1,), 5,
+         "rank 1 has not called all_reduce 5 ([64] float32), in which ranks 0, 2 wait"),
+        ("not_joined", "behind", (1,), 1,
+         "rank 1 has not called all_reduce 1 ([8] float32), in which ranks 0, 2 wait"),
+        ("ddp_behind", "behind", (1,), 14,
+         "rank 1 has not called all_reduce 14 ([4160] float32), in which ranks 0, 2 wait"),
+        ("ddp_gather_object", "behind", (1,), 22,
+         "rank 1 has not called all_gather 22 ([1] int64), in which ranks 0, 2 wait"),
+        ("groups", "behind", (2,), 4,
+         "rank 2 has not called all_reduce 4 ([24] float32), in which ranks 0-1 wait"),
+        ("send_recv", "behind", (2,), 4,
+         "rank 2 has not called all_reduce 4 ([9] float32), in which ranks 0-1 wait"),
+        ("skipped", "mismatch", (1,), 8,
+         "collective 8: ranks 0, 2 call all_reduce [8] float32, rank 1 barrier"),
+        ("extra", "mismatch", (0,), 4,
+         "collective 4: rank 0 calls barrier, ranks 1-2 all_reduce [8] float32"),
+        ("swapped", "mismatch", (1,), 4,
+         "collective 4: ranks 0, 2 call all_reduce [8] float32, rank 1 barrier"),
+        ("size", "mismatch", (), 4,
+         "collective 4: rank 0 calls all_reduce [8] float32, rank 2 all_reduce [16] float32; "
+         "no record of rank 1"),
+        ("done", "same", (), None, "all ranks have completed collective 3"),
+    ],
+)  # fmt: skip
+def test_a_recorded_standstill_is_explained(name, kind, ranks, number, text):
+    found = flight.compare(records(name), WORLD)
+    assert (found.kind, found.ranks, found.number, found.text) == (kind, ranks, number, text)
+
+
+def test_ranks_in_the_same_collective_are_not_behind():
+    stuck = {rank: record(rank, call(1), call(2, done=False)) for rank in WORLD}
+    found = flight.compare(stuck, WORLD)
+    assert (found.kind, found.ranks, found.number) == ("same", (), 2)
+    del stuck[2]
+    found = flight.compare(stuck, WORLD)
+    assert (found.kind, found.ranks) == ("same", ())
+    assert found.text.endswith("no record of rank 2")
+
+
+def test_a_rank_that_waits_in_another_group_is_not_the_one_behind():
+    """Ranks 2 and 3 are late for the group of all, but rank 2 only waits for rank 3."""
+    pair = "7 pipe"
+    stuck = {
+        0: record(0, call(1), call(2, done=False)), 1: record(1, call(1), call(2, done=False)),
+        2: record(2, call(1), call(1, group=pair), call(2, group=pair, done=False)),
+        3: record(3, call(1), call(1, group=pair)),
+    }  # fmt: skip
+    assert flight.compare(stuck, range(4)).ranks == (3,)
+    del stuck[3]
+    found = flight.compare(stuck, range(4))
+    assert (found.kind, found.ranks) == ("unknown", ())
+    assert found.text == (
+        'rank 2 waits in all_reduce 2 ([8] float32) of group "nccl 7 pipe", of which no other rank '
+        "has a record; no record of rank 3"
+    )
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_a_mismatch():
+    stuck = {
+        0: record(0, call(1, group="1 a", done=False)), 1: record(1, call(1, group="2 b")),
+    }  # fmt: skip
+    stuck[0] = record(
+        0, call(1, group="2 b"), call(1, group="1 a"), call(2, group="1 a", done=False)
+    )
+    stuck[1] = record(
+        1, call(1, group="1 a"), call(1, group="2 b"), call(2, group="2 b", done=False)
+    )
+    found = flight.compare(stuck, (0, 1))
+    assert (found.kind, found.ranks) == ("mismatch", ())
+    assert found.text.count("has not called") == 2
+
+
+def test_a_queue_of_unfinished_collectives_is_compared_at_its_first():
+    """NCCL calls do not wait for the device: the longest queue is not the furthest rank."""
+    ahead = record(0, call(1), *(call(number, done=False) for number in range(2, 9)))
+    late = record(1, call(1), call(2, done=False))
+    assert flight.compare({0: ahead, 1: late}, (0, 1)).kind == "same"
+    found = flight.compare({0: ahead, 1: record(1, call(1))}, (0, 1))
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), 2)
+
+
+def test_shapes_may_differ_where_the_number_of_elements_agrees_or_the_operation_allows_it():
+    same = {
+        0: record(0, call(1, sizes="[16] float32")),
+        1: record(1, call(1, sizes="[4, 4] float32")),
+    }
+    assert flight.compare(same, (0, 1)).kind == "same"
+    gather = {r: record(r, call(1, "gather", sizes=f"[{r + 1}] float32")) for r in (0, 1)}
+    assert flight.compare(gather, (0, 1)).kind == "same"
+
+
+def test_a_group_that_begins_again_is_compared_from_its_new_beginning():
+    again = record(0, call(1, "barrier"), call(2, "barrier"), call(1), call(2, done=False))
+    found = flight.compare({0: again, 1: record(1, call(1))}, (0, 1))
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), 2)
+
+
+def test_operations_have_the_names_and_sizes_that_torch_records():
+    recorded = (*records("ddp_gather_object")[1].collectives, *records("skipped")[1].collectives)
+    assert {(each.op, each.sizes) for each in recorded} == {
+        ("all_reduce", "[4160] float32"), ("all_reduce", "[8] float32"), ("barrier", ""),
+        ("all_gather", "[1] int64"), ("gather", "[24] uint8"),
+        ("broadcast", "[5] int32"), ("broadcast", "[2] int32"),
+    }  # fmt: skip
+
+
+DUMPED = """
+import os, signal, sys, time, types
+from pathlib import Path
+from trainers.contract.dumps import StackDumper
+document = lambda *_: sys.argv[2].replace("BACKEND", "gloo").encode()
+device = lambda *_: sys.argv[2].replace("BACKEND", "nccl").encode()
+recorders = types.SimpleNamespace(_dump_fr_trace_json=document, _dump_nccl_trace_json=device)
+sys.modules["torch"] = types.SimpleNamespace(
+    _C=types.SimpleNamespace(_distributed_c10d=recorders)
+)
+run = Path(sys.argv[1])
+dumper = StackDumper(run, None, 0, lambda work: (time.sleep(1), work()))
+dumper.install()
+os.kill(os.getpid(), signal.SIGUSR1)
+while not list(run.glob("flight_rank0_*.json")):
+    time.sleep(0.01)
+dumper.uninstall()
+"""
+
+
+def test_a_dump_holds_both_recorders_and_the_time_of_the_dump(tmp_path):
+    """NCCL needs a GPU: its recorder stands in here. The copy comes a second after the dump."""
+    document = json.dumps({"version": "2.10", "entries": [entry(profiling_name="BACKEND:barrier")]})
+    subprocess.run(
+        [sys.executable, "-c", DUMPED, str(tmp_path), document], check=True, timeout=300, cwd=ROOT
+    )
+    found = flight.latest(tmp_path, (0,))[0]
+    assert set(found.last_enqueued) == {"gloo 0 default_pg", "nccl 0 default_pg"}
+    assert Path(found.path).stat().st_mtime - found.ts > 0.9
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {
+        "collective_seq_id": 4, "is_p2p": False, "process_group": ["0", "default_pg"],
+        "profiling_name": "nccl:all_reduce", "input_sizes": [[4, 2], [8]],
+        "input_dtypes": ["BFloat16", "Long"], "retired": False, "state": "started",
+    } | changes  # fmt: skip
+
+
+def parsed(*entries: dict[str, Any]) -> tuple[Collective, ...]:
+    data = json.dumps({"version": "2.10", "entries": entries}).encode()
+    found = flight.parse(data, 0, 1.0, "")
+    assert found is not None
+    return found.collectives
+
+
+def test_an_nccl_entry_is_done_when_its_state_says_so():
+    assert parsed(entry())[0] == Collective(
+        "nccl 0 default_pg", 4, "all_reduce", "[4, 2], [8] bfloat16 int64", False
+    )
+    assert parsed(entry(state="completed"))[0].done
+    assert not parsed(entry(retired=True))[0].done, "it timed out"
+    assert parsed(entry(retired=True, profiling_name="gloo:all_reduce", state="scheduled"))[0].done
+
+
+def test_point_to_point_operations_are_left_out():
+    assert not parsed(entry(is_p2p=True), entry(profiling_name="nccl:send 0->1"))
+
+
+def test_two_recorders_in_one_file_are_one_record():
+    gloo, nccl = (
+        {"version": "2.10", "entries": [entry(profiling_name=f"{backend}:barrier")] * 1100}
+        for backend in ("gloo", "nccl")
+    )
+    data = json.dumps({"recorders": [gloo, nccl]}).encode()
+    found = flight.parse(data, 0, 1.0, "")
+    assert found is not None
+    assert found.last_enqueued == {"gloo 0 default_pg": 4, "nccl 0 default_pg": 4}
+    assert len(found.collectives) == flight.MAX_COLLECTIVES
+
+
+def test_the_newest_readable_file_of_a_rank_is_taken(tmp_path):
+    good = json.dumps({"version": "2.10", "entries": [entry()]})
+    for name in ("flight_rank0_1000.json", "flight_rank0_2000.json", "flight_rank1_1000.json"):
+        (tmp_path / name).write_text(good)
+    (tmp_path / "flight_rank0_3000.json").write_text("{")
+    (tmp_path / "flight_rank0_4000.json").mkdir()
+    (tmp_path / "flight_rank0_5000.json").symlink_to(tmp_path / "flight_rank0_1000.json")
+    (tmp_path / "flight_rank7_1.json").write_text(good)
+    os.mkfifo(tmp_path / "flight_rank0_6000.json")
+    found = flight.latest(tmp_path, WORLD)
+    assert {rank: each.ts for rank, each in found.items()} == {0: 2.0, 1: 1.0}
+    assert found[0].path == str(tmp_path / "flight_rank0_2000.json")
+    assert set(flight.latest(tmp_path, WORLD, 1.5)) == {0}
+    assert flight.latest(tmp_path / "missing", WORLD) == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+    | st.sampled_from(["5", "-1", "9" * 30, 10**30]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)  # fmt: skip
+ENTRY = st.dictionaries(st.sampled_from(sorted(entry())), JSON).map(lambda each: entry() | each)
+
+
+DOCUMENT = st.lists(ENTRY, max_size=4).map(lambda found: {"version": 1, "entries": found})
+ANY_DOCUMENT = JSON.map(lambda value: {"version": 1, "entries": value, "recorders": value})
+
+
+@given(st.binary() | (DOCUMENT | ANY_DOCUMENT).map(lambda each: json.dumps(each).encode()))
+def test_any_bytes_are_a_record_or_none(data):
+    found = flight.parse(data, 0, 1.0, "")
+    if found is not None:
+        assert all(0 <= each.number < 1 << 63 for each in found.collectives)
+        assert flight.compare({0: found, 1: found}, (0, 1)).kind in ("same", "unknown")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"[" * 100_000, b'{"error":"RuntimeError"}'])
+def test_another_document_is_no_record(data):
+    assert flight.parse(data, 0, 1.0, "") is None
+
+
+CALL = st.builds(
+    call, st.integers(0, 6), st.sampled_from(["all_reduce", "barrier"]), st.booleans(),
+    st.sampled_from(["0 default_pg", "1 a", "2 b"]), st.sampled_from(["[8] float32", "[9] int64"]),
+)  # fmt: skip
+
+
+def says_the_truth(found: flight.Difference, known: dict[int, FlightRecord]) -> None:
+    """Each rank said to be behind has not called the number in some group, and another waits."""
+    if found.kind != "behind":
+        return
+    assert found.number is not None
+    groups = {group for each in known.values() for group in each.last_enqueued}
+    assert any(
+        all(known[rank].last_enqueued.get(group, 0) < found.number for rank in found.ranks)
+        and any(
+            each.number == found.number and not each.done and each.group == group
+            for rank, other in known.items() if rank not in found.ranks
+            for each in other.collectives
+        )
+        for group in groups
+    )  # fmt: skip
+
+
+@given(st.dictionaries(st.integers(0, 5), st.lists(CALL, max_size=8)))
+def test_any_records_are_compared_without_a_false_statement(calls):
+    known = {rank: record(rank, *found) for rank, found in calls.items()}
+    found = flight.compare(known, range(6))
+    assert set(found.ranks) <= set(known)
+    says_the_truth(found, known)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECORDED.glob("*.json")))
+def test_fewer_records_make_no_statement_false_and_the_missing_rank_is_named(name):
+    everything = records(name)
+    for left_out in everything:
+        known = {rank: each for rank, each in everything.items() if rank != left_out}
+        found = flight.compare(known, WORLD)
+        says_the_truth(found, known)
+        assert re.search(rf"no record of .*{left_out}", found.text)
+
+
+def test_the_records_of_many_ranks_are_compared_in_bounded_time():
+    calls = [call(number) for number in range(1, flight.MAX_COLLECTIVES + 1)]
+    known = {rank: record(rank, *calls) for rank in range(64)}
+    begin = time.monotonic()
+    assert flight.compare(known, range(64)).kind == "same"
+    assert time.monotonic() - begin < 60

@@ -1,0 +1,385 @@
+"""The kernel's evidence, about real processes that really wait."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.sources import kernel_evidence as kernel
+from console.sources.kernel_evidence import BlockedOn, ProcessEvidence, collect, cpu_share
+from trainers.contract import rundir
+
+Start = Callable[..., subprocess.Popen[bytes]]
+ME = f"held by pid {os.getpid()} ("
+NOBODY = 2**22 - 3
+"""A pid above the default limit of pids."""
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts Python programs and ends them; their children get SIGKILL with their session."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(program: str, *arguments: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-I", "-S", "-c", program, *map(str, arguments)]
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+        started.append(child)
+        return child
+
+    yield run
+    for child in reversed(started):  # a tracer before the process it traces
+        os.killpg(child.pid, signal.SIGKILL) if child.returncode is None else None
+        child.wait()
+        child.stdout.close()
+
+
+def until(pid: int, reached: Callable[[ProcessEvidence], bool]) -> ProcessEvidence:
+    """Returns the first reading that fits; the limit is only for a test that fails."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = collect(pid)
+        if found is not None and reached(found):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+def waiting(child: subprocess.Popen[bytes], kind: str) -> str:
+    """Returns the words for what a process waits on, once it waits on something of this kind."""
+    return until(child.pid, lambda found: found.main.kind == kind).main.text
+
+
+FLOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
+LOCKF = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX)"
+
+
+@pytest.mark.parametrize(("program", "lock"), [(FLOCK, fcntl.flock), (LOCKF, fcntl.lockf)])
+def test_the_holder_of_a_file_lock_is_named(start, tmp_path, program, lock):
+    path = tmp_path / "shared.lock"
+    with path.open("w") as file:
+        lock(file, fcntl.LOCK_EX)
+        first, second = start(program, path), start(program, path)
+        for each in (first, second):
+            assert waiting(each, "lock").startswith(f"the lock of {path}, {ME}")
+
+
+def test_a_lock_of_an_ended_process_is_held_by_its_child(start, tmp_path):
+    path = tmp_path / "shared.lock"
+    holder = start(
+        f"{FLOCK}; import os\nif os.fork(): os._exit(0)\nimport time; time.sleep(600)", path
+    )
+    assert holder.wait() == 0
+    blocked = start(FLOCK, path)
+    assert waiting(blocked, "lock").endswith(
+        f"held by pid {holder.pid} (ended, another process has its descriptor)"
+    )
+    holder.returncode = None  # the fixture ends its session
+
+
+@pytest.mark.parametrize(("flags", "end"), [("O_RDONLY", "writer"), ("O_WRONLY", "reader")])
+def test_an_open_of_a_fifo_names_the_end_that_is_absent(start, tmp_path, flags, end):
+    os.mkfifo(tmp_path / "q")
+    child = start(f"import os, sys; os.open(sys.argv[1], os.{flags})", tmp_path / "q")
+    assert waiting(child, "pipe") == f"a FIFO, which has no {end}"
+
+
+def test_an_open_fifo_is_named_by_its_path(start, tmp_path):
+    os.mkfifo(tmp_path / "q")
+    child = start("import os, sys; os.read(os.open(sys.argv[1], os.O_RDWR), 1)", tmp_path / "q")
+    assert waiting(child, "pipe") == f"the FIFO {tmp_path / 'q'}, which is empty"
+
+
+@pytest.mark.parametrize(
+    ("program", "main"),
+    [
+        ("r, w = os.pipe(); os.read(r, 1)", BlockedOn("pipe", "a pipe that is empty")),
+        ("r, w = os.pipe(); os.write(w, b'x' * 2**20)", BlockedOn("pipe", "a pipe that is full")),
+        ("time.sleep(600)", BlockedOn("timer", "a timer")),
+        ("a = threading.Lock(); a.acquire(); a.acquire()",
+         BlockedOn("futex", "a lock, an event or a future (futex)")),
+        ("a, b = socket.socketpair(); a.recv(1)", BlockedOn("network", "a local socket")),
+        ("s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.bind('\\0nsa-test'); s.recv(1)",
+         BlockedOn("network", "the local socket @nsa-test")),
+    ],
+)  # fmt: skip
+def test_a_wait_is_put_into_words(start, program, main):
+    child = start(f"import os, socket, threading, time; {program}")
+    found = until(child.pid, lambda found: found.main.kind != "none")
+    assert found.main == main
+    assert found.state == "S"
+    assert (found.tracer, found.frozen, found.children) == (None, False, ())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "s.recv(1)",
+        "s.sendall(b'x' * 2**26)",
+        "s.settimeout(600); s.recv(1)",
+        "import select; p = select.epoll(); p.register(s, 1); os.pipe(); p.poll()",
+    ],
+)
+def test_a_server_that_does_not_answer_is_named(start, host, call):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        server = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"this host has no {host}")
+    with server:
+        port = server.getsockname()[1]
+        program = "import os, socket, sys; s = socket.create_connection((sys.argv[1], sys.argv[2]))"
+        child = start(f"{program}; {call}", host, port)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        assert waiting(child, "network") == f"a socket to {address}"
+
+
+def test_a_connection_that_is_not_accepted_and_a_listener_are_named(start):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        fill = [socket.socket() for _ in range(3)]
+        for each in fill:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        program = (
+            "import os, socket; os.pipe(); s = socket.socket(); s.settimeout({}); s.connect({})"
+        )
+        for timeout in (None, 600):  # connect, or poll for it
+            child = start(program.format(timeout, ("127.0.0.1", port)))
+            words = f"a socket to 127.0.0.1:{port} that is not connected yet"
+            assert waiting(child, "network") == words
+        for each in fill:
+            each.close()
+    listener = start("import socket; s = socket.create_server(('127.0.0.1', 0)); s.accept()")
+    assert waiting(listener, "network").startswith("a connection to 127.0.0.1:")
+
+
+def test_a_poll_of_one_of_many_is_not_guessed(start):
+    program = "import select, socket, os; a = socket.socketpair(); os.pipe(); p = select.poll()"
+    child = start(f"{program}; p.register(a[0], 1); print(flush=True); p.poll()")
+    assert child.stdout.readline()
+    found = until(child.pid, lambda found: found.wchan == "poll_schedule_timeout")
+    assert found.main == kernel.NOTHING
+
+
+CHILD = "c = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)'])"
+
+
+@pytest.mark.parametrize(
+    "wait", ["c.wait()", "os.waitid(os.P_PID, c.pid, os.WEXITED)", "os.wait()"]
+)
+def test_a_wait_for_a_stopped_child_names_it(start, wait):
+    child = start(f"import os, subprocess, sys; {CHILD}; c.send_signal(19); {wait}")
+    found = until(child.pid, lambda found: "stopped" in found.main.text)
+    (stopped,) = found.children
+    assert found.main == BlockedOn("child", f"child {stopped.pid} ({stopped.name}, stopped)")
+    assert stopped.state == "T"
+
+
+def test_a_wait_by_pidfd_and_for_any_of_two(start):
+    begin = f"import os, subprocess, sys; {CHILD}; {CHILD.replace('c =', 'd =')}"
+    by_fd = start(f"{begin}; os.waitid(os.P_PIDFD, os.pidfd_open(d.pid), os.WEXITED)")
+    text = waiting(by_fd, "child")
+    assert text.startswith(f"child {collect(by_fd.pid).children[1].pid} (")
+    assert waiting(start(f"{begin}; os.wait()"), "child") == "any of 2 children"
+
+
+def test_a_stopped_process_waits_on_nothing(start):
+    child = start("import time; time.sleep(600)")
+    waiting(child, "timer")
+    child.send_signal(signal.SIGSTOP)
+    assert until(child.pid, lambda found: found.state == "T").main == kernel.NOTHING
+    child.send_signal(signal.SIGCONT)
+    assert waiting(child, "timer") == "a timer"  # as restart_syscall
+
+
+def test_a_tracer_is_named(start):
+    child = start("import time; time.sleep(600)")
+    waiting(child, "timer")
+    program = (
+        "import ctypes, sys, time; print(ctypes.CDLL(None).ptrace(16, int(sys.argv[1]), 0, 0))"
+    )
+    tracer = start(f"{program}; sys.stdout.flush(); time.sleep(600)", child.pid)
+    if tracer.stdout.readline() != b"0\n":
+        pytest.skip("ptrace is not permitted here")
+    found = until(child.pid, lambda found: found.state == "t")
+    assert found.tracer == (tracer.pid, collect(tracer.pid).threads[0].name)
+
+
+def freezer() -> tuple[Path, str, str, str] | None:
+    """Returns a new cgroup, the file that freezes it, and its two values; None without one."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, top, kind, options, *_ = line.split()
+        folder = Path(top) / f"nsa-test-{os.getpid()}"
+        files = {"cgroup2": ("cgroup.freeze", "1", "0")}
+        if kind == "cgroup" and "freezer" in options.split(","):
+            files["cgroup"] = ("freezer.state", "FROZEN", "THAWED")
+        if kind in files:
+            try:
+                folder.mkdir()
+            except OSError:
+                continue
+            yield folder, *files[kind]
+
+
+def test_a_frozen_cgroup_is_seen_also_from_a_cgroup_inside(start):
+    found = list(freezer())
+    if not found:
+        pytest.skip("no cgroup can be made here")
+    for folder, name, frozen, thawed in found:
+        inner = folder / "inner"
+        inner.mkdir()
+        child = start("import time; time.sleep(600)")
+        try:
+            (inner / "cgroup.procs").write_text(str(child.pid))
+            assert not until(child.pid, lambda found: found.main.kind == "timer").frozen
+            (folder / name).write_text(frozen)
+            until(child.pid, lambda found: found.frozen and found.main == kernel.NOTHING)
+            (folder / name).write_text(thawed)
+            until(child.pid, lambda found: not found.frozen)
+        finally:
+            (folder / name).write_text(thawed)
+            child.kill()
+            child.wait()
+            inner.rmdir()
+            folder.rmdir()
+
+
+def test_a_zombie_a_gone_process_and_a_reused_pid(start):
+    child = start("import time; time.sleep(600)")
+    waiting(child, "timer")
+    ticks = rundir.start_ticks(child.pid)
+    assert collect(child.pid, ticks).state == "S"
+    assert collect(child.pid, ticks + 1) is None
+    os.kill(child.pid, signal.SIGKILL)
+    zombie = until(child.pid, lambda found: found.state == "Z")
+    assert zombie.main == kernel.NOTHING
+    parent = collect(os.getpid())
+    assert "Z" in {each.state for each in parent.children if each.pid == child.pid}
+    child.wait()
+    gone = collect(child.pid, ticks)
+    assert (gone.state, gone.threads, gone.main) == ("gone", (), kernel.NOTHING)
+    assert cpu_share(zombie, gone) is None
+    assert collect(NOBODY).state == "gone"
+    assert [collect(pid) for pid in (0, -1, -NOBODY)] == [None] * 3
+
+
+def test_a_busy_loop_uses_about_one_core(start):
+    child = start("while True: pass")
+    before = until(child.pid, lambda found: found.cpu_ticks > 0)
+    after = until(child.pid, lambda found: found.cpu_ticks >= before.cpu_ticks + 20)
+    assert 0.02 < cpu_share(before, after) < 1.5
+    assert cpu_share(after, before) is None
+    assert cpu_share(before, replace(after, pid=1)) is None
+    assert cpu_share(before, replace(before, mono=before.mono + 1)) == 0
+
+
+def test_threads_have_names_and_the_main_thread_is_first(start):
+    program = (
+        "import threading, time\n"
+        "def work(name):\n    open('/proc/thread-self/comm', 'wb').write(name); time.sleep(600)\n"
+        "names = [b'loader', b'a) R 1 (\\n2', b'\\x1b[31mred\\xff', *[b'n'] * 80]\n"
+        "[threading.Thread(target=work, args=(name,)).start() for name in names]\n"
+        "print(flush=True); threading.Event().wait()"
+    )
+    child = start(program)
+    assert child.stdout.readline()
+    wanted = {"loader", "red�"}
+    found = until(child.pid, lambda found: wanted <= {each.name for each in found.threads})
+    assert any(each.name.startswith("a) R 1 (") for each in found.threads)
+    assert not any("\n" in each.name or "\x1b" in each.name for each in found.threads)
+    assert found.threads[0].tid == child.pid
+    assert len(found.threads) == kernel.MAX_THREADS
+    assert {each.state for each in found.threads} <= {"S", "R", "D"}
+    until(child.pid, lambda found: {t.wchan for t in found.threads[1:4]} == {"hrtimer_nanosleep"})
+
+
+def test_without_the_right_to_see_a_system_call_the_kernel_function_names_the_wait(start):
+    """A process of another user reads neither; one of the two is enough."""
+    me = kernel._blocked_on
+    assert me(NOBODY, "S", "do_wait", ()).text == "a child process"
+    assert me(NOBODY, "S", "anon_pipe_read", ()).text == "a pipe that is empty"
+    assert me(NOBODY, "S", "fcntl_setlk", ()).text == "a file lock (its holder is not available)"
+    assert me(NOBODY, "S", "wait_for_partner", ()).text == "a FIFO, which has no peer"
+    assert me(NOBODY, "S", "wait_woken", ()).kind == "network"
+    assert me(NOBODY, "S", "futex_do_wait", ()).kind == "futex"
+    assert me(NOBODY, "S", "hrtimer_nanosleep", ()).kind == "timer"
+    assert me(NOBODY, "D", "percpu_rwsem_wait", ()) == BlockedOn(
+        "disk", "a disk or a driver (in percpu_rwsem_wait)"
+    )
+    assert me(NOBODY, "S", "", ()) == kernel.NOTHING
+
+
+def test_a_process_of_another_user_is_read_as_far_as_the_kernel_permits(start):
+    if os.geteuid():
+        pytest.skip("only root becomes another user")
+    child = start("import time; time.sleep(600)")
+    waiting(child, "timer")
+    root = Path(kernel.__file__).parents[2]
+    program = (
+        f"import os, sys; sys.path.insert(0, {str(root)!r})\n"
+        "from console.sources import kernel_evidence as k\n"
+        "os.setgid(65534); os.setuid(65534); print(k.collect(int(sys.argv[1])))"
+    )
+    reader = start(program, child.pid)
+    shown = reader.communicate(timeout=60)[0].decode()
+    assert "state='S'" in shown
+    assert "wchan=''" in shown
+    assert "kind='none'" in shown
+
+
+LOCKS = (
+    b"1: POSIX  ADVISORY  WRITE %d fe:00:1 0 EOF\n1: -> POSIX  ADVISORY  WRITE 7 fe:00:1 0 EOF\n"
+)
+
+
+def test_the_holder_is_that_of_the_lock_the_process_waits_for():
+    def text(holder: int) -> str:
+        return (LOCKS % holder).decode()
+
+    assert kernel._holder(text(5), 7) == 5
+    assert kernel._holder(text(5), 8) is None
+    assert kernel._holder(text(-1), 7) is None
+    assert kernel._holder("1: FLOCK  ADVISORY  READ 4 fe:00:9 0 EOF\n" + text(6), 7) == 6
+
+
+@given(st.binary(max_size=300), st.integers(min_value=0, max_value=300))
+def test_no_bytes_break_a_parser(garbage, at):
+    stat = Path("/proc/self/stat").read_bytes()
+    syscall = b"73 0x3 0x2 0x0 0x7f87cc6d5fd8 0x0 0x0 0x7ffe60d0e6a8 0x7f87cc916897\n"
+    tcp = b"   0: 0100007F:9B1D 00000000:0000 0A 0:0 0:0 0 0 0 3612944 1 0 1\n"
+    for good in (stat, syscall, tcp, LOCKS % 5):
+        for data in (garbage, good[:at] + garbage, good[:at] + garbage + good[at:]):
+            text = data.decode("utf-8", "replace")
+            found = kernel._parse_stat(text)
+            assert found is None or (len(found.state) == 1 and "\n" not in found.name)
+            parsed = kernel._parse_syscall(text)
+            assert parsed is None or len(parsed[1]) == 6
+            assert (kernel._holder(text, 7) or 1) > 0
+            assert len(kernel._entry(text, "3612944")) == 3
+            assert "\x1b" not in kernel._address(text)
+            assert kernel._value(text, "TracerPid") >= 0
+
+
+@given(st.text(max_size=40))
+def test_a_name_stays_on_one_line_and_changes_no_field(name):
+    stat = kernel._parse_stat(f"5 ({name}) S 1 {' '.join('9' * 60)}")
+    assert stat is not None
+    assert (stat.state, stat.cpu_ticks, stat.start_ticks) == ("S", 18, 9)
+    assert not set(stat.name) & set("\n\r\x1b\x00")

@@ -1,0 +1,394 @@
+"""A foreign DDP program (gloo, CPU) with one fault: `drilled_ddp.py FOLDER [--phases]`.
+
+`FAULT=<mechanism>-<phase>@<step>:<rank>` in the environment, or the same in `FOLDER/fault`, names
+the fault; the rank `all` means every rank. `FOLDER/reached` holds the unix time at which the fault
+begins. `FOLDER` is shared with the process that injects what a program cannot do to itself.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import json
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from trainers.contract.member import join
+
+BATCH, WIDTH, SAVE_EVERY, STEPS = 16, 8, 3, 100_000
+LONG_S = 3600
+PACE_S = 0.02
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--phases", action="store_true")
+parser.add_argument("--workers", type=int, default=0)
+options = parser.parse_args()
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+written = options.folder / "fault"
+named = os.environ.get("FAULT") or (written.read_text() if written.exists() else "-@0:all")
+fault, _, place = named.partition("@")
+mechanism, _, fault_phase = fault.rpartition("-")
+fault_step, _, fault_rank = place.partition(":")
+
+
+def due(name: str, phase: str, step: int) -> bool:
+    """Returns whether this rank has this fault here, and writes down when it begins."""
+    mine = fault_rank in ("all", str(rank)) and int(fault_step) == step
+    if not mine or (mechanism, fault_phase) != (name, phase):
+        return False
+    scratch = options.folder / f"reached.{rank}"
+    scratch.write_text(f"{time.time()}")
+    scratch.rename(options.folder / "reached")
+    return True
+
+
+def strike(phase: str, step: int) -> None:
+    """Performs the fault of this phase and step, if it is one of `MECHANISMS`."""
+    if mechanism in MECHANISMS and due(mechanism, phase, step):
+        MECHANISMS[mechanism]()
+
+
+# --- mechanisms ----------------------------------------------------------------------------------
+
+
+def poll_for_file() -> None:
+    while not (options.folder / "never").exists():
+        time.sleep(0.1)
+
+
+def count_up() -> None:
+    total = 0
+    while True:
+        total = (total * 31 + 7) % 1_000_003
+
+
+def iterate() -> None:
+    """Repeats a computation that does not converge."""
+    state = torch.eye(64)
+    while float(state.norm()) > 0:
+        state = torch.nn.functional.normalize(state @ state + 1.0)
+
+
+def lock_mutex_twice() -> None:
+    """Waits in C with the GIL; no signal ends this wait."""
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    native.pthread_mutex_lock(mutex)
+    native.pthread_mutex_lock(mutex)
+
+
+def match_slowly() -> None:
+    re.match(r"(a|aa)+$", "a" * 80 + "b")
+
+
+def lock_that_is_taken() -> None:
+    lock = threading.Lock()
+
+    def work() -> None:
+        with lock:
+            queue.Queue[int]().get()
+
+    threading.Thread(target=work, name="uploader", daemon=True).start()
+    time.sleep(0.1)
+    with lock:
+        pass
+
+
+def locks_in_two_orders() -> None:
+    first, second = threading.Lock(), threading.Lock()
+    both = threading.Barrier(2)
+
+    def take(one: threading.Lock, other: threading.Lock) -> None:
+        with one:
+            both.wait()
+            with other:
+                pass
+
+    threading.Thread(target=take, args=(second, first), daemon=True).start()
+    take(first, second)
+
+
+def wait_for_event() -> None:
+    threading.Event().wait()
+
+
+def wait_for_future() -> None:
+    ThreadPoolExecutor(1).submit(threading.Event().wait).result()
+
+
+def lock_file() -> None:
+    with (options.folder / "flock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+
+
+def lock_record() -> None:
+    with (options.folder / "fcntl").open("w") as stream:
+        fcntl.lockf(stream, fcntl.LOCK_EX)
+
+
+def kill_self(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def map_in_pool() -> None:
+    """Waits for a pool that lost its worker."""
+    multiprocessing.get_context("fork").Pool(1).map(kill_self, [1])
+
+
+def run_child(*words: str, **more: bool) -> None:
+    subprocess.run(words, check=False, **more)
+
+
+def open_fifo() -> None:
+    path = options.folder / f"fifo{rank}"
+    os.mkfifo(path)
+    path.read_text()
+
+
+def read_pipe() -> None:
+    """Reads from a pipe whose writer writes nothing."""
+    reading, _writing = os.pipe()
+    os.read(reading, 1)
+
+
+def fill_pipe() -> None:
+    _reading, writing = os.pipe()
+    while True:
+        os.write(writing, b"x" * 65536)
+
+
+def peer() -> tuple[str, int]:
+    host, _, port = (options.folder / "peer").read_text().partition(":")
+    return host, int(port)
+
+
+def receive() -> None:
+    with socket.create_connection(peer()) as stream:
+        stream.sendall(b"ready?\n")
+        stream.recv(64)
+
+
+def request_page() -> None:
+    urllib.request.urlopen("http://{}:{}/metrics".format(*peer())).read()
+
+
+def send_much() -> None:
+    with socket.create_connection(peer()) as stream:
+        while True:
+            stream.sendall(b"x" * 65536)
+
+
+def compute_a_while() -> None:
+    """Computes while something happens to this process from outside."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        torch.eye(64).matmul(torch.ones(64, 64))
+
+
+def write_to_disk() -> None:
+    """Writes where another process freezes the file system meanwhile."""
+    until = time.monotonic() + 20
+    while not (options.folder / "frozen").exists() and time.monotonic() < until:
+        torch.eye(64).matmul(torch.ones(64, 64))
+    with (options.folder / "mount" / f"part{rank}").open("wb") as stream:
+        stream.write(bytes(1 << 20))
+        os.fsync(stream.fileno())
+
+
+def look_at_disk() -> None:
+    os.stat(options.folder / "silent" / "weights")
+
+
+def stop_receiving() -> None:
+    """Lets the kernel drop every packet that arrives on a connection to another rank."""
+    store = int(os.environ["MASTER_PORT"])
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    drop_all = struct.pack("HL", 1, ctypes.addressof(instruction))
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            stream = socket.socket(fileno=os.dup(int(name)))
+            ports = {stream.getpeername()[1], stream.getsockname()[1]}
+            if stream.type == socket.SOCK_STREAM and store not in ports:
+                stream.setsockopt(socket.SOL_SOCKET, 26, drop_all)  # SO_ATTACH_FILTER
+
+
+MECHANISMS = {
+    "sleep": lambda: time.sleep(LONG_S),
+    "poll": poll_for_file,
+    "count": count_up,
+    "iterate": iterate,
+    "mutex": lock_mutex_twice,
+    "power": lambda: 3 ** (10**10),
+    "regex": match_slowly,
+    "lock": lock_that_is_taken,
+    "deadlock": locks_in_two_orders,
+    "event": wait_for_event,
+    "future": wait_for_future,
+    "flock": lock_file,
+    "fcntl": lock_record,
+    "pool": map_in_pool,
+    "child": lambda: run_child("sleep", str(LONG_S)),
+    "output": lambda: run_child("tail", "-f", "/dev/null", capture_output=True),
+    "paused": lambda: run_child("sh", "-c", "kill -STOP $$; true"),
+    "fifo": open_fifo,
+    "mute": read_pipe,
+    "full": fill_pipe,
+    "recv": receive,
+    "http": request_page,
+    "send": send_much,
+    "exit": lambda: sys.exit(0),
+    "segv": lambda: ctypes.string_at(0),
+    "filter": stop_receiving,
+    "disk": write_to_disk,
+    "fuse": look_at_disk,
+    "stop": compute_a_while,
+    "trace": compute_a_while,
+    "freeze": compute_a_while,
+    "kill": compute_a_while,
+}
+IN_LOADER = {
+    "worker_asleep": lambda: time.sleep(LONG_S),
+    "worker_stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "worker_busy": count_up,
+    "thread_asleep": lambda: time.sleep(LONG_S),
+    "thread_died": lambda: json.loads("{"),
+}
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+class Samples(Dataset):
+    """Random samples; the fault of a loader happens where the first of a step is read."""
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        step, place = divmod(index, BATCH)
+        if place == 0 and mechanism in IN_LOADER and due(mechanism, "fetch", step + 1):
+            IN_LOADER[mechanism]()
+        return torch.randn(WIDTH)
+
+
+def in_thread(samples: Samples):
+    """Returns batches that a thread reads ahead."""
+    ready: queue.Queue[torch.Tensor] = queue.Queue(2)
+
+    def read() -> None:
+        for step in range(STEPS):
+            ready.put(torch.stack([samples[step * BATCH + place] for place in range(BATCH)]))
+
+    threading.Thread(target=read, name="prefetch", daemon=True).start()
+    return iter(ready.get, None)
+
+
+def batches():
+    """Returns the batches of this rank: from a thread, from loader processes or read directly."""
+    if mechanism.startswith("thread_"):
+        return in_thread(Samples())
+    workers = max(options.workers, mechanism.startswith("worker_"))
+    return iter(DataLoader(Samples(), batch_size=BATCH, num_workers=workers))
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
+        self.step = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.into(batch).relu()
+        hidden.register_hook(lambda _: strike("backward", self.step))
+        return self.out(hidden)
+
+
+def report(step: int, loss: torch.Tensor) -> None:
+    """Gathers the losses and counts the samples of all ranks, and writes one line."""
+    losses, count = [torch.zeros(1) for _ in range(world)], torch.tensor([float(BATCH)])
+    gather = [lambda: dist.all_gather(losses, loss.detach().reshape(1))]
+    total = [lambda: dist.all_reduce(count)]
+    calls = gather + total
+    if due("skip", "log", step):
+        calls = total
+    elif due("swap", "log", step):
+        calls = total + gather
+    elif due("empty", "log", step):
+        calls = [*gather, lambda: dist.all_reduce(torch.zeros(0))]
+    for call in calls:
+        call()
+    with (options.folder / f"log_rank{rank}.txt").open("a") as stream:
+        stream.write(f"{step} {float(sum(losses)):.4f} {float(count):.0f}\n")
+
+
+def train(run) -> None:
+    def mark(phase: str) -> None:
+        if options.phases:
+            run.pulse.set(step, phase)
+        strike(phase, step)
+
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    source, loss = batches(), torch.zeros(())
+    for step in range(1, STEPS + 1):
+        if run.step(step, loss=loss.item()):
+            break
+        mark("fetch")
+        batch = next(source)
+        mark("forward")
+        model.module.step = step
+        optimizer.zero_grad()
+        local = model.no_sync() if due("nosync", "backward", step) else contextlib.nullcontext()
+        with local:
+            loss = model(batch).square().mean()
+            if options.phases:
+                run.pulse.set(step, "backward")
+            loss.backward()
+        mark("optimizer")
+        if due("extra", "optimizer", step):
+            dist.barrier()
+        optimizer.step()
+        time.sleep(PACE_S)
+        mark("log")
+        report(step, loss)
+        if step % SAVE_EVERY == 0:
+            mark("save")
+            torch.save(model.state_dict(), options.folder / f"shard{rank}.pt")
+            dist.barrier()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    strike("early", 0)
+    run = join() if options.phases else None
+    if options.phases:
+        strike("late", 0)
+    dist.init_process_group("gloo")
+    if run is None:
+        strike("late", 0)
+        run = join()
+    train(run)
+    dist.destroy_process_group()
+
+
+main()
