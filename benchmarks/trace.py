@@ -20,7 +20,7 @@ from trainers.contract import rundir
 
 LOG_EVERY_S = 10
 PHASES = (
-    ("sanity", "The ranks start, meet and finish one step.", 1),
+    ("sanity", "The ranks start, connect and finish one step.", 1),
     ("plumbing", "Data, loss, optimizer and all-reduce are connected.", 120_000),
     ("recall", "Attention works.", 600),
 )

@@ -205,7 +205,7 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
         gpus = tuple(
             Gpu(rank, "A100", "error" if rng.random() < 1e-4 else "ok", util_pct=100 * rng.random(),
                 mem_used_mib=61_000 + 500 * rng.random(), mem_total_mib=81_920.0,
-                throttle="hardware, heat" if rng.random() < 0.01 else "", ecc_uncorrected=0)
+                throttle="hardware thermal" if rng.random() < 0.01 else "", ecc_uncorrected=0)
             for rank in range(world)
         )  # fmt: skip
         yield Readings(
@@ -310,7 +310,7 @@ SICK: dict[str, Spoil] = {
     "gpu_silent": _gpu(state="error", why="NVML has not answered for 6 s"),
     "xid": _gpu(xid=79, xids=(79,), xid_count=1),
     "ecc": _gpu(ecc_uncorrected=2),
-    "throttle": _gpu(throttle="hardware, heat"),
+    "throttle": _gpu(throttle="hardware thermal"),
     "imbalance": _lame,
     "disk": _with(disk_free_gib=lambda now: 2.0),
     "clock": _with(ts=lambda now: now.ts + 30),

@@ -73,7 +73,7 @@ def _rank(value: Any) -> int:
 def _yes(value: Any) -> bool:
     if value is True or (isinstance(value, str) and value.lower() in TRUE):
         return True
-    raise ValueError("yes=true: it ends all ranks without a checkpoint")
+    raise ValueError("true, which confirms that all ranks end without a checkpoint")
 
 
 def _flag_name(value: Any) -> str:
@@ -93,7 +93,7 @@ TABLE: tuple[Action, ...] = (
     Action(
         "dump", "Dump the stacks of all ranks.", ("run",),
         (Argument("rank", "R", _rank, "dump only this rank, counted from 0", required=False),),
-        cost=("keeps", "all work (a rank that does not handle the signal is left out)"),
+        cost=("keeps", "all work (a rank that does not handle the signal is not dumped)"),
         key="D", weight=8, button=True, title="Dump the stacks of all ranks?",
         verb="dump", examples=("dump latest", "dump latest --rank 1"),
     ),
@@ -137,7 +137,7 @@ TABLE: tuple[Action, ...] = (
     Action(
         "ack", "Acknowledge an alert.", ("run",),
         (Argument("alert", "ID", _text(80), "id of the alert"),),
-        cost=("keeps", "the alert, as a note"), key="A", weight=2,
+        cost=("keeps", "the alert, at level info"), key="A", weight=2,
     ),
     Action(
         "note", "Write a sentence into the events of the run.", ("run", "launch"),

@@ -111,7 +111,7 @@ def prepare(options: LaunchOptions) -> Prepared:
     try:
         Path.cwd()
     except OSError:
-        raise RefusedError("the working directory is gone: cd to one that exists") from None
+        raise RefusedError("the working directory does not exist: cd to one that exists") from None
     plan, flag_origins = _plan(options)
     directory = _directory(options, plan.name)
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
@@ -132,7 +132,7 @@ def prepare(options: LaunchOptions) -> Prepared:
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
     """Starts a plan and returns the launch's directory; the supervisor owns it from then on.
 
-    `seen` is the plan that an operator confirmed; one that has changed since is refused.
+    `seen` is the plan that an operator confirmed; one that has changed since is rejected.
     Raises UsageError, RefusedError or ContractError; then nothing is started and nothing is left.
     """
     prepared = prepare(options)
@@ -156,9 +156,9 @@ def begin(prepared: Prepared, by: str) -> Path:
 def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str]]:
     """Returns the plan with the changes of the launch, and the origins of its flags."""
     if options.between and options.between not in BETWEEN:
-        raise UsageError(f"--between {options.between!r}: it is go or ask")
+        raise UsageError(f"--between {options.between!r}: it must be go or ask")
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
-        raise UsageError(f"--nproc {options.nproc}: it is 1 to 1024 processes")
+        raise UsageError(f"--nproc {options.nproc}: it must be 1 to 1024 processes")
     if options.config is None:
         plan, folder = catalog.load(options.plan), catalog.find(options.plan).parent
     else:
@@ -236,7 +236,7 @@ def _directory(options: LaunchOptions, plan: str) -> Path:
             again += 1
             path = options.root / plan / f"{stamp}-{again}"
     except OSError as error:
-        raise UsageError(f"{path} cannot be a directory: {error.strerror}") from None
+        raise UsageError(f"{path} cannot be used as a directory: {error.strerror}") from None
     return path
 
 
@@ -292,8 +292,8 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
     except OSError as error:
         if run is None or supervisor.host:
             raise RefusedError(
-                f"cannot write a request into {requests}: {error.strerror}; without one, "
-                f"kill -TERM {supervisor.pid} (its supervisor"
+                f"cannot write a request into {requests}: {error.strerror}; without a request, "
+                f"kill -TERM {supervisor.pid} (the supervisor"
                 f"{f' on {supervisor.host}' if supervisor.host else ''}) stops the run"
             ) from error
         halt(run, by)
@@ -304,7 +304,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
 def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None:
     """Returns the event that answers a request, None when none comes within `timeout_s`."""
     if not request_id:
-        text = ".HALT was written, without a supervisor; live ranks stop at the same step"
+        text = ".HALT was written directly, not by a supervisor; live ranks halt at the same step"
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]

@@ -22,7 +22,7 @@ from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
     0: "success: done, healthy, or completed without a failed or unknown gate",
-    1: "a gate or check failed or is unknown; or the run is stalled, unsupervised",
+    1: "a gate or check failed or is unknown; or a run is stalled or unsupervised",
     2: "usage error",
     3: "no such run",
     4: "rejected; halted or stopped by an operator",
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser()
         for given in words:
             if given.startswith("--") and given.endswith("=--"):
-                parser.error(f"{given}: -- is no value")  # argparse would make it an empty list
+                parser.error(f"{given}: -- is not a value")  # argparse would make it an empty list
         parser.parse_args(words, options)
         return options.command(options)
     except SystemExit as ended:
@@ -112,7 +112,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="nsa-console",
         description="Launch, watch and diagnose NSA pre-training. Without a command: the screen.\n"
-        "Write the options of this page before the command.",
+        "Write the options below before the command.",
         epilog=_epilog(
             ("", "launch cpu_smoke", "status latest", "--root /data/runs runs"),
             end=("", f"words: {WORDS}"),
@@ -128,7 +128,7 @@ def build_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--mouse", action=argparse.BooleanOptionalAction,
-        help="use the mouse (default: off over SSH)",
+        help="use the mouse (default: on, but off over SSH)",
     )  # fmt: skip
     screen = Command("screen", "", (), work="screen.screen")
     parser.set_defaults(command=screen, run=None)

@@ -22,7 +22,7 @@ LOST_PEER_TEXTS: Mapping[str, str] = {
     "NCCL communicator was aborted": "torch/csrc/distributed/c10d/NCCLUtils.hpp",
     "Watchdog caught collective operation timeout": "torch ProcessGroupNCCL.cpp",
     "Connection was likely closed. Did the remote server": "torch c10d/Utils.hpp, TCPStore",
-    "another rank is gone": "trainers/failures.py",
+    "another rank has exited": "trainers/failures.py",
 }  # fmt: skip
 """Texts of a rank that lost its peer, with the source file that writes each."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")

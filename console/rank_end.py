@@ -10,8 +10,8 @@ from console import error_patterns
 from trainers.contract import jsonl
 
 NAMED_CODES: Mapping[int, str] = {
-    10: "non-finite loss or gradients", 11: "out of memory", 12: "data", 13: "configuration",
-    14: "a collective failed", 15: "checkpoint",
+    10: "non-finite loss or gradients", 11: "out of memory", 12: "data error",
+    13: "wrong configuration", 14: "a collective failed", 15: "checkpoint error",
 }  # fmt: skip
 COLLECTIVE = 14
 NATIVE = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
@@ -99,12 +99,12 @@ class RankEnd:
         named = NAMED_CODES.get(self.code or 0, "")
         reason = memory or self.error_words or named or self._no_reason()
         place = f" ({self.place})" if self.place else ""
-        code = f" (exit {self.code})" if self.code else ""
+        code = f" (code {self.code})" if self.code else ""
         return f"{who}: {reason}{place}{at}{code}"
 
     def _no_reason(self) -> str:
         last = f" its last record says {self.last_record}," if self.last_record else ""
-        return f"no reason given,{last} see logs of rank {self.rank}"
+        return f"no reason recorded,{last} see the log of rank {self.rank}"
 
     def signature(self) -> str:
         """Returns a text that identifies the cause of this end, "" where the rank shows none.

@@ -96,7 +96,7 @@ class Facts:
     @property
     def ranks_reason(self) -> str:
         """The reason of the ranks as a quotation, "" without one."""
-        return f'the ranks say "{self.reason}"' if self.reason else ""
+        return f'reason: "{self.reason}"' if self.reason else ""
 
     @property
     def succeeded(self) -> bool:
@@ -224,7 +224,7 @@ def _failure_words(facts: Facts) -> str:
     earlier = [e for e in others if e.lost_peer and facts.position(e) < facts.position(end)]
     later = [e for e in others if e not in earlier]
     if earlier:
-        sentence += f"; {_ranks(earlier)} exited earlier, with the error of a lost peer"
+        sentence += f"; {_ranks(earlier)} exited earlier, in a failed collective"
     return f"{sentence}; {_ranks(later)} ended because of it" if later else sentence
 
 
@@ -237,9 +237,11 @@ def _killed_together_words(facts: Facts) -> str:
     step = f" at step {facts.step}" if facts.step else ""
     who = f"all {facts.world} ranks were killed"
     if facts.oom is not None and facts.oom.here:
-        return f"{who} by the kernel at once{step}: out of host memory ({facts.oom.words()})"
+        return (
+            f"{who} by the kernel at the same time{step}: out of host memory ({facts.oom.words()})"
+        )
     by = "probably from outside, by a scheduler or the container runtime"
-    return f"{who} by SIGKILL at once{step}: {by}"
+    return f"{who} by SIGKILL at the same time{step}: {by}"
 
 
 def _culprit_words(facts: Facts, end: RankEnd) -> str:
@@ -256,7 +258,7 @@ def _culprit_words(facts: Facts, end: RankEnd) -> str:
     if oom.perhaps and killed:
         return f"{sentence}, probably by the kernel: the host ran out of memory ({oom.words()})"
     if oom.elsewhere and killed:
-        return f"{sentence} (the kernel killed for memory, but not in this cgroup: {oom.words()})"
+        return f"{sentence} (the kernel killed a process, but not in this cgroup: {oom.words()})"
     return sentence
 
 
@@ -283,8 +285,8 @@ SAID_BY_SUPERVISOR: tuple[Rule, ...] = (
      lambda f: f"{f.view.no_supervisor if f.view.state else 'no document has a state'}; "
                f"{f.view.living}"),
     ("lost", lambda f: f.view.state == "restarting" and not f.view.behind,
-     lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start; adopt "
-               f"the run: {f.view.why.partition(': ')[2]}"),
+     lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start until you "
+               f"adopt the run; previous end: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
 """For a reader: the last state of the supervisor, unless living processes contradict it."""
 

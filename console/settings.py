@@ -93,11 +93,11 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
     found = plan.section(Settings, document, where)
     words, written = found.hook, document.get("hook")
     if not all(isinstance(word, str) for word in written or ()):  # YAML reads no as False
-        raise UsageError(f"{where}: 'hook' is a list of words, [program, argument, …]; no shell")
+        raise UsageError(f"{where}: 'hook' must be a list, [program, argument, …]; no shell")
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
-        raise UsageError(f"{where}: 'hook_levels' is a list of {', '.join(LEVELS)}")
+        raise UsageError(f"{where}: 'hook_levels' must be a list of {', '.join(LEVELS)}")
     if len(words) > MAX_WORDS or any(plan.UNPRINTABLE.search(word) for word in words):
-        raise UsageError(f"{where}: 'hook' is at most {MAX_WORDS} words without control characters")
+        raise UsageError(f"{where}: 'hook' has more than {MAX_WORDS} words, or control characters")
     if words and ("/" in words[0] or not words[0]) and not Path(words[0]).is_absolute():
         raise UsageError(
             f"{where}: 'hook' starts with {words[0]!r}; pass a program in PATH or an "
@@ -115,7 +115,7 @@ def _check_private(place: Path) -> None:
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(
             f"{place} belongs to user id {status.st_uid}, and it names a program that runs as you; "
-            "run chown"
+            f"as root, run chown {os.geteuid()} {place}"
         )
     if stat.S_IMODE(status.st_mode) & 0o022:
         raise UsageError(

@@ -296,7 +296,7 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
     yield "verdict", verdict and verdict.sentence, text
     blocked = state.directory_blocked_s >= 3
-    text = "The run directory does not accept writes; training continues" if blocked else ""
+    text = "No write to the run directory finishes; training continues" if blocked else ""
     yield "blocked", blocked, text
     for gate in state.gates:
         yield f"gate {state.id} {gate.name}", gate.result, f"Gate {gate_line(gate)}"

@@ -129,8 +129,8 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
         where = f" on {owner.host}" if owner.host else ""
         found = "that of another supervisor" if is_held else "not held"
         raise RefusedError(
-            f"{top or folder} is not the directory of its supervisor (pid {owner.pid}{where}): its "
-            f"lock is {found}, as in a copy or where a launch was moved away; {NOT_SENT}"
+            f"{top or folder} is not used by its supervisor (pid {owner.pid}{where}): the lock "
+            f"in it is {found}, so it is a copy, or the launch was moved; {NOT_SENT}"
         )
     return owner
 

@@ -40,7 +40,7 @@ class Switches:
         "none", "Ablation: use this branch alone, for all tokens and heads."
     )
     uniform_gate: bool = _switch(False, "Ablation: weight all branches by 1/3.")
-    flash_only: bool = _switch(False, "Allow SDPA its flash kernel only.")
+    flash_only: bool = _switch(False, "Let SDPA use only its flash kernel.")
     no_flash: bool = _switch(False, "Allow SDPA every kernel except flash.")
     use_fa2: bool = _switch(False, "Compute the window branch with the package flash-attn.")
 
@@ -49,7 +49,7 @@ class Switches:
             raise ValueError("flash_only and no_flash exclude each other; unset one of them.")
         if self.uniform_gate and self.force_branch != "none":
             raise ValueError(
-                f"uniform_gate opens all branches and force_branch={self.force_branch} one; "
+                f"uniform_gate uses all branches, force_branch={self.force_branch} only one; "
                 "unset one of them."
             )
 
@@ -159,7 +159,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
     if not case.switches.use_fa2 or branch == "cmp" or branch == "sel":
         return ""
     if branch == "all":
-        return "flash-attn serves the window branch only"
+        return "flash-attn computes the window branch only"
     return _flash_attn_refusal(case)
 
 
@@ -170,7 +170,7 @@ def _sdpa_refusal(case: Case, route: str) -> str:
     if case.config.d_k != case.config.d_v:
         return "SDPA's flash kernel needs equal d_k and d_v"
     if case.device != "cpu" and route != "causal":
-        return "SDPA's flash kernel takes no mask on this device"
+        return "SDPA's flash kernel supports no mask on this device"
     return ""
 
 

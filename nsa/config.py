@@ -77,7 +77,7 @@ class ModelConfig:
         if self.n_heads % self.n_kv_groups:
             raise ValueError(
                 f"n_heads ({self.n_heads}) must be a multiple of n_kv_groups "
-                f"({self.n_kv_groups}), since each group serves the same number of heads; "
+                f"({self.n_kv_groups}), since each group has the same number of heads; "
                 "change one of them."
             )
         if self.d_k % 2:

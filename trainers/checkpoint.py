@@ -173,7 +173,7 @@ def _readable(path: Path) -> Iterator[tuple[_Reader, Metadata]]:
 def _empty(index: Metadata, name: str) -> Tensor:
     entry = index.state_dict_metadata[name]
     if not isinstance(entry, TensorStorageMetadata):
-        raise ValueError(f"{name} is no tensor")
+        raise ValueError(f"{name} is not a tensor")
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
@@ -206,7 +206,7 @@ class _Reader(FileSystemReader):
         with (Path(self.path) / ".metadata").open("rb") as stream:
             index = _Index(stream).load()
         if not isinstance(index, Metadata):
-            raise pickle.UnpicklingError("its index is no metadata")
+            raise pickle.UnpicklingError("its index is not metadata")
         for stored in index.storage_data.values():
             if "/" in stored.relative_path:
                 raise pickle.UnpicklingError("its index names a file elsewhere")

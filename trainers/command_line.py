@@ -63,9 +63,12 @@ def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(prog=program, allow_abbrev=False, description="Train; see docs/guide.md.")
-    config_help = f"YAML file of settings (default: ${environ.CONFIG}, else a built-in toy)"
+    config_help = f"YAML file of settings (default: ${environ.CONFIG}, else the built-in toy model)"
     parser.add_argument("--config", type=Path, help=config_help)
-    set_help = "override one setting, such as train.steps=10; repeatable; overrides the options"
+    set_help = (
+        "override one setting, such as train.steps=10; may be repeated; "
+        "takes precedence over the other options"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
     run_help = "run directory (default artifacts/<config>/<UTC time>)"
     parser.add_argument("--run-dir", type=Path, help=run_help)
@@ -73,7 +76,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help=check_help)
     for option, name in OPTIONS.items():
         key = keys()[name]
-        text = f"{key.help} ({name}, default {key.default or 'none'})"
+        text = f"{key.help} ({name}, default {'empty' if key.default == '' else key.default})"
         optional: dict[str, Any] = {"nargs": "?", "const": "auto"} if name == RESUME else {}
         parser.add_argument(option, metavar="X", dest=name, help=text, **optional)
     ddp_help = "1: require torchrun, 0: require one process, -1: allow both (default)"
@@ -93,4 +96,4 @@ def _check_ranks(ddp: str, variables: Mapping[str, str]) -> None:
     if ddp == "1" and "RANK" not in variables:
         raise UsageError("--ddp 1 needs torchrun; start it with torchrun -m trainers.ddp …")
     if ddp == "0" and world > 1:
-        raise UsageError(f"--ddp 0 is for one process, but torchrun started {world}; drop one")
+        raise UsageError(f"--ddp 0 is for one process, but torchrun started {world}; omit --ddp 0")

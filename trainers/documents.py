@@ -184,7 +184,7 @@ def _jsonl(file: str, cursor: int, key: str) -> Iterator[Piece]:
                     data = text.encode("utf-8", "surrogatepass")
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     raise ValueError(
-                        f"the line at byte {cursor} is no JSON object with text under {key!r} "
+                        f"the line at byte {cursor} is not a JSON object with text under {key!r} "
                         f"({type(error).__name__}: {error})"
                     ) from None
                 yield cursor, data, True

@@ -95,7 +95,8 @@ def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
     except OSError as error:
         raise CheckpointError(
-            f"it is complete, but {rundir.LATEST} or the disk's cache cannot be written: {error}"
+            f"the checkpoint is complete, but {rundir.LATEST} or the disk's cache cannot be "
+            f"written: {error}"
         ) from error
     rundir.remove_tree(replaced)
 

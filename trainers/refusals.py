@@ -1,4 +1,4 @@
-"""The table of refused settings, alone or combined, and the parser of ranges A:B."""
+"""The table of rejected settings, alone or combined, and the parser of ranges A:B."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         ("data.source", "data.path"),
         lambda s: s.data.source in ("jsonl", "parquet") and not s.data.path,
-        "there is no default folder of them; set data.path",
+        "there is no default folder of such files; set data.path",
     ),
     Refusal(
         ("ddp.static_graph", "train.accumulate"),
@@ -163,7 +163,7 @@ def refuse(settings: Settings, origins: Mapping[str, str]) -> None:
     for row in TABLE:
         if row.when(settings):
             named = " with ".join(_named(key, settings, origins) for key in row.keys)
-            raise UsageError(f"{named} is refused: {row.reason}")
+            raise UsageError(f"{named} is rejected: {row.reason}")
 
 
 def _named(key: str, settings: Settings, origins: Mapping[str, str]) -> str:

@@ -130,7 +130,7 @@ class Report:
 
     def _summary(self, parameters: int) -> str:
         """Returns the line that names configuration, size and tokens per step."""
-        toy = "no config named (--config or $CONFIG): training the built-in toy"
+        toy = "no config named (--config or $CONFIG): training the built-in toy model"
         config = self._resolved.config
         return (
             f"{f'config {config}' if config else toy}; {parameters:,} parameters, "

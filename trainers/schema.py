@@ -37,7 +37,7 @@ class DataSettings:
     )
     seq_len: int = key(128, "S: predicted tokens per sequence.", 2, 1 << 20)
     path: str = key(
-        "", "Folder of files; empty: packages of the Python standard library, or the hub."
+        "", "Folder of files; empty: Python standard library (text), hub (fineweb_edu)."
     )
     pattern: str = key("**/*", "Glob pattern of files below `path`; hidden files are skipped.")
     text_key: str = key("text", "Key or column of the text in jsonl and parquet rows.")
@@ -55,10 +55,10 @@ class DataSettings:
         48, "Bytes in a span that returns; all except the first are scored.", 2, 1 << 20
     )
     recall_distance: int = key(
-        64, "Distance in bytes from a span to its return; beyond the window.", 1, 1 << 20
+        64, "Distance in bytes from a span to its return; must exceed the window.", 1, 1 << 20
     )
     recall_distance_max: int = key(
-        0, "Largest distance in bytes, drawn for each sequence; 0: always `recall_distance`."
+        0, "Largest distance in bytes; random per sequence; 0: always `recall_distance`."
     )
     skip: str = key("", "Steps A:B (B excluded) whose data is skipped.")
     prefetch: int = key(4, "Batches that the loader reads ahead.", 1, 1024)
@@ -77,7 +77,7 @@ class TrainSettings:
     min_lr_ratio: float = key(
         1.0, "Final learning rate as a fraction of `lr`; 1: constant after the warm-up.", 0, 1
     )
-    schedule_steps: int = key(0, "Length of the cosine in steps; 0: `steps`.")
+    schedule_steps: int = key(0, "Length of the cosine schedule in steps; 0: `steps`.")
     seed: int = key(1337, "Seed of weights and data.", 0, (1 << 63) - 1)
     strategy: Literal["ddp", "fsdp"] = key(
         "ddp", "Strategy for several ranks; `-m trainers.fsdp` sets fsdp. One rank uses neither."
@@ -96,7 +96,7 @@ class TrainSettings:
         0.0, "Stop when this fraction of copied bytes is right; 0: never.", 0, 1
     )
     drill: str = key(
-        "", "Faults for practice, KIND@STEP:RANK:SECONDS by commas; docs/guide.md lists them."
+        "", "Faults for practice, KIND@STEP:RANK:SECONDS, comma-separated; see docs/guide.md."
     )
 
 
@@ -112,7 +112,7 @@ class OptimSettings:
     )
     grad_clip: float = key(1.0, "Largest global gradient norm.", 1e-6, 1e9)
     skip_spikes_sigma: float = key(
-        0.0, "Skip steps whose gradient norm is N deviations above the last 128; 0: none.", 0, 1e3
+        0.0, "Skip steps with grad norm N sigma above the mean of the last 128; 0: none.", 0, 1e3
     )
     fused: bool = key(True, "Use the fused AdamW kernel, which skips non-finite steps by itself.")
 
@@ -133,7 +133,7 @@ class DdpSettings:
 
     bucket_mb: int = key(25, "Size of a gradient bucket in MB.", 1, 1 << 20)
     find_unused: bool = key(False, "Search for parameters without a gradient in each step.")
-    static_graph: bool = key(False, "Promise DDP that the graph never changes.")
+    static_graph: bool = key(False, "Enable static_graph of DDP; the graph must not change.")
     compress: Literal["none", "fp16", "bf16"] = key(
         "none", "Data type of gradients in the all-reduce; none: their own."
     )
@@ -152,7 +152,7 @@ class FsdpSettings:
         "full", "full: free parameters after the forward (ZeRO-3); grad_op: keep them (ZeRO-2)."
     )
     replicas: int = key(
-        1, "Groups of ranks with a whole copy each; above 1: HSDP, sharded in a group.", 1, 1 << 20
+        1, "Number of groups of ranks, each with one sharded copy; above 1: HSDP.", 1, 1 << 20
     )
     prefetch: int = key(0, "Blocks gathered ahead of the current one; 0: torch decides.", 0, 64)
 
@@ -179,7 +179,7 @@ class EvalSettings:
     """Loss on held-out data."""
 
     every: int = key(0, "Steps between evaluations; 0: none.")
-    batches: int = key(8, "Micro-batches per rank and evaluation, always the same.", 1, 1 << 20)
+    batches: int = key(8, "Micro-batches per rank and evaluation; the same each time.", 1, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class CheckpointSettings:
         "auto", "Write checkpoints while training continues; auto: on GPUs."
     )
     resume: str = key(
-        "", "Resume from this run or checkpoint directory; auto: this run's newest verified one."
+        "", "Run or checkpoint directory to resume from; auto: the run directory of this training."
     )
     from_step: int = key(0, "Resume from the checkpoint of this step; 0: the newest.")
     export: str = key("", "Write the final weights to this safetensors file.")

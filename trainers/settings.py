@@ -1,7 +1,7 @@
 """Resolves the settings: defaults < YAML < environment flags < command line, with origins.
 
 Needs no torch, so the console can check a configuration. `trainers.schema` has the keys,
-`trainers.refusals` the combinations that are refused.
+`trainers.refusals` the combinations that are rejected.
 """
 
 from __future__ import annotations

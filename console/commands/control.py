@@ -108,7 +108,7 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
         if pids := " ".join(map(str, stopped)):
             then = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
         raise ContractError(
-            f"no answer to {action} {limit}{of}; the request stays and may still be executed; "
+            f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
             f"{then}"
         )
     detail = (f"  {clean(str(line))}" for line in event.get("detail") or ())

@@ -33,7 +33,7 @@ def source(options: argparse.Namespace) -> RunSource:
 def runs(options: argparse.Namespace) -> int:
     """Lists launches, newest first."""
     if options.root != launches.ROOT and not options.root.is_dir():
-        raise NotFoundError(f"there is no directory {options.root}, so no runs")
+        raise NotFoundError(f"there is no directory {options.root}, so there are no launches")
     rows, lines = [], []
     for path in launches.launches(options.root)[: options.limit]:
         state = confirmed(RunSource(path))
@@ -50,7 +50,7 @@ def runs(options: argparse.Namespace) -> int:
         step = "-" if state.step is None else f"{state.step:,}"
         again = f"attempt {state.attempt}; " if state.attempt > 1 else ""
         lines.append(f"{launch.id:<32} {phase:<14} {word:<12} step {step:<8} {again}{why}")
-    none = f"no runs under {options.root}; start one with nsa-console launch PLAN"
+    none = f"no launches under {options.root}; start one with nsa-console launch PLAN"
     show(options.json, rows, lines or [none])
     return 0
 
@@ -80,7 +80,7 @@ def _resume(state: RunState) -> Iterator[str]:
     else:
         return
     command = shlex.join([*words, "--set", f"checkpoint.resume={state.path}"])
-    yield f"  resume from its checkpoint, with that launch's options: nsa-console launch {command}"
+    yield f"  to resume, run this with the options of that launch: nsa-console launch {command}"
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -126,7 +126,7 @@ def check(options: argparse.Namespace) -> int:
         return _check_run(options)
     except (NotFoundError, UsageError):
         if plan := catalog.misspelt(options.run):
-            text = f"{options.run!r} names no plan and no single run; did you mean {plan!r}?"
+            text = f"{options.run!r} names neither a plan nor one run; did you mean {plan!r}?"
             raise UsageError(text) from None
         raise
 
@@ -201,14 +201,14 @@ def _no_go(state: RunState, whole: bool) -> str:
     doubt = state.launch.doubt if state.launch else ""
     doubt = "" if doubt in why else doubt
     reason = f"{word}: {why}" if why else word
-    return f"no go; {name} is {'; '.join(filter(None, (reason, missed, doubt)))}"
+    return f"no go; {name}: {'; '.join(filter(None, (reason, missed, doubt)))}"
 
 
 def _go(state: RunState, whole: bool) -> str:
     """Returns "go", with the phases that have not started, or with the note "no gates"."""
     launch = state.launch if whole else None
     if rest := [phase.name for phase in launch.rest] if launch else []:
-        return f"go so far; not run yet: {', '.join(rest)}"
+        return f"go so far; not started: {', '.join(rest)}"
     has_gates = any(phase.has_gates for phase in launch.phases) if launch else state.gates
     return "go" if has_gates else "go; no gates"
 
@@ -277,7 +277,7 @@ def flags(options: argparse.Namespace) -> int:
         lines.append(group)
         for flag in TABLE:
             if flag.group == group:
-                default = f"default {flag.default or 'none'}" if flag.setting else "default: unset"
+                default = f"default {flag.default or 'empty'}" if flag.setting else "default: unset"
                 lines.append(f"  {flag.name:<26} {flag.help} ({expected(flag)}; {default})")
     show(options.json, records, lines)
     return 0

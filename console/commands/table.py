@@ -24,7 +24,7 @@ LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 def word(text: str) -> str:
     """Returns a word that is not empty and holds no control character."""
     if not text.strip() or any(ord(character) < 32 for character in text):
-        raise argparse.ArgumentTypeError(f"{text!r} is empty or holds control characters")
+        raise argparse.ArgumentTypeError(f"{text!r} is empty or contains control characters")
     return text
 
 
@@ -37,7 +37,7 @@ def seconds(text: str) -> float:
     """Returns a time span in seconds."""
     value = float(text)
     if not 0 < value <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {LONGEST_S:g} seconds")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0, at most {LONGEST_S:g} seconds")
     return value
 
 
@@ -153,8 +153,8 @@ QUERIES: tuple[Command, ...] = (
     ), (
         _run("DIR"),
         option("--halt", action="store_true",
-               help="write .HALT and .anomaly_type, once, when the condition of a rule with * has "
-               "lasted three times as long as for its alert"),
+               help="write .HALT and .anomaly_type once: when the condition of a rule with * has "
+               "lasted three times the time that raises its alert"),
         INTERVAL,
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go: for a plan, or for a run so far.",
@@ -167,12 +167,13 @@ QUERIES: tuple[Command, ...] = (
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
-        option("--rank", type=log_name, metavar="R", help="only this rank, or sup, torchrun"),
+        option("--rank", type=log_name, metavar="R",
+               help="only this rank, or sup (the supervisor) or torchrun"),
         option("--grep", type=word, metavar="RE", help="only lines that match this regex"),
         option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
     ), work="query.logs"),
-    Command("flags", "Print the registry of environment flags.", ("flags",), work="query.flags"),
-    Command("plans", "Print the registry of plans.", ("plans", "plans --json"), work="query.plans"),
+    Command("flags", "List all environment flags.", ("flags",), work="query.flags"),
+    Command("plans", "List all plans.", ("plans", "plans --json"), work="query.plans"),
 )  # fmt: skip
 
 LAUNCH = Command(
@@ -200,11 +201,11 @@ LAUNCH = Command(
         option("--run-dir", type=path, metavar="DIR",
                help="directory of the launch (default: a new one below --root)"),
         option("--between", choices=("go", "ask"), default="",
-               help="after a passed phase: continue, or wait for `do RUN proceed` "
+               help="after a passed phase: go continues, ask waits for `do RUN proceed` "
                "(default: as planned)"),
         option("--wait", action="store_true", help="wait for the end"),
         option("--dry-run", action="store_true",
-               help="print checks, commands and environment without a start"),
+               help="print checks, commands and environment; start nothing"),
     ), "Exactly one of PLAN and --config is needed.\n"
        "With --wait, the exit code is the result of the launch, and --json prints its\n"
        "status at the end. Without --wait, 0 means that the launch has started.\n",
@@ -221,7 +222,7 @@ DO = Command(
     "do", "Send any action as a request.",
     tuple(each for action in action_table.TABLE if not action.verb for each in action.examples), (
         _run(),
-        option("action", type=word, metavar="ACTION", help="name of an action of the list below"),
+        option("action", type=word, metavar="ACTION", help="name of an action from the list below"),
         option("args", nargs="*", metavar="NAME=VALUE", help="arguments of the action"),
         TIMEOUT,
     ), _actions, "control.do",

@@ -33,7 +33,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
         result, error = reading.recv()
     except EOFError:
         raise ContractError(
-            "the process of the request died: delivery unknown; send it again"
+            "the process that sends the request died: delivery unknown; send the request again"
         ) from None
     except BaseException:
         os.kill(child, signal.SIGKILL)

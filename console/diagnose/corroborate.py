@@ -57,7 +57,7 @@ def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
             return f"no other rank has recorded step {own.step} yet"
         row = now.csv
         if row is None or row.step != own.step or bad(row) is None:
-            return "neither another rank nor training.csv records it"
+            return "neither another rank nor training.csv records the value"
         return "" if bad(row) else f"training.csv has another value at step {row.step}"
 
     return confirm

@@ -157,7 +157,7 @@ _zero_gradient = _consecutive(
 )
 _gate_collapse = _consecutive(
     lambda history: history.collapsed,
-    "the gate uses one branch only in {count} consecutive records up to step {step}",
+    "the attention gate uses only one branch in {count} consecutive records up to step {step}",
 )
 
 
@@ -165,7 +165,7 @@ def _gate_never_learned(_now: Readings, history: History, _watch: Watch) -> Meas
     steps = history.uniform_steps
     if steps is None:
         return None
-    text = f"the gate has given all branches the same weight for {steps} steps"
+    text = f"the attention gate has given all branches the same weight for {steps} steps"
     return Measured(float(steps), text)
 
 
@@ -177,7 +177,7 @@ def _memory_growth(now: Readings, history: History, _watch: Watch) -> Measured |
     worst = max(history.growth_mib_s, key=lambda rank: history.growth_mib_s[rank])
     text = (
         f"the memory of the ranks grows by {growth * 60:.0f} MiB a minute (fastest: rank {worst}); "
-        f"the host is full in {left / 60:.0f} min"
+        f"the host's memory is full in {left / 60:.0f} min"
     )
     return Measured(left, text)
 
@@ -327,7 +327,7 @@ TABLE: tuple[Rule, ...] = (
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "gate entropy within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
-    Rule("memory_growth", "time until the host is full, at the ranks' steady growth", "s",
+    Rule("memory_growth", "time until the host's memory is full, at the present growth", "s",
          3600, 7200, 120.0, _memory_growth, corroborate.kernel),
     Rule("memory_ceiling", "share of the host's memory in use", "share",
          0.95, 0.92, 30.0, _memory_ceiling, corroborate.kernel),

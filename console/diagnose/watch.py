@@ -146,7 +146,7 @@ class Watchdog:
             if not self._lasted(rule, state, measured):
                 return
             confirm = rule.corroborate
-            doubt = confirm(now, self._history) if confirm else "the rule has none"
+            doubt = confirm(now, self._history) if confirm else "the rule has no second source"
         if not doubt:
             state.acted = True
             yield Change("act", rule, measured.text, measured.value, rule.level, rule.action)
@@ -177,5 +177,5 @@ class Watchdog:
         limit_s, action = self.watch.stall_floor_s, self.stall_action
         text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:
-            return f"{text}, after {self._act_s(limit_s) - limit_s:g} s more {action}"
+            return f"{text}, and {self._act_s(limit_s) - limit_s:g} s later {action}"
         return f"{text} only" if action == "warn" else f"{text}, then {action}"

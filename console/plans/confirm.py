@@ -103,9 +103,9 @@ def _unconfirmed_gates(
     summary, bounds = source.summary, jsonl.mapping(born, "gates")
     world = jsonl.integer(born, "world") or 0
     if not source.is_whole:
-        yield f"{rundir.SNAPSHOT} is not usable, so only the end of its records was read; {FULL}"
+        yield f"{rundir.SNAPSHOT} is not usable, so only the newest records were read; {FULL}"
     elif state.behind_bytes:
-        yield "its records are not read to the end yet"
+        yield "not all of its records have been read yet"
     elif not 1 <= world <= MAX_RANKS:
         yield f"{rundir.RUN} has no valid number of ranks"
     elif summary is not None:

@@ -28,7 +28,7 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
 LEAST_FALL_NATS = 0.1
 MEDIAN_RECORDS = 50
 LARGEST_BOUND = 1e300
-UNCOUNTED = "it counts no non-finite steps, and not every step has a record with a loss"
+UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
 EVENTS = "events.jsonl"
 
@@ -149,7 +149,9 @@ def _grad_norm(s: Summary) -> Measured:
 
 def _memory(s: Summary) -> Measured:
     largest = [fold.memory_mib.value for fold in s.ranks.values()]
-    return Measured(max((v for v in largest if v is not None), default=None), "largest rank")
+    return Measured(
+        max((v for v in largest if v is not None), default=None), "largest of all ranks"
+    )
 
 
 def _stalls(s: Summary) -> Measured:

@@ -46,7 +46,7 @@ Found = tuple[Result, str]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. "fail" refuses the launch, "unknown" is a warning."""
+    """The result of one check. "fail" rejects the launch, "unknown" is a warning."""
 
     name: str
     result: Result
@@ -152,10 +152,10 @@ def usable_of(devices: str, counted: int) -> int:
 
 
 def _too_few(plan: Plan, usable: int, counted: int, devices: str) -> str:
-    needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''} and"
+    needs = f"the plan {plan.name} needs {plan.gpus} GPU{'s' if plan.gpus > 1 else ''}, but"
     if usable < counted:
-        return f"{needs} {flags.DEVICES}={devices} leaves {usable} of the {counted} of this machine"
-    return f"{needs} this machine has {usable}; use the plan cpu_smoke, or a machine with GPUs"
+        return f"{needs} {flags.DEVICES}={devices} leaves {usable} of {counted} GPUs"
+    return f"{needs} this machine has {usable}; use the plan cpu_smoke, or a machine with more GPUs"
 
 
 def _cores(case: Case) -> Found:
@@ -192,7 +192,7 @@ def _disk(case: Case) -> Found:
     except OSError as error:
         return "unknown", f"{folder}: {error.strerror}"
     if free < LEAST_DISK_GIB:
-        return "fail", f"{folder} has {free:.2f} GiB free; free {LEAST_DISK_GIB:g} GiB"
+        return "fail", f"{folder} has {free:.2f} GiB free; a launch needs {LEAST_DISK_GIB:g} GiB"
     return "pass", f"{free:.0f} GiB free at {folder}"
 
 
@@ -297,7 +297,7 @@ def _logind_properties() -> dict[str, list[str]] | None:
 def _environment(_case: Case) -> Found:
     """Names the variables that a training inherits; the whole environment is in the dry run."""
     names = ", ".join(environ.inherited()) or "nothing"
-    return "pass", f"inherited: {names}; with the flags, nothing else"
+    return "pass", f"a training inherits {names}, and no other variable except its flags"
 
 
 def _hook(case: Case) -> Found:

@@ -65,7 +65,7 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
         if took_s is None:
             return "not available (no earlier run)"
         total_s += took_s
-    return f"about {age(total_s)}, as before"
+    return f"about {age(total_s)}, as in the newest runs"
 
 
 def _took_s(root: Path, phase: Mapping[str, Any]) -> float | None:

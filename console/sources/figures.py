@@ -45,7 +45,7 @@ def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, 
     for name in ("gpu_mem_reserved", "gpu_mem_alloc"):
         values = [v for r in progress.values() if (v := jsonl.number(r, name)) is not None]
         if values:
-            figures[name] = Figure(max(values), "MiB", "largest rank", at)
+            figures[name] = Figure(max(values), "MiB", "largest of all ranks", at)
     shares = jsonl.numbers(record, "gate_branch_shares")
     if len(shares) == 3:
         for branch, share in zip(("cmp", "sel", "win"), shares, strict=True):
@@ -79,5 +79,5 @@ def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure
         sizes = [jsonl.number(entry, "rss_mib") for entry in jsonl.entries(sample, "ranks")]
         largest = max((size for size in sizes if size is not None), default=None)
         if largest is not None:
-            figures["rss_mib"] = Figure(largest, "MiB", "largest rank", at)
+            figures["rss_mib"] = Figure(largest, "MiB", "largest of all ranks", at)
     return figures

@@ -22,7 +22,7 @@ LOST_CODE = 15
 """NVML_ERROR_GPU_IS_LOST."""
 GONE_CODES = (LOST_CODE, 6, 28)
 """With NVML_ERROR_NOT_FOUND and _GPU_NOT_FOUND, which the call for a handle returns."""
-THROTTLES = {0x08: "hardware slowdown", 0x20: "software, heat", 0x40: "hardware, heat",
+THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
 KEPT = 8

@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
 A query returns the best match. An action (`act`) also needs a second source that agrees, else it
-is refused: see the rows `target-id` and `target-latest` of docs/decisions.md.
+is rejected: see the rows `target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Known:
     def claim_against(self, newest: Known) -> str:
         """Returns the evidence that this launch is newer than `newest`, "" for none."""
         if self.written_ts > newest.written_ts:
-            return "the time of that file"
+            return f"a newer {rundir.PLAN}"
         if self.boot_id == newest.boot_id != "" and self.up_s > newest.up_s + READ_WITHIN_S:
-            return "the host's uptime"
-        return "the same time" if self.created_ts == newest.created_ts else ""
+            return "a later uptime of the host"
+        return "the same creation time" if self.created_ts == newest.created_ts else ""
 
 
 def is_launch(path: Path) -> bool:
@@ -172,7 +172,7 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
         ids = [each.id for each in matches]
         words = [each.id if ids.count(each.id) == 1 else str(each.path) for each in matches[:4]]
         more = "give a longer id" if len(set(ids)) == len(ids) else "give the directory"
-        raise UsageError(f"{name!r} matches {len(matches)} runs: {', '.join(words)}; {more}")
+        raise UsageError(f"{name!r} matches {len(matches)} launches: {', '.join(words)}; {more}")
     launch = matches[0].path
     if act:
         check_in_place(launch, by_name=True)
@@ -202,14 +202,14 @@ def _check_no_other(name: str, path: Path, known: Sequence[Known]) -> None:
 def _latest(known: Sequence[Known], root: Path, act: bool) -> Path:
     """Returns the newest launch; an action also needs its plan file to be the newest."""
     if not known:
-        raise NotFoundError(f"no run under {root}; start one with nsa-console launch")
+        raise NotFoundError(f"no launch under {root}; start one with nsa-console launch")
     newest = known[0]
     claims = [(each, sign) for each in known[1:] if (sign := each.claim_against(newest))]
     if act and claims:
         rival, sign = max(claims, key=lambda claim: (claim[0].written_ts, claim[0].up_s))
         raise RefusedError(
-            f"the latest launch is uncertain: {newest.path} by the creation time in its "
-            f"{rundir.PLAN}, {rival.path} by {sign}; give an id or a directory"
+            f"the latest launch is uncertain: {newest.path} has the latest creation time in its "
+            f"{rundir.PLAN}, but {rival.path} has {sign}; give an id or a directory"
         )
     if act:
         _check_age(newest)
@@ -244,7 +244,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
         named = jsonl.text(record, "launch")
         if by_name and launch and named and clean(named, 200) != launch_id(launch):
             raise RefusedError(
-                f"{launch} is named {launch_id(launch)} by its plan and {clean(named, 200)} by its "
+                f"{launch} has the id {launch_id(launch)} in its plan, {clean(named, 200)} in its "
                 "run; give the directory"
             )
         if home and not _is_home(Path(home), run, jsonl.text(record, "host")):

@@ -77,10 +77,10 @@ def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
             continue
         planned = jsonl.integer(rundir.read_json(run / name) or {}, "steps")
         step = max((record["step"] for record in records), default=0)
-        why = f"the run has ended: {name} is newer than its records, the last of step {step}"
+        why = f"the run has ended: {name} is newer than the last record (step {step})"
         done = planned is not None and step >= planned
         return {
             "ts": stamp[2] / 1e9, "state": "completed" if done else "stopped",
-            "why": why if done else f"{why}; it has no reason",
+            "why": why if done else f"{why}; no reason is recorded",
         }  # fmt: skip
     return {}

@@ -114,7 +114,7 @@ class Summary:
         assert self.attempts is not None
         newest, until = self.of_rank(rank).newest, math.inf
         if newest > self.attempts:
-            return (f"rank {rank} has a record of attempt {newest}, and the supervisor counts "
+            return (f"rank {rank} has a record of attempt {newest}, but the supervisor counts "
                     f"{self.attempts}")  # fmt: skip
         for attempt in range(self.attempts, 0, -1):
             if until <= 1:

@@ -71,4 +71,4 @@ class Alerts:
             text = f"records are dropped ({reason}): figures and gates may be incomplete"
             self.raise_(DROPPED, text)
         elif now - self._dropped_at >= SETTLED_S:
-            self.clear(DROPPED, "no record is dropped any more")
+            self.clear(DROPPED, "records are written again")

@@ -127,7 +127,7 @@ class Attempt:
             self.tree.kill()
             return "KILL is sent to every process of the run"
         self.tree.terminate(grace_s)
-        return f"TERM is sent; processes that live after {grace_s:g} s are killed"
+        return f"TERM is sent; processes still alive after {grace_s:g} s are killed"
 
     def abandon(self) -> None:
         """Ends an attempt that a former process has already reported as over."""
@@ -179,7 +179,8 @@ class Attempt:
             self._end_unstarted(why)
             return
         self._again_at = time.monotonic() + PREPARE_AGAIN_S
-        self._alerts.raise_(UNPREPARED, f"{why}; attempt {self._number} begins when it can", "crit")
+        text = f"{why}; attempt {self._number} starts when the directory can be prepared"
+        self._alerts.raise_(UNPREPARED, text, "crit")
 
     def _spawn(self, log_fd: int) -> None:
         if self.known.asked:
@@ -199,7 +200,8 @@ class Attempt:
     def _watch_processes(self) -> None:
         changed = self.tree.look()
         if self.tree.enforce():
-            self._run.event("note", f"KILL is sent: {self._grace_s:g} s of grace are over", "warn")
+            text = f"KILL is sent: the grace time of {self._grace_s:g} s is over"
+            self._run.event("note", text, "warn")
         self._watch_torchrun()
         self._watch_ranks()
         now = time.monotonic()
@@ -217,7 +219,7 @@ class Attempt:
     def _watch_stuck(self) -> None:
         stuck = self.tree.stuck()
         if stuck:
-            text = f"KILL does not end pid {', '.join(stuck)}: state D waits for a disk or a driver"
+            text = f"KILL has not ended pid {', '.join(stuck)}: it waits for a disk or a driver"
             self._alerts.raise_(STUCK, text, "crit")
 
     def _watch_torchrun(self) -> None:
@@ -226,7 +228,7 @@ class Attempt:
         left = [w.rank for w in self.tree.alive() if not w.handle.is_over()]
         if self.tree.agent_over and left and not asked:
             status = self.tree.agent_status
-            how = "exit code not known" if status is None else f"exit {status}"
+            how = "code not available" if status is None else f"code {status}"
             self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) has "
                        f"exited ({how}); {liveness.still_run('rank', left)}", "crit")  # fmt: skip
 
@@ -241,8 +243,8 @@ class Attempt:
         if failed and self.tree.alive():
             self.tree.expire(grace_s)
             others = "the others wait" if self.tree.agent_over else "torchrun ends the others"
-            self._learn(ending=f"rank {', '.join(map(str, failed))} failed, {others}; ranks that "
-                        f"live after {grace_s:g} s are killed")  # fmt: skip
+            self._learn(ending=f"rank {', '.join(map(str, failed))} failed, {others}; ranks "
+                        f"still alive after {grace_s:g} s are killed")  # fmt: skip
             self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
 
     def _sample(self) -> None:
@@ -271,13 +273,13 @@ class Attempt:
     def _unread(self) -> str:
         """Says why the records cannot confirm the pulses, "" when they can."""
         if self._context.live.path is None:
-            return "without shared memory, pulses and records are files of one directory"
+            return "there is no shared memory: pulses and records are in one directory"
         if self._directory.failing:
             return f"cannot write records to the run directory ({self._directory.failing})"
         if self._directory.blocked_s() > RECORDS_OLD_S:
-            return "the run directory does not answer"
+            return "no write to the run directory finishes"
         if self.behind or time.monotonic() - self._records_at > RECORDS_OLD_S:
-            return "the records have not been read to their end"
+            return "not all records have been read"
         return ""
 
     def _begin_collecting(self) -> None:

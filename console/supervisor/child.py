@@ -43,8 +43,8 @@ def raise_file_limit(ranks: int) -> None:
     needed = OPEN_FILES + 2 * ranks
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise RefusedError(
-            f"a process here may have {hard} open files, and the supervisor of {ranks} ranks needs "
-            f"{needed}: raise it with ulimit -n {needed}"
+            f"the hard limit of open files is {hard}, and the supervisor of {ranks} ranks needs "
+            f"{needed}: as root, raise it with ulimit -Hn {needed} or in limits.conf"
         )
 
 

@@ -106,7 +106,7 @@ class Dumps:
         try:
             size, reason = _size(source), why_not(handle.pid)
         except OSError as error:
-            size, reason = 0, f"writes its stack where it cannot be read: {error.strerror}"
+            size, reason = 0, f"has a stack file that cannot be read: {error.strerror}"
         found = _RankDump(rank, handle, source, size, _position(live, rank), reason)
         if not reason and not handle.send(signal.SIGUSR1):
             found.result = "has exited"

@@ -98,4 +98,4 @@ def _doubt(worker: Worker, head: Head, step: int) -> str:
     if claimed:
         return f"its last record says exit 0, but a log or a document says {claimed}"
     pulse = f"its pulse is of step {step}" if step else "it has no pulse"
-    return f"its last record says exit 0 at step {recorded}, no process observed it, and {pulse}"
+    return f"its last record says exit 0 at step {recorded}, no supervisor observed it, and {pulse}"

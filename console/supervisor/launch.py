@@ -233,7 +233,8 @@ class Launch:
             self._end("all phases are done")
         elif self.spec.plan.between == "ask":
             self.state = "waiting"
-            self.why = f"{name} is done; proceed starts {self._phases[self._index + 1]['name']}"
+            following = self._phases[self._index + 1]["name"]
+            self.why = f"{name} is done; the action proceed starts {following}"
             self._event("state", self.why)
             self._publish()
         else:
@@ -275,7 +276,7 @@ class Launch:
         if self.state == "ended":
             return False, f"the plan has ended: {self.why}", []
         execute = partial(self._actions[request.action], request)
-        failure = False, f"the supervisor failed to execute it, see {rundir.SUPERVISOR_LOG}", []
+        failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
         return self._observers.once("requests", execute, failure)
 
     def _addressed(self, request: Request) -> Run | None:
@@ -293,7 +294,7 @@ class Launch:
     def _do_write_file(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None or not run.attempt.tree.handles():
-            return False, f"no rank is running that can do a {request.action}", []
+            return False, f"no rank is running, so a {request.action} is not possible", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project reads it at the end of its step"
         self._directory.ask_ranks(

@@ -51,7 +51,7 @@ class Claim:
     def take(self) -> None:
         """Creates or checks the directory and locks it. Raises RefusedError.
 
-        A directory that is refused keeps its mode.
+        A directory that is rejected keeps its mode.
         """
         rundir.check_parents(self.directory)
         if self.directory.is_dir():
@@ -78,7 +78,7 @@ class Claim:
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not ours or status.st_nlink > 1:
             raise RefusedError(
-                f"cannot lock {path}: it is a hard link, no regular file, or another user's; "
+                f"cannot lock {path}: it is a hard link, not a regular file, or another user's; "
                 "remove it"
             )
         try:
@@ -132,7 +132,7 @@ class Claim:
             path = self.directory / rundir.LOCK
             return RefusedError(
                 f"the supervisor of {self.directory} (pid {owner.get('pid')}) has died, but "
-                f"another process holds its lock {path}: find it with fuser -v {path}, end it, "
+                f"another process holds the lock: find that process with fuser -v {path}, end it, "
                 "and adopt again"
             )
         if self._adopt:
@@ -249,7 +249,7 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
         raise RefusedError(f"{launch} has ended; there is nothing to adopt")
     host = jsonl.text(former, "host", rundir.host_name())[:200]
     if host != rundir.host_name():
-        raise RefusedError(f"{launch} ran on {host}; its ranks may live there, so adopt it there")
+        raise RefusedError(f"{launch} ran on {host}; its ranks may be alive there, adopt it there")
     if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
             f"{launch} was not supervised since this host booted, and its command may be started "

@@ -106,7 +106,7 @@ class Monitor:
         self._check_pulses(seen)
         self._set_verdict(self._explained(seen, diagnose(seen, self._watch, time.time())))
         if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
-            text = "a halt was requested; ranks stop at the end of a step, and this run is stalled"
+            text = "a halt is pending: ranks halt at the end of a step, and this run is stalled"
             self._alerts.raise_(HALT_PENDING, text, "crit", "K")
         else:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
@@ -130,7 +130,7 @@ class Monitor:
         self._doubtful_polls = self._doubtful_polls + 1 if doubtful else 0
         if self._doubtful_polls >= DOUBTFUL_POLLS:
             unusable = unusable_pulses(doubtful)
-            text = f"{unusable}: a stall there cannot be detected, and no action is taken"
+            text = f"{unusable}: no stall of these ranks is detected, and no action is taken"
             self._alerts.raise_(PULSE, text, "crit")
         elif not doubtful:
             self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
@@ -143,7 +143,7 @@ class Monitor:
                 self._changing.add(each.rank)
         for each in seen if self._late else ():
             if each.phase != "exit" and each.rank not in self._changing:
-                return f"the pulse of rank {each.rank} has not changed since this supervisor began"
+                return f"the pulse of rank {each.rank} has not changed since the supervisor started"
         return ""
 
     def _set_verdict(self, verdict: Verdict | None) -> None:

@@ -48,5 +48,5 @@ class NextFlags:
             return False, str(error)
         self.pending = changed
         if value is None:
-            return True, f"{name} has its value from the plan again for {phase}"
+            return True, f"{name} is reset to the value of the plan for {phase}"
         return True, set_words(name, value, phase)

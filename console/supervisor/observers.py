@@ -68,7 +68,7 @@ class Observers:
             return otherwise
         if health.failures and now - health.failed_at >= self._settled_s:
             health.failures = 0
-            self.alerts.clear(_alert(name), f"{name}: the observer works again")
+            self.alerts.clear(_alert(name), f"the observer of {name} works again")
         return result
 
     def once(self, name: str, look: Callable[[], T], otherwise: T) -> T:
@@ -112,7 +112,7 @@ class Observers:
             with contextlib.suppress(OSError):  # the disk of the log may be full
                 traceback.print_exception(mistake)
         words = clean(f"{type(mistake).__name__}: {mistake}", 200)
-        text = f"{name}: the observer failed ({words}); {then}see {rundir.SUPERVISOR_LOG}"
+        text = f"the observer of {name} failed ({words}); {then}see {rundir.SUPERVISOR_LOG}"
         if not self.alerts.raise_(_alert(name), text, "crit"):
             self.alerts.update(_alert(name), text)
 

@@ -226,12 +226,14 @@ class Owner:
         if now - self._forked_at >= SETTLED_S:
             self._failures = 0
             state.observer_deaths.clear()
-        exit_words = f"exit {code}" if code >= 0 else process.signal_name(-code)
+        exit_words = f"exited (code {code})"
+        if code < 0:
+            exit_words = f"was killed ({process.signal_name(-code)})"
         # Where both threads ran an observer, it is not known which of them ended the child.
         names = [name for slot in (MAIN, FILES) if (name := state.activity.read(slot))]
-        state.former_end = self._killed_because or f"ended with {exit_words}"
+        state.former_end = self._killed_because or exit_words
         if names:
-            state.former_end += f" in {' or '.join(names)}"
+            state.former_end += f" in the observer {' or '.join(names)}"
         deaths = state.observer_deaths
         state.observer_deaths = {name: deaths.get(name, 0) + 1 for name in names}
         self._fork_at = now + WAITS_S[min(self._failures, len(WAITS_S) - 1)]

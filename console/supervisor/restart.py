@@ -64,7 +64,7 @@ def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
     if last.hopeless:
         return "not restarted: the same error would occur again"
     if _same_error(ended):
-        return "not restarted: the same error twice without a new checkpoint between"
+        return "not restarted: two attempts with the same error, no new checkpoint between them"
     count = _without_checkpoint(ended)
     if count >= policy.attempts:
         plural = "s" if count > 1 else ""

@@ -133,7 +133,7 @@ class Run:
                 self.attempt.end(asked, jsonl.text(former.state, "asked_by", "?"))
             self._decide()
         if end := self._link.state.former_end:
-            log = f"; see {rundir.SUPERVISOR_LOG}" if end.startswith("ended with exit") else ""
+            log = f"; see {rundir.SUPERVISOR_LOG}" if end.startswith("exited") else ""
             self.alerts.raise_(
                 REPLACED, f"the supervisor's working process {end}; a new one has replaced it, and "
                 f"the ranks keep running{log}", "crit",
@@ -204,7 +204,7 @@ class Run:
     def _watch_memory(self) -> None:
         if self._context.live.is_removed():
             self.alerts.raise_(
-                NO_MEMORY, f"shared memory {self.live} was removed while the run goes on "
+                NO_MEMORY, f"shared memory {self.live} was removed during the run "
                 "(RemoveIPC=yes at a logout?): stack dumps are not available until the next "
                 "attempt; run loginctl enable-linger", "warn",
             )  # fmt: skip
@@ -252,7 +252,7 @@ class Run:
             self.event(
                 "note", f"cannot write to {rundir.SHARED_MEMORY} ({self._context.live.why}): the "
                 "ranks write their pulses to the run directory, four times a second, and a stall "
-                "only raises an alert; free space there (for a container, a larger --shm-size)",
+                "only raises an alert; free shared memory (in a container: larger --shm-size)",
                 "warn",
             )  # fmt: skip
         return attempt
@@ -303,7 +303,7 @@ class Run:
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._next_at = time.monotonic() + again.wait_s
-        text = f"attempt {self.number + 1} begins in {again.wait_s:g} s from {again.origin}"
+        text = f"attempt {self.number + 1} starts in {again.wait_s:g} s from {again.origin}"
         return self._become(*decide(Facts(previous_end=why, next_attempt=text)))
 
     def _become(self, state: State, why: str) -> None:
@@ -323,7 +323,7 @@ class Run:
         if self.is_read:
             self.gates = self.observers.once(
                 "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
-                gates.unknown(self.phase.gates, "they could not be evaluated"),
+                gates.unknown(self.phase.gates, "the gates could not be evaluated"),
             )  # fmt: skip
         self._directory.document(
             self.path / rundir.GATES,

@@ -67,7 +67,7 @@ class Snapshots:
         else:
             text = (
                 f"{rundir.SNAPSHOT} is not written: it would have {size:,} bytes, more than "
-                f"{most:,}; readers parse all records since the last one"
+                f"{most:,}; readers parse all records since the last snapshot"
             )
             self._alerts.raise_(TOO_LONG, text, "warn")
 

@@ -128,7 +128,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
         self.panic(
-            Text(f"nsa-console: the screen failed: {what}; runs continue; open it again; "
+            Text(f"nsa-console: the screen failed: {what}; runs continue; start it again; "
                  f"the traceback is {where}, please report it")
         )  # fmt: skip
 
@@ -213,7 +213,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
             work = None
         if work is None:
             if self.overlay is None:
-                self.say(f"{key.shown} works in {', '.join(key.views)}", "error")
+                self.say(f"{key.shown} works only in {', '.join(key.views)}", "error")
             return
         result = work()
         if result is not None:
@@ -228,7 +228,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         """Shows that a key has no meaning."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
-            self.say(f"{event.character} is not a key; ? shows the keys", "error")
+            self.say(f"{event.character} has no function; ? shows the keys", "error")
 
     @property
     def in_field(self) -> bool:
@@ -295,7 +295,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.draft.choose(entry.name)
         launch = self.snapshot.state.launch if self.snapshot and self.snapshot.state else None
         if launch is not None and launch.under_way:
-            self.say(f"{launch.id} is under way: L launches {entry.name} once it has ended")
+            self.say(f"L launches {entry.name} after {launch.id} has ended")
         self.run_worker(self._choose_view("launch"))
 
     def do_next_alert(self) -> None:
@@ -314,7 +314,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         try:
             self.say(f"{copied} and to {clipboard.save('copied.txt', text)}")
         except OSError as error:
-            self.say(f"{copied}; not to a file: {error.strerror}", "error")
+            self.say(f"{copied}; cannot write the file: {error.strerror}", "error")
 
     def do_back(self) -> None:
         self.answer.clear()

@@ -39,11 +39,11 @@ class Commands(Reader):
 
     def __init__(self, view: str):
         self.view, self.found = view, matches(view, "")
-        super().__init__("do", command_rows(self.found), note="", cursor=True)
+        super().__init__("keys", command_rows(self.found), note="", cursor=True)
 
     def compose(self) -> ComposeResult:
         yield from super().compose()
-        yield Input(placeholder="what to do; ↑ ↓ enter, esc closes", compact=True)
+        yield Input(placeholder="type words; ↑ ↓ choose, enter presses it", compact=True)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self.found = matches(self.view, event.value)

@@ -78,8 +78,8 @@ def _shown(state: RunState | None) -> RunState:
 def _end(launch: LaunchState) -> Question:
     """Returns the confirmation of the end of a launch that waits between two phases."""
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
-    facts = (("launch", launch.id), ("keeps", "completed phases"), ("not run", rest))
-    return Question("End this launch here?", facts, launch.path, (_choice(ACTIONS["halt"]),))
+    facts = (("launch", launch.id), ("keeps", "completed phases"), ("not started", rest))
+    return Question("Halt this launch here?", facts, launch.path, (_choice(ACTIONS["halt"]),))
 
 
 # --- facts of one action beside run, host, processes and cost ------------------------------------
@@ -91,19 +91,19 @@ def _of_halt(state: RunState) -> dict[str, str]:
     if state.step is not None:
         facts["step"] = f"{state.step:,}"
     if state.state == "stalled":
-        verdict, stalled = state.verdict, "and a rank is stalled"
+        verdict, stalled = state.verdict, "a rank is stalled"
         if verdict and verdict.rank is not None:
-            stalled = f"and rank {verdict.rank} is stalled in {verdict.phase}"
-        facts["keeps"] = f"work only if every rank reaches the end of its step, {stalled}"
+            stalled = f"rank {verdict.rank} is stalled in {verdict.phase}"
+        facts["keeps"] = f"all work, but halts only when every rank ends its step; {stalled}"
         facts["else"] = "K stops a stalled run"
     if state.launch and state.launch.rest:
         rest = ", ".join(phase.name for phase in state.launch.rest)
-        facts["after"] = f"the plan ends; not run: {rest}"
+        facts["after"] = f"the plan ends; not started: {rest}"
     return facts
 
 
 def _last_checkpoint(state: RunState) -> dict[str, str]:
-    return {"last": state.checkpoint or "no checkpoint is saved"}
+    return {"saved": state.checkpoint or "no checkpoint"}
 
 
 def _of_adopt(state: RunState) -> dict[str, str]:

@@ -108,13 +108,13 @@ class Draft:
         ranks = counted(max(phase.nproc for phase in plan.phases), "rank")
         asks, goes = (
             "waits for confirmation before each next phase",
-            "starts the next phase while the gates pass",
+            "starts the next phase if all gates passed",
         )
         where = f"{self.prepared.directory.parent}/<UTC time>"
         facts = (
             ("plan", f"{plan.name}: {', '.join(phase.name for phase in plan.phases)}"),
             ("host", host),
-            ("starts", f"{ranks} by torchrun, {asks if self.between == 'ask' else goes}"),
+            ("starts", f"{ranks} with torchrun; {asks if self.between == 'ask' else goes}"),
             ("flags", ", ".join(f"{k}={v}" for k, v in self.flags.items()) or "as in the plan"),
             ("writes", where),
             ACTIONS["launch"].cost,

@@ -111,7 +111,7 @@ class TerminalDriver(LinuxDriver):
             self._tell_ignored()
 
     def _tell_ignored(self) -> None:
-        said = "input ignored: it came together with other input"
+        said = "input ignored: keys that come together count as pasted; type them one by one"
         self._app.call_later(self._console.say, said, "error")
 
     # --- the ways out --------------------------------------------------------------------------

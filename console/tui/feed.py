@@ -162,7 +162,7 @@ class Feed:
         except OSError as error:
             text = f"{path} cannot be read: {error.strerror}"
         except Exception as mistake:
-            text = f"reading failed: {type(mistake).__name__}: {mistake}; please report it"
+            text = f"cannot read {path}: {type(mistake).__name__}: {mistake}; please report it"
         return Snapshot(at, time.time(), self._state, trouble=text)
 
     def take(self) -> Snapshot:

@@ -1,8 +1,7 @@
 """The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-No lower-case letter affects a run; upper-case letters act, except E, G and N. The keys of actions
-are rows of `console.action_table`. Each other key is a row here, and a method `do_<id>` of each
-view that has it, or of the app.
+The keys of actions are rows of `console.action_table`. Each other key is a row here, and a method
+`do_<id>` of each view that has it, or of the app.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ TABLE: tuple[Key, ...] = (
     Key("copy", ("y",), "Copy the view: to the clipboard (OSC 52) and to a file", "copy", 1),
     Key("span_less", ("[",), "Charts: a shorter time span", "span", 0, views=("dashboard",)),
     Key("span_more", ("]",), "Charts: a longer time span", views=("dashboard",)),
-    Key("charts", ("c",), "Choose the charts and their order; the settings file keeps them",
+    Key("charts", ("c",), "Choose the charts and their order; saved in the settings file",
         "charts", 1, views=("dashboard",)),
     Key("toggle", ("space",), "Change the flag or choice under the cursor", "change", 4,
         views=("launch",)),
-    Key("open", ("enter",), "Launch: set the flag. Stall: read the whole stack", "enter", 2,
+    Key("open", ("enter",), "Launch: set the flag. Stall: read the whole stack", "details", 2,
         views=("launch", "stall")),
     Key("zoom", ("z",), "Zoom: the selected chart, or all of the phases, command, checks, gates",
         "zoom", 3, views=("dashboard", "launch")),
@@ -108,11 +107,11 @@ TABLE: tuple[Key, ...] = (
     Key("page_down", ("pagedown",), "A page down", views=LISTS),
     Key("page_up", ("pageup",), "A page up", views=LISTS),
     Key("top", ("g", "home"), "To the top", views=LISTS),
-    Key("bottom", ("G", "end"), "To the end; a log follows again", views=LISTS),
+    Key("bottom", ("G", "end"), "To the end. Logs: follow new lines", views=LISTS),
     Key("panel", ("tab",), "To the next panel or button"),
     Key("panel_back", ("shift+tab",), "To the previous panel or button"),
     Key("back", ("escape",), "Close the overlay, clear the message"),
-    Key("palette", (":", "ctrl+p"), "Find a key by its words and press it", "cmd", 3),
+    Key("palette", (":", "ctrl+p"), "Find a key by its description and press it", "cmd", 3),
     Key("help", ("?",), "Help: the keys of this view", "help", 7),
     Key("leave", ("q", "ctrl+c"), "Leave; the run continues", "leave", 9),
 )  # fmt: skip

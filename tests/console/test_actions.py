@@ -131,9 +131,9 @@ def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):
         ({"between": "maybe"}, "go or ask"),
         (
             {"plan": "cpu_smoke", "flags": {"NSA_DDP_STATIC_GRAPH": "1", "NSA_ACCUM": "2"}},
-            "is refused",
+            "is rejected",
         ),
-        ({"run_dir": Path("x" * 300)}, "cannot be a directory: File name too long"),
+        ({"run_dir": Path("x" * 300)}, "cannot be used as a directory: File name too long"),
     ],
 )
 def test_wrong_words_are_usage_errors_and_write_nothing(tmp_path, more, says):

@@ -36,7 +36,7 @@ def test_a_run_that_is_stalled_or_unsupervised_is_not_healthy(
     code, out, _ = said(capsys, command, launch)
     assert code == 1
     if command == "check":
-        assert "no go; toy/0-first is" in out
+        assert "no go; toy/0-first: " in out
     assert not status_text.is_over(RunSource(launch).poll()), (
         "whoever waits for the end goes on waiting"
     )
@@ -54,8 +54,8 @@ def test_nothing_is_armed_where_no_supervisor_lives(launch, capsys):
     [
         ("warn", 1800, "on stall (10 s): alert only"),
         ("dump", 1800, "on stall (10 s): alert, then dump"),
-        ("restart", 35, "on stall (10 s): alert, after 25 s more restart"),
-        ("stop", 5, "on stall (10 s): alert, after 20 s more stop"),
+        ("restart", 35, "on stall (10 s): alert, and 25 s later restart"),
+        ("stop", 5, "on stall (10 s): alert, and 20 s later stop"),
     ],
 )
 def test_what_is_armed_says_when_it_comes(action, act_s, text):
@@ -147,7 +147,7 @@ def test_a_plan_that_is_misspelt_is_no_run_to_check(tmp_path, capsys):
     code, _, err = said(capsys, "--root", tmp_path, "check", "cpu_smok")
     assert (code, "did you mean 'cpu_smoke'" in err) == (2, True), err
     code, _, err = said(capsys, "--root", tmp_path, "check", "cpu_smoke-2026")
-    assert (code, "matches 2 runs" in err) == (2, True), err
+    assert (code, "matches 2 launches" in err) == (2, True), err
 
 
 def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
@@ -189,7 +189,7 @@ def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys):
     (run / rundir.CHECKPOINTS).mkdir()
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
     command = f"nsa-console launch cpu_smoke --phase first --set checkpoint.resume={run}"
-    sentence = f"resume from its checkpoint, with that launch's options: {command}\n"
+    sentence = f"to resume, run this with the options of that launch: {command}\n"
     assert sentence in said(capsys, "status", launch)[1]
     state = rundir.read_json(launch / rundir.PLAN_STATE)
     directory.document(launch / rundir.PLAN_STATE, state | {"state": "ended"})

@@ -82,8 +82,8 @@ def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsy
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("watch latest --plain --interval nan", 2, "nan is not above 0"),
-        ("dump latest --timeout -5", 2, "-5 is not above 0"),
+        ("watch latest --plain --interval nan", 2, "nan must be above 0"),
+        ("dump latest --timeout -5", 2, "-5 must be above 0"),
         ("runs --limit 0", 2, "at least 1"),
         ("logs {run} --rank 99", 3, "has no rank 99; it has ranks 0 to 1"),
         ("logs {run} --rank -1", 2, "ranks count from 0"),

@@ -127,7 +127,7 @@ def test_a_run_directory_that_no_phase_names_is_named(passed, capsys):
 def test_a_run_whose_gates_were_taken_out_of_two_documents_is_no_go(launch, capsys):
     run = launch / "1-second"
     assert said(capsys, "check", run)[1].splitlines()[-1] == (
-        "no go; toy/1-second is completed: all ranks done after step 20; gate steps_done failed "
+        "no go; toy/1-second: completed: all ranks done after step 20; gate steps_done failed "
         "(20, bound ≥ 20)"
     ), "the gate stands in the sentence"
     change(run / rundir.RUN, gates={})
@@ -257,4 +257,4 @@ def test_a_lock_of_another_process_is_not_named_the_supervisors(alone, capsys):
         fcntl.flock(stranger, fcntl.LOCK_SH)
         code, err = said(capsys, "adopt", alone)
     assert code == 4
-    assert f"(pid {owner['pid']}) has died, but another process holds its lock" in err
+    assert f"(pid {owner['pid']}) has died, but another process holds the lock" in err

@@ -56,7 +56,7 @@ def why(*ends, **facts):
 def test_the_error_of_a_lost_peer_is_never_the_cause(text):
     lost, cause = RankEnd(0, 1, None, 8, log=text), RankEnd(1, 7, None, 8, log="ValueError: broken")
     assert why(lost, cause).startswith(
-        "rank 1: ValueError: broken at step 8 (exit 7); rank 0 exited earlier"
+        "rank 1: ValueError: broken at step 8 (code 7); rank 0 exited earlier"
     )
     assert signature(ended(lost)) == ""
 
@@ -73,7 +73,7 @@ def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
     sentence = why(watchdog, crash)
     assert sentence == (
         "rank 1 crashed in native code (SIGABRT) at step 8, in f (m.py:3): "
-        "std::out_of_range: map::at; rank 0 exited earlier, with the error of a lost peer"
+        "std::out_of_range: map::at; rank 0 exited earlier, in a failed collective"
     )
 
 
@@ -98,7 +98,7 @@ def test_out_of_gpu_memory_of_our_trainer_and_of_a_foreign_program():
     state, sentence = decide(ended(RankEnd(1, 11, None, 3, named)))
     assert state == "failed"
     assert sentence.startswith("rank 1: out of GPU memory: asked for 22.00 MiB, 11.06 MiB of")
-    assert sentence.endswith("set train.recompute to all at step 3 (exit 11)")
+    assert sentence.endswith("set train.recompute to all at step 3 (code 11)")
     foreign = why(RankEnd(1, 1, None, 3, log=OOM_2, raised_at="train.py:41"))
     assert "out of GPU memory: asked for 22.00 MiB" in foreign
     assert "(train.py:41)" in foreign
@@ -115,7 +115,7 @@ def counted(cgroup, host):
          "(cgroup oom_kill 0 → 1)", "signal:SIGKILL:out of host memory"),
         (counted(None, 4), "rank 1 was killed by SIGKILL at step 5, probably by the kernel: the "
          "host ran out of memory (host-wide oom_kill 3 → 4)", ""),
-        (counted(0, 4), "rank 1 was killed by SIGKILL at step 5 (the kernel killed for memory, but "
+        (counted(0, 4), "rank 1 was killed by SIGKILL at step 5 (the kernel killed a process, but "
          "not in this cgroup: host-wide oom_kill 3 → 4)", ""),
         (counted(0, 3), "rank 1 was killed by SIGKILL at step 5", ""),
         (None, "rank 1 was killed by SIGKILL at step 5", ""),
@@ -130,16 +130,16 @@ def test_a_kill_of_a_loader_follows_the_error_of_its_rank():
     lost = "RuntimeError: DataLoader worker (pid(s) 812) exited unexpectedly"
     sentence = why(RankEnd(0, 1, None, 5, log=lost), oom=counted(1, 4))
     assert sentence.startswith(
-        f"rank 0: {lost} at step 5 (exit 1); the kernel killed a process for"
+        f"rank 0: {lost} at step 5 (code 1); the kernel killed a process for"
     )
 
 
 def test_ranks_killed_at_once_blame_nobody_and_ranks_killed_one_after_the_other_do():
     ends = [RankEnd(rank, None, "SIGKILL", 5, ts=100.0 + rank / 10) for rank in (0, 1)]
     assert why(*ends).startswith(
-        "all 2 ranks were killed by SIGKILL at once: probably from outside"
+        "all 2 ranks were killed by SIGKILL at the same time: probably from outside"
     )
-    assert "by the kernel at once" in why(*ends, oom=counted(2, 5))
+    assert "by the kernel at the same time" in why(*ends, oom=counted(2, 5))
     assert why(ends[0], replace(ends[1], ts=103.0)).startswith("rank 0 was killed by SIGKILL")
     assert why(ends[0], replace(ends[1], killed_after_failure=True)).startswith(
         "rank 0 was killed by SIGKILL"

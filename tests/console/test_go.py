@@ -95,7 +95,7 @@ def test_a_plan_that_waits_is_go_so_far_and_names_what_has_not_run(launch, capsy
     waits = held | {"state": "waiting", "phase": 0, "phases": phases}
     directory.document(launch / rundir.PLAN_STATE, waits)
     code, out = said(capsys, "check", launch)
-    assert (code, out.splitlines()[-1]) == (0, "go so far; not run yet: second")
+    assert (code, out.splitlines()[-1]) == (0, "go so far; not started: second")
 
 
 def lie(run, name):

@@ -14,7 +14,7 @@ from console.supervisor.tree import Tree
 from tests import owners
 from tests.console.sources.recorded import Recorded
 
-PEER = "a collective failed, another rank is gone or stuck: Connection closed by peer"
+PEER = "a collective failed, another rank has exited or stalled: Connection closed by peer"
 GOOD = (RankEnd(0, 0, None, 9), RankEnd(1, 0, None, 9))
 LOST_PEER = RankEnd(0, 14, None, 40, PEER)
 KILLED = RankEnd(1, None, "SIGKILL", 41)
@@ -82,19 +82,19 @@ def test_a_stalled_run_shows_its_pending_halt():
         ({"agent_code": 0, "ends": (RankEnd(0, 7, None, 9), GOOD[1])}, "crashed", ""),
         # The rank to blame.
         ({"ends": (LOST_PEER, KILLED), "order": (0, 1)}, "crashed",
-         f"{BLAMED}; rank 0 exited earlier, with the error of a lost peer"),
+         f"{BLAMED}; rank 0 exited earlier, in a failed collective"),
         ({"ends": (LOST_PEER, KILLED), "order": (1, 0)}, "crashed",
          f"{BLAMED}; rank 0 ended because of it"),
         ({"ends": (RankEnd(0, None, "SIGKILL", 4, killed_after_failure=True),
                    RankEnd(1, 1, None, 5, log="ValueError: broken")), "order": (0, 1)}, "crashed",
          "rank 1: ValueError: broken at step 5"),
         ({"ends": (RankEnd(0, None, "SIGTERM", 7), RankEnd(1, 10, None, 7, "loss is not finite")),
-          "order": (0, 1)}, "failed", "rank 1: loss is not finite at step 7 (exit 10)"),
+          "order": (0, 1)}, "failed", "rank 1: loss is not finite at step 7 (code 10)"),
         ({"ends": (RankEnd(0, 7, None, 3), RankEnd(1, 9, None, 3)), "order": (1, 0)}, "crashed",
          "rank 1"),
         ({"ends": (RankEnd(1, None, "SIGSEGV", 3),)}, "crashed",
          "rank 1 crashed in native code (SIGSEGV)"),
-        ({"ends": (RankEnd(1, 12, None, 3),)}, "failed", "rank 1: data at step 3 (exit 12)"),
+        ({"ends": (RankEnd(1, 12, None, 3),)}, "failed", "rank 1: data error at step 3 (code 12)"),
     ],
 )  # fmt: skip
 def test_ends(facts, state, why):
@@ -106,7 +106,7 @@ def test_a_run_that_needed_fewer_steps_than_planned_gives_the_reason():
     recorded = Recorded()
     recorded.take({"rank": 0, "msg": "exit", "step": 95, "reason": "bytes_right reached"})
     why = over(agent_code=0, step=95, reason=recorded.heads[0].reason)[1]
-    assert why == 'all ranks done after step 95; the ranks say "bytes_right reached"'
+    assert why == 'all ranks done after step 95; reason: "bytes_right reached"'
 
 
 def test_without_exit_records_a_success_counts_only_where_nothing_contradicts_it():
@@ -172,7 +172,8 @@ RANK = "rank 1 still runs"
         ({"living": RANK, "has_supervisor": True}, "unsupervised",
          f"no document has a state; {RANK}"),
         ({"state": "restarting", "why": "soon: exit 1", "next_attempt": 3}, "lost",
-         f"{NO_SUPERVISOR}, so attempt 3 does not start; adopt the run: exit 1"),
+         f"{NO_SUPERVISOR}, so attempt 3 does not start until you adopt the run; "
+         "previous end: exit 1"),
         ({"trouble": "garbage"}, "queued", "garbage; no record yet"),
         ({"newest_record": "record 9 s old"}, "unsupervised", "no supervisor; record 9 s old"),
         ({"state": "running", "records_elsewhere": True, "newest_record": "young"}, "unsupervised",

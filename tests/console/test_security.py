@@ -130,7 +130,7 @@ def test_a_lock_that_is_another_file_too_is_not_written(tmp_path):
             claim(path)
     (tmp_path / "fifo").mkdir()
     os.mkfifo(tmp_path / "fifo" / rundir.LOCK)
-    with pytest.raises(RefusedError, match="it is a hard link, no regular file"):
+    with pytest.raises(RefusedError, match="it is a hard link, not a regular file"):
         claim(tmp_path / "fifo")
     assert precious.read_text() == "mine"
 

@@ -182,7 +182,9 @@ def test_a_launch_of_a_time_when_the_clock_was_ahead_is_not_the_latest(tmp_path,
     if not same_boot:
         assert launches.find("latest", tmp_path, act=True) == ahead
         return
-    with pytest.raises(RefusedError, match=rf"{ahead} by the creation.*{new} by the host's uptime"):
+    with pytest.raises(
+        RefusedError, match=rf"{ahead} has the latest creation.*{new} has a later uptime"
+    ):
         launches.find("latest", tmp_path, act=True)
 
 
@@ -194,7 +196,9 @@ def test_without_a_valid_creation_time_the_stamp_counts_and_an_action_is_refused
     old = made(tmp_path / "20200101-000000", "old", created, NOW - 5)
     new = made(tmp_path / "20200102-000000", "new", None, NOW - 9)
     assert launches.find("latest", tmp_path) == new
-    with pytest.raises(RefusedError, match=rf"{new} by the creation time.*{old} by the time"):
+    with pytest.raises(
+        RefusedError, match=rf"{new} has the latest creation time.*{old} has a newer"
+    ):
         launches.find("latest", tmp_path, act=True)
 
 
@@ -227,7 +231,7 @@ def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_pa
     record = json.loads(born.read_text())
     record["environment"][environ.RUN_DIR] = str(born.parent)
     directory.document(born, record)
-    with pytest.raises(RefusedError, match=r"its lock is not held, as in a copy"):
+    with pytest.raises(RefusedError, match=r"the lock in it is not held, so it is a copy"):
         actions.send(copy, action, args, "tester")
     assert not list(copy.glob(f"*/{rundir.REQUESTS}/*"))
     assert not list(copy.glob(f"**/{rundir.HALT}"))
@@ -240,7 +244,9 @@ def test_a_lock_of_another_owner_is_not_the_supervisors(tmp_path):
         for token in ("0123456789abcdef", ""):
             directory.told(path, token)
             for target in (path, path / "0-first"):
-                with pytest.raises(RefusedError, match="its lock is that of another supervisor"):
+                with pytest.raises(
+                    RefusedError, match="the lock in it is that of another supervisor"
+                ):
                     actions.send(target, "halt", {}, "tester")
     assert not (path / rundir.REQUESTS).exists()
 
@@ -289,7 +295,7 @@ def test_from_another_host_a_missing_answer_is_reported(launched):
     assert code == 5, text
     host = rundir.host_name()
     assert (
-        f"no answer to halt within 0.5 s from the supervisor on {host}; the request stays" in text
+        f"no answer to halt within 0.5 s from the supervisor on {host}; the request remains" in text
     )
 
 

@@ -87,7 +87,7 @@ def test_a_killed_rank_goes_on_from_the_checkpoint_before_it(scene, ended):
     events = ended.events(0)
     again = next(event for event in events if event.get("state") == "restarting")
     assert f"rank 1 was killed by SIGKILL at step {KILLED}" in again["text"]
-    assert f"attempt 2 begins in 0.5 s from the checkpoint of step {SAVED}" in again["text"]
+    assert f"attempt 2 starts in 0.5 s from the checkpoint of step {SAVED}" in again["text"]
     lost = steps_after(ended, 1)[-1] - SAVED
     assert 0 <= lost <= EVERY
     assert steps_after(ended, 2)[:5] == [*range(SAVED + 1, SAVED + 6)]

@@ -53,7 +53,7 @@ def test_a_killed_rank_is_named_before_and_after_its_peer_is_ended(scene, run, o
 
 
 RAISED = {
-    "exit 7": "(exit 7)",
+    "exit 7": "(code 7)",
     "raise ValueError the batch is broken": "rank 1: ValueError: the batch is broken",
     "raise OutOfMemoryError CUDA out of memory": "rank 1: out of GPU memory; lower",
 }
@@ -111,7 +111,7 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time(scene, begin):
     started.wait_end()
     why = scene.ended(started, "crashed", 5)
     assert "rank 1: ValueError: the batch of step 5 is broken" in why
-    assert "not restarted: the same error twice without a new checkpoint between" in why
+    assert "not restarted: two attempts with the same error, no new checkpoint between them" in why
     assert started.state()["attempt"] == 2
     scene.note(why)
 

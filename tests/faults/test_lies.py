@@ -111,7 +111,7 @@ def test_removed_shared_memory_stalls_and_restarts_nothing(scene, launch):
     pids = started.pids()
     live = started.state()["live_dir"]
     words = scene.inject(started, lambda: shutil.rmtree(live), sentence_of("live-directory"))
-    assert "was removed while the run goes on" in words
+    assert "was removed during the run" in words
     scene.steps_on(started, pids, ACTED_S)
     state = RunSource(started.path).poll()
     assert (state.state, state.step is not None) == ("running", True), state.why

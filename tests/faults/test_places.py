@@ -49,7 +49,7 @@ def test_without_shared_memory_a_stall_is_said_and_nothing_is_done(scene, launch
     order(orders, 1, "sleep 6")
     told = started.wait(lambda: {a.id: a.text for a in RunSource(started.path).poll().alerts}
                         .get("stall-withheld"), 30)  # fmt: skip
-    assert "without shared memory, pulses and records are files of one directory" in told
+    assert "there is no shared memory: pulses and records are in one directory" in told
     scene.steps_on(started, pids)
 
 

@@ -263,7 +263,7 @@ def test_a_working_process_that_is_killed_is_replaced_and_the_ranks_go_on(scene,
     words = scene.inject(
         run, lambda: os.kill(child, signal.SIGKILL), sentence_of("supervisor-replaced")
     )  # fmt: skip
-    assert "the supervisor's working process ended with SIGKILL" in words
+    assert "the supervisor's working process was killed (SIGKILL)" in words
     assert run.ask("note", text="is served")["ok"]
 
 

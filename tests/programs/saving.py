@@ -19,7 +19,7 @@ from trainers.manifest import Manifest
 from trainers.saver import Saver
 from trainers.schema import CheckpointSettings
 
-COMPLETE = "it is complete"
+COMPLETE = "the checkpoint is complete"
 FORMER, KEPT = (1, 2), 2
 STEPS = {"new": 3, "background": 3, "again": 2}
 """Which step each kind of save is of; that of `again` has a checkpoint already."""

@@ -152,7 +152,7 @@ def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp
     done = subprocess.run(
         toy, capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), check=True
     )
-    assert "training the built-in toy; " in done.stdout.splitlines()[0]
+    assert "training the built-in toy model; " in done.stdout.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_rank_whose_peer_dies_ends_with_14_and_says_so(tmp_path):
     assert ranks[0].wait(30) == 14, logs[0].read_text()
     assert "Traceback" not in logs[0].read_text()
     error = heartbeats(tmp_path / "run", 0, "error")[-1]
-    assert "another rank is gone" in error["error"]
+    assert "another rank has exited" in error["error"]
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["exit_code"] == 14
     assert metrics["steps_done"] >= 1

@@ -252,7 +252,7 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
         (["--confg", "x"], {}, "--help shows the options"),
         (["extra"], {}, "unrecognized arguments"),
         (["--set", "train.lr"], {}, "has no value"),
-        (["--set", "ddp.static_graph=1", "--set", "train.accumulate=2"], {}, "is refused"),
+        (["--set", "ddp.static_graph=1", "--set", "train.accumulate=2"], {}, "is rejected"),
         (["--steps", "nan"], {}, "--steps: train.steps cannot be 'nan'"),
         (["--run-dir", "/proc/nope"], {}, "cannot create the directory"),
         (["--resume"], {}, "name it with --run-dir"),

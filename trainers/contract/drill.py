@@ -15,7 +15,7 @@ from trainers.contract.errors import UsageError, did_you_mean
 Place = Literal["forward", "logits", "loader"]
 FOREVER_S = 3600.0
 ALL = "all"
-GRAMMAR = "KIND@STEP, KIND@STEP:RANK or KIND@STEP:RANK:SECONDS, several by commas"
+GRAMMAR = "KIND@STEP, KIND@STEP:RANK or KIND@STEP:RANK:SECONDS, separated by commas"
 _WORD = re.compile(
     r"(?P<kind>\w+)@(?P<step>[1-9]\d{0,11})"
     r"(:(?P<rank>\d{1,5}|all)(:(?P<amount>\d{1,5}(\.\d{1,3})?))?)?(?P<every>!?)",
@@ -89,6 +89,6 @@ def _one(word: str, named: str) -> Drill:
     amount = float(found["amount"]) if found["amount"] else kind.amount
     if found["amount"] and (kind.amount is None or not amount):
         wrong = "accepts no SECONDS" if kind.amount is None else "needs SECONDS above 0"
-        raise UsageError(f"{named}: the drill {word!r} is refused: {name} {wrong}")
+        raise UsageError(f"{named}: the drill {word!r} is rejected: {name} {wrong}")
     rank = None if found["rank"] == ALL else int(found["rank"] or 0)
     return Drill(name, int(found["step"]), rank, amount, bool(found["every"]))

@@ -25,7 +25,7 @@ class NotFoundError(ContractError):
 
 
 class RefusedError(ContractError):
-    """A valid request is refused; nothing was changed."""
+    """A valid request is rejected; nothing was changed."""
 
     exit_code = 4
 

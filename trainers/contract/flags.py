@@ -59,8 +59,8 @@ LIBRARY: Mapping[str, tuple[Kind, str]] = {
     DEVICES: (str, "GPUs that the ranks may use."),
     "PYTORCH_CUDA_ALLOC_CONF": (str, "Options of the CUDA allocator."),
     "NCCL_DEBUG": (("VERSION", "WARN", "INFO", "TRACE"), "Log level of NCCL."),
-    "NCCL_ALGO": (str, "NCCL algorithms; Ring for PCIe."),
-    "NCCL_PROTO": (str, "NCCL protocols; Simple for PCIe."),
+    "NCCL_ALGO": (str, "NCCL algorithms, for example Ring on PCIe."),
+    "NCCL_PROTO": (str, "NCCL protocols, for example Simple on PCIe."),
     "NCCL_IB_DISABLE": (bool, "Run NCCL without InfiniBand."),
     "NCCL_P2P_DISABLE": (bool, "Run NCCL without GPU peer access."),
     "TORCH_FR_BUFFER_SIZE": (int, "Entries of the collective flight record."),
@@ -146,7 +146,7 @@ def check_names(environment: Mapping[str, str]) -> None:
     for name in environment:
         if name.startswith(OWN_PREFIX) and name not in known:
             raise UsageError(
-                f"the environment sets {name}, which is no flag{did_you_mean(name, FLAGS)}"
+                f"the environment sets {name}, which is not a flag{did_you_mean(name, FLAGS)}"
             )
 
 

@@ -334,7 +334,7 @@ def _close_to_others(path: Path) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise RefusedError(f"cannot close {path} to others: {error.strerror}") from error
+        raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
 
 
 def write_request(run: Path, name: str, by: str) -> None:

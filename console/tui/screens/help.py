@@ -11,7 +11,7 @@ from console.tui.widgets.picker import Picker, Scrolls
 
 KEYS_WIDTH = 12
 WORDS = (
-    "Lower-case keys look, upper-case keys act. Actions ask first; No is the default. "
+    "The keys D H C K R L A are actions: they ask first, and No is the default. "
     "Leaving never stops a run. Buttons: Tab, then Enter."
 )
 

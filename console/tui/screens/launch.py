@@ -190,7 +190,7 @@ class Launch(Scrolls, View):
         return (
             item.flag.help
             if item.flag
-            else "waits for L after each phase, or starts the next phase while the gates pass"
+            else "after each phase: wait for L, or start the next phase if all gates passed"
         )
 
     def fit_panels(self) -> None:
@@ -256,7 +256,7 @@ class Launch(Scrolls, View):
             self.do_toggle()
             return
         name = item.flag.name
-        hint = f"{registry.expected(item.flag)}; empty undoes the change.  {item.flag.help}"
+        hint = f"{registry.expected(item.flag)}; no value undoes the change.  {item.flag.help}"
         value = (item.following or "") if item.changed else ""
         self.console.open_overlay(
             Editor(name, value, hint, lambda text: text.strip() and registry.parse(name, text),

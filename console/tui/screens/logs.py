@@ -115,7 +115,7 @@ class LogView(Scrolls, View):
         start, body = self._body(end, width, height - 1)
         self.seen = max(1, end - start)
         names = "  ".join(f"[{n}]" if n == self.source else n for n in self._sources)
-        place = f"{start + 1}–{end} of {len(self._lines)}  G follows"
+        place = f"{start + 1}–{end} of {len(self._lines)}  G: to the end"
         note = "follows" if self.bottom is None else place
         found = f"find {self.needle!r}  " if self.needle else ""
         rows = [rule(f"log  {names}", width, found + note, focused=pane.has_focus)]
@@ -156,7 +156,7 @@ class LogView(Scrolls, View):
     def do_find(self) -> None:
         from console.tui.widgets.editor import Editor
 
-        hint = "a text; n and N find the next and the previous line; empty clears"
+        hint = "text to find; n, N: next and previous line; no text ends the search"
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:

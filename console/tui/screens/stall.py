@@ -33,7 +33,7 @@ def verdict_rows(state: RunState, width: int, _height: int, now: float) -> list[
     """Returns the verdict in at most two lines, with its confidence."""
     verdict = state.verdict
     if verdict is not None:
-        since = "no supervisor since then" if state.state == "unsupervised" else "the run has ended"
+        since = "no supervisor now" if state.state == "unsupervised" else "the run has ended"
         ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
         style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
         first, *rest = wrap(verdict.sentence + over, width - len(VERDICT), 2) or [fmt.DASH]
@@ -63,7 +63,7 @@ COLUMNS = (
 )  # fmt: skip
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
-PLACE = "own code, ago"
+PLACE = "frame, age"
 """Heading of the frame: the innermost frame outside libraries, and the age of its dump."""
 
 

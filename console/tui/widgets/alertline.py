@@ -21,7 +21,7 @@ SILENT_S = 5.0
 MOST_LINES = 3
 LEAST_ROOM = 24
 """With fewer cells than this beside them, the keys go below the text, or away."""
-WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  note"}
+WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def notices(
         return found or [Notice("info", "no run; L launches one")]
     if state.directory_blocked_s > BLOCKED_S:
         blocked = fmt.age(state.directory_blocked_s)
-        text = f"the run directory does not answer writes for {blocked}; the training continues"
+        text = f"no write to the run directory has finished for {blocked}; training continues"
         found.append(Notice("crit", text))
     found += [_of_alert(alert) for alert in state.alerts]
     found += _of_state(state, any(alert.id.startswith(STALL) for alert in state.alerts))
@@ -71,7 +71,7 @@ def notices(
 
 
 KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "next phase", "E": "flags", "D": "dump",
-             "H": "halt", "R": "new supervisor"}  # fmt: skip
+             "H": "halt", "K": "stop", "R": "new supervisor"}  # fmt: skip
 
 
 def _of_alert(alert: Alert) -> Notice:
@@ -90,12 +90,12 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     if state.state in BAD_STATES:
         return [Notice("crit", f"{state.state}: {state.why or 'no reason recorded'}", "4 logs")]
     if state.state == "unsupervised":
-        why = state.why or "the supervisor is gone; ranks are still running"
+        why = state.why or "the supervisor is not running; ranks are alive"
         return [Notice("warn", why, "R new supervisor")]
     if state.state == "restarting":
         begins, _, cause = state.why.partition(": ")
         why = f"{cause}; {begins}" if cause else begins
-        return [Notice("warn", f"restarting: {why}", "H end")]
+        return [Notice("warn", f"restarting: {why}", "H halt")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
     told = state.state in ("halting", "halted", "stopping", "stopped")
     if (told or early) and state.why:
@@ -111,7 +111,7 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
         name = launch.rest[0].numbered if rest else "the next phase"
         return [
             Notice(
-                "warn", f"waiting for confirmation before phase {name}", "L start  E flags  H end"
+                "warn", f"waiting for confirmation before phase {name}", "L start  E flags  H halt"
             )
         ]
     missed = [gate for gate in state.gates if gate.result != "pass"]
@@ -134,7 +134,7 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return [Notice("warn", f"gate {first.name} failed: {why}{more}", "2 gates")]
     all_pass = bool(gates) and all(gate.result == "pass" for gate in gates)
-    return [Notice("info", f"all {len(gates)} gates of this phase pass")] if all_pass else []
+    return [Notice("info", f"all gates of this phase passed ({len(gates)})")] if all_pass else []
 
 
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:

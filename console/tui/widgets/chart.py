@@ -25,7 +25,7 @@ LEAST_HIGH = {"share": 0.1, "%": 100.0}
 """The axis of such a unit reaches at least this far."""
 PART, PART_BAR = 34, 12
 """Cells of one value in the list of the zoomed chart, and of its bar."""
-HINT = "← → value at a time   [ ] time span   z or esc all charts"
+HINT = "← → read values   [ ] time span   z or esc all charts"
 Window = tuple[float, int]
 """Start (unix s) and length (s) of the time that a chart shows."""
 

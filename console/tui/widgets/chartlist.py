@@ -11,7 +11,7 @@ from console.tui.rows import Row, columns
 from console.tui.widgets.overlay import Overlay
 from console.tui.widgets.picker import Picker, Scrolls
 
-HINT = "space shows or hides, enter saves, esc cancels; none: the default"
+HINT = "space shows or hides, enter saves (none: default charts), esc cancels"
 
 
 class ChartList(Scrolls, Overlay):

@@ -42,7 +42,7 @@ def entries(root: Path) -> list[Entry]:
 
     found = [_of_launch(path, launches.launch_id(path)) for path in
              launches.launches(root)[:MOST_RUNS]]  # fmt: skip
-    found += [Entry("hand run", path.name, f"in {path.parent}", path)
+    found += [Entry("by hand", path.name, f"in {path.parent}", path)
               for path in launches.bare_runs(root)[:MOST_RUNS]]  # fmt: skip
     for plan in catalog.plans()[0]:
         found.append(Entry("plan", plan.name, ", ".join(phase.name for phase in plan.phases)))

@@ -14,7 +14,7 @@ from console.tui.rows import Row, fill, labelled, rule, wrap
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.overlay import FlatButton, Overlay
 
-LABEL = 8
+LABEL = 11
 MOST_WIDTH = 110
 
 
@@ -78,7 +78,7 @@ class Confirm(Overlay):
             self._hint(f"  that is not {self.question.typed}", "warn")
             return
         self.query_one("#no").focus()
-        self._hint("  → chooses, enter does it")
+        self._hint("  → chooses a button, enter presses it")
 
     def _hint(self, words: str, style: str = "dim") -> None:
         self.query_one("#hint", Lines).show([((words, style),)])

@@ -56,7 +56,7 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
     rows, group = [], ""
     for item in found:
         if item.flag is None:
-            words = "wait for L" if item.following == "ask" else "go while gates pass"
+            words = "wait for L" if item.following == "ask" else "go if gates passed"
             name = ("between phases", NAME, "strong")
             rows.append(columns([("", GROUP, ""), name, (words, 24, "")]))
             continue

@@ -61,7 +61,7 @@ class LogTail(Panel):
         self.book = book
 
     def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
-        rows = [rule("log", width, "4 all of it")]
+        rows = [rule("log", width, "4 all lines")]
         held = self.book.lines
         if not held:
             rows.append((("no log lines yet", "dim"),))

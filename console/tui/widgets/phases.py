@@ -33,7 +33,7 @@ def phase_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states and what they prove; in a low panel those around the
     current one, and only what the phase to decide on proves."""
-    words = {"ask": "L starts each next phase", "go": "starts the next phase while gates pass"}
+    words = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
     sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]
     finished = bool(phases) and phases[current].state == "completed"
     focus = min(current + finished, len(phases) - 1)

@@ -65,7 +65,7 @@ def stack_rows(
     each = (width - 2 * (count - 1)) // count
     lines = zip_longest(*held[first : first + count], fillvalue=("", ""))
     rows = [columns(((text, each, style) for text, style in cells), "  ") for cells in lines]
-    return [rule("stacks", width, f"innermost first{more}  enter whole"), *rows[: height - 1]]
+    return [rule("stacks", width, f"innermost first{more}  enter: whole"), *rows[: height - 1]]
 
 
 def _column(
@@ -78,9 +78,9 @@ def _column(
     others = [other.rank for other in group if other is not stack]
     age = f"{fmt.age(now - stack.ts)} ago"
     note = (
-        f"  {age}, no stack since" if old
+        f"  {age}, not in newest dump" if old
         else f" ◂ differs  {age}" if differs
-        else f"  as {rank_list(others)}  {age}" if others
+        else f"  same as {rank_list(others)}  {age}" if others
         else f"  {age}"
     )  # fmt: skip
     lines = [(f"rank {rank}{note}", "crit" if differs else "warn" if old else "strong")]

@@ -99,7 +99,7 @@ FIGURES = [
     for second, csv, text, mark in (
         (bad, None, "", decision("act-on-figure", "true")),
         ({}, None, "rank 1 records another value", decision("act-on-figure", "lie")),
-        (None, None, "neither another rank nor training.csv records it",
+        (None, None, "neither another rank nor training.csv records the value",
          decision("act-on-figure", "absent")),
     )
 ] + [

@@ -238,12 +238,12 @@ def test_a_gpu_that_is_lost_again_or_another_one_is_reported_again():
 
 
 def test_a_gpu_without_values_clears_none_of_its_alerts_and_has_its_own():
-    hot = replace(GPU, throttle="hardware, heat")
+    hot = replace(GPU, throttle="hardware thermal")
     silent = replace(GPU, state="error", why="NVML has not answered for 6 s", throttle="")
     other = replace(GPU, index=1)
     said = gpu_texts(*[(hot, other)] * 70, *[(silent, other)] * 30, *[(hot, other)] * 5)
     assert said == [
-        (60, "raise", "GPU 0 is throttled (hardware, heat)"),
+        (60, "raise", "GPU 0 is throttled (hardware thermal)"),
         (80, "raise", "NVML returns no values for GPU 0 (NVML has not answered for 6 s)"),
         (100, "clear", "gpu_silent cleared"),
     ]

@@ -84,7 +84,7 @@ def test_a_plan_for_gpus_is_refused_where_there_are_none(tmp_path):
         pytest.skip("this machine has GPUs")
     found = checks(case(tmp_path, gpus=8))["gpus"]
     assert found.result == "fail"
-    assert "needs 8 GPUs and this machine has 0" in found.text
+    assert "needs 8 GPUs, but this machine has 0" in found.text
     assert "cpu_smoke" in found.text
 
 

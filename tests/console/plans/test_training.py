@@ -25,7 +25,7 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path):
     state = {"v": 1, "state": "ended", "phases": [phase]}
     rundir.write_json(prepared.directory / rundir.PLAN_STATE, state)
     rundir.write_json(prepared.directory / "0-plumbing" / rundir.RUN, dict(prepared.phases[0]))
-    assert dict(actions.prepare(options).training)["time"] == "about 42s, as before"
+    assert dict(actions.prepare(options).training)["time"] == "about 42s, as in the newest runs"
     other = actions.LaunchOptions(
         "cpu_smoke", phase="plumbing", sets={"train.steps": "7"}, root=tmp_path
     )
@@ -41,7 +41,7 @@ def test_launches_runs_by_hand_and_plans_can_be_chosen(tmp_path):
     rundir.write_json(_made(tmp_path / "mine") / rundir.RUN, {"v": 1})
     rundir.write_json(_made(tmp_path / "cpu_smoke" / "20261120-031500") / rundir.PLAN, {"v": 1})
     found = {(entry.kind, entry.name) for entry in entries(tmp_path)}
-    assert {("hand run", "mine"), ("launch", "cpu_smoke-20261120-031500"),
+    assert {("by hand", "mine"), ("launch", "cpu_smoke-20261120-031500"),
             ("plan", "cpu_smoke")} <= found  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_eight_gpus_have_rows_with_figures(gpus):
     changed = {"gpu5": {"util": 3}, "gpu2": {"throttle": 0x44}, "gpu4": {"ecc": 3}}
     fake.write(folder, **changed)
     rows = reader.wait(lambda rows: rows[5]["util_pct"] == 3 and rows[4]["ecc_uncorrected"] == 3)
-    assert rows[2]["throttle"] == "hardware, heat"
+    assert rows[2]["throttle"] == "hardware thermal"
 
 
 def test_a_lost_gpu_keeps_its_xid_and_the_others_stay_ok(gpus):

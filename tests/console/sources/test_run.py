@@ -185,7 +185,7 @@ def test_without_a_supervisor_exit_records_count(launch, last, halted, expected)
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
-        ({"code": 7, "signal": None}, "(exit 7)"),
+        ({"code": 7, "signal": None}, "(code 7)"),
         ({"code": None, "signal": "SIGKILL"}, "rank 1 was killed by SIGKILL at step 9"),
     ],
 )  # fmt: skip

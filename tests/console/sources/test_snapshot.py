@@ -579,7 +579,7 @@ def test_check_names_its_basis_and_full_reads_all_records(run, monkeypatch, caps
     with_snapshot = capsys.readouterr().out.splitlines()
     (run / rundir.SNAPSHOT).unlink()
     assert main(["check", str(run)]) == 1
-    assert "snapshot.json is not usable, so only the end of its records was read; " in (
+    assert "snapshot.json is not usable, so only the newest records were read; " in (
         capsys.readouterr().out
     )
     assert main(["check", str(run), "--full"]) == 1

@@ -112,8 +112,8 @@ def test_a_name_without_one_run_raises_a_sentence(tmp_path):
     for name, root, error, words in (
         (str(tmp_path / "empty"), tmp_path, NotFoundError, "is not a run"),
         ("betta-20261121-040000", tmp_path, NotFoundError, "did you mean"),
-        ("latest", tmp_path / "empty", NotFoundError, "no run"),
-        ("beta", tmp_path, UsageError, "matches 2 runs"),
+        ("latest", tmp_path / "empty", NotFoundError, "no launch under"),
+        ("beta", tmp_path, UsageError, "matches 2 launches"),
     ):
         with pytest.raises(error, match=words):
             launches.find(name, root)

@@ -109,7 +109,7 @@ def test_a_legacy_run_that_has_ended_is_not_halted(tmp_path, steps, ended):
     directory.document(path / "metrics.json", {"steps": steps})
     state = RunSource(path).poll()
     assert state.state == ended
-    assert "the run has ended: metrics.json is newer than its records" in state.why
+    assert "the run has ended: metrics.json is newer than the last record" in state.why
     for action in ("halt", "dump", "stop"):
         with pytest.raises(RefusedError, match="old has ended"):
             actions.send(path, action, {}, "tester")

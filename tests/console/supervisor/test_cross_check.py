@@ -183,7 +183,7 @@ SAID = "NSA_LR=0.5 for two only"
         ((SET, DONE | {"text": SAID.replace("two", "one")}), False),
         ((SET, DONE | {"text": SAID}, DONE | {"text": "NSA_LR=0.7 for two only"}), False),
         ((SET, DONE | {"text": SAID},
-          DONE | {"text": "NSA_LR has its value from the plan again for two"}), False),
+          DONE | {"text": "NSA_LR is reset to the value of the plan for two"}), False),
     ],
 )  # fmt: skip
 def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(launch, events, is_confirmed):
@@ -237,7 +237,7 @@ def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_
 def test_a_phase_that_has_begun_is_not_begun_again(launch):
     (launch / "1-two").mkdir()
     rundir.write_json(launch / "1-two" / rundir.RUN, {"v": 1})
-    with pytest.raises(RefusedError, match="phase 1 was the last, but 1-two has begun"):
+    with pytest.raises(RefusedError, match="phase 1 was started last, but 1-two has started"):
         read_launch(launch)
 
 
@@ -253,12 +253,12 @@ def worker(code=None, signal_name=None, **more):
         (worker(0, seen=True), 0, "completed", ""),
         (worker(0, confirmed=True), 0, "completed", ""),
         (worker(), 9, "completed", ""),
-        (worker(), 0, "lost", "no process observed it, and it has no pulse"),
-        (worker(), 4, "lost", "no process observed it, and its pulse is of step 4"),
+        (worker(), 0, "lost", "no supervisor observed it, and it has no pulse"),
+        (worker(), 4, "lost", "no supervisor observed it, and its pulse is of step 4"),
         (worker(7), 9, "lost", "but a log or a document says exit 7"),
         (worker(None, "SIGKILL"), 9, "lost", "but a log or a document says SIGKILL"),
-        (worker(7, confirmed=True), 9, "crashed", "(exit 7)"),
-        (worker(7, seen=True), 9, "crashed", "(exit 7)"),
+        (worker(7, confirmed=True), 9, "crashed", "(code 7)"),
+        (worker(7, seen=True), 9, "crashed", "(code 7)"),
     ],
 )
 def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, state, says):

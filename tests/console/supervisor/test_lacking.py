@@ -55,8 +55,8 @@ def test_too_few_open_files_refuse_the_launch_and_leave_nothing(begin, plan, tmp
     begin.adopt(tmp_path / "x")
     done = limited("ulimit -n 20", "launch", plan, "--run-dir", tmp_path / "x")
     assert done.returncode == 4, done.stdout + done.stderr
-    assert "20 open files" in done.stderr
-    assert "ulimit -n" in done.stderr
+    assert "limit of open files is 20" in done.stderr
+    assert "ulimit -Hn" in done.stderr
     assert not (tmp_path / "x").exists()
 
 
@@ -65,7 +65,7 @@ def test_a_working_directory_that_is_gone_is_named(plan, tmp_path):
     for where in ((), ("--run-dir", tmp_path / "x")):
         done = limited(removed, "launch", plan, *where)
         assert done.returncode == 4, done.stdout + done.stderr
-        assert "the working directory is gone" in done.stderr
+        assert "the working directory does not exist" in done.stderr
     assert not (tmp_path / "x").exists()
 
 

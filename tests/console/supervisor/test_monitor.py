@@ -59,7 +59,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
     directory.close()
     assert [change.action for change in dog.pop_actions()] == ([] if late else ["restart"])
     withheld = [text for kind, name, text in events if name == "stall-withheld"]
-    assert ["rank 0 has not changed since this supervisor began" in text for text in withheld] == (
+    assert ["rank 0 has not changed since the supervisor started" in text for text in withheld] == (
         [True] if late else []
     )
     looks(2000, step=51)

@@ -66,7 +66,8 @@ def test_the_ranks_reach_their_end_and_an_alert_names_what_failed(launched, name
     assert started.state()["state"] == expected, started.state()["why"]
     if name != "supervisor.json":
         assert started.state()["workers"][0]["exit"]["code"] == 0
-    assert "the observer failed (ArithmeticError: broken on purpose)" in alerts_of(started, name)[0]
+    failed = f"the observer of {name} failed (ArithmeticError: broken on purpose)"
+    assert failed in alerts_of(started, name)[0]
     assert "Traceback" in (started.path / rundir.SUPERVISOR_LOG).read_text()
     whole = when == ONCE or name not in ("records", "files")
     assert ended["phases"][0]["result"] == ("pass" if whole else "unknown")
@@ -110,7 +111,7 @@ def test_what_is_never_skipped_writes_its_traceback_once_in_a_while(trial, capfd
     for _ in range(50):
         assert observers.once("the state", lambda: 1 // 0, -1) == -1
     assert capfd.readouterr().err.count("Traceback") == 1
-    assert trial.text().startswith("the state: the observer failed (ZeroDivisionError: ")
+    assert trial.text().startswith("the observer of the state failed (ZeroDivisionError: ")
     observers = trial.observers(settled_s=0.1)
     for mistake in ("first", "second"):
         observers.once("the state", partial(int, mistake), None)

@@ -38,7 +38,7 @@ def crashed(checkpoint=0, state: State = "crashed", **more):
         ([crashed()], Restart(), ""),
         ([crashed(20)] * 4, CRASH, "not restarted: 3 attempts without a new checkpoint"),
         ([crashed(signature="x")] * 2, CRASH,
-         "not restarted: the same error twice without a new checkpoint between"),
+         "not restarted: two attempts with the same error, no new checkpoint between them"),
         ([crashed(hopeless=True)], CRASH, "not restarted: the same error would occur again"),
     ],
 )  # fmt: skip
@@ -88,7 +88,7 @@ def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin)
         lambda: [e for e in started.events(0) if e.get("state") == "restarting"]
     )
     assert "rank 1 was killed by SIGKILL" in waiting["text"]
-    assert "attempt 2 begins in 0.5 s from step 1" in waiting["text"]
+    assert "attempt 2 starts in 0.5 s from step 1" in waiting["text"]
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
     assert "restart, 1 left" in again["armed"]
     assert again["armed_short"].endswith(" ↻1")
@@ -277,7 +277,7 @@ def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(be
         assert after[key] == before[key]
     assert after["state"] == "restarting"
     ended = started.wait_end(60)
-    assert "rank 1: no reason given" in ended["why"]
+    assert "rank 1: no reason recorded" in ended["why"]
     assert "not restarted: 2 attempts without a new checkpoint" in ended["why"]
     assert started.state()["attempt"] == 2
     adopted, begun = (

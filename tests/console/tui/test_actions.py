@@ -59,7 +59,9 @@ def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
             await pilot.click("#button-halt")
         else:
             await pilot.press(*{"key": ["H"], "tab": ["tab", "tab", "enter"]}[way])
-        await see(pilot, "Halt this run", "gpu01", "48230, 48231", "not run: recall", "1-plumbing")
+        await see(
+            pilot, "Halt this run", "gpu01", "48230, 48231", "not started: recall", "1-plumbing"
+        )
         if way == "click":
             await pilot.click("#choice0")
         else:
@@ -177,12 +179,12 @@ def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     async def body(pilot):
         await see(pilot, "✓ python")
         await pilot.press("space")
-        await see(pilot, "go while gates pass")
+        await see(pilot, "go if gates passed")
         await pilot.press("down", "down", "down", "space")
         await see(pilot, "* launch")
         await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {}, 20)
         await pilot.press("L")
-        await see(pilot, "Launch cpu_smoke?", "2 ranks by torchrun")
+        await see(pilot, "Launch cpu_smoke?", "2 ranks with torchrun")
         await pilot.press("y")
         await see(pilot, "launched cpu_smoke in")
         options = asked.launched[0]
@@ -235,7 +237,7 @@ def test_a_view_is_copied_to_the_clipboard_and_to_a_file(tmp_path, monkeypatch, 
 
     async def body(pilot):
         await pilot.press("2", "y")
-        trouble = "copied 1 line to the clipboard; not to a file: Not a directory"
+        trouble = "copied 1 line to the clipboard; cannot write the file: Not a directory"
         await see(pilot, "copied 1 line to the clipboard and to" if writable else trouble)
         command = "OMP_NUM_THREADS=1 torchrun -m trainers.ddp --config configs/tiny_cpu.yaml"
         assert app.clipboard == command
@@ -265,7 +267,7 @@ def test_the_list_of_commands_moves_while_its_field_has_the_focus(down, up):
 
 
 def test_commands_are_found_by_their_words_and_by_a_click():
-    keys = ("colon", "…what to do", *"stacks of all", "enter")
+    keys = ("colon", "…type words", *"stacks of all", "enter")
     played(recorded.running(), *keys, then="Dump the stacks of all ranks?")
     app = app_on(recorded.running())
 

@@ -31,8 +31,8 @@ def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
         assert "WAITING" in lines(app)[0]
         assert "COMPLETED" not in lines(app)[0]
         await pilot.press(key)
-        await until(pilot, lambda: "End this launch here?" in picture(app))
-        assert "not run  recall" in picture(app)
+        await until(pilot, lambda: "Halt this launch here?" in picture(app))
+        assert "not started recall" in picture(app)
         await pilot.press("y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent == [(LAUNCH, "halt", {})]
@@ -52,8 +52,8 @@ def old_and_new() -> dict[int, Stack]:
 def test_a_stack_of_an_older_dump_says_so_and_is_not_compared(odd):
     rows = [text_of(row) for row in stack_rows(old_and_new(), range(3), odd, 120, 4, NOW)]
     heads = [rows[1][at : at + 38].strip() for at in (0, 40, 80)]
-    old = "rank 1  58s ago, no stack since"
-    assert sorted(heads) == ["rank 0  as 2  8s ago", old, "rank 2  as 0  8s ago"]
+    old = "rank 1  58s ago, not in newest dump"
+    assert sorted(heads) == ["rank 0  same as 2  8s ago", old, "rank 2  same as 0  8s ago"]
     assert heads.index(old) == (0 if odd == 1 else 2)
     assert "differs" not in rows[1]
     assert "ago" not in rows[0]
@@ -115,7 +115,7 @@ def test_an_acknowledged_stall_is_a_note():
     app = app_on(dataclasses.replace(state, alerts=noted))
 
     async def body(pilot):
-        assert lines(app)[1].startswith("  note acknowledged: rank 3: no step for 74 s")
+        assert lines(app)[1].startswith("  info acknowledged: rank 3: no step for 74 s")
         assert "CRIT" not in lines(app)[1]
 
     drive(app, body)
@@ -178,15 +178,15 @@ def test_a_key_that_does_nothing_is_said():
 
     async def body(pilot):
         await pilot.press("x")
-        await until(pilot, lambda: "x is not a key; ? shows the keys" in picture(app))
+        await until(pilot, lambda: "x has no function; ? shows the keys" in picture(app))
         await pilot.press("space")
-        await until(pilot, lambda: "space works in launch" in picture(app))
+        await until(pilot, lambda: "space works only in launch" in picture(app))
         await pilot.press("question_mark")
         await until(pilot, lambda: "Keys in dashboard" in picture(app))
         await pilot.press("escape")
         await until(pilot, lambda: app.overlay is None)
         await pilot.press("colon")
-        await until(pilot, lambda: "what to do" in picture(app))
+        await until(pilot, lambda: "type words" in picture(app))
         await pilot.press(*"zzz")
         await until(pilot, lambda: "nothing found" in picture(app))
         await pilot.press("enter")
@@ -228,12 +228,12 @@ def test_what_was_answered_goes_away_and_lies_under_no_question(monkeypatch):
     async def body(pilot):
         await pilot.press("x", "H")
         await until(pilot, lambda: "Halt this run" in picture(app))
-        assert "is not a key" not in picture(app)
+        assert "has no function" not in picture(app)
         await pilot.press("escape")
         await until(pilot, lambda: app.overlay is None)
         await pilot.press("x")
-        await until(pilot, lambda: "is not a key" in picture(app))
-        await until(pilot, lambda: "is not a key" not in picture(app))
+        await until(pilot, lambda: "has no function" in picture(app))
+        await until(pilot, lambda: "has no function" not in picture(app))
 
     drive(app, body)
 
@@ -248,7 +248,7 @@ def test_where_nobody_watches_nobody_says_that_nothing_stalls():
             assert "no stall detected" not in picture(app)
             assert "the run has ended" not in picture(app)
             if verdict:
-                assert "no supervisor since then" in picture(app)
+                assert "no supervisor now" in picture(app)
             else:
                 words = " ".join(" ".join(lines(app)[2:4]).split())
                 assert "no supervisor: R starts one" in words
@@ -291,8 +291,8 @@ def test_tab_stays_in_a_question():
 def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_it():
     halt, stalled = KEYS["halt"].question, recorded.stalled()
     facts = dict(halt(stalled).facts)
-    assert facts["keeps"].endswith("end of its step, and rank 3 is stalled in backward")
+    assert facts["keeps"].endswith("every rank ends its step; rank 3 is stalled in backward")
     assert facts["else"] == "K stops a stalled run"
     facts = dict(halt(dataclasses.replace(stalled, verdict=None)).facts)
-    assert facts["keeps"].endswith("and a rank is stalled")
+    assert facts["keeps"].endswith("; a rank is stalled")
     assert "all work" in dict(halt(recorded.running()).facts)["keeps"]

@@ -20,7 +20,7 @@ from tests.terminal import Terminal
 ROOT = Path(__file__).parents[3]
 PASTED = ("The Halt of Dump, Kill and Launch yes?\r" * 30_000)[:1_000_000]
 MOST_MIB = 20
-IGNORED = "input ignored: it came together with other input"
+IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
 
 
 def console(folder: Path) -> Terminal:

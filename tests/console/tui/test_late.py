@@ -202,4 +202,4 @@ def test_leaving_says_which_answers_are_open(tmp_path):
         terminal.wait("launching cpu_smoke …")
         terminal.press("q")
         assert terminal.wait_exit(5) == 0
-        assert "no answer yet to launch of cpu_smoke; nsa-console runs" in terminal.text
+        assert "no answer yet to launch of cpu_smoke; nsa-console status" in terminal.text

@@ -36,7 +36,7 @@ def test_logs_follow_filter_and_find(logged, size):
         await pilot.press("g")
         await pilot.pause()
         assert "zero line 0 " in picture(app)
-        assert "follows" not in lines(app)[2].replace("G follows", "")
+        assert "follows" not in lines(app)[2].replace("G: to the end", "")
         await pilot.press("slash", *"NEEDLE", "enter")
         await until(pilot, lambda: "one [red]markup[/red] needle" in picture(app))
         assert "find 'NEEDLE'" in picture(app)

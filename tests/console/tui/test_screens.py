@@ -74,7 +74,7 @@ def test_the_dashboard_says_which_run_how_far_how_fresh_and_what_is_armed():
 ARMED = {
     "alert": "on stall (10 s): alert only",
     "dump ↻9": "on stall (9 s): alert, then dump; on crash: restart, 9 left",
-    "restart ↻2": "on stall (9 s): alert, after 25 s more restart; on crash: restart, 2 left",
+    "restart ↻2": "on stall (9 s): alert, and 25 s later restart; on crash: restart, 2 left",
 }
 
 
@@ -107,10 +107,10 @@ def test_a_further_attempt_is_counted_and_its_reason_stands_before_what_follows(
     for width in (80, 120):
         assert re.search("att(empt)? 2", text_of(header_row(Snapshot(0.0, NOW, again), width)))
         assert " att" not in text_of(header_row(Snapshot(0.0, NOW, recorded.running()), width))
-    why = "attempt 2 begins in 5 s from the checkpoint of step 20: rank 1 was killed by SIGKILL"
+    why = "attempt 2 starts in 5 s from the checkpoint of step 20: rank 1 was killed by SIGKILL"
     waits = recorded.running(state="restarting", why=why)
     line = text_of(alert_rows(notices(Snapshot(0.0, NOW, waits)), 80)[0])
-    assert "rank 1 was killed by SIGKILL; attempt 2 begins" in line, line
+    assert "rank 1 was killed by SIGKILL; attempt 2 starts" in line, line
 
 
 def test_utilisation_stands_beside_watts_memory_and_temperature():
@@ -336,7 +336,7 @@ def test_a_run_that_completed_early_is_no_share_of_its_plan():
     header = text_of(header_row(Snapshot(0.0, NOW, state), 120))
     assert "step 95" in header
     assert "%" not in header
-    why = 'all ranks done after step 95; the ranks say "bytes_right reached"'
+    why = 'all ranks done after step 95; reason: "bytes_right reached"'
     said = notices(Snapshot(0.0, NOW, dataclasses.replace(state, why=why)))
     assert f"completed: {why}" in [notice.text for notice in said]
 
@@ -403,7 +403,7 @@ def test_a_plan_that_cannot_be_read_is_said_and_nothing_is_made_up():
 def test_a_directory_that_takes_no_writes_is_said():
     state = dataclasses.replace(recorded.running(), directory_blocked_s=12.0)
     worst = notices(Snapshot(0.0, NOW, state))[0]
-    assert worst.text == "the run directory does not answer writes for 12s; the training continues"
+    assert worst.text == "no write to the run directory has finished for 12s; training continues"
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
@@ -446,8 +446,8 @@ def test_every_rank_has_a_column_of_its_own_and_the_odd_one_comes_first():
         assert text_of(rows[0]).count(f"{min(first, 6) + 1}–{min(first, 6) + 2} of 8 ← →") == 1
         assert all(width_of(row) <= 80 for row in rows)
         shown.append(text_of(rows[1]).replace("  1s ago", "").split())
-    assert shown[0] == ["rank", "3", "◂", "differs", "rank", "0", "as", "1–2,4–6"]
-    assert shown[6] == shown[7] == ["rank", "6", "as", "0–2,4–5", "rank", "7"]
+    assert shown[0] == ["rank", "3", "◂", "differs", "rank", "0", "same", "as", "1–2,4–6"]
+    assert shown[6] == shown[7] == ["rank", "6", "same", "as", "0–2,4–5", "rank", "7"]
     assert "select.py:7 f" in text_of(stack_rows(stacks, range(8), None, 80, 8, NOW)[2])
     assert "no dump" in text_of(stack_rows(stacks, range(8), None, 80, 8, NOW, 7)[2])
     assert rank_list((0, 1, 2, 4, 5, 6, 7)) == "0–2,4–7"
@@ -587,7 +587,9 @@ def test_a_mistake_while_reading_is_said_and_reading_goes_on():
 
     async def body(pilot):
         source.is_broken = True
-        await until(pilot, lambda: "reading failed: ValueError: no such thing" in picture(app))
+        await until(
+            pilot, lambda: "cannot read /nowhere: ValueError: no such thing" in picture(app)
+        )
         assert "RUNNING" in picture(app)
         source.is_broken = False
         await until(pilot, lambda: "no alert" in picture(app))
