@@ -256,8 +256,28 @@ def _rows(saved: Record, key: str) -> list[list[float | None]]:
     ]
 
 
+def _saved(value: Any) -> Any:
+    """Returns one sum as a snapshot has it."""
+    if isinstance(value, Peak):
+        return list(value.found)
+    return value.as_dict() if isinstance(value, Window) else value
+
+
+def _loaded(saved: Record, name: str, empty: Any) -> Any:
+    """Returns the sum of that name in a snapshot; it has the type of the empty sum."""
+    if isinstance(empty, Peak):
+        return Peak(_rows(saved, name))
+    if isinstance(empty, Window):
+        empty.load(saved[name])
+        return empty
+    return jsonl.integer(saved, name) or 0 if isinstance(empty, int) else jsonl.number(saved, name)
+
+
 class RankTotals:
-    """The totals of one rank. Its records are added in the order of its file."""
+    """The totals of one rank. Its records are added in the order of its file.
+
+    A new sum is an int, a float or None, or a `Peak`, which a resume cuts.
+    """
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -269,18 +289,18 @@ class RankTotals:
         self.progress = 0
         """Number of progress records."""
         self.memory_mib = Peak()
-        self.window = Window()
         self.norm_min: float | None = None
         self.norms = 0
+        self.window = Window()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the totals as a snapshot has them."""
-        return {
-            "parts": {str(number): part.as_dict() for number, part in self.attempts.items()},
-            "newest": self.newest, "step": self.step, "progress": self.progress,
-            "memory_mib": list(self.memory_mib.found), "norm_min": self.norm_min,
-            "norms": self.norms, "window": self.window.as_dict(),
-        }  # fmt: skip
+        """Returns the totals as a snapshot has them: each field by its name."""
+        parts = {str(number): part.as_dict() for number, part in self.attempts.items()}
+        return {"parts": parts} | {name: _saved(value) for name, value in self._sums()}
+
+    def _sums(self) -> list[tuple[str, Any]]:
+        """Returns the fields that each are one sum."""
+        return [each for each in vars(self).items() if each[0] not in ("rank", "attempts")]
 
     @classmethod
     def load(cls, rank: int, saved: Record) -> RankTotals:
@@ -290,13 +310,10 @@ class RankTotals:
             found.attempts = {
                 int(number): AttemptTotals.load(part) for number, part in saved["parts"].items()
             }  # fmt: skip
-            found.memory_mib = Peak(_rows(saved, "memory_mib"))
-            found.window.load(saved["window"])
+            for name, empty in found._sums():
+                setattr(found, name, _loaded(saved, name, empty))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError("these are no totals of a rank") from error
-        for key in ("newest", "step", "progress", "norms"):
-            setattr(found, key, jsonl.integer(saved, key) or 0)
-        found.norm_min = jsonl.number(saved, "norm_min")
         whole = found.newest in found.attempts or not found.newest
         if not whole or jsonl.encode(found.as_dict()) != jsonl.encode(saved):
             raise ValueError("these are no totals of a rank")
@@ -331,8 +348,9 @@ class RankTotals:
         if part.start is not None and part.start != step:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
-        self.memory_mib.cut(step)
-        self.window.cut(step)
+        for _, value in self._sums():
+            if isinstance(value, Peak | Window):
+                value.cut(step)
 
     def _take_progress(self, part: AttemptTotals, record: Record) -> None:
         step, loss = record["step"], jsonl.number(record, "loss")

@@ -10,6 +10,12 @@ from console.sources.summary import Summary
 from trainers.contract.pulse import Pulse
 
 Record = dict[str, Any]
+EVERY_BOUND: Record = {
+    "steps_done": 1, "loss_finite": True, "grad_norm_above": 0, "no_stall": True, "loss_falls": -1,
+    "bytes_right": 0.5, "toks_per_s_above": 1, "gpu_mem_below_mib": 100, "restarts_at_most": 9,
+    "stalls_at_most": 9,
+}  # fmt: skip
+"""Every gate with a bound that whole records pass."""
 _clock = itertools.count(1)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from console.plans import gates
 from console.plans.gates import Summary, evaluate, overall
-from tests.console.plans.histories import Written, attempt, lines, summed
+from tests.console.plans.histories import EVERY_BOUND, Written, attempt, lines, summed
+from tests.console.plans.test_histories import Truth
 from trainers.contract.errors import UsageError
 
 
@@ -173,11 +174,6 @@ def test_a_window_that_lost_records_in_a_resume_is_unknown():
 
 # --- gaps ---------------------------------------------------------------------------------------
 
-EVERY_BOUND = {
-    "steps_done": 1, "loss_finite": True, "grad_norm_above": 0, "no_stall": True, "loss_falls": -1,
-    "bytes_right": 0.5, "toks_per_s_above": 1, "gpu_mem_below_mib": 100, "restarts_at_most": 9,
-    "stalls_at_most": 9,
-}  # fmt: skip
 FIGURES = {"grad_norm": 1.0, "bytes_right": 1.0, "toks_per_s": 9.0, "gpu_mem_reserved": 1.0}
 
 
@@ -185,8 +181,8 @@ def whole(rank: int = 0) -> Written:
     return attempt(1, range(1, 31), rank, **FIGURES)
 
 
-def test_every_gate_has_a_bound_here():
-    assert EVERY_BOUND.keys() == gates.RULES.keys()
+def test_every_gate_has_a_bound_and_a_true_value_here():
+    assert EVERY_BOUND.keys() == Truth(1).values().keys() == gates.RULES.keys()
 
 
 @pytest.mark.parametrize("name", EVERY_BOUND)

@@ -18,12 +18,11 @@ from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
 from console.sources.series import Series
 from console.supervisor.snapshots import Snapshots
+from tests.console.plans.histories import EVERY_BOUND
 from trainers.contract import rundir
 
 AGES = ("age_s", "data_age_s", "since_s", "eta_s", "directory_blocked_s")
 DRAWN = ("loss", "step_s", "gate_entropy_mean", "rss_mib:0", "rss_mib:1", "gpu_util_pct:0")
-BOUNDS = {"steps_done": 1, "loss_finite": True, "grad_norm_above": 0, "loss_falls": True,
-          "no_stall": True, "restarts_at_most": 3, "gpu_mem_below_mib": 100.0}  # fmt: skip
 
 
 def without_ages(held):
@@ -52,7 +51,7 @@ def same_state(run: Path) -> None:
         assert drawn.series.points(name) == whole.series.points(name), name
     assert drawn.reducer.all_heads == whole.reducer.all_heads
     sums = [source.summary for source in (whole, recent, drawn)]
-    results = [gates.evaluate(each, BOUNDS) for each in sums if each is not None]
+    results = [gates.evaluate(each, EVERY_BOUND) for each in sums if each is not None]
     assert len(results) == 3
     assert results[0] == results[1] == results[2]
 

@@ -21,12 +21,13 @@ from console import status_text
 from console.cli import main
 from console.plans import gates
 from console.sources import run_records, snapshot
-from console.sources.rank_totals import RankTotals
+from console.sources.rank_totals import Peak, RankTotals
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
+from tests.console.plans.histories import EVERY_BOUND, Written
 from tests.console.sources import directory
-from tests.console.sources.snapshots import BOUNDS, DRAWN, Observer, same_state
+from tests.console.sources.snapshots import DRAWN, Observer, same_state
 from trainers.contract import heartbeat, jsonl, rundir
 
 
@@ -56,6 +57,7 @@ class Writer:
             figures = {} if msg != "progress" else {
                 "loss": loss, "grad_norm": self.rng.random(), "steps_dt_s": [self.rng.random()],
                 "gate_entropy_mean": self.rng.random(), "gpu_mem_reserved": self.rng.random(),
+                "bytes_right": self.rng.random(), "toks_per_s": self.rng.random(),
             }  # fmt: skip
             directory.beat(self.run, rank, self.steps, msg, **(record | figures | more))
 
@@ -450,6 +452,28 @@ HOSTILE = (
 )  # fmt: skip
 
 
+class MoreTotals(RankTotals):
+    """The totals with sums that a new gate may need."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank)
+        self.norm_max: float | None = None
+        self.speed = Peak()
+
+
+def test_a_new_sum_is_in_the_snapshot_and_a_resume_cuts_it():
+    totals = MoreTotals(0)
+    totals.norm_max = 9.0
+    for step in (3, 5):
+        totals.speed.add(step, float(step))
+    found = MoreTotals.load(0, json.loads(json.dumps(totals.as_dict())))
+    assert (found.norm_max, found.speed.value) == (9.0, 5.0)
+    found.take(Written().add("resume", 4))
+    assert found.speed.value == 3.0
+    with pytest.raises(ValueError, match="no totals"):
+        MoreTotals.load(0, RankTotals(0).as_dict())
+
+
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):
     prepared(run)
     held = rundir.read_json(run / rundir.SNAPSHOT) or {}
@@ -491,7 +515,7 @@ def test_no_snapshot_makes_a_reader_raise(tmp_path_factory, rng, value):
         assert (state.step or 0) >= steps, "no record is left out"
         assert list(status_text.status_lines(state))
         assert source.summary is not None
-        gates.evaluate(source.summary, BOUNDS)
+        gates.evaluate(source.summary, EVERY_BOUND)
         for name in DRAWN:
             source.series.points(name)
 
