@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from console import action_table
 from console.cli import build_parser
+from console.plans import gates
 from docs.keys import as_markdown
 from trainers.contract import rundir
 
@@ -68,6 +71,29 @@ def test_make_targets_exist(target):
 
 def test_the_keys_in_the_documents_are_those_of_the_table():
     assert as_markdown() in (ROOT / "docs/keys.md").read_text()
+
+
+def event_kinds() -> set[str]:
+    """Returns the kinds of all events that the supervisor writes."""
+    kinds = set()
+    for path in (ROOT / "console/supervisor").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("event"):
+                words = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                kinds |= set([word for word in words if isinstance(word, str)][:1])
+    return kinds
+
+
+@pytest.mark.parametrize(("section", "names"), [
+    ("Gates", set(gates.RULES)),
+    ("Requests", {action.name for action in action_table.TABLE if action.mailboxes}),
+    ("Events and alerts", event_kinds()),
+])  # fmt: skip
+def test_the_first_table_of_a_section_has_a_row_for_each_name(section, names):
+    text = (ROOT / "docs/run-directory.md").read_text().partition(f"\n## {section}\n")[2]
+    table = re.findall(r"^\|.*\|$", text[text.index("\n|") :].partition("\n\n")[0], re.M)
+    cells = " ".join(row.split("|")[1] for row in table)
+    assert set(re.findall(r"`(.+?)`", cells)) - {"kind"} == names
 
 
 def test_the_run_directory_document_names_every_file_of_the_contract():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from console import action_table
@@ -17,7 +15,6 @@ from console.tui.screens.launch import Launch
 from console.tui.screens.logs import LogView
 from console.tui.screens.stall import Stall
 from console.tui.widgets.footer import footer_row
-from docs.keys import as_markdown
 
 CLASSES = {"dashboard": Dashboard, "launch": Launch, "stall": Stall, "logs": LogView}
 TAKEN_BY_TERMINALS = {"ctrl+a", "ctrl+b", "ctrl+s", "ctrl+q", "ctrl+z"}
@@ -63,7 +60,3 @@ def test_the_help_names_every_key_of_the_view(view):
     for key in keys.for_view(view):
         assert key.help.split()[0] in text
         assert key.shown in text
-
-
-def test_the_documents_are_drawn_from_the_table():
-    assert as_markdown() in (Path(__file__).parents[3] / "docs" / "keys.md").read_text()
