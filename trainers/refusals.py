@@ -150,11 +150,6 @@ TABLE: tuple[Refusal, ...] = (
         "there is no such folder; name a folder of files, or leave it empty (text: the sources of "
         "the Python standard library; fineweb_edu: the hub)",
     ),
-    Refusal(
-        ("optim.beta1", "optim.beta2"),
-        lambda s: s.optim.beta1 >= 1 or s.optim.beta2 >= 1,
-        "the averages of AdamW need factors below 1",
-    ),
 )
 
 

@@ -18,6 +18,7 @@ ANY_COUNT = (0.0, float(1 << 40))
 MODEL_LIMITS: dict[str, tuple[float, float]] = {
     "model.rope_base": (1, 1e12), "model.norm_eps": (1e-30, 1), "model.init_std": (1e-12, 1e3),
 }  # fmt: skip
+BELOW_1 = 0.999999
 ANY_MODEL_SIZE = (1.0, float(1 << 20))
 DRILL, STRATEGY = "train.drill", "train.strategy"
 
@@ -104,8 +105,8 @@ class TrainSettings:
 class OptimSettings:
     """AdamW."""
 
-    beta1: float = key(0.9, "Decay of the average of gradients.", 0, 1)
-    beta2: float = key(0.95, "Decay of the average of squared gradients.", 0, 1)
+    beta1: float = key(0.9, "Decay of the average of gradients.", 0, BELOW_1)
+    beta2: float = key(0.95, "Decay of the average of squared gradients.", 0, BELOW_1)
     eps: float = key(1e-8, "Term added to the denominator.", 0, 1)
     weight_decay: float = key(
         0.1, "Weight decay of parameters with two or more dimensions.", 0, 1e3

@@ -56,7 +56,7 @@ def test_options_are_settings_with_their_own_origin_and_set_overrides_them():
 @pytest.mark.parametrize("flag", flags.TABLE, ids=lambda flag: flag.name)
 def test_a_flag_takes_type_limits_and_help_from_its_key_and_sets_it(flag):
     """One row in `flags.OWN` is all that a flag needs, from the form to the settings."""
-    examples = {bool: "1", int: "2", float: "1.0", str: "0:1"}
+    examples = {bool: "1", int: "2", float: flag.default, str: "0:1"}
     text = "raise@2" if flag.name == "NSA_DRILL" else examples.get(flag.kind) or flag.kind[1]
     value = flags.parse(flag.name, text)
     assert flags.parse(flag.name, flags.format_value(value)) == value
@@ -84,6 +84,7 @@ WRONG = {
     "below_a_bound": ({}, {"train.batch_size": "0"}, "train.batch_size", "at least 1"),
     "not_finite": ({}, {"train.lr": "nan"}, "train.lr", "a number"),
     "too_large_for_a_float": ({}, {"train.lr": 10**400}, "train.lr", "a number"),
+    "a_decay_of_one": ({}, {"optim.beta2": 1}, "optim.beta2", "from 0 to 0.999999"),
     "not_a_choice": ({}, {"train.precision": "fp8"}, "train.precision", "fp32, bf16"),
     "not_a_bool": ({}, {"ddp.find_unused": "maybe"}, "ddp.find_unused", "true or false"),
     "model_rule": ({}, {"model.d_k": "31"}, "d_k", "even"),
