@@ -16,7 +16,6 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.dump import Dumps
 from console.supervisor.inbox import (
     FILES_NAME,
-    Execute,
     Inbox,
     Outcome,
     Poller,
@@ -35,6 +34,11 @@ from trainers.contract.errors import UsageError
 
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """The file in the run directory by which each of these actions reaches the ranks."""
+
+
+def method(action: str) -> str:
+    """Returns the name of the method of `Launch` that executes an action."""
+    return f"_do_{action.replace('-', '_')}"
 
 
 class Launch:
@@ -73,12 +77,6 @@ class Launch:
         """The newest attempt of each run that is over."""
         self._last_poll = self.over = False
         self._refreshed = 0.0
-        self._actions: Mapping[str, Execute] = {
-            "dump": self._do_dump, "halt": self._do_halt, "stop": self._do_end,
-            "kill": self._do_end, "ack": self._do_ack, "note": self._do_note,
-            "checkpoint": self._do_write_file, "profile": self._do_write_file,
-            "set-flag": self._do_set_flag, "proceed": self._do_proceed,
-        }  # fmt: skip
         self._directory.call(lambda: (path / rundir.REQUESTS).mkdir(mode=0o700, exist_ok=True))
         if former is None:
             shm.sweep()
@@ -275,9 +273,10 @@ class Launch:
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
             return False, f"the plan has ended: {self.why}", []
-        execute = partial(self._actions[request.action], request)
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
-        return self._observers.once("requests", execute, failure)
+        return self._observers.once(
+            "requests", lambda: getattr(self, method(request.action))(request), failure
+        )
 
     def _addressed(self, request: Request) -> Run | None:
         """Returns the running phase's run, None where the request is in another mailbox."""
@@ -287,11 +286,11 @@ class Launch:
     def _do_halt(self, request: Request) -> Outcome | None:
         """Writes `.HALT`; the answer follows."""
         if self.run is None:
-            return self._do_end(request)
+            return self._do_stop(request)
         self._policy.halt(self.run, request.by, partial(self._inbox.answer, request))
         return None
 
-    def _do_write_file(self, request: Request) -> Outcome | None:
+    def _do_checkpoint(self, request: Request) -> Outcome | None:
         run = self._addressed(request)
         if run is None or not run.attempt.tree.handles():
             return False, f"no rank is running, so a {request.action} is not possible", []
@@ -303,8 +302,12 @@ class Launch:
         )  # fmt: skip
         return None
 
-    def _do_end(self, request: Request) -> Outcome:
+    _do_profile = _do_checkpoint
+
+    def _do_stop(self, request: Request) -> Outcome:
         return True, self.end(request.action, request.by), []
+
+    _do_kill = _do_stop
 
     def _do_ack(self, request: Request) -> Outcome:
         name, run = request.args["alert"], self._addressed(request)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from console import action_table
+from console.supervisor import launch
 from console.supervisor.alerts import Alerts
+from console.supervisor.inbox import Request
+from console.supervisor.launch import Launch
 from console.supervisor.observers import Observers
 from console.supervisor.rundir_io import Directory
 from tests import broken, owners
@@ -118,6 +124,15 @@ def test_what_is_never_skipped_writes_its_traceback_once_in_a_while(trial, capfd
         time.sleep(0.2)
     written = capfd.readouterr().err
     assert written.count("'first'") == written.count("'second'") == 1
+
+
+def test_every_request_has_its_method_and_without_one_it_is_answered(trial):
+    names = [action.name for action in action_table.TABLE if action.mailboxes]
+    assert not [name for name in names if not hasattr(Launch, launch.method(name))]
+    begun = SimpleNamespace(state="running", _observers=trial.observers())
+    request = Request(Path(), "r1", "explode", {}, "x")
+    assert Launch._execute(begun, request)[0] is False
+    assert "AttributeError" in trial.text()
 
 
 def test_an_observer_is_skipped_after_a_failure_and_switched_off_after_three(trial):
