@@ -86,7 +86,7 @@ def test_a_wrong_drill_is_refused_wherever_it_is_asked_for(text):
 
 
 def test_every_kind_has_a_deed_and_a_line_in_the_guide():
-    assert list(DRILLS) == list(KINDS)
+    assert set(DRILLS) == set(KINDS)
     guide = (ROOT / "docs/guide.md").read_text()
     for name, kind in KINDS.items():
         assert f"| `{name}` | {kind.about} |" in guide
@@ -212,7 +212,7 @@ def test_every_drill_says_that_it_is_armed_or_why_not_and_that_it_fires(survivor
     never = {"kill@4:5", "exit@41:0"}
     assert {name for name, states in told.items() if states == ["rests"]} == never
     others = [states for name, states in told.items() if name not in never]
-    assert others == [["armed", "fires"]] * 10
+    assert others == [["armed", "fires"]] * (len(PASSING.split(",")) - len(never))
     text = survivor.text()
     assert "drill stop@15:0 fires: SIGSTOP to itself" in text
     assert "drill kill@4:5 is skipped: the run has 1 ranks" in text

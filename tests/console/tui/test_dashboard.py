@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console import settings
+from console.sources.run import RunSource
 from console.tui import chartmath, charts
 from console.tui.rows import text_of, width_of
 from console.tui.screens.dashboard import shape
 from console.tui.widgets.chart import chart_rows, zoomed_rows
+from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, app_on, drive, lines, picture, until
 
@@ -115,6 +117,15 @@ def test_a_zoomed_chart_fits_its_size_with_any_number_of_parts(chart, size):
                        recorded.running(), NOW)  # fmt: skip
     assert len(rows) == size[1] or size[0] == 20
     assert all(width_of(row) <= size[0] for row in rows[:1])
+
+
+def test_the_history_keeps_the_series_of_every_chart(tmp_path):
+    run, names = directory.run(tmp_path), {n for chart in charts.CATALOG for n in chart.names}
+    figures = dict.fromkeys(names, 1.0) | {"steps_dt_s": [1.0], "gate_entropy_layers": [1.0]}
+    directory.beat(run, 0, 1, "progress", n=1, **figures)
+    source = RunSource(run)
+    source.poll()
+    assert source.series.names >= names
 
 
 def test_mean_and_lowest_layer_are_two_curves():
