@@ -98,12 +98,11 @@ class Counter:
 class History:
     """The attempt so far, in constant memory: `update` adds one moment, before the rules run.
 
-    `settings` holds the resolved value of each setting of the run, by name as in
-    `train.warmup_steps`; it is empty for a foreign program.
+    `settings` holds the value of each setting of the run; it is empty for a foreign program.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        self.settings: Mapping[str, Any] = settings or {}
+        self._settings: Mapping[str, Any] = settings or {}
         self.nonfinite: dict[int, int] = {}
         """Number of consecutive progress records with a non-finite loss, by rank."""
         self.zero_grads = self.collapsed = 0
@@ -129,6 +128,11 @@ class History:
         self._offset: float | None = None
         self._jumped_at = 0.0
         self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
+
+    def number(self, setting: str, default: float) -> float:
+        """Returns a setting of the run, like `train.warmup_steps`; `default` if it is no number."""
+        found = jsonl.number(self._settings, setting)
+        return default if found is None else found
 
     def update(self, now: Readings) -> None:
         """Adds one moment."""

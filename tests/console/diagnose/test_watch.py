@@ -157,16 +157,19 @@ def test_a_rule_that_a_former_watchdog_raised_is_not_raised_again_and_is_cleared
     assert [change[1:] for change in clock.run(well, 300)] == [("clear", name)]
 
 
-def test_a_new_rule_is_one_row_and_sees_the_settings_of_the_run(monkeypatch):
+@pytest.mark.parametrize(("value", "raised"), [(20, 21.0), ("twenty", 1.0), (None, 1.0)])
+def test_a_new_rule_is_one_row_and_sees_the_settings_of_the_run(monkeypatch, value, raised):
     def spike(now, history, _watch):
-        warm = now.progress[0].step > history.settings.get("train.warmup_steps", 0)
+        warm = now.progress[0].step > history.number("train.warmup_steps", 0)
         return Measured(now.progress[0].loss if warm else 0.0, "the loss is too high")
 
     row = Rule("spike", "loss after the warm-up", "nats", 5.0, 4.0, 0.0, spike)
     monkeypatch.setattr(rules, "TABLE", (row,))
-    settings = setting_values({"settings": {"train.warmup_steps": {"value": 20, "origin": "plan"}}})
+    settings = setting_values(
+        {"settings": {"train.warmup_steps": {"value": value, "origin": "plan"}}}
+    )
     clock = Clock(Watchdog(WATCH, settings=settings))
-    assert clock.run(records(loss=9.0), 100) == [(21.0, "raise", "spike")]
+    assert clock.run(records(loss=9.0), 100) == [(raised, "raise", "spike")]
 
 
 def gpu_texts(*moments: tuple[Gpu, ...], actions=None, began=0):
