@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from console.diagnose.evidence import BUSY_SHARE, Evidence, Sign, is_abnormal, signs
+from console.diagnose.evidence import Evidence, Sign, signs
 from console.diagnose.stack_classes import Where
-from console.diagnose.stall import STARTING_PHASES, RankEvidence
-from console.diagnose.verdict import Case, others, resume, stalled
+from console.diagnose.stall import RankEvidence
+from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
 from console.model import Sure, Verdict
 from console.sources.flight import Difference
 from console.sources.kernel_evidence import BlockedOn, ProcessEvidence
@@ -30,21 +30,21 @@ class Suspect:
     process: ProcessEvidence | None
     where: Where
     share: float | None
+    runs: bool
+    """Uses a core in code of its own."""
     difference: Difference
 
     @property
     def state(self) -> str:
-        """The kernel's letter of the process; from the sample where no evidence was collected."""
-        return self.process.state if self.process else self.rank.state
+        """The kernel's letter of the process; an end that its pidfd shows counts more."""
+        if self.process is None or self.rank.state in ENDED_STATES:
+            return self.rank.state
+        return self.process.state
 
     @property
     def main(self) -> BlockedOn:
         """The object on which the main thread's system call waits."""
         return self.process.main if self.process else NO_PROCESS_WAIT
-
-    @property
-    def busy(self) -> bool:
-        return self.share is not None and self.share >= BUSY_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class Cause:
 
 
 def _traced(of: Suspect) -> str:
+    if of.state != "t":
+        return ""
     tracer = of.process.tracer if of.process else None
-    if tracer:
-        return f"is traced by pid {tracer[0]} ({tracer[1]})"
-    return "is traced by a debugger" if of.state == "t" else ""
+    return f"is traced by pid {tracer[0]} ({tracer[1]})" if tracer else "is traced by a debugger"
 
 
 def _exited(of: Suspect) -> str:
@@ -87,12 +87,16 @@ def _loader(of: Suspect) -> str:
 
 
 def _mismatch(of: Suspect) -> str:
-    return "calls another collective" if of.difference.kind == "mismatch" else ""
+    found = of.difference
+    is_other = found.kind == "mismatch" and of.rank.rank in found.ranks
+    return "calls another collective" if is_other else ""
 
 
 def _startup(of: Suspect) -> str:
-    starting = not of.rank.phase or of.rank.phase in STARTING_PHASES or of.where.kind == "store"
-    return "has not joined the other ranks" + _on(of) if starting else ""
+    starting = not of.rank.phase or of.rank.phase == "boot" or of.where.kind == "store"
+    if not starting or of.main.kind in ("lock", "child", "pipe"):
+        return ""
+    return "has not joined the other ranks" + (f" and waits{_on(of)}" if of.main.text else "")
 
 
 def _lock(of: Suspect) -> str:
@@ -102,11 +106,16 @@ def _lock(of: Suspect) -> str:
 
 
 def _native(of: Suspect) -> str:
-    return of.where.text if of.where.kind == "native" else ""
+    if of.where.kind != "native":
+        return ""
+    if of.main.kind == "futex":
+        return "native code holds the GIL, perhaps in another thread: its main thread waits"
+    return of.where.text
 
 
 def _busy(of: Suspect) -> str:
-    return f"runs at {of.share:.0%} of a core and makes no progress" if of.busy else ""
+    used = "" if of.share is None else f" at {of.share:.0%} of a core"
+    return f"runs{used} and makes no progress" if of.runs else ""
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
@@ -147,49 +156,64 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
     found = signs(case.running, evidence)
     culprits = _culprits(found, case, evidence)
     if base.cause == "exited-early" and not any(
-        is_abnormal(each) for each in evidence.after.values()
+        evidence.is_abnormal(each.rank) for each in case.running
     ):  # fmt: skip
         return _with_signs(base, found, set(), evidence)
     if not culprits:
         return _alike(base, case, evidence, found)
-    places, difference = evidence.places(), evidence.difference(case.running)
-    first = culprits[0]
-    of = Suspect(
-        first, evidence.after.get(first.rank), places.get(first.rank, NO_WHERE),
-        evidence.share(first.rank), difference,
-    )  # fmt: skip
+    difference, first = evidence.difference(case.running), culprits[0]
+    of = _suspect(first, evidence, difference)
     cause = next((each for each in CAUSES if each.explain(of)), None)
+    if cause is not None:  # the others that have the same cause
+        culprits = [each for each in culprits
+                    if cause.explain(_suspect(each, evidence, difference))]  # fmt: skip
     numbers = {each.rank for each in culprits}
     why = [sign for sign in found if numbers & set(sign.ranks)]
     contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
-    sure = _sure(len(why), len(contrary), cause is not None)
-    if cause is None:
-        return replace(
-            _with_signs(base, found, numbers, evidence), sure=sure, rank=first.rank,
-            phase=first.phase, step=first.step,
-        )  # fmt: skip
-    frame = of.where.own or of.where.frame
+    # Incomplete flight records name nobody, but count where they show another rank.
+    unlike = bool(difference.ranks) and not numbers & set(difference.ranks)
+    sure = _sure(len(why), max(len(contrary), unlike), cause is not None)
+    calls = difference.text if difference.kind in ("behind", "mismatch") else ""
+    name = cause.name if cause else "slowest-rank" if len(case.running) > 1 else base.cause
+    native = of.where.kind == "native" and of.main.kind == "futex"
+    frame = None if native else of.where.own or of.where.frame
     at = f" ({frame.short})" if frame else ""
     verdict = case.verdict(
-        first, cause.name, sure,
-        f"{stalled(case, culprits)}: {cause.explain(of)}{at}",
-        difference.text if difference.kind in ("behind", "mismatch") else "",
-        others(case, culprits),
+        first, name, sure,
+        stalled(case, culprits) + (f": {cause.explain(of)}" if cause else "") + at, calls,
+        others(case, culprits), exits(case.exited),
     )  # fmt: skip
-    return _with_signs(verdict, found, numbers, evidence, _action(cause, culprits, frame))
+    action = _action(cause, culprits, frame) if cause else ""
+    return _with_signs(verdict, found, numbers, evidence, action)
+
+
+def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> Suspect:
+    number = rank.rank
+    return Suspect(
+        rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
+        evidence.share(number), evidence.runs(number), difference,
+    )  # fmt: skip
 
 
 def _culprits(
     found: Sequence[Sign], case: Case, evidence: Evidence
 ) -> list[RankEvidence]:  # fmt: skip
-    """Returns the ranks that cause the stall: those that cannot run, else the most often named."""
-    ranks = [each for each in case.running if is_abnormal(evidence.after.get(each.rank))]
-    if ranks:
+    """Returns the ranks that cause the stall: those that cannot run, else the most often named.
+
+    A rank that cannot run is not the cause where two other sources name other ranks.
+    """
+    ranks = [each for each in case.running
+             if each.state in ENDED_STATES or evidence.is_abnormal(each.rank)]  # fmt: skip
+    numbers = {each.rank for each in ranks}
+    contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
+    if ranks and len(contrary) < 2:
         return sorted(ranks, key=lambda each: each.position)
-    named = [sign.ranks for sign in found if sign.ranks]
+    named = [set(sign.ranks) for sign in (contrary if ranks else found) if sign.ranks]
     if not named:
         return list(case.running) if len(case.running) == 1 else []
-    best = max(named, key=lambda ranks: sum(bool({*ranks} & {*other}) for other in named))
+    best = max(named, key=lambda ranks: sum(bool(ranks & other) for other in named))
+    for other in named:  # what the agreeing sources have in common
+        best = best & other or best
     return [each for each in case.running if each.rank in best]
 
 
@@ -203,11 +227,13 @@ def _alike(
     base: Verdict, case: Case, evidence: Evidence, found: Sequence[Sign]
 ) -> Verdict:  # fmt: skip
     """Returns the verdict where no source names a rank."""
-    difference = evidence.difference(case.running)
-    places = evidence.places().values()
+    difference, places = evidence.difference(case.running), evidence.places()
+    numbers = [each.rank for each in case.running]
+    complete = all(number in places and number in evidence.flights for number in numbers)
+    together = complete and all(places[number].kind == "peers" for number in numbers)
     if difference.kind == "mismatch":
         rule, sure = next(each for each in CAUSES if each.name == "mismatch"), "medium"
-    elif difference.kind == "same" and places and all(each.kind == "peers" for each in places):
+    elif together and difference.kind == "same" and difference.number is not None:
         rule, sure = ALIKE, "medium"
     else:
         return _with_signs(base, found, set(), evidence)

@@ -12,7 +12,9 @@ from console.sources.flight import Difference, FlightRecord
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share
 from console.sources.stacks import Stack
 
-ABNORMAL_STATES = ("T", "t", "D", "Z", "X", "gone")
+ENDED_STATES = ("Z", "X", "gone")
+LASTING_STATES = ("T", "t", *ENDED_STATES)
+ABNORMAL_STATES = ("D", *LASTING_STATES)
 BUSY_SHARE = 0.7
 """A process that uses at least this much of one core runs; one that waits uses far less."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
@@ -46,6 +48,26 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
 
+    def is_abnormal(self, rank: int) -> bool:
+        """Returns whether the kernel shows in both samples that a rank's process cannot run."""
+        before, after = self.before.get(rank), self.after.get(rank)
+        if after is None or not (after.state in ABNORMAL_STATES or after.frozen):
+            return False
+        return before is None or after.state in (before.state, *ENDED_STATES)
+
+    def waits(self, rank: int) -> bool:
+        """Returns whether a rank waits in both samples for the same object, which is no peer."""
+        before, after = self.before.get(rank), self.after.get(rank)
+        if after is None or after.main.kind not in OWN_WAITS:
+            return False
+        return before is None or before.main == after.main
+
+    def runs(self, rank: int) -> bool:
+        """Returns whether a rank runs in code of its own; NCCL waits with a whole core as well."""
+        place = where(self.stacks[rank]).kind if rank in self.stacks else "none"
+        running = all(rank in of and of[rank].state == "R" for of in (self.before, self.after))
+        return place not in FOR_PEERS and (running or (self.share(rank) or 0.0) >= BUSY_SHARE)
+
     def share(self, rank: int) -> float | None:
         """Returns the cores that a rank's process used between the two samples."""
         before, after = self.before.get(rank), self.after.get(rank)
@@ -68,13 +90,6 @@ def signs(ranks: Sequence[RankEvidence], evidence: Evidence) -> tuple[Sign, ...]
     )  # fmt: skip
 
 
-def is_abnormal(found: ProcessEvidence | None) -> bool:
-    """Returns whether the kernel shows that a process cannot run now."""
-    return found is not None and (
-        found.state in ABNORMAL_STATES or found.frozen or found.tracer is not None
-    )
-
-
 def _named(ranks: Sequence[RankEvidence], numbers: Sequence[int]) -> str:
     return names([each for each in ranks if each.rank in numbers])
 
@@ -93,10 +108,16 @@ def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
 
 
 def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
-    """Names the ranks that hold the GIL, else those that do not wait for their peers."""
+    """Names the ranks that hold the GIL, else those that wait neither for peers nor to join.
+
+    Ranks that wait to join are named where the others have joined.
+    """
     places = evidence.places()
     native = [rank for rank, place in sorted(places.items()) if place.kind == "native"]
-    odd = native or [r for r, place in sorted(places.items()) if place.kind not in FOR_PEERS]
+    joining = [rank for rank, place in sorted(places.items()) if place.kind == "store"]
+    own = [rank for rank, place in sorted(places.items())
+           if place.kind not in (*FOR_PEERS, "store")]  # fmt: skip
+    odd = native or own or (joining if all(each.rank in places for each in ranks) else [])
     texts = {text: [r for r, place in places.items() if place.text == text]
              for text in dict.fromkeys(place.text for place in places.values())}  # fmt: skip
     said = "; ".join(f"{_named(ranks, numbers)} {text}" for text, numbers in texts.items() if text)
@@ -105,13 +126,13 @@ def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
 
 def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
     odd, said = [], []
-    abnormal = [each.rank for each in ranks if is_abnormal(evidence.after.get(each.rank))]
+    abnormal = [each.rank for each in ranks if evidence.is_abnormal(each.rank)]
     for each in ranks:
         found, share = evidence.after.get(each.rank), evidence.share(each.rank)
         if found is None:
             continue
-        waits = found.main.kind in OWN_WAITS or (share is not None and share >= BUSY_SHARE)
-        if each.rank in abnormal or (waits and not abnormal):
+        own = evidence.waits(each.rank) or evidence.runs(each.rank)
+        if each.rank in abnormal or (own and not abnormal):
             odd.append(each.rank)
             used = "" if share is None else f", {share:.0%} of a core"
             what = f", waits for {found.main.text}" if found.main.text else ""

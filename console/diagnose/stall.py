@@ -20,6 +20,8 @@ from trainers.contract.pulse import ORDER
 
 STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
+UNREPORTED = "step"
+"""The phase of a step whose phase the program has not reported."""
 FIRST_STEP = 1
 Doubt = Literal["", "lost", "ahead"]
 DOUBTS: Mapping[Doubt, str] = {
@@ -58,6 +60,8 @@ class RankEvidence:
     """The reason to ignore its pulse: it cannot be read, or its records are ahead of it."""
     nonfinite_steps: int = -1
     """Steps with a non-finite loss, as its pulse counts them; -1 where it does not."""
+    start_ticks: int | None = None
+    """The start time of its process (clock ticks), which tells a reused pid."""
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -69,7 +73,7 @@ class RankEvidence:
         """Its phase and step in words: "forward of step 41"."""
         if not self.phase:
             return "start-up (no pulse)"
-        if self.phase == "step":
+        if self.phase == UNREPORTED:
             return f"step {self.step} (phase not reported)"
         return self.phase if self.phase in STARTING_PHASES else f"{self.phase} of step {self.step}"
 
@@ -117,8 +121,14 @@ def limit_s(rank: RankEvidence, watch: Watch) -> float:
 
 
 def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
-    """Returns the ranks at the lowest position, of those with a usable pulse that still run."""
+    """Returns the ranks at the lowest position, of those with a usable pulse that still run.
+
+    A phase that is not reported may be before or after the reported ones of its step.
+    """
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
+    first = min((each.step for each in running), default=0)
+    if any(each.step == first and each.phase == UNREPORTED for each in running):
+        return tuple(each for each in running if each.step == first)
     lowest = min((each.position for each in running), default=None)
     return tuple(each for each in running if each.position == lowest)
 

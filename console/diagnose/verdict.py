@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from console.diagnose.stall import (
     SAVING_PHASES,
+    UNREPORTED,
     RankEvidence,
     limit_s,
     names,
@@ -103,7 +104,7 @@ def _exited(case: Case) -> Verdict | None:
     return case.verdict(
         first, "exited", "high",
         f"{names(found)} exited{zombie} in {first.place}, last progress at {case.since(first)}",
-        others(case, found), _exits(case.exited),
+        others(case, found), exits(case.exited),
     )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def _exited_early(case: Case) -> Verdict | None:
     certain = first.step < slow.step and first.state in ENDED_STATES
     return case.verdict(
         first, "exited-early", "high" if certain else "medium",
-        f"{_exits(early)} at step {first.step} before the other ranks",
+        f"{exits(early)} at step {first.step} before the other ranks",
         f"no progress since {case.since(slow)}", others(case, [first]),
     )  # fmt: skip
 
@@ -144,7 +145,7 @@ def _slowest_rank(case: Case) -> Verdict | None:
         return None
     return case.verdict(
         case.slowest[0], "slowest-rank", "medium",
-        stalled(case, case.slowest), others(case, case.slowest), _exits(case.exited),
+        stalled(case, case.slowest), others(case, case.slowest), exits(case.exited),
         LOOK_AT_STACKS,
     )  # fmt: skip
 
@@ -157,7 +158,7 @@ def _all_ranks(case: Case) -> Verdict | None:
     certain = alone and not why_unconfirmed(case.running, case.watch)
     return case.verdict(
         case.running[0] if alone else None, "all-ranks", "high" if certain else "low",
-        stalled(case, case.running), _exits(case.exited),
+        stalled(case, case.running), exits(case.exited),
         "" if alone else "the pulses show no rank behind another", LOOK_AT_STACKS,
     )  # fmt: skip
 
@@ -202,7 +203,7 @@ def stalled(case: Case, ranks: Sequence[RankEvidence]) -> str:
     return f"{who} been stalled in {first.place} since {case.since(first)}"
 
 
-def _exits(ranks: Sequence[RankEvidence]) -> str:
+def exits(ranks: Sequence[RankEvidence]) -> str:
     """Returns "rank 0 exited (code 0)", "" without any."""
     if not ranks:
         return ""
@@ -231,14 +232,17 @@ def others(case: Case, named: Sequence[RankEvidence]) -> str:
 
 def _doing(rank: RankEvidence, named: RankEvidence) -> str:
     if rank.state in STOPPED_STATES:
-        return "stopped"
-    slower = named.phase != "exit" and rank.position < named.position
+        return "traced" if rank.state == TRACED else "stopped"
+    unordered = rank.step == named.step and UNREPORTED in (rank.phase, named.phase)
+    slower = named.phase != "exit" and not unordered and rank.position < named.position
     return "slower" if slower else "waits"
 
 
 def _group(ranks: Sequence[RankEvidence], doing: str, place: str) -> str:
     if doing == "stopped":
         return f"{_verb(ranks, 'is', 'are')} stopped in {place} ({resume(ranks)})"
+    if doing == "traced":
+        return f"{_verb(ranks, 'is', 'are')} traced by a debugger in {place}"
     if doing == "slower":
         return f"{_verb(ranks, 'is', 'are')} slower, in {place}"
     return f"{_verb(ranks, 'waits', 'wait')} in {place}"

@@ -129,25 +129,20 @@ def _collective(entry: Mapping[str, Any]) -> Collective | None:
 
 
 def parse(data: bytes, rank: int, ts: float, path: str) -> FlightRecord | None:
-    """Returns the record in a file, None for anything else.
-
-    With NCCL the file holds two of torch's documents, under the key "recorders".
-    """
+    """Returns the record in a file, None for anything else."""
     document = jsonl.decode(data) or {}
-    parts = jsonl.entries(document, "recorders")[:2] or [document]
-    parts = [each for each in parts if "version" in each]
-    if not parts:
+    if "version" not in document:
         return None
-    entries = [map(_collective, jsonl.entries(part, "entries")) for part in parts]
-    recorded = [[each for each in part if each is not None] for part in entries]
-    share = MAX_COLLECTIVES // max(1, sum(map(bool, recorded)))
-    found = [each for part in recorded for each in part[-share:]]
+    entries = map(_collective, jsonl.entries(document, "entries"))
+    found = [each for each in entries if each is not None][-MAX_COLLECTIVES:]
     last = {each.group: each.number for each in found}
     return FlightRecord(rank, ts, path, last, tuple(found))
 
 
-def latest(run: Path, ranks: Iterable[int], since_ts: float = 0.0) -> dict[int, FlightRecord]:
-    """Returns the newest readable record of each rank that has one since `since_ts` (unix)."""
+def latest(
+    run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
+) -> dict[int, FlightRecord]:
+    """Returns the newest readable record of each rank that has one of that time (unix s)."""
     left = dict.fromkeys(ranks, MAX_TRIES)
     found: dict[int, FlightRecord] = {}
     try:
@@ -156,7 +151,7 @@ def latest(run: Path, ranks: Iterable[int], since_ts: float = 0.0) -> dict[int, 
         return {}
     for name in sorted(names, key=lambda each: -int(each["ms"])):
         rank, ts = int(name["rank"]), int(name["ms"]) / 1000
-        if rank in found or ts < since_ts or left.get(rank, 0) <= 0:
+        if rank in found or not since_ts <= ts <= until_ts or left.get(rank, 0) <= 0:
             continue
         left[rank] -= 1
         path = run / name[0]

@@ -146,12 +146,14 @@ def collect(pid: int, start_ticks: int | None = None) -> ProcessEvidence | None:
         return ProcessEvidence(pid, GONE, "", 0, mono, None, False, NOTHING, (), ())
     if first.start_ticks != last.start_ticks:
         return None
-    wchan = _wchan(f"/proc/{pid}")
+    wchan, state = _wchan(f"/proc/{pid}"), last.state
+    if state == "Z" and any(thread.state not in "ZX" for thread in threads):
+        state = "?"  # the main thread has ended, the process has not
     sleeps = last.state in "SD"
     frozen = _is_frozen(pid) or (sleeps and wchan in _FREEZER_WCHANS)
     main = _blocked_on(pid, last.state, wchan, children) if sleeps and not frozen else NOTHING
     return ProcessEvidence(
-        pid, last.state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children
+        pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children
     )
 
 

@@ -5,6 +5,7 @@ Any text is accepted.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -92,8 +93,10 @@ def own(frames: Sequence[Frame]) -> Frame | None:
     return next((frame for frame in frames if not frame.is_of_library), top)
 
 
-def latest(run: Path, ranks: Iterable[int]) -> dict[int, Stack]:
-    """Returns the newest requested dump of each rank that has one."""
+def latest(
+    run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
+) -> dict[int, Stack]:
+    """Returns the newest requested dump of each rank that has one of that time (unix s)."""
     newest: dict[int, int] = {}
     wanted = set(ranks)
     try:
@@ -102,7 +105,8 @@ def latest(run: Path, ranks: Iterable[int]) -> dict[int, Stack]:
         return {}
     for name in names:
         match = _NAME.fullmatch(name)
-        if match and (rank := int(match["rank"])) in wanted:
+        in_time = match and since_ts <= int(match["ms"]) / 1000 <= until_ts
+        if match and in_time and (rank := int(match["rank"])) in wanted:
             newest[rank] = max(newest.get(rank, 0), int(match["ms"]))
     stacks = {}
     for rank, ms in sorted(newest.items()):

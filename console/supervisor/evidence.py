@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from console.diagnose.evidence import ABNORMAL_STATES, Evidence
+from console.diagnose.evidence import LASTING_STATES, Evidence
 from console.diagnose.stall import RankEvidence
 from console.sources import flight, kernel_evidence, stacks
 from console.sources.kernel_evidence import ProcessEvidence
@@ -14,9 +14,13 @@ from console.supervisor.rundir_io import Directory
 
 APART_S = 2.0
 """Time between the two samples of each process."""
-DUMPED_AFTER_S = 3.0
-"""Stacks and flight records are read again until every rank has one, at most so long."""
+DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 6.0
+"""Stacks and flight records are read again until every rank has one, at most so long.
+Where the directory does not answer, the evidence has only the processes after the second time.
+"""
 READ_EVERY_S = 0.5
+CLOCKS_APART_S = 0.1
+"""A file from a later time was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections: ranks that still move are only slow."""
 MAX_RANKS = 64
@@ -26,9 +30,9 @@ Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
 
 
 def _places(ranks: Sequence[RankEvidence]) -> Places:
-    """Returns the position of each rank, and its process state unless it runs or sleeps."""
+    """Returns the position of each rank, and its process state where that lasts."""
     return tuple(
-        (each.rank, each.state if each.state in ABNORMAL_STATES else "", each.position)
+        (each.rank, each.state if each.state in LASTING_STATES else "", each.position)
         for each in ranks
     )
 
@@ -66,17 +70,21 @@ class Collector:
             if now - self._began_at >= AGAIN_S:
                 self._begin(ranks, places, now)
             return
-        if self.complete is not None or self._reading:
+        if self.complete is not None:
             return
         waited_s = now - self._began_at
         if not self._found.after and waited_s >= APART_S:
             self._found = Evidence(self._found.before, _processes(self._ranks))
-        if self._found.after and now - self._read_at >= READ_EVERY_S:
+        if self._reading:
+            if self._found.after and waited_s >= UNREAD_AFTER_S:
+                self._complete({}, {}, TimeoutError("the run directory does not answer"))
+        elif self._found.after and now - self._read_at >= READ_EVERY_S:
             self._read_at, self._reading = now, True
             self._read(waited_s >= DUMPED_AFTER_S)
 
     def _begin(self, ranks: Sequence[RankEvidence], places: Places, now: float) -> None:
-        self._places, self._began_at, self._since_ts = places, now, time.time()
+        self._places, self._began_at = places, now
+        self._since_ts = int(time.time() * 1000) / 1000
         running = [each for each in ranks if each.phase != "exit"]
         self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])
         self._found = Evidence(_processes(self._ranks))
@@ -87,10 +95,10 @@ class Collector:
         begun = self._began_at
 
         def work() -> tuple[dict[int, stacks.Stack], dict[int, flight.FlightRecord]]:
-            dumps = stacks.latest(run, numbers)
+            until_ts = time.time() + CLOCKS_APART_S
             return (
-                {rank: dump for rank, dump in dumps.items() if dump.ts >= since_ts - 1},
-                flight.latest(run, numbers, since_ts - 1),
+                stacks.latest(run, numbers, since_ts, until_ts),
+                flight.latest(run, numbers, since_ts, until_ts),
             )
 
         def then(found: object, error: Exception | None) -> None:
@@ -119,5 +127,5 @@ class Collector:
 
 
 def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:
-    found = {each.rank: kernel_evidence.collect(each.pid) for each in ranks}
+    found = {each.rank: kernel_evidence.collect(each.pid, each.start_ticks) for each in ranks}
     return {rank: process for rank, process in found.items() if process is not None}

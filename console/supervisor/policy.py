@@ -28,7 +28,7 @@ class Policy:
 
     def apply(self, run: Run) -> None:
         """Dumps the stacks for new actions of watch rules; executes an action after its dump."""
-        if wanted := run.attempt.monitor.pop_dump_wanted():
+        if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
             self._dumps.start(run.path, run.live, {r: h for r, h in handles if r in wanted})
         for change in run.attempt.monitor.pop_actions():

@@ -80,7 +80,8 @@ class Sampler:
             doubt: Doubt = "" if head is NO_RECORDS else "lost"
             p99_s = head.pace.p99_s()
             return row, RankEvidence(
-                worker.rank, pid, state, 0, "", now - begun, p99_s=p99_s, doubt=doubt
+                worker.rank, pid, state, 0, "", now - begun, p99_s=p99_s, doubt=doubt,
+                start_ticks=worker.handle.start_ticks,
             )  # fmt: skip
         since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
         row["pulse"] = {
@@ -91,5 +92,6 @@ class Sampler:
         seen = RankEvidence(
             worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
             found.collectives, code=worker.code, nonfinite_steps=found.nonfinite_steps,
+            start_ticks=worker.handle.start_ticks,
         )  # fmt: skip
         return row, with_records(seen, head, attempt)

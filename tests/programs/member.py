@@ -26,6 +26,7 @@ with path.open("r+b") as stream:
 for step in range(1, steps + 1):
     if run.step(step, loss=1.0 / step, grad_norm=1.0):
         break
+    run.pulse.set(step, "forward")
     if mode == "raise" and run.rank == 1 and step == 5:
         raise ValueError("the batch of step 5 is broken")
     if mode == "leave" and run.rank == 1 and step == 5:

@@ -132,6 +132,7 @@ with path.open("r+b") as stream:
 for step in range(1, steps + 1):
     if run.step(step, **{"loss": 1.0 / step, "grad_norm": 1.0} | figures):
         break
+    run.pulse.set(step, "forward")
     execute_order(folder / f"rank{run.rank}")
     time.sleep(0.02)
     run.pulse.set(step, "backward")

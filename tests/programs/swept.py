@@ -53,6 +53,7 @@ for step in range(1, steps + 1):
     halted = run.step(step, loss=float("nan") if bad else 1.0 / step, grad_norm=1.0)
     if halted:
         break
+    run.pulse.set(step, "forward")
     if run.rank == 0 and step == FAIL_AT and mode not in ("again", "adopt"):
         fail_from_now_on()
     if mode == "grow":

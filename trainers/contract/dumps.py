@@ -61,19 +61,14 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 def _flight_record() -> str:
     """Returns torch's collective flight record as JSON, "" without one.
 
-    NCCL has a recorder of its own, which torch has only where it was built with CUDA. Then the
-    documents of both recorders are the list "recorders".
+    NCCL has a recorder of its own (`_dump_nccl_trace_json`). It is not asked: it queries CUDA
+    events, and a query that hangs with the GIL would stop the rank. So a NCCL rank has no entries.
     """
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-    found = [
-        _recorded(dump) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-        if (dump := getattr(distributed, name, None)) is not None
-    ]  # fmt: skip
-    return f'{{"recorders":[{",".join(found)}]}}' if len(found) > 1 else "".join(found)
-
-
-def _recorded(dump: Callable[[bool, bool], bytes | str]) -> str:
+    dump = getattr(distributed, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
     try:
         record = dump(True, False)
     except (RuntimeError, TypeError) as error:

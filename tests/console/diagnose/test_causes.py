@@ -120,7 +120,8 @@ def test_evidence_that_names_another_rank_is_shown_and_lowers_the_confidence():
 def test_without_any_evidence_the_verdict_of_the_pulses_stays():
     base = diagnose((rank(0), rank(1, "forward")), WATCH, NOW)
     found = explained(Evidence(gaps=("no stack of rank 1",)), rank(0), rank(1, "forward"))
-    assert (found.cause, found.rank, found.sentence) == (base.cause, base.rank, base.sentence)
+    assert (found.cause, found.rank) == (base.cause, base.rank)
+    assert base.sentence.startswith(found.sentence)
     assert found.sure != "high"
     assert "no stack of rank 1" in found.against
 
@@ -133,11 +134,101 @@ def test_ranks_that_all_wait_in_one_collective_have_a_transport_stall():
 def test_two_ranks_with_the_same_cause_are_both_named():
     asleep = CASES["sleep"]
     three = replace(
-        asleep, after=asleep.after | {2: asleep.after[1]}, before=asleep.before | {2: IDLE},
+        asleep, after=asleep.after | {2: asleep.after[1]},
+        before=asleep.before | {2: asleep.before[1]},
         stacks=asleep.stacks | {2: stack(2, OWN)}, flights={},
     )  # fmt: skip
     found = explained(three, rank(0), rank(1), rank(2))
     assert found.sentence.startswith("ranks 1-2 have been stalled in backward of step 41")
+
+
+# --- four ranks, of which rank 3 is the cause, and one source misleads ----------------------------
+
+RUNS = replace(IDLE, state="R", wchan="", main=BlockedOn("none", ""))
+ASLEEP = replace(IDLE, main=BlockedOn("timer", "a timer"))
+FOUR = tuple(rank(number) for number in range(4))
+
+
+def four(last=(11, 11, 11, 10), stacks=(PEERS, PEERS, PEERS, (OWN,)), before=None, after=None):
+    """Returns the evidence of four ranks; rank 3 sleeps in its own code, the others wait for it."""
+    usual = {0: IDLE, 1: IDLE, 2: IDLE, 3: ASLEEP}
+    return Evidence(
+        before=usual | (before or after or {}),
+        after={r: replace(p, mono=2.0) for r, p in (usual | (after or {})).items()},
+        stacks={r: stack(r, *frames) for r, frames in enumerate(stacks) if frames},
+        flights={r: flight(r, number) for r, number in enumerate(last) if number},
+    )
+
+
+SPIN = {r: replace(RUNS, cpu_ticks=100) for r in range(3)}
+MISLEADING = {
+    "none": (four(), FOUR),
+    "a rank waits for the culprit point to point": (
+        four((11, 11, 10, 10), after={2: ASLEEP, 3: ASLEEP}), FOUR,
+    ),
+    "NCCL waits with a whole core": (
+        four((11, 11, 11, None), (PEERS, PEERS, PEERS, None), after=SPIN),
+        (*FOUR[:3], rank(3, "forward")),
+    ),
+    "all ranks are traced without being stopped": (
+        four(after={r: replace(IDLE, tracer=(9, "strace")) for r in range(3)}), FOUR,
+    ),
+    "a rank is in state D in one sample": (
+        four(before={1: IDLE}, after={1: replace(IDLE, state="D")}), FOUR,
+    ),
+    "the operator stopped a rank that waits": (
+        four(before={0: replace(IDLE, state="T")}, after={0: replace(IDLE, state="T")}),
+        (rank(0, step=42, state="T"), *FOUR[1:3], rank(3, step=40)),
+    ),
+    "only the culprit reports its phase": (four(), (*(rank(n, "step") for n in range(3)),
+                                                    rank(3, "fetch"))),
+}  # fmt: skip
+
+
+@pytest.mark.decision("verdict-cause", "lie")
+@pytest.mark.parametrize("name", MISLEADING)
+def test_a_misleading_source_never_makes_an_innocent_rank_the_cause_with_high(name):
+    found, ranks = MISLEADING[name]
+    verdict = explained(found, *ranks)
+    assert verdict.rank == 3 or verdict.sure != "high", verdict
+    assert verdict.rank in (3, None), verdict
+
+
+def test_a_process_that_ended_is_not_described_by_a_stranger_with_its_pid():
+    ended = (*FOUR[:3], rank(3, state="gone"))
+    found = explained(four(after={3: replace(IDLE, state="T")}), *ended)
+    assert (found.cause, found.rank) == ("exited", 3)
+    assert "CONT" not in found.action
+
+
+def test_a_lock_while_loading_is_a_lock():
+    blocked = replace(IDLE, main=BlockedOn("lock", "the lock of /data/x, held by pid 5 (py)"))
+    late = replace(rank(3, "load"), unchanged_s=400.0)
+    found = explained(four(after={3: blocked}), *FOUR[:3], late)
+    assert (found.cause, found.rank) == ("lock", 3)
+
+
+def test_a_rank_without_any_evidence_prevents_a_transport_verdict():
+    found = explained(four((11, 11, 11, None), (PEERS, PEERS, PEERS, None)), *FOUR)
+    assert found.cause != "transport"
+
+
+def test_stopped_and_traced_ranks_are_told_apart():
+    both = {0: replace(IDLE, state="T"), 1: replace(IDLE, state="t", tracer=(9, "gdb"))}
+    alike = four((11,) * 4, (PEERS,) * 4, after={**both, 3: IDLE})
+    found = explained(alike, rank(0, state="T"), rank(1, state="t"), *FOUR[2:])
+    assert (found.cause, found.rank) == ("stopped", 0)
+    assert found.action == "kill -CONT 1000 resumes it"
+    assert "rank 1 is traced by a debugger" in found.sentence
+
+
+def test_the_threads_of_another_rank_do_not_hold_the_gil_in_the_line_of_the_main_thread():
+    """The last resort shows the main thread only, and that one waits for the GIL."""
+    dump = {3: Stack(3, NOW, "x", (Thread("main", (OWN,)),))}
+    found = four(after={3: IDLE})
+    verdict = explained(replace(found, stacks={**found.stacks, **dump}), *FOUR)
+    assert (verdict.cause, verdict.rank) == ("native", 3)
+    assert "train.py" not in verdict.sentence
 
 
 WAITS = [BlockedOn(kind, "x") for kind in ("lock", "pipe", "network", "child", "timer", "disk",

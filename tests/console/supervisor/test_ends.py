@@ -28,8 +28,8 @@ def test_a_rank_that_hangs_is_named_with_who_waits_and_term_to_the_supervisor_st
     )  # fmt: skip
     verdict = started.wait_state("stalled")["verdict"]
     assert (verdict["rank"], verdict["cause"], verdict["sure"]) == (1, "slowest-rank", "medium")
-    assert (verdict["phase"], verdict["step"]) == ("step", 30)
-    assert "rank 1 has been stalled in step 30 (phase not reported)" in verdict["sentence"]
+    assert (verdict["phase"], verdict["step"]) == ("forward", 30)
+    assert "rank 1 has been stalled in forward of step 30" in verdict["sentence"]
     assert "rank 0 waits in backward" in verdict["sentence"]
     answer = started.ask("halt")["text"]
     assert answer.startswith(".HALT is written; the run is stalled")
