@@ -109,7 +109,7 @@ def _native(of: Suspect) -> str:
     if of.where.kind != "native":
         return ""
     if of.main.kind == "futex":
-        return "native code holds the GIL, perhaps in another thread: its main thread waits"
+        return "waits for the GIL, which native code holds, perhaps in another thread"
     return of.where.text
 
 
@@ -177,10 +177,10 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
     name = cause.name if cause else "slowest-rank" if len(case.running) > 1 else base.cause
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
-    at = f" ({frame.short})" if frame else ""
+    at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
     verdict = case.verdict(
         first, name, sure,
-        stalled(case, culprits) + (f": {cause.explain(of)}" if cause else "") + at, calls,
+        stalled(case, culprits) + (f": {who} {cause.explain(of)}" if cause else "") + at, calls,
         others(case, culprits), exits(case.exited),
     )  # fmt: skip
     action = _action(cause, culprits, frame) if cause else ""

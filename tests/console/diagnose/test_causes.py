@@ -91,7 +91,9 @@ def test_a_cause_is_named_with_the_rank_that_blocks_in_the_phase_of_its_peers(ca
 
 def test_the_sentence_names_the_object_and_the_line():
     found = explained(CASES["lock"], rank(0), rank(1))
-    assert "held by pid 512 (py) (train.py:41 augment)" in found.sentence
+    assert ": it waits for the lock of /data/x, held by pid 512 (py) (train.py:41 augment)" in (
+        found.sentence
+    )
     assert "rank 1 has not called" in found.sentence
     loader = explained(CASES["loader"], rank(0), rank(1, "fetch"))
     assert "worker 5121 (pt_data_worker) is in state T" in loader.sentence
