@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from console.diagnose.evidence import Evidence, Sign, signs
 from console.diagnose.stack_classes import Where
-from console.diagnose.stall import RankEvidence
+from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
 from console.model import Sure, Verdict
 from console.sources.flight import Difference
@@ -173,6 +173,8 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
     # Incomplete flight records name nobody, but count where they show another rank.
     unlike = bool(difference.ranks) and not numbers & set(difference.ranks)
     sure = _sure(len(why), max(len(contrary), unlike), cause is not None)
+    if of.where.kind in ("queue", "thread") and of.rank.phase == UNREPORTED and sure == "high":
+        sure = "medium"  # a data loader of the program's own waits for a queue or a thread too
     calls = difference.text if difference.kind in ("behind", "mismatch") else ""
     name = cause.name if cause else "slowest-rank" if len(case.running) > 1 else base.cause
     native = of.where.kind == "native" and of.main.kind == "futex"

@@ -196,6 +196,15 @@ def test_a_misleading_source_never_makes_an_innocent_rank_the_cause_with_high(na
     assert verdict.rank in (3, None), verdict
 
 
+@pytest.mark.parametrize(("phase", "sure"), [("optimizer", "high"), ("step", "medium")])
+def test_a_wait_for_a_queue_is_sure_only_where_the_phase_is_reported(phase, sure):
+    """In a phase that is not reported it may be the program's own data loader."""
+    queue = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), OWN)
+    found = four(stacks=(PEERS, PEERS, PEERS, queue), before={3: IDLE}, after={3: IDLE})
+    verdict = explained(found, *(rank(number, phase) for number in range(4)))
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("lock", 3, sure)
+
+
 def test_a_process_that_ended_is_not_described_by_a_stranger_with_its_pid():
     ended = (*FOUR[:3], rank(3, state="gone"))
     found = explained(four(after={3: replace(IDLE, state="T")}), *ended)
