@@ -21,6 +21,8 @@ _HEAD = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]*)", line (?P<line>\d{1,9})(?:, in .*)?')
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?::(?: .*)?)?$")
 _WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
+_USAGE = re.compile(r"[\w.\-]+: error: .*$")
+"""The last line of argparse, for example of torchrun with an unknown option."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
 """Marker of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
@@ -103,7 +105,7 @@ def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
         elif line.startswith(_HEAD):
             frames = []
         elif frames is None:
-            if _WITHOUT_TRACEBACK.match(line):
+            if _WITHOUT_TRACEBACK.match(line) or _USAGE.match(line):
                 yield _Raised(line)
         elif frame := _FRAME.match(line):
             frames.append(Frame(frame["file"], int(frame["line"]), ""))

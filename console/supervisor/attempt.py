@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
-from console.sources import liveness, oom_counts
+from console.sources import crash_log, liveness, oom_counts
 from console.supervisor.ends import Ends
 from console.supervisor.former_run import FormerRun
 from console.supervisor.monitor import Monitor
@@ -317,6 +317,9 @@ class Attempt:
         self._on_disk = rest.checkpoint
         self._ends.conclude(rest.last)
         self._learn(oom=oom_counts.since(self.oom_before), agent_signal=rest.agent_signal)
+        if self.tree.agent_status and not self.tree.workers:
+            error = crash_log.read(rest.log).error or f"see {rundir.TORCHRUN_LOG}"
+            self._learn(failure=self.known.failure or f"torchrun started no rank: {error}")
         self.monitor.verdict, self.stage = None, "over"
         self._alerts.clear_all("the attempt has ended")
         self.tree.close()

@@ -5,7 +5,9 @@ The plan includes the changes that the launch made, with their origins.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
 import subprocess
 import sys
 import time
@@ -150,12 +152,22 @@ def is_ours(phase: Phase) -> bool:
     return not phase.script and phase.module.startswith("trainers.")
 
 
+@functools.cache
+def _has_shutdown_timeout() -> bool:
+    """Returns whether torchrun has the option; before torch 2.12 it gives ranks 30 s."""
+    try:
+        numbers = importlib.metadata.version("torch").split(".")[:2]
+        return tuple(int(number) for number in numbers) >= (2, 12)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return True
+
+
 def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
     """Returns the command that starts a phase on one host; torchrun writes below `logs`."""
     words = [
         sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
-        "--shutdown-timeout", str(max(1, round(grace_s))),
+        *(("--shutdown-timeout", str(max(1, round(grace_s)))) if _has_shutdown_timeout() else ()),
         LOG_DIR, str(logs.absolute() / "torchrun"),
     ]  # fmt: skip
     words += [phase.script] if phase.script else ["-m", phase.module]

@@ -72,6 +72,12 @@ def test_the_last_fatal_exception_of_a_chain_counts():
     assert read(TRACEBACK + agent).error == "ValueError: the batch is broken"
 
 
+def test_an_option_that_argparse_rejects_is_the_error():
+    usage = b"usage: run.py [-h] [--nnodes NNODES]\n              training_script ...\n"
+    log = usage + b"run.py: error: unrecognized arguments: --shutdown-timeout\n"
+    assert read(log).error == "run.py: error: unrecognized arguments: --shutdown-timeout"
+
+
 def test_faulthandler_names_the_thread_that_crashed():
     assert read(TRACEBACK + FAULT).crashed_in == "forward (model.py:88)"
     library = FAULT.replace(b"/work/nsa", b"/env/lib/python3.11/site-packages/x")
