@@ -20,6 +20,9 @@ from trainers.contract.recorder import Item, Recorder
 T = TypeVar("T")
 RETRY_S, RETRY_EVERY_S = 60.0, 0.5
 POLL_EVERY_S = 0.2
+MAX_WAITING = 1000
+"""Most calls that wait to write documents, before a document replaces its older version in place.
+"""
 
 
 def event_record(
@@ -50,7 +53,9 @@ class Directory(Recorder):
         self.lost = ""
         """The last result of `find_loss`."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
-        self._documents: dict[Path, Mapping[str, Any]] = {}
+        self._documents: dict[Path, tuple[int, Mapping[str, Any]]] = {}
+        """The documents that wait, each with the number of the call that writes it."""
+        self._calls = self._calls_done = 0
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents that could not be written yet; only this thread uses it."""
         self.replaced: deque[Path] = deque()
@@ -153,10 +158,13 @@ class Directory(Recorder):
     def _replaced(self, path: Path) -> None:
         self.replaced.append(path)
 
-    def _write_document(self) -> None:
+    def _write_document(self, path: Path, number: int) -> None:
+        """Writes a document, unless a later call does."""
         with self._lock:
-            path = next(iter(self._documents))
-            self.unwritten[path] = self._documents.pop(path)
+            self._calls_done += 1
+            if self._documents.get(path, (0,))[0] != number:
+                return
+            _, self.unwritten[path] = self._documents.pop(path)
         self._write_unwritten(path)
 
     def _write_unwritten(self, path: Path) -> None:
@@ -247,14 +255,19 @@ class Directory(Recorder):
     def document(self, path: Path, record: Mapping[str, Any]) -> None:
         """Replaces a JSON document; of several that wait for one path, the newest is written.
 
-        Documents are replaced in the order of their newest calls: plan_state.json says "ended"
-        only after gates.json was written.
+        Each is written in the place of its newest call among all calls: plan_state.json says
+        "ended" only after gates.json was written, supervisor.json comes after its directory was
+        made. Where `MAX_WAITING` calls wait, as on a disk that hangs, it keeps its older place.
         """
         with self._lock:
-            waits = self._documents.pop(path, None) is not None
-            self._documents[path] = dict(record)
-        if not waits:
-            self.call(self._write_document)
+            number, _ = self._documents.get(path, (0, None))
+            if number and self._calls - self._calls_done >= MAX_WAITING:
+                self._documents[path] = number, dict(record)
+                return
+            self._calls += 1
+            number = self._calls
+            self._documents[path] = number, dict(record)
+        self.call(lambda: self._write_document(path, number))
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Closes as `Recorder` does, after trying for `RETRY_S` to write unwritten documents."""
