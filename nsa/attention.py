@@ -17,7 +17,7 @@ from nsa.config import ModelConfig, compressed_blocks
 from nsa.decode import attend_token
 from nsa.flash import attend_flash_attn
 from nsa.gate import Gate
-from nsa.precision import upcast_fp32
+from nsa.precision import has_autocast, upcast_fp32
 from nsa.profiler_ranges import mark
 from nsa.rope import rotate
 from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
@@ -151,7 +151,7 @@ class NSAttention(nn.Module):
         """Returns the route of each branch in `forward(x)`; counts the fallbacks."""
         dtype = x.dtype
         kind = x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if has_autocast(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         routes = routes_of(self.config, x.shape[1], x.device, dtype, self.switches)
         if not torch.compiler.is_compiling():
