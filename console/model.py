@@ -103,6 +103,8 @@ class Gpu:
     """Number of Xids since the supervisor started."""
     xid_ts: float | None = None
     """Time of the last Xid (unix s)."""
+    minor: int | None = None
+    """N of its device file /dev/nvidiaN, by which the processes that use it are found."""
 
 
 @dataclass(frozen=True, slots=True)

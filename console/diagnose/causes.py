@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from console.diagnose import gpu_signs
 from console.diagnose.evidence import Evidence, Sign, signs
 from console.diagnose.stack_classes import Where
 from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
-from console.model import Sure, Verdict
+from console.model import Gpu, Sure, Verdict
 from console.sources.flight import Difference
 from console.sources.kernel_evidence import BlockedOn, ProcessEvidence
 from console.sources.stacks import Frame
@@ -33,6 +34,7 @@ class Suspect:
     runs: bool
     """Uses a core in code of its own."""
     difference: Difference
+    gpus: Sequence[Gpu] = ()
 
     @property
     def state(self) -> str:
@@ -113,6 +115,13 @@ def _native(of: Suspect) -> str:
     return of.where.text
 
 
+def _device(of: Suspect) -> str:
+    if of.where.kind != "device":
+        return ""
+    kernel = gpu_signs.kernel_words(of.gpus)
+    return of.where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
+
+
 def _busy(of: Suspect) -> str:
     used = "" if of.share is None else f" at {of.share:.0%} of a core"
     return f"runs{used} and makes no progress" if of.runs else ""
@@ -140,6 +149,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("loader", _loader, "check the loader's workers and the storage that they read"),
     Cause("mismatch", _mismatch, "compare the calls in the stacks; a restart repeats the stall"),
     Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
+    Cause("device", _device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
     Cause("child", _waiting("child", "process"), "resume or end that process"),
     Cause("lock", _lock, "end its holder, or release the lock"),
     Cause("network", _waiting("network", "socket"), "check that server and the network to it"),
@@ -193,7 +203,7 @@ def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> 
     number = rank.rank
     return Suspect(
         rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
-        evidence.share(number), evidence.runs(number), difference,
+        evidence.share(number), evidence.runs(number), difference, evidence.gpus.get(number, ()),
     )  # fmt: skip
 
 
@@ -237,10 +247,15 @@ def _alike(
         rule, sure = next(each for each in CAUSES if each.name == "mismatch"), "medium"
     elif together and difference.kind == "same" and difference.number is not None:
         rule, sure = ALIKE, "medium"
+    elif numbers and all(n in places and places[n].kind == "device" for n in numbers):
+        rule, sure = next(each for each in CAUSES if each.name == "device"), "medium"
     else:
         return _with_signs(base, found, set(), evidence)
+    why = f": each {_device(_suspect(case.running[0], evidence, difference))}" * (
+        rule.name == "device"
+    )
     verdict = case.verdict(
-        None, rule.name, sure, stalled(case, case.running), difference.text
+        None, rule.name, sure, stalled(case, case.running) + why, difference.text
     )  # fmt: skip
     return _with_signs(verdict, found, set(), evidence, rule.action)
 

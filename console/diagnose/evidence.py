@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from console.diagnose import gpu_signs
 from console.diagnose.stack_classes import Where, where
 from console.diagnose.stall import RankEvidence, names, slowest
+from console.model import Gpu
 from console.sources import flight
 from console.sources.flight import Difference, FlightRecord
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share
@@ -47,6 +49,8 @@ class Evidence:
     stacks: Mapping[int, Stack] = field(default_factory=dict)
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
+    gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
+    """The GPUs that the process of a rank has open; no key for a rank that uses none."""
 
     def is_abnormal(self, rank: int) -> bool:
         """Returns whether the kernel shows in both samples that a rank's process cannot run."""
@@ -63,10 +67,13 @@ class Evidence:
         return before is None or before.main == after.main
 
     def runs(self, rank: int) -> bool:
-        """Returns whether a rank runs in code of its own; NCCL waits with a whole core as well."""
-        place = where(self.stacks[rank]).kind if rank in self.stacks else "none"
+        """Returns whether a rank runs in code of its own; CUDA and NCCL wait with a core too."""
+        kind = self.places()[rank].kind if rank in self.stacks else "none"
+        return kind not in FOR_PEERS and self._uses_a_core(rank)
+
+    def _uses_a_core(self, rank: int) -> bool:
         running = all(rank in of and of[rank].state == "R" for of in (self.before, self.after))
-        return place not in FOR_PEERS and (running or (self.share(rank) or 0.0) >= BUSY_SHARE)
+        return running or (self.share(rank) or 0.0) >= BUSY_SHARE
 
     def share(self, rank: int) -> float | None:
         """Returns the cores that a rank's process used between the two samples."""
@@ -74,8 +81,24 @@ class Evidence:
         return cpu_share(before, after) if before and after else None
 
     def places(self) -> dict[int, Where]:
-        """Returns the place of each rank's main thread."""
-        return {rank: where(stack) for rank, stack in self.stacks.items()}
+        """Returns the place of each rank's main thread.
+
+        One that uses a core in code of its own may wait for its GPU, unless that is idle: the calls
+        of CUDA have no Python frame.
+        """
+        found = {rank: where(stack) for rank, stack in self.stacks.items()}
+        for rank, rows in self.gpus.items():
+            place = found.get(rank)
+            if place is None or place.kind != "own" or place.frame is None:
+                continue
+            if self._uses_a_core(rank) and not gpu_signs.is_idle(rows):
+                doubt = (
+                    "waits for its GPU"
+                    if gpu_signs.is_running(rows)
+                    else "runs, or waits for its GPU,"
+                )
+                found[rank] = replace(place, kind="device", text=f"{doubt} in {place.frame.short}")
+        return found
 
     def difference(self, ranks: Sequence[RankEvidence]) -> Difference:
         """Returns the first difference between the flight records of these ranks."""
@@ -86,7 +109,7 @@ def signs(ranks: Sequence[RankEvidence], evidence: Evidence) -> tuple[Sign, ...]
     """Returns the signs of all sources, the most reliable source first."""
     return (
         _of_flights(ranks, evidence), _of_stacks(ranks, evidence), _of_processes(ranks, evidence),
-        _of_pulses(ranks),
+        _of_gpus(ranks, evidence), _of_pulses(ranks),
     )  # fmt: skip
 
 
@@ -139,6 +162,14 @@ def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
             said.append(f"rank {each.rank} in state {found.state}{used}{what}")
     none = "no process is in an unusual state" if evidence.after else ""
     return Sign("processes", _odd(odd, ranks), "; ".join(said[:8]) or none)
+
+
+def _of_gpus(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
+    rows = {each.rank: evidence.gpus[each.rank] for each in ranks if each.rank in evidence.gpus}
+    said = "; ".join(f"rank {rank}: {gpu_signs.words(gpus)}"
+                     for rank, gpus in sorted(rows.items())[:8] if gpus)  # fmt: skip
+    odd = gpu_signs.odd_ranks(rows) if len(rows) == len(ranks) else ()
+    return Sign("GPUs", _odd(list(odd), ranks), said)
 
 
 def _of_pulses(ranks: Sequence[RankEvidence]) -> Sign:

@@ -6,11 +6,15 @@ driver reports.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from console.model import Gpu
@@ -25,6 +29,8 @@ GONE_CODES = (LOST_CODE, 6, 28)
 THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
+DEVICE_FILE = re.compile(r"/dev/nvidia([0-9]{1,4})")
+MAX_DESCRIPTORS = 1024
 KEPT = 8
 WAIT_MS = 1000
 TIMEOUT_CODE = 10
@@ -45,6 +51,23 @@ def words_of(error: BaseException) -> str:
     if code_of(error) is None:
         return f"{type(error).__name__}: {error}"
     return str(error)
+
+
+def opened_by(pid: int) -> frozenset[int]:
+    """Returns N of each device file /dev/nvidiaN that a process has open, empty if not available.
+
+    A process without one uses no GPU. Its descriptors are resolved without asking the driver.
+    """
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS]
+    except OSError:
+        return frozenset()
+    found = set()
+    for name in names:
+        with contextlib.suppress(OSError):
+            if file := DEVICE_FILE.fullmatch(str(Path(f"/proc/{pid}/fd/{name}").readlink())):
+                found.add(int(file[1]))
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +220,7 @@ class Device:
             self._known,
             name=self._figure("name", nvml.nvmlDeviceGetName, handle) or self._known.name,
             uuid=self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._known.uuid,
+            minor=self._figure("minor number", nvml.nvmlDeviceGetMinorNumber, handle),
             power_limit_w=None if limit is None else limit / 1000,
         )
         self._handle = handle

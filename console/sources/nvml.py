@@ -129,7 +129,8 @@ class Nvml:
             if silent > SILENT_S:
                 gpu = Gpu(
                     index, gpu.name, "error", power_limit_w=gpu.power_limit_w,
-                    mem_total_mib=gpu.mem_total_mib, uuid=gpu.uuid, why=_silence(silent),
+                    mem_total_mib=gpu.mem_total_mib, uuid=gpu.uuid, minor=gpu.minor,
+                    why=_silence(silent),
                 )  # fmt: skip
             rows.append(self._with_xids(gpu))
         begun = self._initialising_at

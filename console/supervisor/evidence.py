@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from console.diagnose.evidence import LASTING_STATES, Evidence
 from console.diagnose.stall import RankEvidence
+from console.model import Gpu
 from console.sources import flight, kernel_evidence, stacks
+from console.sources.gpu import opened_by
 from console.sources.kernel_evidence import ProcessEvidence
 from console.supervisor.rundir_io import Directory
 
@@ -43,8 +45,10 @@ class Collector:
     `poll` is called once a second and never waits. The directory's thread reads the files.
     """
 
-    def __init__(self, directory: Directory, run: Path):
-        self._directory, self._run = directory, run
+    def __init__(
+        self, directory: Directory, run: Path, gpus: Callable[[], Sequence[Gpu]] = tuple
+    ):  # fmt: skip
+        self._directory, self._run, self._gpus = directory, run, gpus
         self._places: Places = ()
         self._began_at = -AGAIN_S
         self._since_ts = 0.0
@@ -123,7 +127,17 @@ class Collector:
             missing = [str(rank) for rank in numbers if rank not in of]
             if missing:
                 gaps.append(f"no {name} of rank {', '.join(missing[:16])}")
-        self.complete = Evidence(self._found.before, self._found.after, dumps, records, tuple(gaps))
+        self.complete = Evidence(
+            self._found.before, self._found.after, dumps, records, tuple(gaps), self._gpus_used()
+        )
+
+    def _gpus_used(self) -> dict[int, tuple[Gpu, ...]]:
+        """Returns the newest rows of the GPUs that each rank has open."""
+        rows, found = self._gpus(), {}
+        for each in self._ranks:
+            if minors := opened_by(each.pid):
+                found[each.rank] = tuple(gpu for gpu in rows if gpu.minor in minors)
+        return found
 
 
 def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:

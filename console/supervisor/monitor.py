@@ -50,7 +50,9 @@ class Monitor:
         self._changing: set[int] = set()
         """The ranks whose pulse has changed since."""
         self._actions: list[Change] = []
-        self._evidence = Collector(context.services.directory, context.path)
+        self._evidence = Collector(
+            context.services.directory, context.path, context.services.nvml.rows
+        )
 
     def on_stall(self) -> tuple[str, str]:
         """Returns the action on a stall, and the sentence that also says when it is due."""

@@ -1,0 +1,84 @@
+"""What a stalled rank's GPU shows; figures of the kernel that never ends are from an H100."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from console.diagnose.evidence import Evidence
+from console.model import Gpu
+from console.sources.kernel_evidence import BlockedOn
+from tests.console.diagnose.test_causes import IDLE, OWN, PEERS, explained, flight, rank, stack
+
+SPINS = Gpu(0, "NVIDIA H100", "ok", 100.0, 120.3, 700.0, minor=0)
+COMPUTES, AT_REST = replace(SPINS, power_w=610.0), replace(SPINS, util_pct=0.0, power_w=74.0)
+SILENT = Gpu(0, "NVIDIA H100", "error", why="no answer for 9 s", minor=0)
+BUSY = replace(IDLE, state="R", main=BlockedOn("none", ""))
+
+
+def alone(gpus):
+    """Returns the evidence of one rank that uses a core in one line of its own code."""
+    return Evidence(
+        {0: BUSY}, {0: replace(BUSY, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
+        gpus={} if gpus is None else {0: gpus},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cause", "words"),
+    [
+        ((SPINS,), "device", "waits for its GPU, which runs a kernel that computes little"),
+        ((COMPUTES,), "device", "waits for its GPU, which computes"),
+        ((SILENT,), "device", "runs, or waits for its GPU"),
+        ((), "device", "runs, or waits for its GPU"),
+        ((AT_REST,), "busy", "runs at 100% of a core and makes no progress"),
+        (None, "busy", "runs at 100% of a core and makes no progress"),
+    ],
+)
+def test_a_core_in_use_is_an_endless_loop_only_where_no_gpu_is_waited_for(gpus, cause, words):
+    found = explained(alone(gpus), rank(0))
+    assert (found.cause, words in found.sentence) == (cause, True), found.sentence
+    if cause == "device":
+        assert found.sure != "high"
+        assert not any("makes no progress" in line for line in found.evidence)
+    if gpus:
+        assert any(line.startswith("GPUs: rank 0: GPU 0") for line in found.evidence)
+
+
+def pair(first_gpu, second_gpu, second=OWN):
+    """Returns the evidence of two ranks with one GPU each; rank 0 waits for its peers."""
+    return Evidence(
+        {0: BUSY, 1: BUSY},
+        {n: replace(BUSY, cpu_ticks=300, mono=2.0) for n in (0, 1)},
+        {0: stack(0, *PEERS), 1: stack(1, second)},
+        {0: flight(0, 11), 1: flight(1, 10)},
+        gpus={0: (first_gpu,), 1: (replace(second_gpu, index=1, minor=1),)},
+    )
+
+
+def test_the_rank_whose_gpu_is_idle_while_the_others_wait_on_theirs_is_named():
+    found = explained(pair(SPINS, AT_REST), rank(0), rank(1))
+    assert (found.rank, found.cause, found.sure) == (1, "busy", "high")
+    assert any("GPU 1 at 0 %" in line for line in found.evidence)
+
+
+def test_a_lost_gpu_names_its_rank():
+    lost = Gpu(1, "NVIDIA H100", "lost", why="lost: Xid 79", minor=1)
+    found = explained(pair(SPINS, lost), rank(0), rank(1))
+    assert found.rank == 1
+    assert any("GPU 1 lost: Xid 79" in line for line in found.evidence)
+
+
+def test_ranks_on_one_gpu_and_ranks_without_a_row_are_not_told_apart():
+    shared = replace(pair(SPINS, AT_REST), gpus={0: (SPINS,), 1: (replace(AT_REST, minor=0),)})
+    for evidence in (shared, replace(shared, gpus={0: (SPINS,)})):
+        found = explained(evidence, rank(0), rank(1))
+        assert not any(line.startswith("GPUs") and "rank 1" in line for line in found.against)
+
+
+def test_ranks_that_all_wait_for_their_gpus_blame_nobody():
+    evidence = replace(pair(SPINS, SPINS), stacks={0: stack(0, OWN), 1: stack(1, OWN)}, flights={})
+    found = explained(evidence, rank(0), rank(1))
+    assert (found.rank, found.cause, found.sure) == (None, "device", "medium")
+    assert "each waits for its GPU" in found.sentence
