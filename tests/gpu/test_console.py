@@ -1,0 +1,60 @@
+"""A run on a real GPU under the console: its figures, and a kernel that does not end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launches import Begin, phase
+from trainers.contract import rundir
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_run_has_the_figures_of_its_gpu_and_completes(tmp_path):
+    """Utilisation, power and memory of the GPU on which rank 0 trains."""
+    root = tmp_path / "artifacts"
+    command = [
+        sys.executable, "-m", "console", "--root", str(root), "launch", "--config",
+        "configs/m7c_125m.yaml", "--set", "data.source=synthetic", "--set", "train.steps=30",
+        "--set", "report.log_every=5", "--set", "checkpoint.at_end=false", "--wait", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = next(root.glob("*/*/0-*"))
+    path = rundir.samples(run, rundir.host_name())
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [gpu for sample in samples for gpu in sample["gpus"]]
+    assert rows
+    assert {gpu["state"] for gpu in rows} == {"ok"}
+    assert {gpu["minor"] for gpu in rows[:1]} == {0}
+    assert max(gpu["util_pct"] for gpu in rows) > 50
+    assert max(gpu["mem_used_mib"] for gpu in rows) > 1000
+    assert max(gpu["power_w"] for gpu in rows) > 100
+
+
+@pytest.mark.parametrize("words", [(), ("--phases",)], ids=["three lines", "phases"])
+def test_a_kernel_that_does_not_end_is_a_wait_for_the_gpu(tmp_path_factory, words):
+    begin = Begin(tmp_path_factory)
+    started = begin(
+        phase("hangs", "device_wait.py", *words), nproc=1,
+        watch={"stall_floor_s": 5, "startup_s": 60, "grace_s": 3},
+    )  # fmt: skip
+    try:
+        started.wait_state("stalled", timeout_s=90)
+        said = started.wait(
+            lambda: (v := started.state().get("verdict")) and v["cause"] == "device" and v, 20
+        )
+        assert (said["rank"], said["sure"]) == (0, "medium")
+        assert "waits for its GPU, which runs a kernel that computes little" in said["sentence"]
+        assert any("GPUs: rank 0: GPU 0 at 100 %" in line for line in said["evidence"])
+        assert "device_wait.py" in said["sentence"]
+        started.wait_state("running", "completed", timeout_s=90)
+    finally:
+        begin.clean()

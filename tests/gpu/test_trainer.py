@@ -1,0 +1,96 @@
+"""The trainer on a CUDA device: records, resume, precision, profiles, and a full device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.trainers.runs import Run, latest_checkpoint, small
+
+pytestmark = pytest.mark.gpu
+
+EXACT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that are the same in each process
+}
+
+
+def train(tmp_path, name="run", nproc=1, flags=None, **changes):
+    settings = {"train__device": "cuda", "train__steps": 20, "report__log_every": 1} | changes
+    return Run(tmp_path, small(**settings), nproc=nproc, name=name, flags=flags)
+
+
+def progress(run):
+    return run.records(0, "progress")
+
+
+def test_records_have_the_memory_and_the_phases_of_the_device(tmp_path):
+    run = train(tmp_path, report__sdpa_audit=True, report__memory_every=10).done()
+    records = progress(run)
+    assert [record["step"] for record in records] == list(range(1, 21))
+    for record in records:
+        assert 0 < record["gpu_mem_alloc"] <= record["gpu_mem_reserved"]
+        assert record["loss"] == pytest.approx(5.5, abs=0.6)
+    environment = json.loads((run.path / "env.json").read_text())
+    assert environment["device"]["type"] == "cuda"
+    assert environment["cuda"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert 0 < records[-1][f"dt_{phase}_s"] < 5
+    audits = run.records(0, "sdpa_audit")
+    assert len(audits) == 1, audits
+    dumps = sorted((run.path / "profiles").glob("memory_step*_rank0.json"))
+    assert [each.name[:19] for each in dumps] == ["memory_step00000010", "memory_step00000020"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_is_bitwise_the_run_that_was_not_interrupted(tmp_path, precision):
+    whole = train(tmp_path, "whole", flags=EXACT, train__precision=precision).done()
+    first = train(
+        tmp_path, "first", flags=EXACT, train__precision=precision, checkpoint__every=10,
+        checkpoint__at_end=False,
+    ).done()  # fmt: skip
+    rest = train(
+        tmp_path, "rest", flags=EXACT, train__precision=precision, checkpoint__from_step=10,
+        checkpoint__resume=first.path,
+    ).done()  # fmt: skip
+    right = {record["step"]: record["loss"] for record in progress(whole)}
+    again = {record["step"]: record["loss"] for record in progress(rest)}
+    assert min(again) == 11
+    assert again == {step: right[step] for step in again}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__precision": "bf16", "train__compile": True},
+        {"train__precision": "fp16", "train__accumulate": 2},
+        {"train__tf32": True, "train__recompute": "all"},
+        {"attention__use_fa2": True, "train__precision": "bf16"},
+        {"attention__no_flash": True, "train__precision": "bf16"},
+        {"attention__flash_only": True, "train__precision": "bf16"},
+        {"report__nvtx": True, "report__profile": "5:7"},
+        {"checkpoint__every": 5, "checkpoint__background": "on", "eval__every": 5},
+    ],
+    ids=lambda changes: ",".join(changes),
+)  # fmt: skip
+def test_a_short_training_completes(tmp_path, changes):
+    run = train(tmp_path, train__steps=12, **changes).done(240)
+    assert run.metrics()["steps_done"] == 12
+    assert latest_checkpoint(run.path)
+
+
+def test_two_ranks_on_one_device_are_refused_with_a_sentence(tmp_path):
+    import torch
+
+    count = torch.cuda.device_count()
+    run = train(tmp_path, nproc=count + 1)
+    assert run.wait() != 0
+    assert f"local rank {count} has no GPU, {count} are visible" in run.text()
+
+
+def test_a_full_device_is_said_with_the_allocator_s_summary(tmp_path):
+    run = train(tmp_path, data__seq_len=8192, train__batch_size=16384, data__recall_span=16)
+    assert run.wait(240) != 0
+    ends = [record for record in run.records(0) if record.get("error")]
+    assert any("out of memory" in json.dumps(record).lower() for record in ends), run.text()[-3000:]
+    assert "PyTorch CUDA memory summary" in (run.path / "oom_rank0.txt").read_text()
