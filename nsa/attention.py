@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.attend import allowed_kernels, attend, attend_causal
-from nsa.backends import BRANCHES, Case, Route, Switches, effective, flash_attn_installed
+from nsa.backends import BRANCHES, FLASH_ATTN_INSTALLED, Case, Route, Switches, effective
 from nsa.cache import Cache, DenseCache
 from nsa.chunked import attend_chunked
 from nsa.compress import BlockMean, BlockMLP, attend_compressed, to_blocks
@@ -296,4 +296,4 @@ def routes_of(
 ) -> dict[str, Route]:
     """Returns the route of each branch of a model on a device."""
     name = str(dtype).removeprefix("torch.")
-    return effective(Case(config, seq_len, device.type, name, switches, flash_attn_installed()))
+    return effective(Case(config, seq_len, device.type, name, switches, FLASH_ATTN_INSTALLED))
