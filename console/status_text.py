@@ -214,7 +214,7 @@ def rank_line(rank: Rank) -> str:
     gpu = rank.gpu
     if gpu is not None and gpu.state != "ok":
         parts.append(f"GPU {gpu.index} {gpu.state.upper()} {gpu.why}")
-    elif gpu is not None:
+    elif gpu is not None and (gpu.util_pct, gpu.power_w) != (None, None):
         parts.append(f"GPU {gpu.index} {number(gpu.util_pct)} % {number(gpu.power_w)} W")
     return "  ".join(parts)
 
