@@ -58,7 +58,7 @@ def measure(source: str, path: Path, world: int, seq_len: int) -> float:
         },
     ).settings  # fmt: skip
     loader = Loader(open_source(chosen, path), chosen, 0, world, torch.device("cpu"))
-    loader.ready()
+    loader.wait_for_first()
     began = time.process_time()
     loader.fetch(BATCHES)
     took = time.process_time() - began

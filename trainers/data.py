@@ -84,7 +84,7 @@ class Loader:
         """The number of complete passes over all documents, None without documents."""
         return self.state.get("epoch")
 
-    def ready(self) -> None:
+    def wait_for_first(self) -> None:
         """Waits for the first batch, so that a broken source fails before step 1."""
         self._first = self._wait()
 
@@ -156,7 +156,9 @@ def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source
     )
 
 
-def open_alike(settings: Settings, run: Path, parallel: Single, held_out: bool = False) -> Source:
+def open_on_all_ranks(
+    settings: Settings, run: Path, parallel: Single, held_out: bool = False
+) -> Source:
     """Opens the source on rank 0 first and then on the others; all ranks must call it.
 
     So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also where

@@ -47,7 +47,7 @@ def check(chosen: Settings, batches: int) -> str:
         source = open_source(chosen, Path(scratch))
     loader = Loader(source, chosen, rank=0, world=1, device=torch.device("cpu"))
     try:
-        loader.ready()
+        loader.wait_for_first()
         first_s = time.perf_counter() - began
         fetches_s = []
         for _ in range(batches):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from console import actions
-from console.commands.output import emit, say
+from console.commands.output import emit, print_line
 from console.diagnose.rules import HALTING, STRONG
 from console.diagnose.watch import Change, Watchdog
 from console.sources import launches
@@ -42,7 +42,7 @@ def watchdog(options: argparse.Namespace) -> int:
         if now is not None and source.of is not None:
             if dog is None or watched != source.of:
                 watched = source.of
-                dog = watch_rules(source.watch, source.settings, options.halt, options.interval)
+                dog = make_watchdog(source.watch, source.settings, options.halt, options.interval)
             for change in dog.update(now):
                 _report(change, source.of[0], halted, options)
         if source.over:
@@ -51,7 +51,7 @@ def watchdog(options: argparse.Namespace) -> int:
         time.sleep(options.interval)
 
 
-def watch_rules(
+def make_watchdog(
     watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
 ) -> Watchdog:
     """Returns a watchdog that only warns; with `halt`, it halts for `HALTING` and strong rules."""
@@ -92,4 +92,4 @@ def _print(as_json: bool, record: dict[str, Any]) -> None:
         return emit({"ts": time.time()} | record)
     names = [record.get("level", ""), record["kind"], record.get("rule", "")]
     words = " ".join(name for name in names if name)
-    return say(f"{time.strftime('%H:%M:%S')} {words}: {record['text']}")
+    return print_line(f"{time.strftime('%H:%M:%S')} {words}: {record['text']}")

@@ -110,7 +110,7 @@ class _Assembly:
                 evidence.launch, evidence.run.name, self._state, self._why
             ),
             skipped_records=records.files.skipped,
-            skipped_in="" if records.files.is_whole else IN_RECENT,
+            skipped_in="" if records.files.has_all_records else IN_RECENT,
             behind_bytes=evidence.behind_bytes, directory_blocked_s=self._blocked_s,
             checkpoint="" if evidence.is_away else documents.latest_checkpoint(evidence.run),
             environment=flags, origins=documents.flag_field(run_json, "origin"),

@@ -96,7 +96,7 @@ class AttemptTotals:
         """Returns whether a record was added before: a file that was replaced is read again."""
         return 1 <= number <= self.last and mono is not None and mono <= self._mono
 
-    def take(self, record: Record, number: int, mono: float | None) -> None:
+    def add(self, record: Record, number: int, mono: float | None) -> None:
         """Adds the number of a record, and the fields that all kinds share."""
         step, msg = record["step"], record["msg"]
         if number < 1:
@@ -319,7 +319,7 @@ class RankTotals:
             raise ValueError("these are no totals of a rank")
         return found
 
-    def take(self, record: Record) -> bool:
+    def add(self, record: Record) -> bool:
         """Adds a record; returns whether it is new."""
         attempt = record["attempt"]
         part = self.attempts.get(attempt)
@@ -335,7 +335,7 @@ class RankTotals:
             part.trouble = part.trouble or f"a record follows those of attempt {self.newest}"
             return True
         self.newest = attempt
-        part.take(record, number, mono)
+        part.add(record, number, mono)
         if record["msg"] == "resume":
             self._begin(part, record["step"] + 1)
             self.step = min(self.step, record["step"])

@@ -75,7 +75,7 @@ class Evidence:
         return ended or states[-1:] == [state]
 
 
-def of_launch(
+def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
@@ -106,7 +106,7 @@ def of_launch(
     return {**plan_state, "ended_by": ended_by, "next_flags": flags}, warnings
 
 
-def of_run(
+def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Returns run.json, the confirmed entries of supervisor.json, and a warning on each other one.

@@ -14,7 +14,7 @@ from console.sources.summary import Summary
 from console.supervisor import cross_check, recovery
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.link import Link
-from console.supervisor.restart import Ended
+from console.supervisor.restart import AttemptEnd
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -37,7 +37,7 @@ class FormerRun:
     flags: Mapping[str, FlagValue]
     number: int
     """The newest attempt."""
-    ended: list[Ended]
+    ended: list[AttemptEnd]
     """The attempts that ended; the newest is one of them while the next has not begun."""
 
     @property
@@ -64,7 +64,7 @@ def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
     if stored is not None:
         record, state = stored, link.stored(run / rundir.SUPERVISOR) or {}
     else:
-        record, state, warnings = cross_check.of_run(run, spec, index)
+        record, state, warnings = cross_check.check_run(run, spec, index)
     flags = recovery.flags(jsonl.mapping(record, "flags"), "origin")
     living, ended = newest_living_attempt(record, state), ended_attempts(state)
     written = min(jsonl.integer(state, "attempt") or 1, len(ended) + 1)
@@ -93,10 +93,10 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
     return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
 
 
-def ended_attempts(state: Mapping[str, Any]) -> list[Ended]:
+def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
     """Returns how the attempts ended, from supervisor.json."""
     entries = jsonl.entries(state, "ended")[-MAX_ENDED:]
-    return [each for entry in entries if (each := documents.read(Ended, entry)).state]
+    return [each for entry in entries if (each := documents.read(AttemptEnd, entry)).state]
 
 
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:

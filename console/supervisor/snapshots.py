@@ -95,4 +95,4 @@ class Snapshots:
             directory.append(path, jsonl.encode(ended[0].as_dict()))
             ended.popleft()
             if jsonl.size_bytes(path) >= snapshot.HISTORY_BYTES:
-                directory.set_aside(path, rundir.kept_log(path))
+                directory.set_aside(path, rundir.rotated_log(path))

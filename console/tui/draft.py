@@ -12,7 +12,7 @@ from console.status_text import counted
 from console.tui.confirmations import CannotAsk, Choice, Question
 
 
-def coming(launch: LaunchState) -> Mapping[str, str]:
+def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     """Returns the values of the next phase by flag name, {} after the last phase.
 
     These are its flags, else the values of its settings. Raises ContractError.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from console.commands.watchdog import watch_rules
+from console.commands.watchdog import make_watchdog
 from console.supervisor import offline
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -92,7 +92,7 @@ def changes(path: Path, halt: bool = True) -> list[tuple[str, str, str]]:
     """Returns what the rules say during a minute in which nothing changes in the directory."""
     source = offline.OfflineRun(path)
     now = source.poll()
-    dog = watch_rules(source.watch, source.settings, halt, 1.0)
+    dog = make_watchdog(source.watch, source.settings, halt, 1.0)
     found = []
     for second in range(60):
         seen = tuple(replace(each, unchanged_s=each.unchanged_s + second) for each in now.ranks)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.trainers.ranks import together
 from trainers import data, settings
-from trainers.data import Loader, open_alike
+from trainers.data import Loader, open_on_all_ranks
 from trainers.failures import DataError
 from trainers.limit import within
 from trainers.schema import DataSettings, Settings
@@ -137,7 +137,7 @@ def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
     for broken in (late, loader(HangsAtOnce, late.state)):
         began = time.monotonic()
         with pytest.raises(DataError, match=r"no batch from synthetic random bytes within 0\.2 s"):
-            broken.ready()
+            broken.wait_for_first()
         assert time.monotonic() - began < 2
 
 
@@ -184,7 +184,7 @@ def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
     assert torch.equal(torch.cat([batch.inputs for batch in batches]), tokens[:24, :-1])
     assert torch.equal(torch.cat([batch.targets for batch in batches]), tokens[:24, 1:])
     later = loader(Synthetic, ahead.state)
-    later.ready()
+    later.wait_for_first()
     assert later.state["position"] == 24
     assert torch.equal(later.fetch()[0].inputs, tokens[24:32, :-1])
     assert later.state["position"] == 32
@@ -236,7 +236,7 @@ def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case, monkeypatch):
         del member
         folder = tmp_path / str(rank)
         chosen = small(**{"data.source": "text", "data.path": str(folder), "data.timeout_s": 60})
-        assert open_alike(chosen, folder, parallel).position == 0
+        assert open_on_all_ranks(chosen, folder, parallel).position == 0
 
     ends = together([tmp_path / f"run{rank}" for rank in range(3)], work)
     for end, words in zip(ends, expected, strict=True):

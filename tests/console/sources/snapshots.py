@@ -122,7 +122,7 @@ class Observer:
 
     def read(self, limit_bytes: int = 1 << 30) -> None:
         for batch in self._reading.poll(limit_bytes):
-            self.reducer.take(batch)
+            self.reducer.add(batch)
         self._snapshots.poll()
 
     def write(self) -> None:

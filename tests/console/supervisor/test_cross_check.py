@@ -18,7 +18,7 @@ from console.sources import process
 from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of
 from console.supervisor.next_flags import NextFlags
-from console.supervisor.restart import Ended, after
+from console.supervisor.restart import AttemptEnd, next_attempt
 from console.supervisor.tree import Tree, Worker
 from tests import owners
 from tests.console.sources.recorded import Recorded
@@ -70,14 +70,14 @@ def tell(folder, *events):
 
 
 def read_run(launch):
-    return cross_check.of_run(launch / "0-one", launch_spec.load(launch), 0)
+    return cross_check.check_run(launch / "0-one", launch_spec.load(launch), 0)
 
 
 def read_launch(launch):
     runs = [launch / "0-one", launch / "1-two"]
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
     evidence = cross_check.Evidence(launch, runs)
-    return cross_check.of_launch(state, launch_spec.load(launch), 0, runs, evidence)
+    return cross_check.check_launch(state, launch_spec.load(launch), 0, runs, evidence)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, sta
     end = end_of(ended, told.heads[0], step=pulse_step)
     found, why = decide(Facts(spawned=True, over=True, ends=[end], world=1))
     assert (found, says in why) == (state, True), why
-    again = after([Ended(found, why)], Restart("crash"))
+    again = next_attempt([AttemptEnd(found, why)], Restart("crash"))
     assert isinstance(again, str) == (state != "crashed")
 
 

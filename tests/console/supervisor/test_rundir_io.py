@@ -45,5 +45,5 @@ def test_a_job_brings_its_result_or_what_the_disk_says_and_a_mistake_is_kept(tmp
     directory.deliver()
     assert brought[0] == (7, None)
     assert isinstance(brought[1][1], FileNotFoundError)
-    assert (brought[2][0], [brought[2][1]]) == (None, list(directory.mistakes))
-    assert isinstance(directory.mistakes[0], ValueError)
+    assert (brought[2][0], [brought[2][1]]) == (None, list(directory.unexpected_errors))
+    assert isinstance(directory.unexpected_errors[0], ValueError)
