@@ -22,7 +22,7 @@ from benchmarks.common import publish, table
 from console.diagnose.readings import History, Readings
 from console.diagnose.rules import HALTING, RULES, STRONG
 from console.diagnose.stall import RankEvidence
-from console.diagnose.watch import Watchdog
+from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.sources.pace import UNIFORM_NATS, Pace
 from trainers.contract.plan import Watch

@@ -17,9 +17,9 @@ from trainers.checkpoint import Parts
 from trainers.contract import rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
-from trainers.data import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
+from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
 from trainers.phases import Phases

@@ -40,7 +40,7 @@ def check(chosen: Settings, batches: int) -> str:
     """Returns the source's description and the speed of `batches` batches. Raises DataError."""
     import torch
 
-    from trainers.data import Loader, open_source
+    from trainers.loader import Loader, open_source
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nsa-smoke-") as scratch:

@@ -13,10 +13,10 @@ from trainers import facts, guard, manifest, optim, precision
 from trainers.build import Training, build
 from trainers.contract.member import Member
 from trainers.contract.rundir import CHECKPOINT_NOW, CHECKPOINTS, PROFILE_NOW
-from trainers.data import Batch
 from trainers.evaluation import evaluate, score
 from trainers.export import export
 from trainers.failures import CheckpointError
+from trainers.loader import Batch
 from trainers.manifest import Manifest
 from trainers.profiling import dump_out_of_memory
 from trainers.report import Report

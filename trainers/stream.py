@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from trainers import documents, tokenizer
-from trainers.documents import Documents
+from trainers import text_files, tokenizer
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 from trainers.sequences import RankRows, Source, State, stack
+from trainers.text_files import Documents
 from trainers.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = b"\0"
@@ -105,7 +105,7 @@ class Stream(Source):
         self.seq_len = self.scored = data.seq_len
         end = b"" if data.source == "text" else END_OF_DOCUMENT
         self._words = tokenizer.build(data.tokenizer, end)
-        docs = documents.find(data, seed, held_out, scratch)
+        docs = text_files.find(data, seed, held_out, scratch)
         lanes = min(data.lanes, len(docs.files))
         self.about = docs.about
         self.fingerprint = (

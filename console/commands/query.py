@@ -20,7 +20,7 @@ from console.commands.output import (
     show_progress,
 )
 from console.model import LIVE_STATES, RunState, State
-from console.plans.confirm import poll_confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources import launches, liveness
 from console.sources.run import RunSource
 from console.sources.sanitize import clean

@@ -18,10 +18,10 @@ from typing import Any
 from console import actions
 from console.commands.output import emit, print_line
 from console.diagnose.rules import HALTING, STRONG
-from console.diagnose.watch import Change, Watchdog
+from console.diagnose.watchdog import Change, Watchdog
 from console.sources import launches
 from console.sources.sanitize import clean
-from console.supervisor import offline
+from console.supervisor import watchdog_readings
 from trainers.contract import rundir
 from trainers.contract.plan import Watch
 
@@ -33,7 +33,7 @@ def watchdog(options: argparse.Namespace) -> int:
         rundir.check_ours(path)
         launches.check_in_place(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    source = offline.OfflineRun(path)
+    source = watchdog_readings.OfflineRun(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()

@@ -16,7 +16,7 @@ from console.model import EXIT_CODES, Alert, State
 from console.rank_end import RankEnd
 from console.run_state import Facts, ReaderView
 from console.sources import process
-from console.sources.documents import CLOCK_S
+from console.sources.json_documents import CLOCK_S
 from console.sources.reducer import LatestRecords
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir

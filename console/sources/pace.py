@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from console.sources import documents
+from console.sources import json_documents
 from console.sources.rank_totals import OF_EARLIER_STEPS
 from trainers.contract import jsonl
 
@@ -55,7 +55,7 @@ def progress_of(record: Mapping[str, object]) -> Progress:
     """Returns the figures of a progress record; fields that are not valid are None."""
     steps_s = _steps_s(record)
     highest = jsonl.number(record, "gate_entropy_max")
-    return documents.read(
+    return json_documents.read(
         Progress, record,
         gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
         step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,

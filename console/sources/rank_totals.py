@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from console.sources import documents
+from console.sources import json_documents
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
@@ -85,8 +85,8 @@ class AttemptTotals:
     def load(cls, saved: Record) -> AttemptTotals:
         """Returns the totals from `as_dict`."""
         mono, ended = jsonl.number(saved, "_mono"), jsonl.integers(saved, "exit")
-        holes = [documents.read(Missing, each) for each in jsonl.entries(saved, "holes")]
-        return documents.read(
+        holes = [json_documents.read(Missing, each) for each in jsonl.entries(saved, "holes")]
+        return json_documents.read(
             cls, saved, holes=holes,
             exit=(ended[0], ended[1]) if len(ended) == 2 else None,
             _mono=-math.inf if mono is None else mono,

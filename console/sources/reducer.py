@@ -15,7 +15,7 @@ from typing import Any
 
 from console.model import STALL, Alert
 from console.rank_end import error_of
-from console.sources import documents
+from console.sources import json_documents
 from console.sources.pace import UNTIMED, Pace
 from console.sources.rank_totals import OF_EARLIER_STEPS
 from console.sources.record_files import MAX_RANKS, Batch, Cursor, Line, Place, rank_of
@@ -126,7 +126,7 @@ class Events:
         self.stalls = (self.stalls or 0) + stalled
         if kind == "state":
             self.state = line
-        name = documents.line(line.record, "alert", "")
+        name = json_documents.line(line.record, "alert", "")
         if not name or kind not in ("alert", "clear", "ack"):
             return
         if name not in self.alert_ts and len(self.alert_ts) >= MAX_ALERTS:
@@ -287,7 +287,7 @@ class Reducer:
         for line in self.newest_samples.values():
             of = jsonl.integer(line.record, "attempt")
             if of is None or of >= attempt:
-                found[documents.line(line.record, "host", "?")] = line.record
+                found[json_documents.line(line.record, "host", "?")] = line.record
         return found
 
 
@@ -318,7 +318,7 @@ def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
 def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
     """Returns the charted values of a sample."""
     values: dict[str, float | None] = {}
-    for entry in jsonl.entries(sample, "gpus")[: documents.MAX_GPUS]:
+    for entry in jsonl.entries(sample, "gpus")[: json_documents.MAX_GPUS]:
         index = jsonl.integer(entry, "index")
         values[f"gpu_mem_mib:{index}"] = jsonl.number(entry, "mem_used_mib")
         values[f"gpu_util_pct:{index}"] = jsonl.number(entry, "util_pct")
@@ -333,4 +333,4 @@ def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
 
 def alert_of(name: str, record: Mapping[str, Any]) -> Alert:
     """Returns an alert of the supervisor from its event."""
-    return documents.read(Alert, record, id=name, acknowledged=False, observed=False)
+    return json_documents.read(Alert, record, id=name, acknowledged=False, observed=False)

@@ -13,7 +13,7 @@ from typing import Any
 from console.model import Alert, LaunchState, RunState, State
 from console.sources import liveness
 from console.sources.assembly import Evidence, run_state
-from console.sources.documents import Document
+from console.sources.json_documents import Document
 from console.sources.launch_documents import launch_state
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
 from console.sources.reducer import Reducer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.model import LEVELS, Alert, Figure, Gpu
-from console.sources import documents, liveness, snapshot
+from console.sources import json_documents, liveness, snapshot
 from console.sources.figures import progress_figures, sample_figures, step_figures
 from console.sources.record_files import MAX_RANKS, RecordFiles
 from console.sources.reducer import LatestRecords, Reducer, alert_of
@@ -63,7 +63,7 @@ class RunRecords:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        return tuple(gpu for each in self.samples.values() for gpu in documents.gpus(each))
+        return tuple(gpu for each in self.samples.values() for gpu in json_documents.gpus(each))
 
     def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
         """Reads about `limit_bytes` of new records.
@@ -86,7 +86,7 @@ class RunRecords:
         """
         by_events, event_ts = self.reducer.events.open(), self.reducer.events.alert_ts
         by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")
-                     if (name := documents.line(record, "alert", ""))}  # fmt: skip
+                     if (name := json_documents.line(record, "alert", ""))}  # fmt: skip
         found = dict(by_events)
         newer = {name for name, alert in by_status.items() if alert.ts <= event_ts.get(name, 0.0)}
         status_ts, now = jsonl.number(status, "ts"), time.time()

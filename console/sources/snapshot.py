@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.sources import documents, record_files
+from console.sources import json_documents, record_files
 from console.sources.pace import UNTIMED
 from console.sources.rank_totals import RankTotals
 from console.sources.record_files import Cursor, Line, Place, RecordFiles, rank_of
@@ -178,14 +178,14 @@ class _Loader:
             raise ValueError(f"{name} has another newest record")
         if whole and whole.step != (progress.record["step"] if progress is not None else 0):
             raise ValueError(f"{name} has another newest step")
-        return documents.read(LatestRecords, saved, pace=UNTIMED, **lines)
+        return json_documents.read(LatestRecords, saved, pace=UNTIMED, **lines)
 
     def _events(self, saved: Mapping[str, Any]) -> Events:
         state = self._line(rundir.EVENTS, saved["state"])
         alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in saved["alerts"].items()}
         for name, line in alerts.items():
             record = line.record if line is not None else {}
-            found = jsonl.text(record, "kind"), documents.line(record, "alert", "")
+            found = jsonl.text(record, "kind"), json_documents.line(record, "alert", "")
             if found != ("alert", name):
                 raise ValueError("an alert is another event")
         if state is not None and jsonl.text(state.record, "kind") != "state":

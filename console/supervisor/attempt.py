@@ -12,16 +12,16 @@ from typing import Any, Literal
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
 from console.sources import liveness, oom_counts
+from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.ends import Ends
+from console.supervisor.former_documents import ENDINGS
 from console.supervisor.former_run import FormerRun
 from console.supervisor.monitor import Monitor
-from console.supervisor.recovery import ENDINGS
+from console.supervisor.process_tree import Tree
 from console.supervisor.rotation import Upkeep
 from console.supervisor.run_files import Files, FinalRead, Poll
 from console.supervisor.sampling import Sampler
-from console.supervisor.services import AttemptOwner, RunContext
 from console.supervisor.shm import LastPulses
-from console.supervisor.tree import Tree
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 

@@ -10,8 +10,8 @@ from console.rank_end import RankEnd
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
+from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.shm import LastPulses
-from console.supervisor.tree import Tree, Worker
 from trainers.contract import jsonl
 
 LATE_END_S = 5.0

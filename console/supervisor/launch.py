@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.status_text import RESULT_WORDS, not_passed
-from console.supervisor import cross_check, former_run, recovery, shm
+from console.supervisor import cross_check, former_documents, former_run, shm
 from console.supervisor.alerts import Alerts
+from console.supervisor.context import Services
 from console.supervisor.dump import Dumps
 from console.supervisor.inbox import (
     FILES_NAME,
@@ -28,7 +29,6 @@ from console.supervisor.observers import Observers
 from console.supervisor.policy import Policy
 from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
 from console.supervisor.rundir_io import POLL_EVERY_S
-from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
@@ -175,9 +175,9 @@ class Launch:
             former, warnings = cross_check.check_launch(
                 former, self.spec, self._index, runs, evidence
             )  # fmt: skip
-        for entry, progress in zip(self._phases, recovery.phases(former), strict=False):
+        for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
-        self._next_flags.pending = recovery.next_flags(former)
+        self._next_flags.pending = former_documents.next_flags(former)
         self._ended_by = jsonl.text(former, "ended_by")[:400]
         # Queued before the first poll of the mailboxes.
         self._directory.job(

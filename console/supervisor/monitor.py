@@ -10,14 +10,14 @@ from console.diagnose.causes import explain
 from console.diagnose.readings import Readings
 from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses, why_unconfirmed
 from console.diagnose.verdict import case_of, diagnose
-from console.diagnose.watch import STALL, Change, Watchdog
+from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
 from console.sources.pace import Progress
 from console.sources.reducer import LatestRecords
+from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
 from console.supervisor.sampling import Sampler
-from console.supervisor.services import AttemptOwner, RunContext
 from trainers.contract import VERSION, jsonl, rundir
 
 LONGEST_STILL_S = 1e9

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from console.diagnose.watch import Change
+from console.diagnose.watchdog import Change
 from console.supervisor.dump import Dumps
 from console.supervisor.inbox import Outcome
 from console.supervisor.run import Run

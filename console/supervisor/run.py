@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import setting_values
-from console.diagnose.watch import STRONG
+from console.diagnose.watchdog import STRONG
 from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
@@ -19,16 +19,16 @@ from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
-from console.supervisor import former_run, launch_spec, recovery, restart
+from console.supervisor import former_documents, former_run, launch_spec, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt
+from console.supervisor.context import RunContext, Services
 from console.supervisor.former_run import FormerRun
 from console.supervisor.git_commit import Commit
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
-from console.supervisor.services import RunContext, Services
 from console.supervisor.shm import Live
-from console.supervisor.snapshots import Snapshots
+from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
@@ -56,7 +56,9 @@ class Run:
         self.since_ts = time.time()
         self.number = former.number if former else 1
         self.over = False
-        self._is_final = bool(former) and jsonl.text(former.state, "state") in recovery.FINAL
+        self._is_final = (
+            bool(former) and jsonl.text(former.state, "state") in former_documents.FINAL
+        )
         self._services, self._directory, self._link = services, services.directory, services.link
         self._ended = former.ended if former else []
         self._next_at: float | None = None
@@ -129,7 +131,7 @@ class Run:
         for warning in former.warnings:
             self.event("note", warning, "warn")
         if not self._continue_waiting(former.state):
-            if (asked := jsonl.text(former.state, "asked")) in recovery.ENDINGS:
+            if (asked := jsonl.text(former.state, "asked")) in former_documents.ENDINGS:
                 self.attempt.end(asked, jsonl.text(former.state, "asked_by", "?"))
             self._decide()
         if end := self._link.state.former_end:

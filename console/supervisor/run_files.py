@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from console.sources import crash_log, documents, legacy, process
+from console.sources import crash_log, json_documents, legacy, process
 from console.sources.crash_log import Crash
 from console.sources.pace import Progress, progress_of
 from console.sources.record_files import Batch, RecordFiles, read_end
@@ -57,7 +57,7 @@ def newest_checkpoint(run: Path) -> int | None:
         return 0
     except OSError:
         return None
-    name = documents.latest_checkpoint(run)
+    name = json_documents.latest_checkpoint(run)
     step = name.removeprefix("step_")
     exists = step.isdecimal() and (run / rundir.CHECKPOINTS / name).is_dir()
     return int(step) if exists else None
@@ -80,7 +80,7 @@ class Disk:
         found = {
             "free_gib": round(space.f_bavail * gib, 2), "total_gib": round(space.f_blocks * gib, 2),
         }  # fmt: skip
-        name = documents.latest_checkpoint(self._run)
+        name = json_documents.latest_checkpoint(self._run)
         if name and name != self._latest:
             self._latest, self._latest_gib = name, 0.0
             folder = self._run / rundir.CHECKPOINTS / name

@@ -17,7 +17,7 @@ from console.sources import process
 from console.sources.nvml import Nvml
 from console.sources.pace import Progress
 from console.sources.reducer import NO_RECORDS, LatestRecords
-from console.supervisor.tree import Worker
+from console.supervisor.process_tree import Worker
 from trainers.contract import VERSION, rundir
 from trainers.contract.pulse import Pulse
 

@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 
 from console.status_text import counted
-from console.tui import clipboard, keys
+from console.tui import keys, state_files
 from console.tui.background import Pending, request
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
@@ -123,7 +123,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     def _fatal_error(self) -> None:
         """Saves the traceback of a bug; Textual restores the terminal, then prints one sentence."""
         try:
-            where = f"in {clipboard.save('crash.txt', traceback.format_exc())}"
+            where = f"in {state_files.save('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
@@ -312,7 +312,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.copy_to_clipboard(text)
         copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
         try:
-            self.say(f"{copied} and to {clipboard.save('copied.txt', text)}")
+            self.say(f"{copied} and to {state_files.save('copied.txt', text)}")
         except OSError as error:
             self.say(f"{copied}; cannot write the file: {error.strerror}", "error")
 

@@ -167,7 +167,7 @@ class Feed:
 
     def take(self) -> ScreenData:
         """Reads once."""
-        from console.plans.confirm import poll_confirmed
+        from console.plans.gate_check import poll_confirmed
 
         at, now = time.monotonic(), time.time()
         newest = None if self._path else find_newest(self._root)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from console.cli import main
-from console.plans.confirm import poll_confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir

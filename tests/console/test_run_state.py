@@ -9,8 +9,8 @@ import pytest
 from console.rank_end import RankEnd, error_of
 from console.run_state import Facts, ReaderView, decide
 from console.sources import crash_log, liveness
+from console.supervisor.process_tree import Tree
 from console.supervisor.run_files import DEATH
-from console.supervisor.tree import Tree
 from tests import owners
 from tests.console.sources.recorded import Recorded
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from console import actions, status_text
 from console.model import Gate, RunState
-from console.plans.confirm import poll_confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources import process
 from console.sources.record_files import RecordFiles
 from console.sources.run import RunSource

@@ -17,8 +17,8 @@ from nsa import attention
 from nsa.attention import NSAttention, merge_heads, split_heads
 from nsa.model import Transformer
 from trainers import loop, manifest
-from trainers.data import Batch
 from trainers.entry import exit_now, main
+from trainers.loader import Batch
 
 plain_sum = attention.gated_sum
 plain_forward, plain_score, plain_complete = Transformer.forward, loop.score, manifest.complete

@@ -70,8 +70,8 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
 
 
 def _settings() -> Any:
-    """Returns `console.settings`, which the first picture does not need."""
-    return import_module("console.settings")
+    """Returns `console.user_config`, which the first picture does not need."""
+    return import_module("console.user_config")
 
 
 class Dashboard(View):

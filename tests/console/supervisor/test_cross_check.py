@@ -12,14 +12,14 @@ import pytest
 
 from console import actions
 from console.cli import main
-from console.plans import confirm
+from console.plans import gate_check
 from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of
 from console.supervisor.next_flags import NextFlags
+from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.restart import AttemptEnd, next_attempt
-from console.supervisor.tree import Tree, Worker
 from tests import owners
 from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
@@ -223,15 +223,15 @@ def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_
     state = {"v": 1, "state": "waiting", "phase": 0, "phases": told}
     rundir.write_json(tmp_path / rundir.PLAN_STATE, state)
     for held in ({"phase": 1}, {"phase": 0, "state": "waiting"}, {"phase": -5}, {}):
-        confirm.check_former(tmp_path, plan, held)
+        gate_check.check_former(tmp_path, plan, held)
     (run / rundir.GATES).unlink()
     with pytest.raises(
         RefusedError, match="reports first as passed, and its records do not confirm it"
     ):
-        confirm.check_former(tmp_path, plan, {"phase": 1})
+        gate_check.check_former(tmp_path, plan, {"phase": 1})
     change(run / rundir.SUPERVISOR, state="running")
     with pytest.raises(RefusedError, match=r"its state is running in supervisor\.json"):
-        confirm.check_former(tmp_path, plan, {"phase": 0, "state": "waiting"})
+        gate_check.check_former(tmp_path, plan, {"phase": 0, "state": "waiting"})
 
 
 def test_a_phase_that_has_begun_is_not_begun_again(launch):

@@ -15,7 +15,7 @@ import pytest
 from console import actions
 from console.sources import process
 from console.supervisor import launch_spec, shm
-from console.supervisor.tree import Tree
+from console.supervisor.process_tree import Tree
 from tests import owners
 from tests.faults.scene import order
 from tests.launches import STUB, phase

@@ -17,7 +17,7 @@ from console.diagnose.stall import (
     with_records,
 )
 from console.diagnose.verdict import diagnose
-from console.diagnose.watch import Watchdog
+from console.diagnose.watchdog import Watchdog
 from console.plans import gates
 from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary

@@ -18,7 +18,7 @@ from console import status_text
 from console.diagnose.readings import Readings, setting_values
 from console.diagnose.stall import RankEvidence, by_records, why_unconfirmed, with_records
 from console.model import Rank, RunState
-from console.plans.confirm import poll_confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources import legacy, liveness, process
 from console.sources.pace import RECORDS_LATE_S
 from console.sources.reducer import NO_RECORDS, LatestRecords

@@ -15,7 +15,7 @@ from typing import Any
 from console.sources import snapshot
 from console.sources.reducer import Reducer
 from console.supervisor.alerts import Alerts
-from console.supervisor.services import Services
+from console.supervisor.context import Services
 from trainers.contract import jsonl, rundir
 
 EVERY_S = 30.0

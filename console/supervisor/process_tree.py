@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import process
-from console.supervisor.adoption import FormerProcesses
+from console.supervisor.former_processes import FormerProcesses
 from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 

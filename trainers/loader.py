@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from trainers.failures import DataError
-from trainers.limit import within
 from trainers.parallel import Single
 from trainers.refusals import step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Source, State
 from trainers.synthetic import Recall, Synthetic
+from trainers.timeout import within
 
 CLOSE_TIMEOUT_S = 5.0
 FAILED = "failed"
