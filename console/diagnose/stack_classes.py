@@ -71,7 +71,7 @@ _WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, 
 DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
 """Kinds of which the innermost frame counts; of others it is the outermost: a queue uses a lock."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
-_HELPERS = re.compile(r"/trainers/(?:contract/|limit\.py$)")
+_HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99
 """faulthandler shows 100 threads at most; one of them is the dumper."""
