@@ -198,7 +198,7 @@ def test_only_permanent_errors_refuse_a_restart(end, permanent):
 def test_good_and_requested_ends_have_no_signature():
     good = (RankEnd(0, 0, None, 9), RankEnd(1, 0, None, 9))
     assert signature(Facts(spawned=True, over=True, world=2, torchrun_code=0, ends=good)) == ""
-    assert signature(ended(RankEnd(0, 7, None, 9), asked="stop")) == ""
+    assert signature(ended(RankEnd(0, 7, None, 9), requested="stop")) == ""
     assert signature(Facts(failure="torchrun cannot be started: x")) == ""
 
 

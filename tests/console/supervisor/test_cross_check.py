@@ -250,7 +250,7 @@ def worker(code=None, signal_name=None, **more):
 @pytest.mark.parametrize(
     ("ended", "pulse_step", "state", "says"),
     [
-        (worker(0, seen=True), 0, "completed", ""),
+        (worker(0, observed=True), 0, "completed", ""),
         (worker(0, confirmed=True), 0, "completed", ""),
         (worker(), 9, "completed", ""),
         (worker(), 0, "lost", "no supervisor observed it, and it has no pulse"),
@@ -258,7 +258,7 @@ def worker(code=None, signal_name=None, **more):
         (worker(7), 9, "lost", "but a log or a document says exit 7"),
         (worker(None, "SIGKILL"), 9, "lost", "but a log or a document says SIGKILL"),
         (worker(7, confirmed=True), 9, "crashed", "(code 7)"),
-        (worker(7, seen=True), 9, "crashed", "(code 7)"),
+        (worker(7, observed=True), 9, "crashed", "(code 7)"),
     ],
 )
 def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, state, says):

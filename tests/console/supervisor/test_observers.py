@@ -27,12 +27,12 @@ OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
     "watch rules": "monitor.Monitor.poll",
     "records": "attempt.Attempt._take_records",
-    "files": "run_files.Files.look",
+    "files": "run_files.Files.poll",
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",
     "the run directory": "alerts.Alerts.check_directory",
     "the supervisor heartbeat": "shm.Live.write_status",
-    "the snapshot": "snapshots.Snapshots.poll",
+    "the snapshot": "snapshot_writer.Snapshots.poll",
     "supervisor.json": "attempt.Attempt.workers",
 }
 STEPS, GATES = 900, ("loss_finite", "no_stall")
