@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from benchmarks.common import median, publish, quantile, table
 from trainers import settings
-from trainers.data import Loader, open_source
+from trainers.loader import Loader, open_source
 
 ROUNDS, BATCHES, BATCH_TOKENS = 9, 60, 1 << 14
 DOCUMENTS, DOCUMENT_BYTES, FILES = 1500, 4000, 4
@@ -58,7 +58,7 @@ def measure(source: str, path: Path, world: int, seq_len: int) -> float:
         },
     ).settings  # fmt: skip
     loader = Loader(open_source(chosen, path), chosen, 0, world, torch.device("cpu"))
-    loader.ready()
+    loader.wait_for_first()
     began = time.process_time()
     loader.fetch(BATCHES)
     took = time.process_time() - began

@@ -139,7 +139,7 @@ def observe(run: Path) -> None:
     reading = RecordFiles(run)
     while batches := list(reading.poll(LOOK_BYTES)):
         for batch in batches:
-            reducer.take(batch)
+            reducer.add(batch)
         ended += reducer.series.ended
         reducer.series.ended.clear()
     for level in range(len(SPANS_S)):

@@ -60,7 +60,7 @@ def main() -> None:
             os.write(fd, heartbeat.encode(record))
 
         calls: dict[str, Callable[[int], object]] = {
-            "heartbeat (`member.beat`, full record)": lambda s: member.beat(
+            "heartbeat (`member.record`, full record)": lambda s: member.record(
                 "progress", s, **FIGURES
             ),
             "pulse change (`pulse.set`)": lambda s: member.pulse.set(s, "forward"),

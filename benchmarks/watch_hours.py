@@ -22,7 +22,7 @@ from benchmarks.common import publish, table
 from console.diagnose.readings import History, Readings
 from console.diagnose.rules import HALTING, RULES, STRONG
 from console.diagnose.stall import RankEvidence
-from console.diagnose.watch import Watchdog
+from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.sources.pace import UNIFORM_NATS, Pace
 from trainers.contract.plan import Watch
@@ -159,7 +159,7 @@ class Run:
             for place, name in enumerate(("fetch", "forward", "backward", "optimizer")):
                 record[f"dt_{name}_s"] = self.spent[rank][place] / count
             self.spoil(record)
-            self.paces[rank].take(record, 1, self.ends, self.ends)
+            self.paces[rank].add(record, 1, self.ends, self.ends)
         self.durations, self.spent = [], [[0.0] * 4 for _ in range(self.case.world)]
 
     def _pause(self) -> None:

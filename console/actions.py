@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from console import settings, targets
-from console.plans import catalog, preflight, training
+from console import targets, user_config
+from console.plans import catalog, launch_facts, preflight
 from console.plans.preflight import Check
 from console.request_schema import ACTIONS, check
 from console.sources import launches, process
@@ -117,7 +117,7 @@ def prepare(options: LaunchOptions) -> Prepared:
     name = f"{plan.name}-{directory.name}" if options.run_dir is None else directory.name
     spec = LaunchSpec(
         name, plan, who(), flag_origins, dict.fromkeys(options.sets, SET_OPTION),
-        launcher.host_facts(), launch_spec.git_facts(catalog.PROJECT), operator=settings.load(),
+        launcher.host_facts(), launch_spec.git_facts(catalog.PROJECT), operator=user_config.load(),
     )  # fmt: skip
     phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))
     if options.config is not None:
@@ -125,7 +125,7 @@ def prepare(options: LaunchOptions) -> Prepared:
         spec = replace(spec, plan=plan)
     case = preflight.Case(plan, directory, options.devices, spec.operator)
     checks = preflight.run(case, [phase["settings"] for phase in phases])
-    facts = training.facts(options.root, phases)
+    facts = launch_facts.facts(options.root, phases)
     return Prepared(plan, directory, phases, checks, spec, facts)
 
 
@@ -259,7 +259,7 @@ def adopt(path: Path, sure: bool = False) -> str:
     if top is None:
         raise RefusedError(f"{path} belongs to no launch, so no supervisor can adopt it")
     launches.check_in_place(top)
-    return f"a new supervisor has adopted {launcher.adopt(top, settings.load(), sure)}"
+    return f"a new supervisor has adopted {launcher.adopt(top, user_config.load(), sure)}"
 
 
 # --- requests --------------------------------------------------------------------------------

@@ -51,19 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     except OutputError as error:
-        if error.reader_left and not getattr(options, "acts", False):
+        if error.is_broken_pipe and not getattr(options, "acts", False):
             output.discard()
             return error.exit_code
-        return output.complain(error, as_json=False)
+        return output.report_error(error, as_json=False)
     except ContractError as error:
-        return output.complain(error, "--json" in words)
+        return output.report_error(error, "--json" in words)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            return output.complain(UsageError("a path is too long"), "--json" in words)
+            return output.report_error(UsageError("a path is too long"), "--json" in words)
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        return output.complain(ContractError(f"{where}{error.strerror}"), "--json" in words)
+        return output.report_error(ContractError(f"{where}{error.strerror}"), "--json" in words)
     except KeyboardInterrupt:
-        output.tell("ended by ctrl+c; runs continue")
+        output.print_error("ended by ctrl+c; runs continue")
         return INTERRUPTED
 
 
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
             return
         more = row.more if isinstance(row.more, str) else row.more()
         self.description, self.epilog = row.about, _epilog(row.examples, more)
-        self.set_defaults(command=row, acts=row.work.startswith("control"))
+        self.set_defaults(command=row, acts=row.target.startswith("control"))
         for names, given in (JSON, *row.options):
             self.add_argument(*names, **given)
 
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        output.say(message.rstrip())
+        output.print_line(message.rstrip())
 
 
 def _epilog(examples: Sequence[str], more: str = "", end: Sequence[str] = ()) -> str:
@@ -130,7 +130,7 @@ def build_parser() -> Parser:
         "--mouse", action=argparse.BooleanOptionalAction,
         help="use the mouse (default: on, but off over SSH)",
     )  # fmt: skip
-    screen = Command("screen", "", (), work="screen.screen")
+    screen = Command("screen", "", (), target="screen.screen")
     parser.set_defaults(command=screen, run=None)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for row in TABLE:

@@ -52,16 +52,16 @@ class Facts:
 
     spawned: bool = False
     over: bool = False
-    asked: str = ""
+    requested: str = ""
     """The action of the request that ends the run, "" for none; `by` sent it."""
     by: str = ""
     halt_file: bool = False
     halting_ranks: int = 0
     step: int = 0
     verdict: str = ""
-    agent_code: int | None = None
+    torchrun_code: int | None = None
     """Exit status of torchrun."""
-    agent_gone: bool = False
+    torchrun_gone: bool = False
     ends: Sequence[RankEnd] = ()
     order: Sequence[int] = ()
     """Ranks in the order of their ends."""
@@ -70,9 +70,9 @@ class Facts:
     """The reason in the exit records of the ranks."""
     has_exit_records: bool = True
     """Every exit record was read, or the program writes none: no record was lost."""
-    agent_signal: str = ""
+    torchrun_signal: str = ""
     """The signal that torchrun's log names at its end: a claim, see `ended_by_signal`."""
-    ending: str = ""
+    rank_failure: str = ""
     """A sentence on the failed ranks while others are alive, "" for none."""
     world: int = 1
     failure: str = ""
@@ -91,7 +91,7 @@ class Facts:
     @property
     def halt_wanted(self) -> bool:
         """A request or a `.HALT` file asks for a halt."""
-        return self.asked == "halt" or self.halt_file
+        return self.requested == "halt" or self.halt_file
 
     @property
     def ranks_reason(self) -> str:
@@ -104,7 +104,7 @@ class Facts:
         if any(end.signal or end.code not in (0, None) for end in self.ends):
             return False
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
-        return self.agent_code == 0 or (all_zero and len(self.ends) == self.world)
+        return self.torchrun_code == 0 or (all_zero and len(self.ends) == self.world)
 
     @property
     def ended_by_signal(self) -> bool:
@@ -112,12 +112,12 @@ class Facts:
 
         Any program can print into that log, so the exits have to agree.
         """
-        failed = self.agent_code not in (0, None)
+        failed = self.torchrun_code not in (0, None)
         by_itself = any(
-            end.failed and not end.secondary and end.signal != self.agent_signal
+            end.failed and not end.secondary and end.signal != self.torchrun_signal
             for end in self.ends
         )
-        return bool(self.agent_signal) and failed and not by_itself
+        return bool(self.torchrun_signal) and failed and not by_itself
 
     @property
     def halted(self) -> bool:
@@ -134,13 +134,13 @@ class Facts:
 
         A program may exit without an exit record: then no other evidence contradicts its success.
         """
-        contradicted = bool(self.failure) or self.agent_code not in (0, None)
+        contradicted = bool(self.failure) or self.torchrun_code not in (0, None)
         return self.succeeded and not self.has_exit_records and contradicted
 
     @property
     def unobserved(self) -> bool:
         """The processes have ended, and neither the ranks nor the exit of torchrun are known."""
-        return self.spawned and not self.ends and self.agent_code is None and not self.failure
+        return self.spawned and not self.ends and self.torchrun_code is None and not self.failure
 
     @property
     def doubtful_end(self) -> RankEnd | None:
@@ -182,9 +182,9 @@ class Facts:
 
 def _halt_words(facts: Facts) -> str:
     steps = sorted(set(facts.halt_steps.values()))
-    cause = f"{facts.agent_signal} to torchrun" if facts.ended_by_signal else facts.ranks_reason
+    cause = f"{facts.torchrun_signal} to torchrun" if facts.ended_by_signal else facts.ranks_reason
     by = f" ({cause})" if cause else ""
-    if facts.by and facts.asked == "halt":
+    if facts.by and facts.requested == "halt":
         by = f", requested by {facts.by}"
     if len(steps) == 1:
         who = f"all {len(facts.halt_steps)} ranks" if len(facts.halt_steps) > 1 else "rank 0"
@@ -268,7 +268,7 @@ def _has_named_error(facts: Facts) -> bool:
 
 
 def _between_words(facts: Facts) -> str:
-    request = f"{facts.asked} requested by {facts.by} before the next attempt"
+    request = f"{facts.requested} requested by {facts.by} before the next attempt"
     return f"{request}; previous end: {facts.previous_end}"
 
 
@@ -305,10 +305,10 @@ NO_END_RECORDED: tuple[Rule, ...] = (
 """For a reader where neither the supervisor nor the ranks recorded an end."""
 
 BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
-    ("killed", lambda f: f.asked == "kill", _between_words),
-    ("stopped", lambda f: f.asked == "stop", _between_words),
-    ("crashed", lambda f: f.asked == "restart", _between_words),
-    ("halted", lambda f: f.asked == "halt", _between_words),
+    ("killed", lambda f: f.requested == "kill", _between_words),
+    ("stopped", lambda f: f.requested == "stop", _between_words),
+    ("crashed", lambda f: f.requested == "restart", _between_words),
+    ("halted", lambda f: f.requested == "halt", _between_words),
     ("halted", lambda f: f.halt_file,
      lambda f: f"a .HALT file exists; previous end: {f.previous_end}"),
     ("restarting", lambda f: True, lambda f: f"{f.next_attempt}: {f.previous_end}"),
@@ -316,15 +316,16 @@ BETWEEN_ATTEMPTS: tuple[Rule, ...] = (
 """While no rank runs and the next attempt would start."""
 
 ENDED: tuple[Rule, ...] = (
-    ("crashed", lambda f: f.asked == "restart",
+    ("crashed", lambda f: f.requested == "restart",
      lambda f: f"ended for a restart, requested by {f.by}"),
-    ("killed", lambda f: f.asked == "kill", lambda f: f"killed, requested by {f.by}"),
+    ("killed", lambda f: f.requested == "kill", lambda f: f"killed, requested by {f.by}"),
     ("stopped",
-     lambda f: f.asked == "stop" and not (f.succeeded and f.has_exit_records and not f.halt_steps),
+     lambda f: f.requested == "stop"
+     and not (f.succeeded and f.has_exit_records and not f.halt_steps),
      lambda f: f"stopped, requested by {f.by}"),
-    ("halted", lambda f: f.halted or (f.asked == "halt" and not f.spawned), _halt_words),
+    ("halted", lambda f: f.halted or (f.requested == "halt" and not f.spawned), _halt_words),
     ("stopped", lambda f: f.ended_by_signal and not (f.succeeded and f.has_exit_records),
-     lambda f: f"stopped by {f.agent_signal} to torchrun"),
+     lambda f: f"stopped by {f.torchrun_signal} to torchrun"),
     ("lost", lambda f: f.completion_unknown, _completion_unknown_words),
     ("lost", lambda f: f.unobserved,
      lambda f: "the end of torchrun and its ranks was not observed; see torchrun.log"),
@@ -338,15 +339,15 @@ ENDED: tuple[Rule, ...] = (
 LIVE: tuple[Rule, ...] = (
     ("stopping", lambda f: f.collecting,
      lambda f: "all ranks have ended; their records are still being read"),
-    ("stopping", lambda f: f.asked in ("restart", "stop", "kill"),
-     lambda f: f"{f.asked}, requested by {f.by}"),
-    ("stopping", lambda f: bool(f.ending), lambda f: f.ending),
+    ("stopping", lambda f: f.requested in ("restart", "stop", "kill"),
+     lambda f: f"{f.requested}, requested by {f.by}"),
+    ("stopping", lambda f: bool(f.rank_failure), lambda f: f.rank_failure),
     ("stalled", lambda f: bool(f.verdict),
      lambda f: f.verdict + "; a halt is pending" * (f.halt_wanted and not f.halting_ranks)),
     ("halting", lambda f: f.halt_wanted or f.halting_ranks > 0,
      lambda f: f"halt, requested by {f.by or 'a .HALT file or a signal'}"),
     ("running", lambda f: f.step > 0,
-     lambda f: "torchrun is not running; the ranks continue without it" if f.agent_gone else ""),
+     lambda f: "torchrun is not running; the ranks continue without it" if f.torchrun_gone else ""),
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip

@@ -227,7 +227,7 @@ def gate_value(gate: Gate) -> str:
     return f"{number(gate.value)} {unit}".strip()
 
 
-def missed(gates: Sequence[Gate]) -> str:
+def not_passed(gates: Sequence[Gate]) -> str:
     """Returns the gates that did not pass, with value and bound, "" where all passed."""
     return "; ".join(
         f"gate {gate.name} {RESULT_WORDS[gate.result]} ({gate_value(gate)}, bound {gate.bound})"

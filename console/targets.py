@@ -16,7 +16,7 @@ from console.request_schema import Action, Mailbox
 from console.sources import launch_documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.supervisor import lock, recovery
+from console.supervisor import former_documents, lock
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
@@ -167,7 +167,7 @@ def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
 
 
 def _document(folder: Path, name: str) -> dict[str, Any]:
-    return recovery.document(folder, name, NOT_SENT)
+    return former_documents.document(folder, name, NOT_SENT)
 
 
 def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = sorted(p for room in ("console", "nsa", "trainers") for p in (ROOT / room).rglob("*.py"))
 STDLIB = sys.stdlib_module_names
 FLOORS = (
-    "model", "error_patterns", "rank_end", "run_state", "settings", "status_text", "action_table",
-    "request_schema", "sources", "diagnose", "plans", "supervisor", "targets", "actions", "tui",
-    "commands", "cli",
+    "model", "error_patterns", "rank_end", "run_state", "user_config", "status_text",
+    "action_table", "request_schema", "sources", "diagnose", "plans", "supervisor", "targets",
+    "actions", "tui", "commands", "cli",
 )  # fmt: skip
 
 

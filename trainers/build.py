@@ -17,11 +17,11 @@ from trainers.checkpoint import Parts
 from trainers.contract import rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
-from trainers.data import Batch, Loader, open_alike, read_batch
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
+from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
 from trainers.manifest import Manifest
-from trainers.parallel import Single, join
+from trainers.parallel import Single, make_strategy
 from trainers.phases import Phases
 from trainers.precision import LossScale
 from trainers.profiling import Profiler
@@ -61,9 +61,9 @@ class Training:
 
 def build(settings: Settings, member: Member, report: Report) -> Training:
     """Returns the parts of a training; restores a checkpoint where the settings name one."""
-    train, parallel = settings.train, join(settings, member)
+    train, parallel = settings.train, make_strategy(settings, member)
     refuse_other_settings(settings, parallel)
-    source = open_alike(settings, member.run, parallel)
+    source = open_on_all_ranks(settings, member.run, parallel)
     precision.allow_tf32(train.tf32)
     if parallel.device.type == "cpu":
         keep_freed_memory()
@@ -80,7 +80,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
     resumed = resume(settings, member, report, parts)
     drills.arm(settings, member, report, plain, source)
     name = facts.device_name(parallel.device)
-    report.environment(
+    report.write_environment(
         facts.collect(parallel, plain, source, settings),
         precision.peak_flops(name, train.precision),
     )
@@ -132,7 +132,7 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
     """Returns this rank's part of the held-out batches, [] without evaluation. Raises DataError."""
     if not settings.eval.every:
         return []
-    source = open_alike(settings, run, parallel, held_out=True)
+    source = open_on_all_ranks(settings, run, parallel, held_out=True)
     count, device = settings.train.batch_size * parallel.world, parallel.device
     batches = [
         read_batch(source, count, parallel.rank, parallel.world, device)
@@ -146,13 +146,17 @@ def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> 
     restored = checkpoint.restore(parts, lambda: choose(settings, member))
     if restored is None:
         if settings.checkpoint.resume:
-            report.say("resume", 0, f"{member.run} has no checkpoint to resume; starting at step 1")
+            report.record_event(
+                "resume", 0, f"{member.run} has no checkpoint to resume; starting at step 1"
+            )
         return None
     path, found, skipped = restored
     for error in skipped:
-        report.say("checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error))
+        report.record_event(
+            "checkpoint_skipped", found.step, f"not resumed: {error}", error=str(error)
+        )
     report.resume(found.step, found.tokens_total, found.report)
-    report.say("resume", found.step, f"resumed from {path}", path=str(path))
+    report.record_event("resume", found.step, f"resumed from {path}", path=str(path))
     return found
 
 

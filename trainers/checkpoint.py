@@ -66,7 +66,7 @@ ALONE = "torch.distributed is disabled"
 """Start of DCP's warning that it works in one process only, as intended here."""
 
 
-def alike(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
+def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
     """Returns the result of `work` on this rank; all ranks must call it.
 
     Raises CheckpointError on all ranks where it fails on one, with the sentence of the first.
@@ -105,12 +105,12 @@ def restore(
         load(path, parts)
         return found
 
-    decision, skipped = alike(parallel, decide)
+    decision, skipped = on_all_ranks(parallel, decide)
     digest, _, name = parallel.gather_text(decision)[0].partition(" ")
     if not name:
         return None
     path = Path(name)
-    return path, alike(parallel, read), skipped
+    return path, on_all_ranks(parallel, read), skipped
 
 
 def load(path: Path, parts: Parts) -> None:

@@ -70,7 +70,7 @@ def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> s
 
 def _report(report: Report, member: Member, drill: Drill, state: str, text: str) -> None:
     fields = {"drill": str(drill), "state": state}
-    report.say("drill", member.pulse.step, f"drill {drill} {text}", **fields)
+    report.record_event("drill", member.pulse.step, f"drill {drill} {text}", **fields)
 
 
 class _Drills:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
     return _train(resolved, member, entry)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Exits at once; all records are written.
 
     Destroying process groups can hang forever: with two gloo groups in 2 of 16 exits.
@@ -118,7 +118,7 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
 def _train(resolved: Resolved, member: Member, entry: str) -> int:
     """Trains and records the end. Returns the exit code."""
     member.start()
-    member.beat("boot", 0)
+    member.record("boot", 0)
     report = Report(resolved, member)
     try:
         from trainers.loop import train
@@ -140,7 +140,7 @@ def _train(resolved: Resolved, member: Member, entry: str) -> int:
 def _fail(member: Member, code: int, sentence: str, kind: str) -> int:
     """Writes the last records of a failed run. Returns `code`."""
     step = member.pulse.step
-    member.beat("error", step, error=sentence, error_class=kind, exit_code=code)
+    member.record("error", step, error=sentence, error_class=kind, exit_code=code)
     member.close(step, reason=sentence, exit_code=code)
     return code
 

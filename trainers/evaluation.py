@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainers import precision
 from trainers.build import Training
-from trainers.data import Batch
+from trainers.loader import Batch
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import nn
 
 from nsa.attention import routes_of
 from nsa.backends import in_words
-from trainers.data import Source
+from trainers.loader import Source
 from trainers.parallel import Single
 from trainers.precision import AUTOCAST, MFU_FORMULA, weights_dtype
 from trainers.schema import Settings

@@ -1,6 +1,6 @@
 """`torchrun -m trainers.fsdp --config FILE`: as `trainers.ddp`, with parameters sharded (FSDP2)."""
 
-from trainers.entry import leave, main
+from trainers.entry import exit_now, main
 
 if __name__ == "__main__":
-    leave(main(entry="trainers.fsdp"))
+    exit_now(main(entry="trainers.fsdp"))

@@ -40,14 +40,14 @@ def check(chosen: Settings, batches: int) -> str:
     """Returns the source's description and the speed of `batches` batches. Raises DataError."""
     import torch
 
-    from trainers.data import Loader, open_source
+    from trainers.loader import Loader, open_source
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nsa-smoke-") as scratch:
         source = open_source(chosen, Path(scratch))
     loader = Loader(source, chosen, rank=0, world=1, device=torch.device("cpu"))
     try:
-        loader.ready()
+        loader.wait_for_first()
         first_s = time.perf_counter() - began
         fetches_s = []
         for _ in range(batches):

@@ -71,7 +71,7 @@ class Spikes:
         self._norms = torch.zeros(SPIKE_WINDOW_STEPS, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
 
-    def found(self, norm: Tensor, nonfinite: Tensor) -> Tensor:
+    def detect(self, norm: Tensor, nonfinite: Tensor) -> Tensor:
         """Returns 1.0 where `norm` is a spike; otherwise adds it to the window."""
         if not self._sigmas:
             return torch.zeros_like(nonfinite)
@@ -106,7 +106,7 @@ class Guard:
             self.overflow += row.overflow
             self.spikes += row.spike and not row.nonfinite
 
-    def judge(self, rows: list[Row]) -> None:
+    def check(self, rows: list[Row]) -> None:
         """Raises NonFiniteError after too many consecutive non-finite steps, and LeakError where
         random bytes were predicted better than chance (`chance_nats`; 0: the data is not random).
         """

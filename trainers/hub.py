@@ -16,8 +16,8 @@ from yaml import YAMLError
 
 from trainers.contract import environ
 from trainers.failures import DataError
-from trainers.limit import within
 from trainers.schema import DataSettings
+from trainers.timeout import within
 
 DATASET = "HuggingFaceFW/fineweb-edu"
 PROBE_S = 1.0

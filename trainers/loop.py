@@ -13,10 +13,10 @@ from trainers import facts, guard, manifest, optim, precision
 from trainers.build import Training, build
 from trainers.contract.member import Member
 from trainers.contract.rundir import CHECKPOINT_NOW, CHECKPOINTS, PROFILE_NOW
-from trainers.data import Batch
 from trainers.evaluation import evaluate, score
 from trainers.export import export
 from trainers.failures import CheckpointError
+from trainers.loader import Batch
 from trainers.manifest import Manifest
 from trainers.profiling import dump_out_of_memory
 from trainers.report import Report
@@ -36,15 +36,15 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     training = build(settings, member, report)
     try:
         began = time.perf_counter()
-        training.loader.ready()
+        training.loader.wait_for_first()
         about = training.loader.source.about
-        report.say("loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began)
+        report.record_event("loader_ready", 0, f"data: {about}", dt=time.perf_counter() - began)
         reason = run_steps(training)
         count_skipped(training, training.reduction.finish(include_newest=True))
         save_final(training)
         if reason not in (DONE, RIGHT_REACHED):
             training.phases.enter(report.steps_done, "halt")
-            report.say("halt", report.steps_done, f"halted: {reason}", reason=reason)
+            report.record_event("halt", report.steps_done, f"halted: {reason}", reason=reason)
     except torch.OutOfMemoryError:
         dump_out_of_memory(member)
         raise
@@ -66,7 +66,7 @@ def run_steps(t: Training) -> str:
         t.phases.enter(step, "optimizer")
         t.loss_scale.unscale(t.model)
         norm, nonfinite = guard.clip(t.model, t.settings.optim.grad_clip)
-        spike = t.spikes.found(norm, nonfinite)
+        spike = t.spikes.detect(norm, nonfinite)
         if step == 1:
             report_dead_parameters(t)
         optim.set_learning_rate(t.optimizer, rate)
@@ -76,7 +76,7 @@ def run_steps(t: Training) -> str:
         rows = reduce_figures(t, step, figures, nonfinite, spike)
         t.report.end(step)
         right = log(t, step, rows, rate, norm, stats) if t.report.due(step) else None
-        t.guard.judge(rows)
+        t.guard.check(rows)
         t.profiler.end(step)
         run_requests(t, step, rows)
         reason = halt_reason(t, rows, right)
@@ -108,7 +108,7 @@ def forward_backward(
     wants_stats = t.report.due(step) and not t.settings.report.disable_aux_stats
     watched = t.plain.collect_stats if wants_stats else contextlib.nullcontext
     for number, batch in enumerate(batches, 1):
-        with t.parallel.synced(t.model, last=number == len(batches)):
+        with t.parallel.micro_batch(t.model, last=number == len(batches)):
             t.phases.enter(step, "forward")
             with watched(), precision.autocast(t.settings.train.precision, t.parallel.device):
                 logits = t.model(batch.inputs)
@@ -124,7 +124,9 @@ def report_dead_parameters(t: Training) -> None:
     dead = guard.dead_parameters(t.plain)
     if dead:
         names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
-        t.report.say("dead_parameters", 1, f"no gradient in step 1: {names}", parameters=dead[:64])
+        t.report.record_event(
+            "dead_parameters", 1, f"no gradient in step 1: {names}", parameters=dead[:64]
+        )
 
 
 def reduce_figures(
@@ -184,7 +186,7 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     """Evaluates, profiles and saves where that is due or requested, the same on all ranks."""
     requests = frozenset().union(*(row.requests for row in rows))
     if PROFILE_NOW in requests:
-        t.profiler.ask(step)
+        t.profiler.request(step)
     if t.held_out and step % t.settings.eval.every == 0:
         evaluate(t, step)
     report_save(t, step, *t.saver.collect())
@@ -241,7 +243,9 @@ def report_save(t: Training, step: int, *ended: Path | CheckpointError) -> None:
     """Records the results of saves."""
     for saved in ended:
         if isinstance(saved, CheckpointError):
-            t.report.say("checkpoint_failed", step, str(saved), error=str(saved))
+            t.report.record_event("checkpoint_failed", step, str(saved), error=str(saved))
         else:
             text = f"saved {CHECKPOINTS}/{saved.name}"
-            t.report.say("checkpoint", manifest.step_of(saved) or step, text, path=saved.name)
+            t.report.record_event(
+                "checkpoint", manifest.step_of(saved) or step, text, path=saved.name
+            )

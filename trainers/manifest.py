@@ -70,7 +70,7 @@ def newest_first(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
-def seal(temporary: Path, target: Path, manifest: Manifest) -> None:
+def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     """Completes a save: hashes, manifest, fsync, rename, `latest`.
 
     Raises OSError where the rename failed, CheckpointError where it succeeded and `latest` or the

@@ -46,7 +46,7 @@ class Single:
         """Returns the unwrapped module, whose state has the plain names."""
         return model
 
-    def synced(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Returns the context of a micro-batch; gradients are reduced in the `last` one."""
         del model, last
         return contextlib.nullcontext()
@@ -127,7 +127,9 @@ class Ddp(Group):
     def wrap(self, model: nn.Module) -> nn.Module:
         settings, pulse = self._settings, self._member.pulse
         # The embedding's gradient is the last one; then this rank waits for the others' buckets.
-        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: pulse.count())
+        next(model.parameters()).register_post_accumulate_grad_hook(
+            lambda _: pulse.count_collective()
+        )
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -146,7 +148,7 @@ class Ddp(Group):
     def plain(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def synced(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         if last or not isinstance(model, DistributedDataParallel):
             return contextlib.nullcontext()
         return model.no_sync()
@@ -186,7 +188,7 @@ class Fsdp(Group):
         return model
 
     @contextlib.contextmanager
-    def synced(self, model: nn.Module, last: bool) -> Iterator[None]:
+    def micro_batch(self, model: nn.Module, last: bool) -> Iterator[None]:
         cast(FSDPModule, model).set_requires_gradient_sync(last)
         yield
 
@@ -211,7 +213,7 @@ def device_of(settings: Settings, member: Member) -> torch.device:
     return device
 
 
-def join(settings: Settings, member: Member) -> Single:
+def make_strategy(settings: Settings, member: Member) -> Single:
     """Returns the strategy of this run: `Single` for one rank, else that of `train.strategy`."""
     device = device_of(settings, member)
     if member.world == 1:

@@ -17,7 +17,7 @@ from trainers.refusals import step_range
 from trainers.report import Report
 from trainers.schema import ReportSettings
 
-FOLDER, ASKED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0
+FOLDER, REQUESTED_STEPS, EXPORT_TIMEOUT_S = "profiles", 3, 60.0
 KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -44,12 +44,12 @@ class Profiler:
         """The steps of the open window."""
         self._exporting: threading.Thread | None = None
         if settings.memory_every and not on_cuda:
-            report.say("note", 0, "report.memory_every has no effect without CUDA")
+            report.record_event("note", 0, "report.memory_every has no effect without CUDA")
 
-    def ask(self, step: int) -> None:
+    def request(self, step: int) -> None:
         """Profiles the steps after `step`, unless a window is open or planned."""
         if self._open is None and step >= self._window.stop:
-            self._window = range(step + 1, step + 1 + ASKED_STEPS)
+            self._window = range(step + 1, step + 1 + REQUESTED_STEPS)
 
     def begin(self, step: int) -> None:
         """Opens the window that starts with this step, or that of the audit."""
@@ -84,7 +84,7 @@ class Profiler:
         if self._audit:
             called = kernels_called(profile.events())
             text = f"kernels of SDPA in steps {self._steps.start}-{step}: {kernel_words(called)}"
-            self._report.say("sdpa_audit", step, text, called=called)
+            self._report.record_event("sdpa_audit", step, text, called=called)
             self._audit = False
         if self._steps != self._window:
             return
@@ -101,9 +101,11 @@ class Profiler:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            self._report.say("note", step, f"cannot write the profile {path}: {error}")
+            self._report.record_event("note", step, f"cannot write the profile {path}: {error}")
         else:
-            self._report.say("profile", step, f"wrote the profile {path}", path=f"{FOLDER}/{name}")
+            self._report.record_event(
+                "profile", step, f"wrote the profile {path}", path=f"{FOLDER}/{name}"
+            )
 
 
 def dump_out_of_memory(member: Member) -> None:

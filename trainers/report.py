@@ -110,7 +110,7 @@ class Report:
         """Returns the plain value of each setting, for the checkpoint."""
         return {key: entry["value"] for key, entry in self._resolved.as_dict().items()}
 
-    def environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
+    def write_environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
         """Writes env.json, the log's first line and the header of the CSV (rank 0)."""
         self.peak_flops = peak_flops
         if self._member.rank:
@@ -159,7 +159,7 @@ class Report:
         if self.steps_done == self._steps_before:
             self._ended_at = time.perf_counter()
         if self.due(step):
-            self._member.beat("step_start", step)
+            self._member.record("step_start", step)
 
     def fetched(self, took_s: float) -> None:
         """Adds the time of one fetch."""
@@ -184,7 +184,7 @@ class Report:
         if right is not None:
             fields["bytes_right"] = round(right / max(tokens, 1), 4)
         text = f"eval at step {step}: loss {loss:.4f} on {tokens:,} held-out tokens"
-        self.say("eval", step, text, **fields)
+        self.record_event("eval", step, text, **fields)
 
     def paused(self, took_s: float) -> None:
         """Excludes the time of a save or an evaluation from the step durations."""
@@ -204,8 +204,8 @@ class Report:
         `figures` are added unchanged: gate statistics, GPU memory.
         """
         fields = self._fields(loss, skipped_steps, phases_s) | figures
-        self._member.beat("progress", step, **fields)
-        self._member.beat("step_end", step)
+        self._member.record("progress", step, **fields)
+        self._member.record("step_end", step)
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self._last = fields
         if self._member.rank == 0:
@@ -253,9 +253,9 @@ class Report:
             f"{fields['toks_per_s']:,.0f} tok/s  {fields['steps_dt_s'][-1]:.3f} s{right}"
         )
 
-    def say(self, msg: str, step: int, text: str, **fields: Any) -> None:
+    def record_event(self, msg: str, step: int, text: str, **fields: Any) -> None:
         """Records one event of the run in heartbeat and log."""
-        self._member.beat(msg, step, **fields)
+        self._member.record(msg, step, **fields)
         self._member.log(text)
 
     def metrics(self, reason: str, exit_code: int) -> None:

@@ -30,7 +30,7 @@ from trainers.checkpoint import (
     Parts,
     Result,
     State,
-    alike,
+    on_all_ranks,
     random_state,
     reason_of,
 )
@@ -163,7 +163,7 @@ class Saver:
         return self._parts.state() | {RANDOM: random}
 
     def _alike(self, target: Path, work: Callable[[], Result]) -> Result:
-        return alike(self._parts.parallel, work, _not_written(target))
+        return on_all_ranks(self._parts.parallel, work, _not_written(target))
 
     def _write(
         self, state: State, writer: FileSystemWriter, position: Manifest, target: Path
@@ -188,7 +188,7 @@ class Saver:
             try:
                 self._refuse_another_run()
                 whole = replace(position, world=parallel.world)
-                manifest.seal(_temporary(target), target, whole)
+                manifest.complete(_temporary(target), target, whole)
                 self._sealed = target
             except BaseException as error:
                 reason = reason_of(error)

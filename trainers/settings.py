@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from trainers.contract import drill, flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.values import convert, takes
+from trainers.contract.values import accepted_values, convert
 from trainers.refusals import refuse
 from trainers.schema import DRILL, STRATEGY, Key, Settings, keys, section_keys
 
@@ -157,7 +157,7 @@ def _convert(name: str, value: Any, key: Key, origin: str) -> Any:
         return convert(value, *expected)
     except ValueError:
         raise UsageError(
-            f"{_source(origin, name)} cannot be {value!r}; it takes {takes(*expected)}"
+            f"{_source(origin, name)} cannot be {value!r}; it takes {accepted_values(*expected)}"
         ) from None
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from trainers import documents, tokenizer
-from trainers.documents import Documents
+from trainers import text_files, tokenizer
 from trainers.failures import DataError
 from trainers.schema import DataSettings
 from trainers.sequences import RankRows, Source, State, stack
+from trainers.text_files import Documents
 from trainers.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = b"\0"
@@ -31,9 +31,9 @@ class Lane:
     number of the piece's tokens before it.
     """
 
-    def __init__(self, docs: Documents, index: int, lanes: int, words: Tokenizer, seq_len: int):
+    def __init__(self, docs: Documents, index: int, lanes: int, encoder: Tokenizer, seq_len: int):
         self._docs, self._files = docs, docs.files[index::lanes]
-        self._words, self._seq_len = words, seq_len
+        self._encoder, self._seq_len = encoder, seq_len
         self.seek(0, 0, 0, 0)
 
     def seek(self, epoch: int, file: int, cursor: int, skip: int) -> None:
@@ -46,7 +46,7 @@ class Lane:
 
     def take(self) -> bytes:
         """Returns the next S + 1 tokens; the last is also the first of the next sequence."""
-        width = self._words.kind.itemsize
+        width = self._encoder.kind.itemsize
         while self._end <= self._at + self._seq_len:
             place, tokens = next(self._pieces)
             self._marks.append((self._end, place))
@@ -85,7 +85,7 @@ class Lane:
 
     def _tokens(self, file: int, data: bytes, ends: bool) -> bytes:
         try:
-            return self._words.encode(data) + (self._words.end if ends else b"")
+            return self._encoder.encode(data) + (self._encoder.end if ends else b"")
         except ValueError as error:
             raise DataError(
                 f"{self._files[file]} cannot be tokenised: {error}; use data.tokenizer=byte"
@@ -105,7 +105,7 @@ class Stream(Source):
         self.seq_len = self.scored = data.seq_len
         end = b"" if data.source == "text" else END_OF_DOCUMENT
         self._words = tokenizer.build(data.tokenizer, end)
-        docs = documents.find(data, seed, held_out, scratch)
+        docs = text_files.find(data, seed, held_out, scratch)
         lanes = min(data.lanes, len(docs.files))
         self.about = docs.about
         self.fingerprint = (

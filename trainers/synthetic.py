@@ -39,9 +39,9 @@ class Synthetic(Source):
     def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
         """Returns S + 1 bytes; marks in `scored`, bool `[S]`, the predictions that count."""
         del scored
-        return self.drawn(index)[0]
+        return self.draw(index)[0]
 
-    def drawn(self, index: int) -> tuple[bytearray, random.Random]:
+    def draw(self, index: int) -> tuple[bytearray, random.Random]:
         """Returns S + 1 bytes for seed and index, and the generator after them."""
         generator = random.Random(f"{self._seed}/{index}")
         return bytearray(generator.randbytes(self.seq_len + 1)), generator
@@ -67,7 +67,7 @@ class Recall(Synthetic):
         self.fingerprint += f" span={self.span} distance={self.nearest}..{self.farthest}"
 
     def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
-        sequence, generator = self.drawn(index)
+        sequence, generator = self.draw(index)
         distance = self.nearest
         if self.farthest > self.nearest:
             distance = generator.randint(self.nearest, self.farthest)

@@ -8,7 +8,7 @@ from typing import Any
 
 from console import actions, targets
 from console.actions import LaunchOptions
-from console.commands.output import MAX_SENTENCE_CHARS, program, say, show, tell
+from console.commands.output import MAX_SENTENCE_CHARS, print_error, print_line, program, show
 from console.commands.query import follow
 from console.commands.timeout import within
 from console.request_schema import ACTIONS
@@ -53,12 +53,12 @@ def launch(options: argparse.Namespace) -> int:
         return 0 if prepared.ok else 1
     for check in prepared.checks:
         if prepared.ok and check.result == "unknown":
-            tell(clean(f"warning: {check.name}: {check.text}", MAX_SENTENCE_CHARS))
+            print_error(clean(f"warning: {check.name}: {check.text}", MAX_SENTENCE_CHARS))
     path = actions.begin(prepared, actions.who())
     name = launches.launch_id(path)
     if options.wait:
         if not options.json:
-            say(f"launched {name} in {path}; ctrl+c leaves, the run continues")
+            print_line(f"launched {name} in {path}; ctrl+c leaves, the run continues")
         return follow(RunSource(path), options.json)
     known = options.run_dir is None and options.root == launches.ROOT
     line = f"launched {name} in {path}; to follow it: {program()} watch {name if known else path}"

@@ -33,7 +33,7 @@ class OutputError(ContractError):
     def __init__(self, error: OSError, lost: str):
         lost = " ".join(lost.split())
         super().__init__(f"cannot write to standard output: {error.strerror}; not written: {lost}")
-        self.reader_left = error.errno == errno.EPIPE
+        self.is_broken_pipe = error.errno == errno.EPIPE
 
 
 def prepare() -> None:
@@ -56,7 +56,7 @@ def is_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line at once. Raises OutputError."""
     try:
         if sys.stdout is None:
@@ -68,7 +68,7 @@ def say(text: str) -> None:
 
 def emit(record: Any) -> None:
     """Prints one JSON document on one line, non-finite numbers as text. Raises OutputError."""
-    say(jsonl.encode(record).decode("ascii").rstrip())
+    print_line(jsonl.encode(record).decode("ascii").rstrip())
 
 
 def program() -> str:
@@ -87,10 +87,10 @@ def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:
         emit(record)
         return
     for line in lines:
-        say(line)
+        print_line(line)
 
 
-def complain(error: ContractError, as_json: bool) -> int:
+def report_error(error: ContractError, as_json: bool) -> int:
     """Prints the error of a command, on standard error and as data; returns the exit code."""
     if isinstance(error, OutputError):
         discard()
@@ -99,11 +99,11 @@ def complain(error: ContractError, as_json: bool) -> int:
             emit({"error": str(error), "exit_code": error.exit_code})
         except OutputError:
             discard()
-    tell(clean(str(error), MAX_SENTENCE_CHARS))
+    print_error(clean(str(error), MAX_SENTENCE_CHARS))
     return error.exit_code
 
 
-def tell(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """Prints a sentence on standard error; a write that fails is not an error."""
     with contextlib.suppress(OSError):
         print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

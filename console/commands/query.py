@@ -11,9 +11,16 @@ from itertools import pairwise
 from pathlib import Path
 
 from console import status_text
-from console.commands.output import MAX_SENTENCE_CHARS, emit, say, show, show_progress, tell
+from console.commands.output import (
+    MAX_SENTENCE_CHARS,
+    emit,
+    print_error,
+    print_line,
+    show,
+    show_progress,
+)
 from console.model import LIVE_STATES, RunState, State
-from console.plans.confirm import confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources import launches, liveness
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -36,7 +43,7 @@ def runs(options: argparse.Namespace) -> int:
         raise NotFoundError(f"there is no directory {options.root}, so there are no launches")
     rows, lines = [], []
     for path in launches.launches(options.root)[: options.limit]:
-        state = confirmed(RunSource(path))
+        state = poll_confirmed(RunSource(path))
         launch = state.launch
         if launch is None:
             continue
@@ -58,10 +65,10 @@ def runs(options: argparse.Namespace) -> int:
 def status(options: argparse.Namespace) -> int:
     """Prints the state, ranks, alerts and gates of a run."""
     run = source(options)
-    state = confirmed(run)
-    lines = [*status_text.status_lines(state, run.whole), *_resume(state)]
-    show(options.json, status_text.as_json(state, run.whole), lines)
-    return status_text.exit_code(state, run.whole)
+    state = poll_confirmed(run)
+    lines = [*status_text.status_lines(state, run.is_launch), *_resume(state)]
+    show(options.json, status_text.as_json(state, run.is_launch), lines)
+    return status_text.exit_code(state, run.is_launch)
 
 
 def _resume(state: RunState) -> Iterator[str]:
@@ -101,19 +108,19 @@ def follow(
     """
     changes = status_text.Changes()
     while True:
-        state = confirmed(run)
+        state = poll_confirmed(run)
         for sentence in changes.sentences(state, time.monotonic()):
             if not as_json:
-                say(sentence)
+                print_line(sentence)
         waits = state.launch is not None and state.launch.state == "waiting"
         if status_text.is_over(state) or (until_waiting and waits):
             break
         time.sleep(interval_s)
     for line in () if as_json else _resume(state):
-        say(line.strip())
+        print_line(line.strip())
     if as_json:
-        emit(status_text.as_json(state, run.whole))
-    return status_text.exit_code(state, run.whole)
+        emit(status_text.as_json(state, run.is_launch))
+    return status_text.exit_code(state, run.is_launch)
 
 
 def check(options: argparse.Namespace) -> int:
@@ -142,10 +149,10 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 def _check_run(options: argparse.Namespace) -> int:
     run = _read_all(options) if options.full else source(options)
-    state = confirmed(run)
-    code = status_text.exit_code(state, run.whole)
+    state = poll_confirmed(run)
+    code = status_text.exit_code(state, run.is_launch)
     end = status_text.no_go(state) or (
-        _go(state, run.whole) if code == 0 else _no_go(state, run.whole)
+        _go(state, run.is_launch) if code == 0 else _no_go(state, run.is_launch)
     )
     if code == 0 and state.state in LIVE_STATES and not state.gates:
         gates = "its gates are evaluated when it ends" if state.bounds else "it has no gates"
@@ -173,7 +180,7 @@ def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
         of = f"{rundir.SNAPSHOT} of {status_text.age(liveness.age(ts))} ago"
         full = f"nsa-console check {shlex.quote(named)} --full replays all records"
         records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
-    elif run.is_whole and not state.behind_bytes:
+    elif run.has_all_records and not state.behind_bytes:
         records = f"all {status_text.counted(count, 'record')}"
     return f"based on {rundir.GATES} and {records}"
 
@@ -197,7 +204,7 @@ def _no_go(state: RunState, whole: bool) -> str:
     """Returns "no go" with the state of the run or launch, failed gates, and disagreements."""
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
-    missed = status_text.missed(state.gates) if word == state.state == "completed" else ""
+    missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""
     doubt = state.launch.doubt if state.launch else ""
     doubt = "" if doubt in why else doubt
     reason = f"{word}: {why}" if why else word
@@ -298,5 +305,5 @@ def plans(options: argparse.Namespace) -> int:
             lines.append(f"  {'':<12} gates: {gates or 'none'}")
     show(options.json, [plan.as_dict() for plan in found], lines)
     for sentence in wrong:
-        tell(clean(sentence, MAX_SENTENCE_CHARS))
+        print_error(clean(sentence, MAX_SENTENCE_CHARS))
     return UsageError.exit_code if wrong else 0

@@ -39,5 +39,5 @@ def screen(options: argparse.Namespace) -> int:
     app.feed.stop()
     for each in app.pending:
         if each.label != "check":
-            output.tell(f"no answer yet to {each}; nsa-console status RUN shows the state")
+            output.print_error(f"no answer yet to {each}; nsa-console status RUN shows the state")
     return FAILED if app.return_code else 0

@@ -70,17 +70,17 @@ def option(*names: str, **more: Any) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand. `work` is its function, as `module.function` of `console.commands`."""
+    """One subcommand. `target` is its function, as `module.function` of `console.commands`."""
 
     name: str
     about: str
     examples: tuple[str, ...]
     options: tuple[Option, ...] = ()
     more: str | Callable[[], str] = ""
-    work: str = ""
+    target: str = ""
 
     def __call__(self, options: argparse.Namespace) -> int:
-        module, function = self.work.split(".")
+        module, function = self.target.split(".")
         return getattr(import_module(f"console.commands.{module}"), function)(options)
 
 
@@ -136,9 +136,9 @@ QUERIES: tuple[Command, ...] = (
     Command("runs", "List launches, newest first.", ("runs", "runs --limit 5 --json"), (
         option("--limit", type=at_least(1, "a whole number of at least 1"), default=50,
                metavar="N", help="largest number of launches (default: %(default)s)"),
-    ), work="query.runs"),
+    ), target="query.runs"),
     Command("status", "Print the state, ranks, alerts and gates of a run.",
-            ("status latest", "status latest --json"), (_run(),), work="query.status"),
+            ("status latest", "status latest --json"), (_run(),), target="query.status"),
     Command("watch", "Follow one run until it ends.",
             ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"), (
         _run(),
@@ -171,9 +171,9 @@ QUERIES: tuple[Command, ...] = (
                help="only this rank, or sup (the supervisor) or torchrun"),
         option("--grep", type=word, metavar="RE", help="only lines that match this regex"),
         option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
-    ), work="query.logs"),
-    Command("flags", "List all environment flags.", ("flags",), work="query.flags"),
-    Command("plans", "List all plans.", ("plans", "plans --json"), work="query.plans"),
+    ), target="query.logs"),
+    Command("flags", "List all environment flags.", ("flags",), target="query.flags"),
+    Command("plans", "List all plans.", ("plans", "plans --json"), target="query.plans"),
 )  # fmt: skip
 
 LAUNCH = Command(
@@ -251,7 +251,7 @@ def _verbs() -> Iterator[Command]:
                     "action": "store_true"}  # fmt: skip
                 options.append(option(f"--{each.name}", help=each.help, **kind))
         examples = tuple(each for action in actions for each in action.examples)
-        yield Command(verb, actions[0].help, examples, (*options, TIMEOUT), work="control.act")
+        yield Command(verb, actions[0].help, examples, (*options, TIMEOUT), target="control.act")
 
 
 TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, ADOPT, *_verbs(), DO)

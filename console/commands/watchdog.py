@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from console import actions
-from console.commands.output import emit, say
+from console.commands.output import emit, print_line
 from console.diagnose.rules import HALTING, STRONG
-from console.diagnose.watch import Change, Watchdog
+from console.diagnose.watchdog import Change, Watchdog
 from console.sources import launches
 from console.sources.sanitize import clean
-from console.supervisor import offline
+from console.supervisor import watchdog_readings
 from trainers.contract import rundir
 from trainers.contract.plan import Watch
 
@@ -33,7 +33,7 @@ def watchdog(options: argparse.Namespace) -> int:
         rundir.check_ours(path)
         launches.check_in_place(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    source = offline.OfflineRun(path)
+    source = watchdog_readings.OfflineRun(path)
     dog: Watchdog | None = None
     watched: tuple[Path, int] | None = None
     halted: set[Path] = set()
@@ -42,7 +42,7 @@ def watchdog(options: argparse.Namespace) -> int:
         if now is not None and source.of is not None:
             if dog is None or watched != source.of:
                 watched = source.of
-                dog = watch_rules(source.watch, source.settings, options.halt, options.interval)
+                dog = make_watchdog(source.watch, source.settings, options.halt, options.interval)
             for change in dog.update(now):
                 _report(change, source.of[0], halted, options)
         if source.over:
@@ -51,7 +51,7 @@ def watchdog(options: argparse.Namespace) -> int:
         time.sleep(options.interval)
 
 
-def watch_rules(
+def make_watchdog(
     watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
 ) -> Watchdog:
     """Returns a watchdog that only warns; with `halt`, it halts for `HALTING` and strong rules."""
@@ -92,4 +92,4 @@ def _print(as_json: bool, record: dict[str, Any]) -> None:
         return emit({"ts": time.time()} | record)
     names = [record.get("level", ""), record["kind"], record.get("rule", "")]
     words = " ".join(name for name in names if name)
-    return say(f"{time.strftime('%H:%M:%S')} {words}: {record['text']}")
+    return print_line(f"{time.strftime('%H:%M:%S')} {words}: {record['text']}")

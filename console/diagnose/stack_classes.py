@@ -42,7 +42,7 @@ WAITS: Sequence[tuple[str, str, Wait]] = (
     ("torch/distributed/utils.py", "_verify_param_shape_across_processes|_sync_.*", _COLLECTIVE),
     ("torch/nn/parallel/distributed.py", ".*_broadcast_coalesced", _COLLECTIVE),
     ("torch/utils/data/dataloader.py", "_try_get_data|_next_data|_shutdown_workers", _LOADER),
-    ("trainers/data.py", "_wait|open_source", _LOADER),
+    ("trainers/loader.py", "_wait|open_source", _LOADER),
     ("torch/cuda/__init__.py", "synchronize", _DEVICE),
     ("torch/cuda/streams.py", "synchronize", _DEVICE),
     ("torch/utils/file_baton.py", "wait", _FILE),
@@ -71,7 +71,7 @@ _WAITS = tuple((file, re.compile(functions or ".*"), wait) for file, functions, 
 DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
 """Kinds of which the innermost frame counts; of others it is the outermost: a queue uses a lock."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
-_HELPERS = re.compile(r"/trainers/(?:contract/|limit\.py$)")
+_HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99
 """faulthandler shows 100 threads at most; one of them is the dumper."""

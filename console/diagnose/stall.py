@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from console.sources.pace import RECORDS_LATE_S, SAFETY
-from console.sources.reducer import NO_RECORDS, Head
+from console.sources.reducer import NO_RECORDS, LatestRecords
 from trainers.contract import jsonl
 from trainers.contract.plan import Watch
 from trainers.contract.pulse import ORDER
@@ -79,7 +79,7 @@ class RankEvidence:
 
 
 def with_records(
-    rank: RankEvidence, head: Head, attempt: int, lagging: bool = False
+    rank: RankEvidence, head: LatestRecords, attempt: int, lagging: bool = False
 ) -> RankEvidence:  # fmt: skip
     """Adds p99, first step, exit code, record ages and doubt from a rank's records to its pulse.
 
@@ -93,12 +93,12 @@ def with_records(
         rank, p99_s=head.pace.p99_s(rank.phase),
         first_step=rank.step if attempt > 1 and not head.step else first_step,
         code=head.code if rank.code is None else rank.code,
-        records_s=None if head is NO_RECORDS else head.pace.still_s(time.monotonic()),
+        records_s=None if head is NO_RECORDS else head.pace.without_step_s(time.monotonic()),
         records_gap_s=head.pace.gap_s(), doubt="ahead" if ahead else "",
     )  # fmt: skip
 
 
-def by_records(rank: int, head: Head, watch: Watch) -> RankEvidence:
+def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     """Returns a rank without a pulse by its newest record and the times between its records."""
     record, now = head.last.record, time.monotonic()
     step, pid = record["step"], jsonl.integer(record, "pid") or 0

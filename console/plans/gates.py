@@ -49,10 +49,10 @@ class Measured:
 def _steps_done(s: Summary) -> Measured:
     """Returns the step that every rank has done, by two sources each."""
     done: list[int] = []
-    exits = [part.exit[0] for fold in s.ranks.values() if (part := fold.attempts.get(fold.newest))
-             and part.exit is not None]  # fmt: skip
-    for rank, fold in sorted(s.ranks.items()):
-        step, doubt = _steps_of(s, fold, exits)
+    newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
+    exits = [part.exit[0] for part in newest if part is not None and part.exit is not None]
+    for rank, totals in sorted(s.ranks.items()):
+        step, doubt = _steps_of(s, totals, exits)
         if doubt:
             return Measured(None, doubt=f"rank {rank}: {doubt}")
         if step or rank == 0:
@@ -60,26 +60,26 @@ def _steps_done(s: Summary) -> Measured:
     return Measured(float(min(done)) if s.of_rank(0).progress else None)
 
 
-def _steps_of(s: Summary, fold: RankTotals, exits: list[int]) -> tuple[int, str]:
+def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
     """Returns the last step of a rank, and the disagreement on it, "" for none.
 
     An exit record may have a later step than the progress records, which are not due at every
     step: then its pulse, or another rank, has to confirm it.
     """
-    part, end = fold.attempts.get(fold.newest), s.ends.get((fold.newest, fold.rank))
+    part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:
         if end is not None and part is not None and part.step > end.step:
             return 0, f"its newest record has step {part.step}, its pulse step {end.step}"
-        return fold.step, ""
+        return totals.step, ""
     step, code = part.exit
     if part.start is None and step == 0:
-        return fold.step, ""  # no step was left
+        return totals.step, ""  # no step was left
     if end is not None and end.step != step:
         return 0, f"its exit record has step {step}, its pulse step {end.step}"
     if part.step > step:
         return 0, f"its newest record has step {part.step}, its exit record step {step}"
     confirmed = code == 0 and (end is not None or exits.count(step) > 1)
-    return step if confirmed else min(step, fold.step), ""
+    return step if confirmed else min(step, totals.step), ""
 
 
 def steps_done(summary: Summary) -> int:
@@ -143,12 +143,12 @@ def _bytes_right(s: Summary) -> Measured:
 
 
 def _grad_norm(s: Summary) -> Measured:
-    fold = s.of_rank(0)
-    return Measured(fold.norm_min, f"lowest of {counted(fold.norms, 'record')}")
+    totals = s.of_rank(0)
+    return Measured(totals.norm_min, f"lowest of {counted(totals.norms, 'record')}")
 
 
 def _memory(s: Summary) -> Measured:
-    largest = [fold.memory_mib.value for fold in s.ranks.values()]
+    largest = [totals.memory_mib.value for totals in s.ranks.values()]
     return Measured(
         max((v for v in largest if v is not None), default=None), "largest of all ranks"
     )

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from console.model import Result
 from console.plans import catalog
-from console.settings import Settings
 from console.sources import nvml, process
 from console.sources.sanitize import clean
+from console.user_config import Settings
 from trainers.contract import environ, flags, rundir
 from trainers.contract.errors import ContractError, RefusedError
 from trainers.contract.plan import Plan

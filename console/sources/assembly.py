@@ -12,7 +12,7 @@ from typing import Any
 from console import status_text
 from console.model import RANK_GONE, Alert, LaunchState, Level, RunState, State
 from console.run_state import decide
-from console.sources import documents, legacy, liveness
+from console.sources import json_documents, legacy, liveness
 from console.sources.launch_documents import with_run_state
 from console.sources.ranks import data_age_s, newest_step, read_ranks
 from console.sources.run_records import RECENT_BYTES, RunRecords
@@ -90,7 +90,7 @@ class _Assembly:
         evidence, records, supervisor, run_json = (
             self._evidence, self._records, self._supervisor, self._evidence.run_json
         )  # fmt: skip
-        flags = documents.flag_field(run_json, "value")
+        flags = json_documents.flag_field(run_json, "value")
         ranks = read_ranks(supervisor, records, self._live, flags.get(DEVICES, ""), self._has_ended)
         step, planned = newest_step(supervisor, ranks, records), self._planned_steps
         is_legacy = records.files.is_legacy
@@ -98,35 +98,36 @@ class _Assembly:
             id=self._id, path=str(evidence.run), state=self._state, why=self._why,
             since_ts=liveness.since_ts(supervisor, self._state, records.heads),
             attempt=records.attempt,
-            host=documents.line(supervisor, "host", documents.line(run_json, "host", "")),
+            host=json_documents.line(supervisor, "host", json_documents.line(run_json, "host", "")),
             world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
             ranks=ranks, gpus=records.gpus,
             figures=records.figures(bool(run_json.get("settings")) or is_legacy),
-            alerts=self._alerts(), verdict=documents.verdict(supervisor),
-            gates=documents.gates(evidence.gates), bounds=documents.bounds(run_json),
+            alerts=self._alerts(), verdict=json_documents.verdict(supervisor),
+            gates=json_documents.gates(evidence.gates), bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),
             launch=evidence.launch and with_run_state(
                 evidence.launch, evidence.run.name, self._state, self._why
             ),
             skipped_records=records.files.skipped,
-            skipped_in="" if records.files.is_whole else IN_RECENT,
+            skipped_in="" if records.files.has_all_records else IN_RECENT,
             behind_bytes=evidence.behind_bytes, directory_blocked_s=self._blocked_s,
-            checkpoint="" if evidence.is_away else documents.latest_checkpoint(evidence.run),
-            environment=flags, origins=documents.flag_field(run_json, "origin"),
-            decided=documents.flag_settings(jsonl.mapping(run_json, "settings")),
-            argv=documents.words(run_json, "argv"), backend=documents.backend(evidence.env),
+            checkpoint="" if evidence.is_away else json_documents.latest_checkpoint(evidence.run),
+            environment=flags, origins=json_documents.flag_field(run_json, "origin"),
+            decided=json_documents.flag_settings(jsonl.mapping(run_json, "settings")),
+            argv=json_documents.words(run_json, "argv"),
+            backend=json_documents.backend(evidence.env),
         )  # fmt: skip
 
     @property
     def _id(self) -> str:
         launch, name = self._evidence.launch, self._evidence.run.name
         default = f"{launch.id}/{name}" if launch else name
-        return documents.line(self._evidence.run_json, "run", default)
+        return json_documents.line(self._evidence.run_json, "run", default)
 
     @property
     def _planned_steps(self) -> int | None:
-        return documents.setting_int(self._evidence.run_json, "train.steps")
+        return json_documents.setting_int(self._evidence.run_json, "train.steps")
 
     def _eta_s(self, step: int | None) -> float | None:
         planned = self._planned_steps
@@ -147,7 +148,7 @@ class _Assembly:
         stopped = [alert.id for alert in self._supervisor_alerts]
         if liveness.WORK_STOPPED in stopped:
             return STOPPED_POLICY if is_long else "none"
-        policy = documents.line(self._supervisor, key, "")
+        policy = json_documents.line(self._supervisor, key, "")
         if is_long and liveness.SUPERVISOR_STOPPED in stopped:
             return f"{policy}; {NO_RESTART}"
         return policy

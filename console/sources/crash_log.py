@@ -116,7 +116,7 @@ def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
 
 def _place(frames: list[Frame]) -> str:
     """Returns the innermost place of a traceback outside the libraries: "train.py:41"."""
-    top = stacks.own(frames[::-1])
+    top = stacks.innermost_own(frames[::-1])
     return clean(top.place, 90) if top else ""
 
 
@@ -124,5 +124,5 @@ def _native_crash(lines: list[str]) -> str:
     """Returns where the crashed thread was according to faulthandler, "" without its dump."""
     at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
     threads = stacks.parse("\n".join(lines[at:]))
-    top = stacks.own(threads[0].frames) if threads and threads[0].name == MAIN else None
+    top = stacks.innermost_own(threads[0].frames) if threads and threads[0].name == MAIN else None
     return f"{clean(top.function, 80)} ({clean(top.place, 90)})" if top else ""

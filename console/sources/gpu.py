@@ -101,7 +101,7 @@ class XidLog:
         self._addresses: dict[int | None, int] = {}
         """The GPU of each handle that was ever opened: an event may come late."""
 
-    def opened(self, index: int, handle: Any) -> None:
+    def add_gpu(self, index: int, handle: Any) -> None:
         """Adds a GPU, or replaces its handle."""
         address = _address(handle)
         with self._lock:
@@ -110,7 +110,7 @@ class XidLog:
                 self._addresses[address] = index
                 self._opened.set()
 
-    def lost(self, index: int) -> None:
+    def remove_gpu(self, index: int) -> None:
         """Removes a GPU until it is opened again; its pending events still count."""
         with self._lock:
             if index in self._handles:
@@ -203,7 +203,7 @@ class Device:
         if gpu.state != "ok":
             self._handle = None
         if gpu.state == "lost":
-            self.xids.lost(self.index)
+            self.xids.remove_gpu(self.index)
         return gpu
 
     def _failed(self, error: Exception) -> Gpu:
@@ -215,19 +215,19 @@ class Device:
     def _open(self) -> None:
         nvml = self.nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-        limit = self._figure("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        limit = self._read_sensor("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         self._known = replace(
             self._known,
-            name=self._figure("name", nvml.nvmlDeviceGetName, handle) or self._known.name,
-            uuid=self._figure("uuid", nvml.nvmlDeviceGetUUID, handle) or self._known.uuid,
-            minor=self._figure("minor number", nvml.nvmlDeviceGetMinorNumber, handle),
+            name=self._read_sensor("name", nvml.nvmlDeviceGetName, handle) or self._known.name,
+            uuid=self._read_sensor("uuid", nvml.nvmlDeviceGetUUID, handle) or self._known.uuid,
+            minor=self._read_sensor("minor number", nvml.nvmlDeviceGetMinorNumber, handle),
             power_limit_w=None if limit is None else limit / 1000,
         )
         self._handle = handle
-        self.xids.opened(self.index, handle)
+        self.xids.add_gpu(self.index, handle)
 
     def _measure(self) -> Gpu:
-        nvml, handle, figure = self.nvml, self._handle, self._figure
+        nvml, handle, figure = self.nvml, self._handle, self._read_sensor
         memory = figure("memory", nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is not None:
             self._known = replace(self._known, mem_total_mib=memory.total / MIB)
@@ -261,7 +261,7 @@ class Device:
         parts = (f"no {', '.join(sensors)} ({reason})" for reason, sensors in by_reason.items())
         return "; ".join(parts)
 
-    def _figure(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
+    def _read_sensor(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
         """Returns the value of a sensor, None where it fails; only a lost GPU raises."""
         self._refused.pop(sensor, None)
         try:

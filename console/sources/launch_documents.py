@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from console.model import LaunchState, PendingFlag, PhaseState, State
-from console.sources.documents import line, read, setting_int
+from console.sources.json_documents import line, read, setting_int
 from console.sources.liveness import is_supervised
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir

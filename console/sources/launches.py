@@ -29,7 +29,7 @@ SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownLaunch:
     """A launch under the root; `written_ts` is the modification time of its plan file.
 
     `up_s` is its host's uptime at creation, in the boot `boot_id`; setting a clock has no effect.
@@ -42,7 +42,7 @@ class Known:
     boot_id: str
     up_s: float
 
-    def claim_against(self, newest: Known) -> str:
+    def claim_against(self, newest: KnownLaunch) -> str:
         """Returns the evidence that this launch is newer than `newest`, "" for none."""
         if self.written_ts > newest.written_ts:
             return f"a newer {rundir.PLAN}"
@@ -71,7 +71,7 @@ def launch_id(path: Path) -> str:
     return _known(path).id
 
 
-def _known(path: Path) -> Known:
+def _known(path: Path) -> KnownLaunch:
     record = rundir.read_json(path / rundir.PLAN) or {}
     stamp = STAMP.fullmatch(path.name)
     name = clean(
@@ -86,7 +86,7 @@ def _known(path: Path) -> Known:
         created_ts = _stamped(stamp[1]) if stamp else written_ts
     up_s = jsonl.number(record, "up_s")
     boot_id = "" if up_s is None else jsonl.text(record, "boot_id")
-    return Known(path, name, created_ts, written_ts, boot_id, up_s or 0.0)
+    return KnownLaunch(path, name, created_ts, written_ts, boot_id, up_s or 0.0)
 
 
 def _stamped(stamp: str) -> float:
@@ -120,9 +120,9 @@ def bare_runs(root: Path = ROOT) -> list[Path]:
     return sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)
 
 
-def _all(root: Path) -> list[Known]:
+def _all(root: Path) -> list[KnownLaunch]:
     """Returns the launches by creation time, newest first, each once despite links."""
-    found: dict[tuple[int, int], Known] = {}
+    found: dict[tuple[int, int], KnownLaunch] = {}
     for path in _candidates(root):
         if path.is_symlink():
             continue
@@ -179,13 +179,13 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     return _phase_run(launch, phase) if phase else launch
 
 
-def _matches(wanted: str, known: Sequence[Known]) -> list[Known]:
+def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
     """Returns the launches with this id, else those whose id starts with it."""
     exact = [each for each in known if each.id == wanted]
     return exact or [each for each in known if wanted and each.id.startswith(wanted)]
 
 
-def _check_no_other(name: str, path: Path, known: Sequence[Known]) -> None:
+def _check_no_other(name: str, path: Path, known: Sequence[KnownLaunch]) -> None:
     """Raises UsageError where a directory's name is also the id of another launch."""
     wanted = name.partition("/")[0]
     others = [each for each in known if each.id == wanted]
@@ -199,7 +199,7 @@ def _check_no_other(name: str, path: Path, known: Sequence[Known]) -> None:
             )
 
 
-def _latest(known: Sequence[Known], root: Path, act: bool) -> Path:
+def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
     """Returns the newest launch; an action also needs its plan file to be the newest."""
     if not known:
         raise NotFoundError(f"no launch under {root}; start one with nsa-console launch")
@@ -217,7 +217,7 @@ def _latest(known: Sequence[Known], root: Path, act: bool) -> Path:
     return newest.path
 
 
-def _check_age(newest: Known) -> None:
+def _check_age(newest: KnownLaunch) -> None:
     """Raises RefusedError for a launch whose plan is newer than its own runs."""
     for run in run_directories(newest.path):
         run_ts = jsonl.number(rundir.read_json(run / rundir.RUN) or {}, "created_ts")

@@ -26,7 +26,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 """Columns of its training.csv, which has no header."""
 
 
-def is_one(run: Path) -> bool:
+def is_legacy(run: Path) -> bool:
     """Returns whether a directory is a legacy one: its heartbeats have no version."""
     if (run / rundir.RUN).exists():
         return False

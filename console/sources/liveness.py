@@ -16,8 +16,8 @@ from console.model import EXIT_CODES, Alert, State
 from console.rank_end import RankEnd
 from console.run_state import Facts, ReaderView
 from console.sources import process
-from console.sources.documents import CLOCK_S
-from console.sources.reducer import Head
+from console.sources.json_documents import CLOCK_S
+from console.sources.reducer import LatestRecords
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -100,7 +100,7 @@ def _may_have_ended(supervisor: Record) -> bool:
     return not living_ranks(supervisor)
 
 
-def since_ts(supervisor: Record, state: State, heads: Mapping[int, Head]) -> float | None:
+def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords]) -> float | None:
     """Returns when a run entered its state, None where that is not available.
 
     A state that no document has begins with the newest record of the supervisor or of a rank.
@@ -111,7 +111,7 @@ def since_ts(supervisor: Record, state: State, heads: Mapping[int, Head]) -> flo
     return max((ts for ts in times if ts is not None and math.isfinite(ts)), default=None)
 
 
-def _times(heads: Mapping[int, Head]) -> list[float | None]:
+def _times(heads: Mapping[int, LatestRecords]) -> list[float | None]:
     return [jsonl.number(head.last.record, "ts") for head in heads.values()]
 
 
@@ -119,7 +119,7 @@ def _times(heads: Mapping[int, Head]) -> list[float | None]:
 
 
 def facts(
-    supervisor: Record, run: Record, heads: Mapping[int, Head], behind: bool = False,
+    supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], behind: bool = False,
     trouble: str = "",
 ) -> Facts:  # fmt: skip
     """Returns the facts that a reader can see of a run.
@@ -141,7 +141,7 @@ def facts(
 
 
 def _view(
-    supervisor: Record, run: Record, heads: Mapping[int, Head], behind: bool, trouble: str
+    supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], behind: bool, trouble: str
 ) -> ReaderView:  # fmt: skip
     named, is_alive = jsonl.text(supervisor, "state"), is_supervised(supervisor)
     state = cast(State, named) if named in STATES else None
@@ -168,7 +168,7 @@ def _age_words(seconds: float) -> str:
     return known if math.isfinite(seconds) else "age of the records not available (no time)"
 
 
-def _ends(supervisor: Record, heads: Mapping[int, Head]) -> list[RankEnd]:
+def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEnd]:
     """Returns the ends of ranks by their exit records; an exit that the supervisor saw wins."""
     attempt = jsonl.integer(supervisor, "attempt")
     exits = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")

@@ -51,7 +51,7 @@ class Log:
             self._offset = max(0, status.st_size - BACKLOG_BYTES)
             before = BACKLOG_BYTES - status.st_size
             if before > 0:
-                kept = rundir.kept_log(self.path)
+                kept = rundir.rotated_log(self.path)
                 self._carry = jsonl.read_bytes(kept, before, below=self._run)
         elif status.st_ino != self._inode or status.st_size < self._offset:
             self._offset, self._carry = 0, b""

@@ -43,7 +43,7 @@ NO_DRIVER_CODES = (9, 12)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reading:
     """The newest row of one GPU, and the time of its read (monotonic s)."""
 
     gpu: Gpu
@@ -108,7 +108,7 @@ class Nvml:
         self, period_s: float = 1.0, root: Path = Path("/"), retry_s: float = RETRY_S
     ) -> None:
         self._period_s, self._root, self._retry_s = period_s, root, retry_s
-        self._readings: dict[int, Answer] = {}
+        self._readings: dict[int, Reading] = {}
         self._xids: XidLog | None = None
         self._initialising_at: float | None = None
         self._stop = threading.Event()
@@ -190,7 +190,7 @@ class Nvml:
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
         why = f"NVML cannot be initialised ({words_of(error)}); retrying"
         self._readings = {
-            index: Answer(Gpu(index, "GPU", "error", why=why), math.inf)
+            index: Reading(Gpu(index, "GPU", "error", why=why), math.inf)
             for index in range(max(listed, least))
         }
 
@@ -198,12 +198,12 @@ class Nvml:
         """Reads one GPU until `stop`; no other thread reads it."""
         while not self._stop.is_set():
             begun = time.monotonic()
-            self._readings[device.index] = Answer(device.read(), time.monotonic())
+            self._readings[device.index] = Reading(device.read(), time.monotonic())
             self._stop.wait(max(0.05, self._period_s - (time.monotonic() - begun)))
 
 
-def _unread(index: int) -> Answer:
-    return Answer(Gpu(index, "GPU", "error", why="NVML has not answered yet"), time.monotonic())
+def _unread(index: int) -> Reading:
+    return Reading(Gpu(index, "GPU", "error", why="NVML has not answered yet"), time.monotonic())
 
 
 def _silence(seconds: float) -> str:

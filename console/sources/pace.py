@@ -1,6 +1,6 @@
 """The pace of one rank in one attempt: times between its records, durations of steps and phases.
 
-Only a reader that detects stalls has a pace; the content of the records is in the reducer's `Head`.
+Only a reader that detects stalls has a pace; the content of the records is in `LatestRecords`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from console.sources import documents
+from console.sources import json_documents
 from console.sources.rank_totals import OF_EARLIER_STEPS
 from trainers.contract import jsonl
 
@@ -55,7 +55,7 @@ def progress_of(record: Mapping[str, object]) -> Progress:
     """Returns the figures of a progress record; fields that are not valid are None."""
     steps_s = _steps_s(record)
     highest = jsonl.number(record, "gate_entropy_max")
-    return documents.read(
+    return json_documents.read(
         Progress, record,
         gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
         step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,
@@ -83,9 +83,9 @@ class Pace:
         self._recorded_s: float | None = None
         """Sum of the step times in its records since `live_since`, without the first record."""
         self._step = 0
-        self._rose = -math.inf
+        self._new_step_at = -math.inf
         """Time at which its newest step was read (monotonic s), -inf if before `live_since`."""
-        self._rose_ts = math.inf
+        self._new_step_ts = math.inf
         """The time in the record of that step (unix s)."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
         """Steps and seconds from one record with a new step to the next."""
@@ -97,14 +97,14 @@ class Pace:
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Its last times in each phase, by arrival and sorted; "" for steps."""
 
-    def take(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
+    def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
         """Adds one record that was read at `mono`, unix time `ts`.
 
         `first_step` is that of the attempt: gaps between steps count after it.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:
-            self._take_rise(step, first_step, mono, written)
+            self._add_step(step, first_step, mono, written)
         self._read_at, self._age_s = mono, _span(ts - written)
         if record["msg"] not in OF_EARLIER_STEPS:
             self._step = step
@@ -114,9 +114,9 @@ class Pace:
         if steps_s := self._possible(_steps_s(record), mono):
             self._take_durations(record, steps_s)
 
-    def settle(self, mono: float) -> None:
+    def mark_old(self, mono: float) -> None:
         """Marks all records so far as old: from now on the times of reading count."""
-        self._rose, self._live_since = -math.inf, mono
+        self._new_step_at, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
         """Returns the progress records since the last call."""
@@ -126,21 +126,21 @@ class Pace:
 
     # --- times between records -----------------------------------------------------------------
 
-    def _take_rise(self, step: int, first_step: int, mono: float, written: float) -> None:
+    def _add_step(self, step: int, first_step: int, mono: float, written: float) -> None:
         """Adds a new step; before the reader follows live, the times in the records count."""
-        live = self._rose > -math.inf
-        took_s = _span(mono - self._rose if live else written - self._rose_ts)
+        live = self._new_step_at > -math.inf
+        took_s = _span(mono - self._new_step_at if live else written - self._new_step_ts)
         steps = step - self._step
         if self._step and (self.progress or self._step >= first_step):
             self._gaps.append((steps, took_s))
         else:
             self._first_s = max(self._first_s, took_s / max(1, steps))
-        self._rose_ts = written
-        self._rose = mono if self._live_since < math.inf else -math.inf
+        self._new_step_ts = written
+        self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
-    def still_s(self, mono: float) -> float:
-        """Returns the seconds since a new step was read, infinite without one since `settle`."""
-        return max(0.0, mono - self._rose)
+    def without_step_s(self, mono: float) -> float:
+        """Returns the seconds since a new step was read, infinite without one since `mark_old`."""
+        return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:
         """Returns the seconds since its newest record was written."""

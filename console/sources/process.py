@@ -181,17 +181,17 @@ class Handle:
             self.fd = -1
 
 
-def hold(pid: int, token: str) -> Handle | None:
+def open_process(pid: int, token: str) -> Handle | None:
     """Opens a process and then checks its token; returns None for any other process."""
-    return _hold(pid, lambda: environment(pid).get(environ.TOKEN) == token)
+    return _open(pid, lambda: environment(pid).get(environ.TOKEN) == token)
 
 
-def hold_child(pid: int, parent: int) -> Handle | None:
+def open_child(pid: int, parent: int) -> Handle | None:
     """Opens a process and then checks its parent; returns None for any other process."""
-    return _hold(pid, lambda: pid in children(parent))
+    return _open(pid, lambda: pid in children(parent))
 
 
-def _hold(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
+def _open(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
     try:
         fd = os.pidfd_open(pid)
     except OSError:
@@ -203,7 +203,7 @@ def _hold(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
     return Handle(pid, fd, ticks)
 
 
-def hold_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle | None:
+def open_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle | None:
     """Opens the process that a document names and then checks its identity and its run.
 
     For a process that has overwritten its environment, as setproctitle does. A document may name
@@ -217,7 +217,7 @@ def hold_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle
     def is_meant() -> bool:
         return rundir.is_alive(owner) and (logs is None or writes_into(pid, run, logs))
 
-    return _hold(pid, is_meant)
+    return _open(pid, is_meant)
 
 
 def writes_into(pid: int, run: Path, logs: Path) -> bool:
@@ -243,8 +243,8 @@ def writes_into(pid: int, run: Path, logs: Path) -> bool:
 def _zombie_status(pid: int, start_ticks: int) -> int | None:
     """Returns the wait status of a zombie, which is the last field of its stat.
 
-    The kernel shows 0 to a process without the right to see it; `hold` has read the environment,
-    which needs the same right.
+    The kernel shows 0 to a process without the right to see it; `open_process` has read the
+    environment, which needs the same right.
     """
     fields = _stat(pid)
     if len(fields) <= _EXIT or fields[0] != b"Z" or int(fields[_STARTED]) != start_ticks:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from console.sources import documents
+from console.sources import json_documents
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
@@ -85,8 +85,8 @@ class AttemptTotals:
     def load(cls, saved: Record) -> AttemptTotals:
         """Returns the totals from `as_dict`."""
         mono, ended = jsonl.number(saved, "_mono"), jsonl.integers(saved, "exit")
-        holes = [documents.read(Missing, each) for each in jsonl.entries(saved, "holes")]
-        return documents.read(
+        holes = [json_documents.read(Missing, each) for each in jsonl.entries(saved, "holes")]
+        return json_documents.read(
             cls, saved, holes=holes,
             exit=(ended[0], ended[1]) if len(ended) == 2 else None,
             _mono=-math.inf if mono is None else mono,
@@ -96,7 +96,7 @@ class AttemptTotals:
         """Returns whether a record was added before: a file that was replaced is read again."""
         return 1 <= number <= self.last and mono is not None and mono <= self._mono
 
-    def take(self, record: Record, number: int, mono: float | None) -> None:
+    def add(self, record: Record, number: int, mono: float | None) -> None:
         """Adds the number of a record, and the fields that all kinds share."""
         step, msg = record["step"], record["msg"]
         if number < 1:
@@ -319,7 +319,7 @@ class RankTotals:
             raise ValueError("these are no totals of a rank")
         return found
 
-    def take(self, record: Record) -> bool:
+    def add(self, record: Record) -> bool:
         """Adds a record; returns whether it is new."""
         attempt = record["attempt"]
         part = self.attempts.get(attempt)
@@ -335,7 +335,7 @@ class RankTotals:
             part.trouble = part.trouble or f"a record follows those of attempt {self.newest}"
             return True
         self.newest = attempt
-        part.take(record, number, mono)
+        part.add(record, number, mono)
         if record["msg"] == "resume":
             self._begin(part, record["step"] + 1)
             self.step = min(self.step, record["step"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import Gpu, Pulse, Rank
-from console.sources import documents, liveness
+from console.sources import json_documents, liveness
 from console.sources.record_files import MAX_RANKS
 from console.sources.run_records import RunRecords
 from trainers.contract import jsonl, pulse, rundir
@@ -96,9 +96,9 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None) -> Rank:
     ages = [liveness.age(jsonl.number(record, "ts")), found.age_s if found else None]
     return Rank(
         rank=sources.rank,
-        host=documents.line(worker, "host", documents.line(sources.sample, "host", "")),
+        host=json_documents.line(worker, "host", json_documents.line(sources.sample, "host", "")),
         pid=sources.pid,
-        state=documents.line(entry, "state", ""),
+        state=json_documents.line(entry, "state", ""),
         cpu_pct=jsonl.number(entry, "cpu_pct"),
         rss_mib=jsonl.number(entry, "rss_mib"),
         pulse=found,
@@ -158,7 +158,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
         return None
     age_s = sources.sample_age_s or 0.0
     device = jsonl.text(sampled, "device_phase")
-    return documents.read(
+    return json_documents.read(
         Pulse, {"device_step": step} | sampled, age_s=age_s, live=False,
         since_s=(jsonl.number(sampled, "since_s") or 0.0) + age_s,
         device_phase=device if device in pulse.CODES else phase,

@@ -49,7 +49,7 @@ class Cursor:
         return found.suffix == jsonl.GZIP or jsonl.size_bytes(found) >= self.place.at
 
 
-NOWHERE = Cursor("", Place(0, 0))
+FILE_START = Cursor("", Place(0, 0))
 
 
 def line_before(path: Path, at: int, count_bytes: int) -> int:
@@ -66,7 +66,7 @@ def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
     """Returns the last bytes of a file; a short file is preceded by its rotated file."""
     data = jsonl.read_bytes(path, limit_bytes, below=below)
     left = limit_bytes - len(data)
-    return (jsonl.read_bytes(rundir.kept_log(path), left, below=below) if left else b"") + data
+    return (jsonl.read_bytes(rundir.rotated_log(path), left, below=below) if left else b"") + data
 
 
 class Line(NamedTuple):
@@ -122,7 +122,7 @@ def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
     if found.suffix == jsonl.GZIP:
-        tail, lines = jsonl.Packed(found, _any, place.at), []
+        tail, lines = jsonl.GzipTail(found, _any, place.at), []
         while not lines and tail.taken_bytes <= min(place.at + length, MAX_PART_BYTES):
             offset, taken = tail.offset, tail.taken_bytes
             lines = tail.poll_lines()
@@ -234,7 +234,7 @@ class RecordFile:
 def open_part(path: Path, begin_at: int = 0) -> jsonl.Tail:
     """Returns a reader of a sample file or of a part of it."""
     if path.suffix == jsonl.GZIP:
-        return jsonl.Packed(path, _any, begin_at)
+        return jsonl.GzipTail(path, _any, begin_at)
     return jsonl.Tail(path, _any, begin_at=begin_at, stays=True)
 
 
@@ -266,7 +266,7 @@ class RecordFiles:
         return sum(follower.skipped for follower in self._followed.values())
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_records(self) -> bool:
         """True if heartbeats are read from the start of their files or from a cursor on."""
         return not any(
             each.left_out_bytes
@@ -334,7 +334,7 @@ class RecordFiles:
     def _plain(
         self, name: str, accept: Any, recent_bytes: int | None, warm_up_bytes: int
     ) -> RecordFile:
-        path, cursor = self.run / name, self._cursors.get(name, NOWHERE)
+        path, cursor = self.run / name, self._cursors.get(name, FILE_START)
         begin = line_before(path, cursor.place.at, warm_up_bytes)
         tail = jsonl.Tail(path, accept, recent_bytes, begin)
         follower = RecordFile(path, tail, skipped=cursor.skipped)
@@ -342,7 +342,7 @@ class RecordFiles:
         return follower
 
     def _heartbeats(self, name: str, rank: int) -> RecordFile:
-        if legacy.is_one(self.run):
+        if legacy.is_legacy(self.run):
             self.is_legacy = True
             return RecordFile(self.run / name, legacy.tail(self.run, rank, self._recent_bytes))
         return self._plain(name, heartbeat.accept, self._recent_bytes, self._warm_up_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 
 from console.model import STALL, Alert
 from console.rank_end import error_of
-from console.sources import documents
+from console.sources import json_documents
 from console.sources.pace import UNTIMED, Pace
 from console.sources.rank_totals import OF_EARLIER_STEPS
 from console.sources.record_files import MAX_RANKS, Batch, Cursor, Line, Place, rank_of
@@ -34,7 +34,7 @@ MAX_ALERTS, MAX_LAYERS = 256, 128
 
 
 @dataclass(slots=True)
-class Head:
+class LatestRecords:
     """The progress of one rank in one attempt, from its newest records."""
 
     last: Line
@@ -54,7 +54,7 @@ class Head:
     pace: Pace = UNTIMED
     """Not in a snapshot: it depends on when the records were read."""
 
-    def take(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
         msg, step = line.record["msg"], line.record["step"]
         self.last, self.records = line, self.records + 1
         if msg not in OF_EARLIER_STEPS:
@@ -95,7 +95,7 @@ class Head:
 
 
 HEAD_LINES = ("last", "progress", "error", "ended")
-NO_RECORDS = Head(Line(Place(0, 0), 0, {}))
+NO_RECORDS = LatestRecords(Line(Place(0, 0), 0, {}))
 """The head of a rank without records."""
 
 
@@ -115,7 +115,7 @@ class Events:
     counted_until_ts: float = -math.inf
     """Stalls up to this time are counted: a file that was copied over has them again."""
 
-    def take(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
         kind = jsonl.text(line.record, "kind")
         attempt = jsonl.integer(line.record, "attempt")
         if attempt is not None:
@@ -126,7 +126,7 @@ class Events:
         self.stalls = (self.stalls or 0) + stalled
         if kind == "state":
             self.state = line
-        name = documents.line(line.record, "alert", "")
+        name = json_documents.line(line.record, "alert", "")
         if not name or kind not in ("alert", "clear", "ack"):
             return
         if name not in self.alert_ts and len(self.alert_ts) >= MAX_ALERTS:
@@ -152,7 +152,7 @@ class Events:
     def open(self) -> dict[str, Alert]:
         """Returns the open alerts by name."""
         return {
-            name: replace(raised(name, line.record), acknowledged=name in self.acknowledged)
+            name: replace(alert_of(name, line.record), acknowledged=name in self.acknowledged)
             for name, line in self.alerts.items()
         }
 
@@ -167,7 +167,7 @@ class Reducer:
     def __init__(self, series: Series, summary: Summary | None = None, timed: bool = False):
         self.series, self.summary = series, summary or Summary()
         self._timed, self._live_since = timed, math.inf
-        self.all_heads: dict[int, dict[int, Head]] = {}
+        self.all_heads: dict[int, dict[int, LatestRecords]] = {}
         self.newest_samples: dict[str, Line] = {}
         """The newest sample of each file."""
         self.events = Events()
@@ -180,7 +180,7 @@ class Reducer:
 
     # --- adding records ------------------------------------------------------------------------
 
-    def take(self, batch: Batch, world: int = MAX_RANKS, present: int | None = None) -> None:
+    def add(self, batch: Batch, world: int = MAX_RANKS, present: int | None = None) -> None:
         """Adds new lines of one file of a run with `world` ranks, in its `present` attempt.
 
         A line that was added before changes only the pace.
@@ -202,18 +202,18 @@ class Reducer:
                 if line.record["rank"] == rank < world:
                     self._take_heartbeat(batch.name, line, is_new, present)
             elif is_new and batch.name == rundir.EVENTS:
-                self.events.take(line)
+                self.events.add(line)
             elif is_new:
                 self._take_sample(batch.name, line)
 
     def _take_heartbeat(self, name: str, line: Line, is_new: bool, present: int | None) -> None:
         record, rank, attempt = line.record, line.record["rank"], line.record["attempt"]
-        counts = is_new and self.summary.take(record)
+        counts = is_new and self.summary.add(record)
         if not 0 < attempt <= MAX_ATTEMPT:
             return
         heads = self.all_heads.setdefault(rank, {})
         if is_new and attempt not in heads:
-            heads[attempt] = Head(line)
+            heads[attempt] = LatestRecords(line)
             if len(heads) > KEPT_HEADS:
                 del heads[min(heads.keys() - {present})]
         head = heads.get(attempt)
@@ -222,9 +222,9 @@ class Reducer:
         if head is not None and self._timed:
             if head.pace is UNTIMED:
                 head.pace = Pace(self._live_since)
-            head.pace.take(record, head.first_step, time.monotonic(), time.time())
+            head.pace.add(record, head.first_step, time.monotonic(), time.time())
         if head is not None and is_new:
-            head.take(line)
+            head.add(line)
         if not counts:
             return
         self.counted += 1
@@ -233,12 +233,12 @@ class Reducer:
             at = jsonl.number(record, "ts") or 0.0
             self.series.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
 
-    def settle(self) -> None:
+    def mark_old(self) -> None:
         """Marks all records so far as written before this reader started."""
         self._live_since = time.monotonic()
         for heads in self.all_heads.values():
             for head in heads.values():
-                head.pace.settle(self._live_since)
+                head.pace.mark_old(self._live_since)
 
     def _take_sample(self, name: str, line: Line) -> None:
         if jsonl.number(line.record, "ts") is not None:
@@ -276,7 +276,7 @@ class Reducer:
         started = (each for each, count in records.items() if count >= STARTED_RECORDS)
         return max(started, default=1)
 
-    def heads(self, attempt: int) -> dict[int, Head]:
+    def heads(self, attempt: int) -> dict[int, LatestRecords]:
         """Returns the head of each rank with records in an attempt."""
         heads = sorted(self.all_heads.items())
         return {rank: by_attempt[attempt] for rank, by_attempt in heads if attempt in by_attempt}
@@ -287,7 +287,7 @@ class Reducer:
         for line in self.newest_samples.values():
             of = jsonl.integer(line.record, "attempt")
             if of is None or of >= attempt:
-                found[documents.line(line.record, "host", "?")] = line.record
+                found[json_documents.line(line.record, "host", "?")] = line.record
         return found
 
 
@@ -318,7 +318,7 @@ def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
 def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
     """Returns the charted values of a sample."""
     values: dict[str, float | None] = {}
-    for entry in jsonl.entries(sample, "gpus")[: documents.MAX_GPUS]:
+    for entry in jsonl.entries(sample, "gpus")[: json_documents.MAX_GPUS]:
         index = jsonl.integer(entry, "index")
         values[f"gpu_mem_mib:{index}"] = jsonl.number(entry, "mem_used_mib")
         values[f"gpu_util_pct:{index}"] = jsonl.number(entry, "util_pct")
@@ -331,6 +331,6 @@ def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
     return values
 
 
-def raised(name: str, record: Mapping[str, Any]) -> Alert:
+def alert_of(name: str, record: Mapping[str, Any]) -> Alert:
     """Returns an alert of the supervisor from its event."""
-    return documents.read(Alert, record, id=name, acknowledged=False, observed=False)
+    return json_documents.read(Alert, record, id=name, acknowledged=False, observed=False)

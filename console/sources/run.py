@@ -13,7 +13,7 @@ from typing import Any
 from console.model import Alert, LaunchState, RunState, State
 from console.sources import liveness
 from console.sources.assembly import Evidence, run_state
-from console.sources.documents import Document
+from console.sources.json_documents import Document
 from console.sources.launch_documents import launch_state
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
 from console.sources.reducer import Reducer
@@ -38,9 +38,9 @@ class RunSource:
         self._limit_bytes = limit_bytes
         self._reads: Reads = reads
         self.launch_path = launch_of(path)
-        self.whole = is_launch(path)
+        self.is_launch = is_launch(path)
         """The path is that of a launch, and not of one of its runs."""
-        self._fixed = None if self.whole else path
+        self._fixed = None if self.is_launch else path
         self.run_path: Path | None = self._fixed
         self._documents: dict[Path, Document] = {}
         self._records: RunRecords | None = None
@@ -67,9 +67,9 @@ class RunSource:
         return self._records.summary if self._records is not None else None
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_records(self) -> bool:
         """True if all records were read, or replaced by a snapshot: totals need that."""
-        return self._records is None or self._records.files.is_whole
+        return self._records is None or self._records.files.has_all_records
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.model import LEVELS, Alert, Figure, Gpu
-from console.sources import documents, liveness, snapshot
+from console.sources import json_documents, liveness, snapshot
 from console.sources.figures import progress_figures, sample_figures, step_figures
 from console.sources.record_files import MAX_RANKS, RecordFiles
-from console.sources.reducer import Head, Reducer, raised
+from console.sources.reducer import LatestRecords, Reducer, alert_of
 from console.sources.series import Series
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
@@ -39,12 +39,12 @@ class RunRecords:
         self.has_snapshot = snapshot.load(run, saved, self.reducer, most)
         self.snapshot_ts = jsonl.number(saved or {}, "ts") if self.has_snapshot else None
         if self.has_snapshot and reads == "charts":
-            snapshot.draw(run, self.reducer)
+            snapshot.load_series(run, self.reducer)
         only_ends = reads == "end" or (reads == "recent" and not self.has_snapshot)
         self.files = RecordFiles(run, RECENT_BYTES if only_ends else None, self.reducer.cursors)
         self.attempt = 1
         """The attempt of `heads`, `samples` and `figures`."""
-        self.heads: Mapping[int, Head] = {}
+        self.heads: Mapping[int, LatestRecords] = {}
         self.samples: Mapping[str, dict[str, Any]] = {}
         """The newest sample of each host."""
 
@@ -63,7 +63,7 @@ class RunRecords:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        return tuple(gpu for each in self.samples.values() for gpu in documents.gpus(each))
+        return tuple(gpu for each in self.samples.values() for gpu in json_documents.gpus(each))
 
     def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
         """Reads about `limit_bytes` of new records.
@@ -72,7 +72,7 @@ class RunRecords:
         """
         ranks = min(world or MAX_RANKS, MAX_RANKS)
         for batch in self.files.poll(limit_bytes, ranks):
-            self.reducer.take(batch, ranks, attempt)
+            self.reducer.add(batch, ranks, attempt)
         self.attempt = self.reducer.attempt(attempt)
         self.heads = self.reducer.heads(self.attempt)
         self.samples = self.reducer.samples(self.attempt)
@@ -85,8 +85,8 @@ class RunRecords:
         or clears nothing.
         """
         by_events, event_ts = self.reducer.events.open(), self.reducer.events.alert_ts
-        by_status = {name: raised(name, record) for record in jsonl.entries(status, "alerts")
-                     if (name := documents.line(record, "alert", ""))}  # fmt: skip
+        by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")
+                     if (name := json_documents.line(record, "alert", ""))}  # fmt: skip
         found = dict(by_events)
         newer = {name for name, alert in by_status.items() if alert.ts <= event_ts.get(name, 0.0)}
         status_ts, now = jsonl.number(status, "ts"), time.time()

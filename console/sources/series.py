@@ -36,7 +36,7 @@ class Span(NamedTuple):
     `number` counts the spans of a file at a resolution and identifies a span that is read twice.
     """
 
-    of: str
+    file: str
     level: int
     number: int
     at: float
@@ -46,7 +46,7 @@ class Span(NamedTuple):
         """Returns the span as a line of a history file."""
         bands = {name: low if low == high else [low, high]
                  for name, (low, high) in self.bands.items()}  # fmt: skip
-        return {"of": self.of, "n": self.number, "ts": self.at, "bands": bands}
+        return {"of": self.file, "n": self.number, "ts": self.at, "bands": bands}
 
 
 def read_span(record: Mapping[str, Any], level: int) -> Span | None:
@@ -71,8 +71,8 @@ def _bands(saved: Mapping[str, Any]) -> dict[str, Band]:
 class Thinner:
     """Thins the points of one file, independently of other files."""
 
-    def __init__(self, of: str):
-        self._of = of
+    def __init__(self, file: str):
+        self._file = file
         self.records = 0
         self.now: list[Span | None] = [None] * len(SPANS_S)
         """The open span of each level."""
@@ -87,7 +87,7 @@ class Thinner:
                 if span is not None:
                     yield span
                 number = span.number + 1 if span is not None else 1
-                span = self.now[level] = Span(self._of, level, number, begin, {})
+                span = self.now[level] = Span(self._file, level, number, begin, {})
             bands: dict[str, Band] = span.bands  # type: ignore[assignment]
             for name, value in values.items():
                 low, high = bands.get(name, (value, value))
@@ -162,51 +162,51 @@ class Series:
         self._durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
 
-    def add(self, of: str, at: float, values: Mapping[str, float | None]) -> Values | None:
+    def add(self, file: str, at: float, values: Mapping[str, float | None]) -> Values | None:
         """Adds the values of one record of a file, without those that are not finite.
 
         Returns the added values, None for a time that is not valid. Times may be out of order
         where a clock was set back.
         """
-        known = self.add_point(of, at, values)
+        known = self.add_point(file, at, values)
         if known is not None:
-            thinner = self._thinners.setdefault(of, Thinner(of))
+            thinner = self._thinners.setdefault(file, Thinner(file))
             for span in thinner.add(at, {name: float(f"{v:.6g}") for name, v in known.items()}):
-                self._add_spans(of, span.level, [span])
+                self._add_spans(file, span.level, [span])
         return known
 
     def add_point(
-        self, of: str, at: float, values: Mapping[str, float | None]
+        self, file: str, at: float, values: Mapping[str, float | None]
     ) -> Values | None:  # fmt: skip
         """Adds the values as a point only: their spans exist already."""
         if not 0 <= at < LATEST_S:
             return None
         known = {
             name: value for name, value in values.items()
-            if value is not None and math.isfinite(value) and self._is_in(name, of)
+            if value is not None and math.isfinite(value) and self._is_in(name, file)
         }  # fmt: skip
         if self.keeps:
-            self._newest.setdefault(of, deque(maxlen=RAW_RECORDS)).append((at, known))
+            self._newest.setdefault(file, deque(maxlen=RAW_RECORDS)).append((at, known))
         return known
 
-    def drop_points(self, of: str) -> None:
+    def drop_points(self, file: str) -> None:
         """Drops the points of a file, not its spans."""
-        self._newest.pop(of, None)
+        self._newest.pop(file, None)
 
-    def _add_spans(self, of: str, level: int, spans: Sequence[Span]) -> None:
+    def _add_spans(self, file: str, level: int, spans: Sequence[Span]) -> None:
         """Adds ended spans of one file and resolution."""
         if not self.keeps:
             self.ended += spans
             return
         for name in {name for span in spans for name in span.bands}:
-            if self._is_in(name, of):
+            if self._is_in(name, file):
                 saved = self._spans.setdefault((name, level), _Spans(KEPT_SPANS[level]))
                 saved.extend([span for span in spans if name in span.bands], name)
 
-    def _is_in(self, name: str, of: str) -> bool:
+    def _is_in(self, name: str, file: str) -> bool:
         if name not in self._files and len(self._files) < MAX_SERIES:
-            self._files[name] = of
-        return self._files.get(name) == of
+            self._files[name] = file
+        return self._files.get(name) == file
 
     @property
     def names(self) -> frozenset[str]:
@@ -281,8 +281,8 @@ class Series:
         found: dict[str, dict[int, Span]] = {of: {} for of in self._thinners}
         for line in reversed(lines):
             span = read_span(jsonl.decode(line) or {}, level)
-            saved = found.get(span.of) if span is not None else None
-            if span is None or saved is None or not self._thinners[span.of].has_ended(span):
+            saved = found.get(span.file) if span is not None else None
+            if span is None or saved is None or not self._thinners[span.file].has_ended(span):
                 continue
             saved[span.number] = span
             if all(len(each) >= KEPT_SPANS[level] for each in found.values()):

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.sources import documents, record_files
+from console.sources import json_documents, record_files
 from console.sources.pace import UNTIMED
 from console.sources.rank_totals import RankTotals
 from console.sources.record_files import Cursor, Line, Place, RecordFiles, rank_of
-from console.sources.reducer import HEAD_LINES, MAX_ATTEMPT, Events, Head, Reducer
+from console.sources.reducer import HEAD_LINES, MAX_ATTEMPT, Events, LatestRecords, Reducer
 from console.sources.series import RAW_RECORDS, SPANS_S, Series
 from trainers.contract import VERSION, heartbeat, jsonl, rundir
 
@@ -164,7 +164,7 @@ class _Loader:
 
     def _head(
         self, rank: int, attempt: int, saved: Mapping[str, Any], ranks: Mapping[int, RankTotals]
-    ) -> Head:  # fmt: skip
+    ) -> LatestRecords:  # fmt: skip
         name, of = rundir.heartbeat(self._run, rank).name, {"rank": rank, "attempt": attempt}
         lines = {key: self._line(name, saved.get(key)) for key in HEAD_LINES}
         for line in lines.values():
@@ -178,14 +178,14 @@ class _Loader:
             raise ValueError(f"{name} has another newest record")
         if whole and whole.step != (progress.record["step"] if progress is not None else 0):
             raise ValueError(f"{name} has another newest step")
-        return documents.read(Head, saved, pace=UNTIMED, **lines)
+        return json_documents.read(LatestRecords, saved, pace=UNTIMED, **lines)
 
     def _events(self, saved: Mapping[str, Any]) -> Events:
         state = self._line(rundir.EVENTS, saved["state"])
         alerts = {name: self._line(rundir.EVENTS, ref) for name, ref in saved["alerts"].items()}
         for name, line in alerts.items():
             record = line.record if line is not None else {}
-            found = jsonl.text(record, "kind"), documents.line(record, "alert", "")
+            found = jsonl.text(record, "kind"), json_documents.line(record, "alert", "")
             if found != ("alert", name):
                 raise ValueError("an alert is another event")
         if state is not None and jsonl.text(state.record, "kind") != "state":
@@ -212,7 +212,7 @@ def _place(value: Any) -> Place:
     return Place(_natural(part), _natural(at))
 
 
-def draw(run: Path, reducer: Reducer) -> None:
+def load_series(run: Path, reducer: Reducer) -> None:
     """Adds the spans and the newest points before the snapshot to the series.
 
     Call it before the reducer gets other records.

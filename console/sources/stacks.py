@@ -87,7 +87,7 @@ def parse(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(name, tuple(frames)) for name, frames in threads)
 
 
-def own(frames: Sequence[Frame]) -> Frame | None:
+def innermost_own(frames: Sequence[Frame]) -> Frame | None:
     """Returns the innermost frame that is not in a library, or the innermost of all."""
     top = frames[0] if frames else None
     return next((frame for frame in frames if not frame.is_of_library), top)

@@ -32,7 +32,7 @@ class Summary:
         self.ends: dict[tuple[int, int], LastPulse] = {}
         """The last pulse of each process that has ended, by attempt and rank."""
 
-    def take(self, record: Record) -> bool:
+    def add(self, record: Record) -> bool:
         """Adds one heartbeat of any rank and attempt; returns whether it is new and counts."""
         rank = record["rank"]
         totals = self.ranks.get(rank)
@@ -40,7 +40,7 @@ class Summary:
             if rank >= min(self.world, MAX_RANKS):
                 return False
             totals = self.ranks[rank] = RankTotals(rank)
-        return totals.take(record)
+        return totals.add(record)
 
     def limit(self, world: int) -> None:
         """Drops the ranks beyond `world`, which may be known only after the records were read."""

@@ -12,16 +12,16 @@ from typing import Any, Literal
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
 from console.sources import crash_log, liveness, oom_counts
+from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.ends import Ends
+from console.supervisor.former_documents import ENDINGS
 from console.supervisor.former_run import FormerRun
 from console.supervisor.monitor import Monitor
-from console.supervisor.recovery import ENDINGS
+from console.supervisor.process_tree import Tree
 from console.supervisor.rotation import Upkeep
-from console.supervisor.run_files import Files, News, Rest
+from console.supervisor.run_files import Files, FinalRead, Poll
 from console.supervisor.sampling import Sampler
-from console.supervisor.services import AttemptOwner, RunContext
 from console.supervisor.shm import LastPulses
-from console.supervisor.tree import Tree
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -58,7 +58,7 @@ class Attempt:
         """Facts from requests and events; `facts` adds those from processes and records."""
         self._reducer, self._heads = context.reducer, partial(context.reducer.heads, number)
         if former is None:
-            self._reducer.settle()
+            self._reducer.mark_old()
         late = former is not None and not former.is_stored
         self.monitor = Monitor(context, run, self._heads, late)
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
@@ -72,7 +72,7 @@ class Attempt:
         self._ends = Ends(self.tree, self._heads, self._pulses)
         self.oom_before = (former and former.oom_counts()) or oom_counts.snapshot()
         """The kernel's counts of processes killed for memory, before the attempt."""
-        self._on_disk: int | None = 0
+        self._checkpoint_step: int | None = 0
         self._caught_up, self._cut_short = former is None, False
         self._sampled = self._ended_at = self._records_at = 0.0
         self._decided: tuple[State, str] = ("starting", "")
@@ -113,10 +113,10 @@ class Attempt:
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
             return "the ranks have ended already; no further phase starts"
-        asked, grace_s = self.known.asked, self._grace_s
+        asked, grace_s = self.known.requested, self._grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
             return f"{asked} is in progress, requested by {self.known.by}"
-        self._learn(asked=action, by=by)
+        self._learn(requested=action, by=by)
         self._run.publish()  # first: the next child has to know of it
         if action == "halt" and self.monitor.verdict:
             return (".HALT is written; the run is stalled, so it halts only when all ranks make "
@@ -139,7 +139,7 @@ class Attempt:
         since_end_s = time.monotonic() - self._ended_at
         if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
             fallback: State = "crashed" if self.stage == "over" else self._decided[0]
-            self._decided = self._observers.once(
+            self._decided = self._observers.call(
                 "the state", lambda: decide(self.facts()), (fallback, "its state cannot be decided")
             )
         return self._decided
@@ -174,8 +174,10 @@ class Attempt:
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
         """Retries a restart whose directory error may be temporary; else ends the attempt."""
-        passes = isinstance(error, OSError) or (self._is_ours and isinstance(error, RefusedError))
-        if self._number == 1 or not passes or self.known.asked:
+        is_temporary = isinstance(error, OSError) or (
+            self._is_ours and isinstance(error, RefusedError)
+        )
+        if self._number == 1 or not is_temporary or self.known.requested:
             self._end_unstarted(why)
             return
         self._again_at = time.monotonic() + PREPARE_AGAIN_S
@@ -183,8 +185,8 @@ class Attempt:
         self._alerts.raise_(UNPREPARED, text, "crit")
 
     def _spawn(self, log_fd: int) -> None:
-        if self.known.asked:
-            asked, by = self.known.asked, self.known.by
+        if self.known.requested:
+            asked, by = self.known.requested, self.known.by
             self._end_unstarted(f"{asked} requested by {by} before the start")
             return
         self.tree.spawn(*self._run.command(self._number), log_fd, self._grace_s)
@@ -198,7 +200,7 @@ class Attempt:
         self._begin_collecting()
 
     def _watch_processes(self) -> None:
-        changed = self.tree.look()
+        changed = self.tree.poll()
         if self.tree.enforce():
             text = f"KILL is sent: the grace time of {self._grace_s:g} s is over"
             self._run.event("note", text, "warn")
@@ -223,7 +225,7 @@ class Attempt:
             self._alerts.raise_(STUCK, text, "crit")
 
     def _watch_torchrun(self) -> None:
-        asked = self.known.asked in ENDED_FROM_HERE
+        asked = self.known.requested in ENDED_FROM_HERE
         # A rank that has ended counts as alive until the owner reports its exit code.
         left = [w.rank for w in self.tree.alive() if not w.handle.is_over()]
         if self.tree.agent_over and left and not asked:
@@ -237,15 +239,15 @@ class Attempt:
 
         torchrun does so too, but may send KILL 30 s later, or never if it is stopped or has exited.
         """
-        if self.known.ending or self.known.asked in ENDED_FROM_HERE:
+        if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return
         failed, grace_s = self._ends.failed(), self._grace_s
         if failed and self.tree.alive():
-            self.tree.expire(grace_s)
+            self.tree.kill_ranks_after(grace_s)
             others = "the others wait" if self.tree.agent_over else "torchrun ends the others"
-            self._learn(ending=f"rank {', '.join(map(str, failed))} failed, {others}; ranks "
+            self._learn(rank_failure=f"rank {', '.join(map(str, failed))} failed, {others}; ranks "
                         f"still alive after {grace_s:g} s are killed")  # fmt: skip
-            self._alerts.raise_(RANK_GONE, self.known.ending, "crit")
+            self._alerts.raise_(RANK_GONE, self.known.rank_failure, "crit")
 
     def _sample(self) -> None:
         workers = list(self.tree.workers.values())
@@ -258,10 +260,10 @@ class Attempt:
             self.monitor.reset()
         else:
             self._directory.put(self._samples, jsonl.encode(sample))
-        ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
+        ending = bool(self.known.rank_failure) or self.known.requested in ENDED_FROM_HERE
         ending = ending or (self.tree.agent_over and not self.tree.alive())
         # The usual duration of a step is not known before the records of an adopted run are read.
-        seen = self._sampler.seen if self._caught_up and not ending else ()
+        seen = self._sampler.evidence if self._caught_up and not ending else ()
         halting = self.known.halt_wanted
         looked = self._observers.run(
             "watch rules",
@@ -289,9 +291,9 @@ class Attempt:
 
     def _read_rest(self) -> None:
         """Reads the next part of the remaining records."""
-        self._directory.job(lambda: self.files.look(True), self._add_part, self.path)
+        self._directory.job(lambda: self.files.poll(True), self._add_part, self.path)
 
-    def _add_part(self, news: News | None, error: Exception | None) -> None:
+    def _add_part(self, news: Poll | None, error: Exception | None) -> None:
         """Adds a part of the records, and reads the next; an unreadable part is read again."""
         unread = f"cannot read the run directory: {error}"
         if news is not None:
@@ -309,14 +311,14 @@ class Attempt:
         if behind:
             text = "the attempt has too many records to read all: gates may be unknown"
             self._run.event("note", text, "warn")
-        self._directory.job(self.files.rest, self._conclude, self.path)
+        self._directory.job(self.files.read_final, self._conclude, self.path)
 
-    def _conclude(self, rest: Rest | None, _: object) -> None:
-        rest = rest or Rest()
+    def _conclude(self, rest: FinalRead | None, _: object) -> None:
+        rest = rest or FinalRead()
         self.tree.take_log(rest.log)
-        self._on_disk = rest.checkpoint
+        self._checkpoint_step = rest.checkpoint
         self._ends.conclude(rest.last)
-        self._learn(oom=oom_counts.since(self.oom_before), agent_signal=rest.agent_signal)
+        self._learn(oom=oom_counts.since(self.oom_before), torchrun_signal=rest.torchrun_signal)
         if self.tree.agent_status and not self.tree.workers:
             error = crash_log.read(rest.log).error or f"see {rundir.TORCHRUN_LOG}"
             self._learn(failure=self.known.failure or f"torchrun started no rank: {error}")
@@ -326,22 +328,22 @@ class Attempt:
 
     # --- facts ---------------------------------------------------------------------------------
 
-    def take(self, news: News) -> None:
+    def take(self, news: Poll) -> None:
         """Adds the new content of the run's files."""
         self.behind = news.behind
         taken = self._observers.run("records", lambda: self._take_records(news), False)
         if not self._caught_up and news.disk and not news.behind:
             self._caught_up = True
-            self._reducer.settle()
+            self._reducer.mark_old()
         known = self.known
         self._learn(halt_file=known.halt_file or news.halt_file)
         if news.disk:
             self._sampler.disk, self._sampler.csv = news.disk, news.csv
             self._records_at = time.monotonic() if taken and not news.unread else self._records_at
 
-    def _take_records(self, news: News) -> bool:
+    def _take_records(self, news: Poll) -> bool:
         for batch in news.batches:
-            self._reducer.take(batch, self._world, self._number)
+            self._reducer.add(batch, self._world, self._number)
         return True
 
     def checkpoint(self, former: int) -> int:
@@ -351,9 +353,9 @@ class Attempt:
         without records the directory is enough.
         """
         recorded = max(former, self.saved)
-        if self._on_disk is None:
+        if self._checkpoint_step is None:
             return recorded
-        return min(self._on_disk, recorded) if self._heads() else self._on_disk
+        return min(self._checkpoint_step, recorded) if self._heads() else self._checkpoint_step
 
     @property
     def saved(self) -> int:
@@ -369,9 +371,9 @@ class Attempt:
         codes = [heads[rank].code if rank in heads else None for rank in range(self._world)]
         return replace(
             self.known, over=self.stage == "over", collecting=self.stage == "collect",
-            spawned=tree.spawned, agent_code=tree.agent_status, agent_gone=tree.agent_over,
+            spawned=tree.spawned, torchrun_code=tree.agent_status, torchrun_gone=tree.agent_over,
             order=tuple(tree.order), ends=self._ends.so_far(), step=self.step,
-            halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.seen),
+            halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.evidence),
             halt_steps={rank: h.halt for rank, h in heads.items() if h.halt is not None},
             reason=next((head.reason for head in heads.values() if head.reason), ""),
             has_exit_records=None not in codes or not (heads or self.known.failure),
@@ -381,7 +383,7 @@ class Attempt:
     @property
     def step(self) -> int:
         """The newest step in a pulse or a record."""
-        pulsed = max((seen.step for seen in self._sampler.seen), default=0)
+        pulsed = max((seen.step for seen in self._sampler.evidence), default=0)
         recorded = (head.step for head in self._heads().values())
         return max(pulsed, self._pulses.newest, *recorded)
 
@@ -394,6 +396,6 @@ class Attempt:
         agent, verdict = self.tree.agent, self.monitor.verdict
         return {
             "torchrun": {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None,
-            "workers": self.workers(), "asked": self.known.asked, "asked_by": self.known.by,
+            "workers": self.workers(), "asked": self.known.requested, "asked_by": self.known.by,
             "verdict": asdict(verdict) if verdict else None,
         }  # fmt: skip

@@ -16,15 +16,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from console import settings
+from console import user_config
 from console.sources.nvml import Nvml
 from console.supervisor import launch_spec, lock
 from console.supervisor.child_state import ChildState
+from console.supervisor.context import Services
 from console.supervisor.hooks import Hooks
 from console.supervisor.launch import Launch
 from console.supervisor.link import Channel, Link
 from console.supervisor.rundir_io import Directory
-from console.supervisor.services import Services
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError, RefusedError
 
@@ -63,7 +63,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)
     if adopt is not None:
-        spec = replace(spec, operator=settings.parse(json.loads(adopt), "--adopt"))
+        spec = replace(spec, operator=user_config.parse(json.loads(adopt), "--adopt"))
         former = former or rundir.read_json(path / rundir.PLAN_STATE) or {}
     raise_file_limit(max(phase.nproc for phase in spec.plan.phases))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import launches, liveness, process
-from console.supervisor import recovery
+from console.supervisor import former_documents
+from console.supervisor.former_documents import NOT_ADOPTED
 from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
 from console.supervisor.next_flags import set_words
-from console.supervisor.recovery import NOT_ADOPTED
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -29,7 +29,9 @@ class Evidence:
 
     def __init__(self, launch: Path, runs: Sequence[Path]):
         self._launch = launch
-        self._events = {folder: recovery.events(folder, launch) for folder in (launch, *runs)}
+        self._events = {
+            folder: former_documents.events(folder, launch) for folder in (launch, *runs)
+        }
 
     def answered_requests(self) -> dict[str, Path]:
         """Returns the ids of the requests that were answered, with their mailboxes."""
@@ -71,11 +73,11 @@ class Evidence:
         """Says whether the last event on the state of a run, or its gates.json, agrees."""
         states = [jsonl.text(each, "state") for each in self._events[run]
                   if each.get("kind") == "state" and each.get("state")]  # fmt: skip
-        ended = state in recovery.FINAL and (run / rundir.GATES).exists()
+        ended = state in former_documents.FINAL and (run / rundir.GATES).exists()
         return ended or states[-1:] == [state]
 
 
-def of_launch(
+def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
@@ -86,7 +88,7 @@ def of_launch(
     run = runs[index]
     check_plan(plan_state, spec)
     for former in range(index):
-        check_copies(recovery.document(runs[former], rundir.RUN), spec, former)
+        check_copies(former_documents.document(runs[former], rundir.RUN), spec, former)
     check_phase(index, runs, plan_state.get("state") == "waiting")
     warnings, ended_by = [], jsonl.text(plan_state, "ended_by")
     action = ended_by.partition(" ")[0]
@@ -97,7 +99,7 @@ def of_launch(
     has_begun = (run / rundir.RUN).exists()
     following = spec.plan.phases[index + has_begun :]
     flags = {}
-    for name, entry in recovery.next_flags(plan_state).items():
+    for name, entry in former_documents.next_flags(plan_state).items():
         if following and evidence.confirms_flag(name, entry["value"], following[0].name):
             flags[name] = entry
         else:
@@ -106,14 +108,16 @@ def of_launch(
     return {**plan_state, "ended_by": ended_by, "next_flags": flags}, warnings
 
 
-def of_run(
+def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Returns run.json, the confirmed entries of supervisor.json, and a warning on each other one.
 
     Raises RefusedError where plan.json or the living processes contradict them.
     """
-    document, record = (recovery.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN))
+    document, record = (
+        former_documents.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN)
+    )
     launches.check_in_place(run)
     evidence = Evidence(run.parent, [run])
     check_copies(record, spec, index)
@@ -121,11 +125,11 @@ def of_run(
     warnings, asked = [], jsonl.text(document, "asked")
     plan_state = rundir.read_json(run.parent / rundir.PLAN_STATE) or {}
     by_plan = jsonl.text(plan_state, "ended_by").startswith(f"{asked} ")
-    if asked in recovery.ENDINGS and not (by_plan or evidence.confirms_end(asked, run)):
+    if asked in former_documents.ENDINGS and not (by_plan or evidence.confirms_end(asked, run)):
         warnings.append(_unconfirmed(rundir.SUPERVISOR, f"{asked} was requested"))
         document |= {"asked": "", "asked_by": ""}
     state = jsonl.text(document, "state")
-    final = state in recovery.FINAL or state == "restarting"
+    final = state in former_documents.FINAL or state == "restarting"
     if final and not evidence.confirms_state(state, run):
         warnings.append(_unconfirmed(rundir.SUPERVISOR, f"the run is {state}"))
         document |= {"state": ""}
@@ -212,7 +216,7 @@ def check_flags(
     recorded = jsonl.mapping(record, "flags")
     environments = [
         process.environment(pid)
-        for pid in process.with_token(recovery.token(record), recovery.home(record))
+        for pid in process.with_token(former_documents.token(record), former_documents.home(record))
     ]
     for name in sorted({*planned, *recorded}):
         entry = jsonl.mapping(recorded, name)

@@ -8,10 +8,10 @@ from typing import Any
 
 from console.rank_end import RankEnd
 from console.sources.crash_log import Crash
-from console.sources.reducer import NO_RECORDS, Head
+from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
+from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.shm import LastPulses
-from console.supervisor.tree import Tree, Worker
 from trainers.contract import jsonl
 
 LATE_END_S = 5.0
@@ -19,17 +19,19 @@ LATE_END_S = 5.0
 
 
 class Ends:
-    """Returns how the ranks of one attempt ended; `last_words` are read when all have ended."""
+    """Returns how the ranks of one attempt ended; `crashes` are read when all have ended."""
 
-    def __init__(self, tree: Tree, heads: Callable[[], Mapping[int, Head]], pulses: LastPulses):
+    def __init__(
+        self, tree: Tree, heads: Callable[[], Mapping[int, LatestRecords]], pulses: LastPulses
+    ):
         self._tree, self._heads, self._pulses = tree, heads, pulses
-        self.last_words: Mapping[int, Crash] = {}
+        self.crashes: Mapping[int, Crash] = {}
 
     def of(self, worker: Worker) -> RankEnd:
         """Returns how a rank ended."""
         step = self._pulses.step(worker.rank, worker.handle.pid)
         head = self._heads().get(worker.rank, NO_RECORDS)
-        return end_of(worker, head, self.last_words.get(worker.rank), step)
+        return end_of(worker, head, self.crashes.get(worker.rank), step)
 
     def so_far(self) -> list[RankEnd]:
         """Returns the ends of the ranks that have ended."""
@@ -44,13 +46,13 @@ class Ends:
         if worker.over_ts is None:
             return False
         late = worker.over_ts < time.time() - LATE_END_S
-        if worker.seen:
+        if worker.observed:
             return worker.failed and (late or not worker.unreaped)
         return late and self._heads().get(worker.rank, NO_RECORDS).code not in (None, 0)
 
-    def conclude(self, last_words: Mapping[int, Crash]) -> None:
+    def conclude(self, crashes: Mapping[int, Crash]) -> None:
         """Stores the last error in each rank's log, and reads the last pulses of all ranks."""
-        self.last_words = last_words
+        self.crashes = crashes
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
 
@@ -67,29 +69,32 @@ class Ends:
         return found
 
 
-def end_of(worker: Worker, head: Head, words: Crash | None = None, step: int = 0) -> RankEnd:
+def end_of(
+    worker: Worker, head: LatestRecords, words: Crash | None = None, step: int = 0
+) -> RankEnd:
     """Returns how a rank ended, from its exit, its records, and the end of its log if it was read.
 
     The last record gives an exit code that the kernel did not report; exit 0 then needs a second
     source. `step` is that of the pulse: a crash loses the records that were not yet written.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
-    doubt = "" if worker.seen or worker.confirmed else _doubt(worker, head, step)
+    doubt = "" if worker.observed or worker.confirmed else _doubt(worker, head, step)
     if doubt:
         code = signal = None
-    elif not worker.seen and not code:
+    elif not worker.observed and not code:
         code = head.code  # exit 0 needs the record of the rank
     last, record = words or Crash(), head.last.record
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return RankEnd(
         rank, code, signal, max(step, head.step), head.error_words,
-        last.error, worker.culled, raised_at=last.raised_at, crashed_in=last.crashed_in,
+        last.error, worker.killed_after_failure,
+        raised_at=last.raised_at, crashed_in=last.crashed_in,
         last_record=clean(said, 200), ts=None if worker.late else worker.over_ts,
-        observed=worker.seen, doubt=doubt,
+        observed=worker.observed, doubt=doubt,
     )  # fmt: skip
 
 
-def _doubt(worker: Worker, head: Head, step: int) -> str:
+def _doubt(worker: Worker, head: LatestRecords, step: int) -> str:
     """Says why exit 0 in the last record of a rank is not accepted, "" where it is."""
     recorded = head.step
     claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")

@@ -9,12 +9,12 @@ from typing import Any
 
 from console.error_patterns import OomCounts
 from console.model import STALL
-from console.sources import documents, process
+from console.sources import json_documents, process
 from console.sources.summary import Summary
-from console.supervisor import cross_check, recovery
+from console.supervisor import cross_check, former_documents
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.link import Link
-from console.supervisor.restart import Ended
+from console.supervisor.restart import AttemptEnd
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -37,12 +37,12 @@ class FormerRun:
     flags: Mapping[str, FlagValue]
     number: int
     """The newest attempt."""
-    ended: list[Ended]
+    ended: list[AttemptEnd]
     """The attempts that ended; the newest is one of them while the next has not begun."""
 
     @property
     def home(self) -> str:
-        return recovery.home(self.record)
+        return former_documents.home(self.record)
 
     def oom_counts(self) -> OomCounts | None:
         """Returns the counts before the newest attempt, where a former child stored them."""
@@ -52,7 +52,7 @@ class FormerRun:
 
     @property
     def token(self) -> str:
-        return recovery.token(self.record)
+        return former_documents.token(self.record)
 
 
 def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
@@ -64,8 +64,8 @@ def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
     if stored is not None:
         record, state = stored, link.stored(run / rundir.SUPERVISOR) or {}
     else:
-        record, state, warnings = cross_check.of_run(run, spec, index)
-    flags = recovery.flags(jsonl.mapping(record, "flags"), "origin")
+        record, state, warnings = cross_check.check_run(run, spec, index)
+    flags = former_documents.flags(jsonl.mapping(record, "flags"), "origin")
     living, ended = newest_living_attempt(record, state), ended_attempts(state)
     written = min(jsonl.integer(state, "attempt") or 1, len(ended) + 1)
     number = living or max(1, written)
@@ -80,23 +80,24 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
     Raises RefusedError where the token in run.json is that of another run: processes with it name
     another run directory, or supervisor.json names the shared memory of another token.
     """
-    token, mine = recovery.token(record), recovery.home(record)
+    token, mine = former_documents.token(record), former_documents.home(record)
     environments = [process.environment(pid) for pid in process.with_token(token)]
     others = [home for each in environments if (home := each.get(environ.RUN_DIR, mine)) != mine]
     live = jsonl.text(state, "live_dir")
     if others or (live and not live.endswith(f"-{token}")):
         other = f", {others[0]}" if others else ""
         raise RefusedError(
-            f"{rundir.RUN} of {mine} holds the token of another run{other}; {recovery.NOT_ADOPTED}"
+            f"{rundir.RUN} of {mine} holds the token of another run{other}; "
+            f"{former_documents.NOT_ADOPTED}"
         )
     numbers = [each.get(environ.ATTEMPT, "") for each in environments if environ.RUN_DIR in each]
     return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
 
 
-def ended_attempts(state: Mapping[str, Any]) -> list[Ended]:
+def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
     """Returns how the attempts ended, from supervisor.json."""
     entries = jsonl.entries(state, "ended")[-MAX_ENDED:]
-    return [each for entry in entries if (each := documents.read(Ended, entry)).state]
+    return [each for entry in entries if (each := json_documents.read(AttemptEnd, entry)).state]
 
 
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
@@ -107,7 +108,9 @@ def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int
     """
     stalls = jsonl.integer(state, "stalls")
     if stalls is not None and run is not None:
-        alerts = [(each.get("kind"), each.get("alert")) for each in recovery.events(run, run)]
+        alerts = [
+            (each.get("kind"), each.get("alert")) for each in former_documents.events(run, run)
+        ]
         stalls = max(stalls, alerts.count(("alert", STALL)))
     has_attempt = jsonl.integer(state, "attempt") is not None
     found = Summary(world, attempt if has_attempt else None, stalls)

@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from console.settings import Settings
 from console.sources.sanitize import clean
 from console.supervisor.launch_spec import inherited
+from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 LIMIT_S, GRACE_S = 10.0, 2.0

@@ -21,7 +21,7 @@ from console.request_schema import Mailbox, check
 from console.supervisor.attempt import Attempt
 from console.supervisor.child_state import FILES
 from console.supervisor.link import Link
-from console.supervisor.run_files import Files, News
+from console.supervisor.run_files import Files, Poll
 from console.supervisor.rundir_io import Directory
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
@@ -223,7 +223,7 @@ class _Found:
 
     requests: list[Request]
     is_halted: bool
-    news: News | None = None
+    news: Poll | None = None
 
 
 class Poller:
@@ -294,7 +294,7 @@ class Poller:
         except OSError:
             pass
         except Exception as mistake:
-            self._directory.mistakes.append(mistake)
+            self._directory.unexpected_errors.append(mistake)
         return found
 
     def _scan(self, folders: Sequence[Path]) -> list[Request]:
@@ -309,13 +309,13 @@ class Poller:
             self._changed_at = time.monotonic()
         return found
 
-    def _read_files(self, files: Files, heartbeats: bool) -> News | None:
+    def _read_files(self, files: Files, heartbeats: bool) -> Poll | None:
         """Reads a run's files, with a note for the owner in case this process dies in it."""
         if FILES_NAME in self._link.observers_off():
             return None
         self._link.state.activity.write(FILES, FILES_NAME)
         try:
-            return files.look(heartbeats)
+            return files.poll(heartbeats)
         finally:
             self._link.state.activity.write(FILES, "")
 

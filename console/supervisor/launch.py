@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from console.plans import gates
-from console.status_text import RESULT_WORDS, missed
-from console.supervisor import cross_check, former_run, recovery, shm
+from console.status_text import RESULT_WORDS, not_passed
+from console.supervisor import cross_check, former_documents, former_run, shm
 from console.supervisor.alerts import Alerts
+from console.supervisor.context import Services
 from console.supervisor.dump import Dumps
 from console.supervisor.inbox import (
     FILES_NAME,
@@ -28,7 +29,6 @@ from console.supervisor.observers import Observers
 from console.supervisor.policy import Policy
 from console.supervisor.run import BUSY_S, IDLE_S, QUIET_S, REFRESH_S, Run
 from console.supervisor.rundir_io import POLL_EVERY_S
-from console.supervisor.services import Services
 from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.errors import UsageError
 
@@ -113,8 +113,8 @@ class Launch:
             return
         self._observers.run("stack dumps", lambda: self._dumps.poll(self._inbox.answer), None)
         self._observers.run("alert hook", self._services.hooks.poll, None)
-        while self._directory.mistakes:
-            self._observers.failed(FILES_NAME, self._directory.mistakes.popleft())
+        while self._directory.unexpected_errors:
+            self._observers.failed(FILES_NAME, self._directory.unexpected_errors.popleft())
         if self.run is not None:
             before = self.run.state
             self.run.tick()
@@ -172,12 +172,12 @@ class Launch:
         warnings: list[str] = []
         if link.stored(self.path / rundir.PLAN_STATE) is None:
             evidence = cross_check.Evidence(self.path, runs)
-            former, warnings = cross_check.of_launch(
+            former, warnings = cross_check.check_launch(
                 former, self.spec, self._index, runs, evidence
             )  # fmt: skip
-        for entry, progress in zip(self._phases, recovery.phases(former), strict=False):
+        for entry, progress in zip(self._phases, former_documents.phases(former), strict=False):
             entry |= progress
-        self._next_flags.pending = recovery.next_flags(former)
+        self._next_flags.pending = former_documents.next_flags(former)
         self._ended_by = jsonl.text(former, "ended_by")[:400]
         # Queued before the first poll of the mailboxes.
         self._directory.job(
@@ -243,7 +243,7 @@ class Launch:
         if run.state != "completed":
             return f"{run.state}: {run.why}"
         if result != "pass":
-            return missed(run.gates)
+            return not_passed(run.gates)
         return self._ended_by or (f"{rundir.HALT} exists" * run.attempt.known.halt_file)
 
     def _end(self, why: str) -> None:
@@ -274,7 +274,7 @@ class Launch:
         if self.state == "ended":
             return False, f"the plan has ended: {self.why}", []
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []
-        return self._observers.once(
+        return self._observers.call(
             "requests", lambda: getattr(self, method(request.action))(request), failure
         )
 
@@ -296,7 +296,7 @@ class Launch:
             return False, f"no rank is running, so a {request.action} is not possible", []
         name = FILES[request.action]
         text = f"{name} is written; a trainer of this project reads it at the end of its step"
-        self._directory.ask_ranks(
+        self._directory.write_request(
             run.path, name, request.by,
             lambda why: self._inbox.answer(request, (not why, why or text, [])),
         )  # fmt: skip

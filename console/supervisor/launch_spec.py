@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from console import settings as own_settings
+from console import user_config
 from console.plans.catalog import PROJECT, project_file
-from console.settings import Settings
+from console.user_config import Settings
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import plan as plans_module
 from trainers.contract.errors import NotFoundError
@@ -138,12 +138,12 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
 
     mappings = ("flag_origins", "set_origins", "host", "git")
-    operator = {key: record[key] for key in own_settings.KEYS if key in record}
+    operator = {key: record[key] for key in user_config.KEYS if key in record}
     return LaunchSpec(
         str(record.get("launch", launch.name)), plan, str(record.get("by", "?")),
         *(jsonl.mapping(record, key) for key in mappings),
         created_ts=jsonl.number(record, "created_ts") or 0.0,
-        operator=own_settings.parse(operator, rundir.PLAN),
+        operator=user_config.parse(operator, rundir.PLAN),
     )  # fmt: skip
 
 

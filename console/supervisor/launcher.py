@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from console import status_text
-from console.plans import confirm
-from console.settings import Settings
+from console.plans import gate_check
 from console.sources import launches, liveness, process
-from console.supervisor import lock, recovery
+from console.supervisor import former_documents, lock
 from console.supervisor.launch_spec import LaunchSpec, inherited
+from console.user_config import Settings
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError, RefusedError
 
@@ -204,12 +204,12 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     ContractError when the supervisor does not start.
     """
     rundir.check_ours(directory)
-    plan = recovery.document(directory, rundir.PLAN)
+    plan = former_documents.document(directory, rundir.PLAN)
     if not plan:
         raise RefusedError(f"{directory} holds no launch to adopt")
     launch = jsonl.text(plan, "launch", "?")[:200]
     state = _adoptable_state(directory, launch, sure)
-    confirm.check_former(directory, plan, state)
+    gate_check.check_former(directory, plan, state)
     claim = Claim(directory, adopt=True)
     _wait_until_free(claim, launch, jsonl.mapping(state, "supervisor"))
     claim.take()
@@ -241,7 +241,7 @@ def _wait_until_free(claim: Claim, launch: str, former: Mapping[str, Any]) -> No
 
 def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]:
     """Returns plan_state.json. Raises RefusedError where this host cannot adopt the launch."""
-    state = recovery.document(directory, rundir.PLAN_STATE)
+    state = former_documents.document(directory, rundir.PLAN_STATE)
     former = jsonl.mapping(state, "supervisor")
     if jsonl.text(state, "state") == "ended" and not any(
         map(liveness.living_in, launches.run_directories(directory))

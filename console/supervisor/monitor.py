@@ -10,14 +10,14 @@ from console.diagnose.causes import explain
 from console.diagnose.readings import Readings
 from console.diagnose.stall import SAVING_PHASES, RankEvidence, unusable_pulses, why_unconfirmed
 from console.diagnose.verdict import case_of, diagnose
-from console.diagnose.watch import STALL, Change, Watchdog
+from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.sources import process
 from console.sources.pace import Progress
-from console.sources.reducer import Head
+from console.sources.reducer import LatestRecords
+from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
 from console.supervisor.sampling import Sampler
-from console.supervisor.services import AttemptOwner, RunContext
 from trainers.contract import VERSION, jsonl, rundir
 
 LONGEST_STILL_S = 1e9
@@ -34,14 +34,14 @@ class Monitor:
     """
 
     def __init__(
-        self, context: RunContext, run: AttemptOwner, heads: Callable[[], Mapping[int, Head]],
-        late: bool = False,
+        self, context: RunContext, run: AttemptOwner,
+        heads: Callable[[], Mapping[int, LatestRecords]], late: bool = False,
     ):  # fmt: skip
         self.verdict: Verdict | None = None
         self._context, self._run, self._heads = context, run, heads
         self._watch, self._alerts = context.watch, context.observers.alerts
-        self._dog = Watchdog(context.watch, context.actions, settings=run.settings)
-        self._dog.restore(self._alerts.open())
+        self._watchdog = Watchdog(context.watch, context.actions, settings=run.settings)
+        self._watchdog.restore(self._alerts.open())
         self._ending = False
         self._doubtful_polls = 0
         self._late = late
@@ -56,7 +56,7 @@ class Monitor:
 
     def on_stall(self) -> tuple[str, str]:
         """Returns the action on a stall, and the sentence that also says when it is due."""
-        return self._dog.stall_action, self._dog.stall_policy()
+        return self._watchdog.stall_action, self._watchdog.stall_policy()
 
     def poll(
         self, now: Sampler, seen: Sequence[RankEvidence], ending: bool, halting: bool, unread: str
@@ -73,7 +73,7 @@ class Monitor:
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
             stall_doubt=unread or unchanged or why_unconfirmed(seen, self._watch),
         )  # fmt: skip
-        for change in self._dog.update(found):
+        for change in self._watchdog.update(found):
             if change.kind == "act":
                 if not ending:
                     self._add_action(change)
@@ -90,7 +90,7 @@ class Monitor:
 
     def is_raised(self, rule: str) -> bool:
         """Returns whether a rule is raised now; it may have been cleared since it acted."""
-        return rule in self._dog.raised()
+        return rule in self._watchdog.raised()
 
     def pop_actions(self) -> list[Change]:
         """Returns the actions that became due since the last call."""
@@ -199,7 +199,7 @@ def _withheld(rule: str) -> str:
 
 
 def readings(
-    heads: Mapping[int, Head], seen: Sequence[RankEvidence], rss_mib: Mapping[int, float],
+    heads: Mapping[int, LatestRecords], seen: Sequence[RankEvidence], rss_mib: Mapping[int, float],
     gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
     csv: Progress | None = None, stall_doubt: str = "",
 ) -> Readings:  # fmt: skip

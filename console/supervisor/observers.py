@@ -71,7 +71,7 @@ class Observers:
             self.alerts.clear(_alert(name), f"the observer of {name} works again")
         return result
 
-    def once(self, name: str, look: Callable[[], T], otherwise: T) -> T:
+    def call(self, name: str, look: Callable[[], T], otherwise: T) -> T:
         """Returns the result of `look`, `otherwise` when it raises; the next call runs it again.
 
         An observer in which former processes died is skipped once.

@@ -374,7 +374,7 @@ class Owner:
 
     def _signal(self, pid: int, number: int) -> None:
         """Sends a signal to a process, unless the pid belongs to one without the token by now."""
-        handle = process.hold(pid, self._token)
+        handle = process.open_process(pid, self._token)
         if handle is not None:
             handle.send(number)
             handle.close()

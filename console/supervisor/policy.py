@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from console.diagnose.watch import Change
+from console.diagnose.watchdog import Change
 from console.supervisor.dump import Dumps
 from console.supervisor.inbox import Outcome
 from console.supervisor.run import Run
@@ -66,7 +66,7 @@ class Policy:
             else:
                 then((True, self._end("halt", by), []))
 
-        self._directory.ask_ranks(run.path, rundir.HALT, by, report)
+        self._directory.write_request(run.path, rundir.HALT, by, report)
 
     def halt_launch(self, run: Run | None) -> None:
         """Halts the current run because of a `.HALT` in the launch directory."""

@@ -17,7 +17,7 @@ RESTARTABLE: frozenset[State] = frozenset(("crashed", "failed"))
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptEnd:
     """The end of one attempt.
 
     `checkpoint` is the step of the newest checkpoint at that time, 0 without one. `signature` is
@@ -35,24 +35,24 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class NextAttempt:
     """The next attempt: it begins after `wait_s` at `origin`, a checkpoint or step 1."""
 
     wait_s: float
     origin: str
 
 
-def left(ended: Sequence[Ended], policy: Restart, saved: int = 0) -> int:
+def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) -> int:
     """Returns the number of restarts left if the present attempt crashed now.
 
     `saved` is the step of the newest checkpoint of this attempt, 0 without one.
     """
     former = ended[-1].checkpoint if ended else 0
-    now = Ended("crashed", "", max(saved, former))
+    now = AttemptEnd("crashed", "", max(saved, former))
     return max(0, policy.attempts - _without_checkpoint([*ended, now]))
 
 
-def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
+def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | str:
     """Returns the next attempt, or why there is none ("" where the policy has no restart).
 
     Only attempts without a new checkpoint use up the restarts, and each of them doubles the
@@ -71,10 +71,10 @@ def after(ended: Sequence[Ended], policy: Restart) -> Again | str:
         return f"not restarted: {count} attempt{plural} without a new checkpoint"
     wait_s = min(plans.LONGEST_BACKOFF_S, policy.backoff_s * 2 ** max(0, count - 1))
     origin = f"the checkpoint of step {last.checkpoint}" if last.checkpoint else "step 1"
-    return Again(wait_s, origin)
+    return NextAttempt(wait_s, origin)
 
 
-def _same_error(ended: Sequence[Ended]) -> bool:
+def _same_error(ended: Sequence[AttemptEnd]) -> bool:
     """Says whether the last two attempts had one error and no new checkpoint between them."""
     if len(ended) < 2 or not ended[-1].signature:
         return False
@@ -82,7 +82,7 @@ def _same_error(ended: Sequence[Ended]) -> bool:
     return last.signature == former.signature and last.checkpoint <= former.checkpoint
 
 
-def _without_checkpoint(ended: Sequence[Ended]) -> int:
+def _without_checkpoint(ended: Sequence[AttemptEnd]) -> int:
     """Returns the number of attempts since the last one that wrote a new checkpoint."""
     steps = (0, *(each.checkpoint for each in ended))
     new = [step > before for before, step in pairwise(steps)]
@@ -107,7 +107,7 @@ def signature(facts: Facts) -> str:
     return "exit:0:left early" if end == facts.exited_early() else end.signature()
 
 
-def deterministic(facts: Facts) -> bool:
+def is_permanent(facts: Facts) -> bool:
     """Says whether an attempt ended with an error of settings, usage or imports.
 
     Such an error prevents the first restart. It therefore needs an exit that the kernel reported

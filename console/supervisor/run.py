@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.readings import setting_values
-from console.diagnose.watch import STRONG
+from console.diagnose.watchdog import STRONG
 from console.model import Gate, State
 from console.plans import gates
 from console.run_state import Facts, decide
@@ -19,16 +19,16 @@ from console.sources.record_files import RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
-from console.supervisor import former_run, launch_spec, recovery, restart
+from console.supervisor import former_documents, former_run, launch_spec, restart
 from console.supervisor.alerts import Alerts
 from console.supervisor.attempt import Attempt
+from console.supervisor.context import RunContext, Services
 from console.supervisor.former_run import FormerRun
 from console.supervisor.git_commit import Commit
 from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
-from console.supervisor.services import RunContext, Services
 from console.supervisor.shm import Live
-from console.supervisor.snapshots import Snapshots
+from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
 
 REFRESH_S = 5.0
@@ -56,7 +56,9 @@ class Run:
         self.since_ts = time.time()
         self.number = former.number if former else 1
         self.over = False
-        self._is_final = bool(former) and jsonl.text(former.state, "state") in recovery.FINAL
+        self._is_final = (
+            bool(former) and jsonl.text(former.state, "state") in former_documents.FINAL
+        )
         self._services, self._directory, self._link = services, services.directory, services.link
         self._ended = former.ended if former else []
         self._next_at: float | None = None
@@ -129,7 +131,7 @@ class Run:
         for warning in former.warnings:
             self.event("note", warning, "warn")
         if not self._continue_waiting(former.state):
-            if (asked := jsonl.text(former.state, "asked")) in recovery.ENDINGS:
+            if (asked := jsonl.text(former.state, "asked")) in former_documents.ENDINGS:
                 self.attempt.end(asked, jsonl.text(former.state, "asked_by", "?"))
             self._decide()
         if end := self._link.state.former_end:
@@ -144,7 +146,9 @@ class Run:
     def _continue_waiting(self, state: Mapping[str, Any]) -> bool:
         """Waits for the next attempt if the former process did; returns whether it did."""
         policy = self.spec.plan.restart
-        if len(self._ended) < self.number or not (again := restart.after(self._ended, policy)):
+        if len(self._ended) < self.number or not (
+            again := restart.next_attempt(self._ended, policy)
+        ):
             return False
         wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
@@ -214,7 +218,9 @@ class Run:
     def end(self, action: str, by: str) -> str:
         """Halts, stops or kills the run, unless as much was requested; returns the answer."""
         if self._next_at is not None:
-            self._conclude(*decide(Facts(previous_end=self._ended[-1].why, asked=action, by=by)))
+            self._conclude(
+                *decide(Facts(previous_end=self._ended[-1].why, requested=action, by=by))
+            )
             return "no rank is running; no further attempt starts"
         answer = self.attempt.end(action, by)
         self._decide()
@@ -280,14 +286,14 @@ class Run:
             self.attempt = self._new_attempt()
             self._decide()
 
-    def _ended_as(self, state: State, why: str) -> restart.Ended:
+    def _ended_as(self, state: State, why: str) -> restart.AttemptEnd:
         facts = self.attempt.facts()
         former = self._ended[-1].checkpoint if self._ended else 0
-        if state == "stopped" and not self.attempt.known.asked:
+        if state == "stopped" and not self.attempt.known.requested:
             state = "crashed"  # only torchrun's log says that it was stopped
-        return restart.Ended(
+        return restart.AttemptEnd(
             state, why, self.attempt.checkpoint(former), restart.signature(facts),
-            restart.deterministic(facts), jsonl.text(self._commit.git, "sha"),
+            restart.is_permanent(facts), jsonl.text(self._commit.git, "sha"),
         )  # fmt: skip
 
     # --- the state -----------------------------------------------------------------------------
@@ -299,7 +305,7 @@ class Run:
         self._ended.append(self._ended_as(state, why))
         known = self.attempt.known
         ending = self._is_final or known.halt_wanted or not self.attempt.tree.spawned
-        again = "" if ending else restart.after(self._ended, self.spec.plan.restart)
+        again = "" if ending else restart.next_attempt(self._ended, self.spec.plan.restart)
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._next_at = time.monotonic() + again.wait_s
@@ -321,7 +327,7 @@ class Run:
         self._next_at, self.over = None, True
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:
-            self.gates = self.observers.once(
+            self.gates = self.observers.call(
                 "gates", lambda: gates.evaluate(self.summary, self.phase.gates),
                 gates.unknown(self.phase.gates, "the gates could not be evaluated"),
             )  # fmt: skip
@@ -331,7 +337,7 @@ class Run:
              "gates": [asdict(gate) for gate in self.gates]},
         )  # fmt: skip
         if self.is_read:
-            self.observers.once("the snapshot", self._snapshots.write, None)
+            self.observers.call("the snapshot", self._snapshots.write, None)
         self._become(state, why)
         self._send_heartbeat()
         self.publish()
@@ -373,7 +379,7 @@ class Run:
             action, text = "warn", "on stall: alert only, there is no shared memory"
         short = "alert" if action == "warn" else action
         if policy.when != "never":
-            left = restart.left(self._ended, policy, self.attempt.saved)
+            left = restart.restarts_left(self._ended, policy, self.attempt.saved)
             text = f"{text}; on crash: " + (f"restart, {left} left" if left else "no restart left")
             short = f"{short} ↻{left}"
         return {"armed": text, "armed_short": short}

@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from console.sources import crash_log, documents, legacy, process
+from console.sources import crash_log, json_documents, legacy, process
 from console.sources.crash_log import Crash
 from console.sources.pace import Progress, progress_of
 from console.sources.record_files import Batch, RecordFiles, read_end
 from trainers.contract import jsonl, rundir
 
 LOOK_BYTES = 512 << 10
-"""Bytes of records that one `look` reads: a backlog is read in parts, to bound memory."""
+"""Bytes of records that one `poll` reads: a backlog is read in parts, to bound memory."""
 LOG_TAIL_BYTES = 256 << 10
 ROW_BYTES = 4096
 DEATH = re.compile(rb"Received (1|2|3|15) death signal")
 
 
 @dataclass(slots=True)
-class News:
-    """The result of one look; `batches` are the new records of each file."""
+class Poll:
+    """The result of one poll; `batches` are the new records of each file."""
 
     batches: list[Batch] = field(default_factory=list)
     halt_file: bool = False
@@ -32,20 +32,20 @@ class News:
     csv: Progress | None = None
     """The newest row of training.csv."""
     behind: bool = False
-    """More records wait than one look reads."""
+    """More records wait than one poll reads."""
     unread: str = ""
     """The heartbeat file that exists and cannot be read, "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class FinalRead:
     """The data read after all processes have ended; `last` is the crash log of each rank."""
 
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
     """The step of the newest complete checkpoint, 0 without one, None if it is unreadable."""
-    agent_signal: str = ""
+    torchrun_signal: str = ""
     """The signal that torchrun's log names; the exits have to confirm it."""
 
 
@@ -57,7 +57,7 @@ def newest_checkpoint(run: Path) -> int | None:
         return 0
     except OSError:
         return None
-    name = documents.latest_checkpoint(run)
+    name = json_documents.latest_checkpoint(run)
     step = name.removeprefix("step_")
     exists = step.isdecimal() and (run / rundir.CHECKPOINTS / name).is_dir()
     return int(step) if exists else None
@@ -70,7 +70,7 @@ class Disk:
         self._run = run
         self._latest, self._latest_gib = "", 0.0
 
-    def look(self) -> dict[str, float]:
+    def poll(self) -> dict[str, float]:
         """Returns `free_gib`, `total_gib` and, with a checkpoint, `checkpoint_gib`.
 
         Raises OSError also where the directory exists and cannot be read.
@@ -80,7 +80,7 @@ class Disk:
         found = {
             "free_gib": round(space.f_bavail * gib, 2), "total_gib": round(space.f_blocks * gib, 2),
         }  # fmt: skip
-        name = documents.latest_checkpoint(self._run)
+        name = json_documents.latest_checkpoint(self._run)
         if name and name != self._latest:
             self._latest, self._latest_gib = name, 0.0
             folder = self._run / rundir.CHECKPOINTS / name
@@ -98,7 +98,7 @@ class NewestRow:
         self._stamp: object = None
         self._row: Progress | None = None
 
-    def look(self) -> Progress | None:
+    def poll(self) -> Progress | None:
         """Returns the row, None without one; reads the file only when it has changed."""
         stamp = rundir.stamp(self._path)
         if stamp != self._stamp:
@@ -123,7 +123,7 @@ class NewestRow:
 
 
 class Files:
-    """Reads the files of one attempt; `look` and `rest` run on the directory's thread.
+    """Reads the files of one attempt; `poll` and `read_final` run on the directory's thread.
 
     All attempts of a run share one `reading`, which continues where the last one ended.
     """
@@ -132,24 +132,24 @@ class Files:
         self._run, self._attempt = run, attempt
         self._log = rundir.logs(run, attempt) / rundir.TORCHRUN_LOG
         self.watched = (run / rundir.HALT,)
-        """Files whose change makes a `look` due at once."""
+        """Files whose change makes a `poll` due at once."""
         self._disk, self._csv = Disk(run), NewestRow(run)
         self._world, self._reading = world, reading
 
-    def look(self, heartbeats: bool) -> News:
+    def poll(self, heartbeats: bool) -> Poll:
         """Returns the news; reads only `.HALT` if `heartbeats` is False.
 
         Records are read last, so that an OSError loses none. Raises OSError.
         """
-        news = News(halt_file=os.path.lexists(self._run / rundir.HALT))
+        news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
-            news.disk, news.csv = self._disk.look(), self._csv.look()
+            news.disk, news.csv = self._disk.poll(), self._csv.poll()
             news.batches += self._reading.poll(LOOK_BYTES, self._world)
             news.behind = self._reading.has_more
             news.unread = self._reading.unread
         return news
 
-    def rest(self) -> Rest:
+    def read_final(self) -> FinalRead:
         """Returns what is read once, after all processes have ended."""
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}
@@ -159,4 +159,4 @@ class Files:
             last[rank] = own if own != Crash() else crash_log.read(log, rank)
         death = DEATH.search(log)
         signal = process.signal_name(int(death[1])) if death else ""
-        return Rest(log, last, newest_checkpoint(self._run), signal)
+        return FinalRead(log, last, newest_checkpoint(self._run), signal)

@@ -60,9 +60,9 @@ class Directory(Recorder):
         """Documents that could not be written yet; only this thread uses it."""
         self.replaced: deque[Path] = deque()
         """Files that another process removed or replaced, to be reported."""
-        self.mistakes: deque[Exception] = deque()
+        self.unexpected_errors: deque[Exception] = deque()
         """Unexpected exceptions of jobs, to be reported."""
-        self._home: rundir.Home | None = None
+        self._home: rundir.OpenDirectory | None = None
         self.replaced_run = ""
         """Why the current run's path leads to another directory, "" while it does not."""
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class Directory(Recorder):
 
     def set_run(self, run: Path) -> None:
         """Makes a directory the one of the current run. Raises OSError."""
-        former, self._home = self._home, rundir.Home(run)
+        former, self._home = self._home, rundir.OpenDirectory(run)
         if former is not None:
             former.close()
 
@@ -224,15 +224,15 @@ class Directory(Recorder):
     def deliver(self) -> None:
         """Calls `then` of each finished job, on the thread of the caller.
 
-        An exception that is neither OSError nor ContractError is also added to `mistakes`.
+        An exception that is neither OSError nor ContractError is also added to `unexpected_errors`.
         """
         while self._results:
             then, value, error = self._results.popleft()
             if error is not None and not isinstance(error, OSError | ContractError):
-                self.mistakes.append(error)
+                self.unexpected_errors.append(error)
             then(value, error)
 
-    def ask_ranks(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
+    def write_request(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
         """Writes `.HALT` or one of `rundir.REQUEST_FILES` into the run directory, for the ranks.
 
         `deliver` calls `then` with why it could not be written, "" when it was.

@@ -16,8 +16,8 @@ from console.model import Gpu
 from console.sources import process
 from console.sources.nvml import Nvml
 from console.sources.pace import Progress
-from console.sources.reducer import NO_RECORDS, Head
-from console.supervisor.tree import Worker
+from console.sources.reducer import NO_RECORDS, LatestRecords
+from console.supervisor.process_tree import Worker
 from trainers.contract import VERSION, rundir
 from trainers.contract.pulse import Pulse
 
@@ -33,16 +33,20 @@ class Sampler:
         self.csv: Progress | None = None
         self.gpus: tuple[Gpu, ...] = ()
         self.rss_mib: dict[int, float] = {}
-        self.seen: tuple[RankEvidence, ...] = ()
+        self.evidence: tuple[RankEvidence, ...] = ()
 
     def clear(self) -> None:
         """Drops the last sample, because this moment was not sampled."""
-        self.seen, self.gpus, self.rss_mib = (), (), {}
+        self.evidence, self.gpus, self.rss_mib = (), (), {}
 
     def sample(
-        self, workers: Sequence[Worker], heads: Mapping[int, Head], attempt: int, begun: float
+        self,
+        workers: Sequence[Worker],
+        heads: Mapping[int, LatestRecords],
+        attempt: int,
+        begun: float,
     ) -> dict[str, Any]:
-        """Returns one sample; sets `seen`, `gpus` and `rss_mib` to the same moment."""
+        """Returns one sample; sets `evidence`, `gpus` and `rss_mib` to the same moment."""
         now = time.monotonic()
         rows, seen = [], []
         for worker in sorted(workers, key=lambda w: w.rank):
@@ -51,7 +55,7 @@ class Sampler:
             )
             rows.append(row)
             seen.append(evidence)
-        self.seen = tuple(seen)
+        self.evidence = tuple(seen)
         self.gpus = tuple(self._nvml.rows())
         self.rss_mib = {row["rank"]: row["rss_mib"] for row in rows if row["rss_mib"] is not None}
         return {
@@ -62,7 +66,7 @@ class Sampler:
         }  # fmt: skip
 
     def _rank(
-        self, worker: Worker, head: Head, attempt: int, now: float, begun: float
+        self, worker: Worker, head: LatestRecords, attempt: int, now: float, begun: float
     ) -> tuple[dict[str, Any], RankEvidence]:
         pid = worker.handle.pid
         ended = process.ProcessUse("Z" if worker.unreaped else process.GONE)

@@ -17,11 +17,11 @@ from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 
 from console.status_text import counted
-from console.tui import clipboard, keys
+from console.tui import keys, state_files
 from console.tui.background import Pending, request
 from console.tui.draft import Draft
 from console.tui.driver import TerminalDriver
-from console.tui.feed import Feed, Snapshot, open_source
+from console.tui.feed import Feed, ScreenData, open_source
 from console.tui.operator import Operator, Request, preload
 from console.tui.paste import LEAVE
 from console.tui.screens.dashboard import Dashboard
@@ -82,8 +82,8 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.operator = Operator(self, request, actions)
         self.book = LogBook()
         self.feed = Feed(partial(self.call_later, self.take), self._wanted, path, root, opener)
-        self.snapshot: Snapshot | None = None
-        self.picture: Snapshot | None = None
+        self.snapshot: ScreenData | None = None
+        self.shown_snapshot: ScreenData | None = None
         self.paused = False
         self.pending: list[Pending] = []
         self.view_name = "dashboard"
@@ -123,7 +123,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     def _fatal_error(self) -> None:
         """Saves the traceback of a bug; Textual restores the terminal, then prints one sentence."""
         try:
-            where = f"in {clipboard.save('crash.txt', traceback.format_exc())}"
+            where = f"in {state_files.save('crash.txt', traceback.format_exc())}"
         except OSError as error:
             where = f"lost ({error.strerror})"
         what = traceback.format_exc(limit=0).splitlines()[-1]
@@ -143,7 +143,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     def view(self) -> View:
         return self.views[self.view_name]
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         """Shows a snapshot of the feed; drops it while the app exits."""
         if not self.is_running:
             return
@@ -156,20 +156,20 @@ class ConsoleApp(App[int], inherit_bindings=False):
         for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
         if not self.paused:
-            self.picture = snapshot
+            self.shown_snapshot = snapshot
             self.view.take(snapshot)
-        self.feed.taken()
+        self.feed.allow_next()
 
     def _wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
         """Returns the series that the view draws; the feed's thread calls it."""
         return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
 
-    def hold(self, paused: bool) -> None:
+    def set_paused(self, paused: bool) -> None:
         """Pauses or resumes the view; header and alert line stay current."""
         self.paused = self.feed.paused = self.header.paused = paused
         self.header.redraw()
         if not paused:
-            self.picture = self.snapshot
+            self.shown_snapshot = self.snapshot
             self.repaint_view()
             self.feed.nudge()
 
@@ -184,7 +184,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         if not self.body.is_attached:
             return
         if self.paused and name != self.view_name:
-            self.hold(False)
+            self.set_paused(False)
         if name not in self.views:
             module = import_module(f"console.tui.screens.{name}")
             self.views[name] = getattr(module, CLASSES[name])(self, name)
@@ -195,7 +195,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.feed.wants_stacks = name == "stall"
         self.feed.wants_coming = name == "launch"
         self.footer.draw(name)
-        self.view.arrive()
+        self.view.focus_default()
         self.repaint_view()
         self.feed.nudge()
 
@@ -221,7 +221,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     async def action_after(self, key_id: str) -> None:
         """Closes the overlay, then calls the method of a key."""
-        await self._take_away()
+        await self._remove_overlay()
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
@@ -248,22 +248,22 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     async def on_overlay_closed(self, message: Overlay.Closed) -> None:
         if message.overlay is self.overlay:
-            await self._take_away()
+            await self._remove_overlay()
 
-    async def _take_away(self) -> None:
+    async def _remove_overlay(self) -> None:
         overlay, self.overlay = self.overlay, None
         if overlay is not None:
             await overlay.remove()
             self.screen.set_focus(None)
-            self.view.arrive()
+            self.view.focus_default()
 
     async def on_button_pressed(self, event: Any) -> None:
         await self.action_key(event.button.means)
 
     def repaint_view(self) -> None:
         """Draws the view again from the last snapshot."""
-        if self.picture is not None:
-            self.view.take(self.picture)
+        if self.shown_snapshot is not None:
+            self.view.take(self.shown_snapshot)
 
     def say(self, text: str, level: str = "ok") -> None:
         """Shows the result of an action."""
@@ -302,7 +302,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.alert.turn()
 
     def do_pause(self) -> None:
-        self.hold(not self.paused)
+        self.set_paused(not self.paused)
 
     def do_copy(self) -> None:
         text = self.view.copied()
@@ -312,14 +312,14 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.copy_to_clipboard(text)
         copied = f"copied {counted(len(text.splitlines()), 'line')} to the clipboard"
         try:
-            self.say(f"{copied} and to {clipboard.save('copied.txt', text)}")
+            self.say(f"{copied} and to {state_files.save('copied.txt', text)}")
         except OSError as error:
             self.say(f"{copied}; cannot write the file: {error.strerror}", "error")
 
     def do_back(self) -> None:
         self.answer.clear()
         self.screen.set_focus(None)
-        self.view.arrive()
+        self.view.focus_default()
 
     def do_palette(self) -> None:
         from console.tui.command_palette import Commands

@@ -59,7 +59,7 @@ class Pending:
         return f"{self.label} of {self.about}" if self.about else self.label
 
 
-def beside(
+def run_in_background(
     screen: Screen,
     label: str,
     work: Callable[[], Any],
@@ -81,7 +81,7 @@ def beside(
         screen.pending.remove(pending)
         end(outcome)
         if pending.is_late:
-            screen.answer.linger()
+            screen.answer.show_longer()
         screen.feed.nudge()
 
     def body() -> None:

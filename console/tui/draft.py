@@ -12,14 +12,14 @@ from console.status_text import counted
 from console.tui.confirmations import CannotAsk, Choice, Question
 
 
-def coming(launch: LaunchState) -> Mapping[str, str]:
+def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     """Returns the values of the next phase by flag name, {} after the last phase.
 
     These are its flags, else the values of its settings. Raises ContractError.
     """
     if not launch.rest:
         return {}
-    from console.sources.documents import flag_settings
+    from console.sources.json_documents import flag_settings
     from console.supervisor import launch_spec
 
     given, index = launch_spec.load(Path(launch.path)), launch.rest[0].index
@@ -92,7 +92,7 @@ class Draft:
         """Returns the values of the first phase: flags of the plan, else settings."""
         if self.prepared is None:
             return {}
-        from console.sources.documents import flag_settings  # not for the first picture
+        from console.sources.json_documents import flag_settings  # not for the first picture
 
         plan, first = self.prepared.plan, self.prepared.phases[0]
         return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}

@@ -53,7 +53,7 @@ class TerminalDriver(LinuxDriver):
         self._console: Any = self._app
         self._late: threading.Thread | None = None
         self._ends = threading.Lock()
-        self._bursts, self._told, self._ignored = Bursts(), 0.0, False
+        self._bursts, self._notified_at, self._ignored = Bursts(), 0.0, False
 
     def close(self) -> None:
         """Waits for the writer; where the terminal is being restored without it, for that too."""
@@ -84,7 +84,7 @@ class TerminalDriver(LinuxDriver):
                 return
             if not ready and self._ignored:  # keys of the burst may have taken the notice away
                 self._ignored = False
-                self._tell_ignored()
+                self._notify_ignored()
             text = decode(read)
             if len(text) > FEW and self._bursts.is_pasting(time.monotonic()):
                 self._say_ignored()  # an event for each character would take long
@@ -96,7 +96,7 @@ class TerminalDriver(LinuxDriver):
         """Passes on what was typed, without the keys that count for nothing in a burst."""
         together = sum(isinstance(message, Key) for message in messages) > 1
         for message in messages:
-            if not isinstance(message, Key) or self._bursts.admits(
+            if not isinstance(message, Key) or self._bursts.accepts(
                 message, time.monotonic(), together, self._console.in_field
             ):
                 self.process_message(message)
@@ -106,11 +106,11 @@ class TerminalDriver(LinuxDriver):
     def _say_ignored(self) -> None:
         """Shows that input is ignored, at once and again when the burst is over."""
         self._ignored = True
-        if (now := time.monotonic()) - self._told >= TOLD_S:
-            self._told = now
-            self._tell_ignored()
+        if (now := time.monotonic()) - self._notified_at >= TOLD_S:
+            self._notified_at = now
+            self._notify_ignored()
 
-    def _tell_ignored(self) -> None:
+    def _notify_ignored(self) -> None:
         said = "input ignored: keys that come together count as pasted; type them one by one"
         self._app.call_later(self._console.say, said, "error")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from console.model import LIVE_STATES, LaunchState, LogLine, RunState
 from console.sources.series import Points
-from console.tui.draft import coming
+from console.tui.draft import next_phase_values
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError
 
@@ -34,7 +34,7 @@ STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ScreenData:
     """The data of one moment. `at` is monotonic, `now` unix seconds.
 
     `recorded` are the names of all series of the run, `charts` the points of those that are shown.
@@ -79,12 +79,12 @@ def find_newest(root: Path) -> Path | None:
 class Feed:
     """Owns the source. `deliver` is called in the feed's thread and must only pass on.
 
-    The next snapshot is made only after `taken()`: a slow screen skips samples, no queue grows.
+    The next one is made only after `allow_next()`: a slow screen skips samples, no queue grows.
     """
 
     def __init__(
         self,
-        deliver: Callable[[Snapshot], object],
+        deliver: Callable[[ScreenData], object],
         wanted: Callable[[RunState, Collection[str]], tuple[str, ...]],
         path: Path | None,
         root: Path,
@@ -127,7 +127,7 @@ class Feed:
         """Requests a snapshot now."""
         self._nudged.set()
 
-    def taken(self) -> None:
+    def allow_next(self) -> None:
         """Allows the next snapshot: the last one is shown."""
         self._taken.set()
 
@@ -154,7 +154,7 @@ class Feed:
             self._deliver(snapshot)
             self._wait()
 
-    def _take_or_say(self) -> Snapshot:
+    def _take_or_say(self) -> ScreenData:
         """Reads once; shows an error on the screen, which would freeze without a feed."""
         at, path = time.monotonic(), self._path or self._root
         try:
@@ -163,22 +163,22 @@ class Feed:
             text = f"{path} cannot be read: {error.strerror}"
         except Exception as mistake:
             text = f"cannot read {path}: {type(mistake).__name__}: {mistake}; please report it"
-        return Snapshot(at, time.time(), self._state, trouble=text)
+        return ScreenData(at, time.time(), self._state, trouble=text)
 
-    def take(self) -> Snapshot:
+    def take(self) -> ScreenData:
         """Reads once."""
-        from console.plans.confirm import confirmed
+        from console.plans.gate_check import poll_confirmed
 
         at, now = time.monotonic(), time.time()
         newest = None if self._path else find_newest(self._root)
         path = self._path = self._path or newest
         if path is None:
-            return Snapshot(at, now)
+            return ScreenData(at, now)
         if self._source is None or self._opened != path:
             self._source, self._opened = self._open(path), path
             self._logs = self._state = None
         source = self._source
-        state = self._state = confirmed(source, former=False)
+        state = self._state = poll_confirmed(source, former=False)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
         series, recorded = source.series, source.series.names
@@ -186,7 +186,7 @@ class Feed:
         stacks = self._poll_stacks(run, state)
         following, why_not = self._poll_coming(state.launch)
         self._stamps = self._stamp()
-        return Snapshot(at, now, state, charts, recorded, stacks, log, begins,
+        return ScreenData(at, now, state, charts, recorded, stacks, log, begins,
                         coming=following, coming_trouble=why_not)  # fmt: skip
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
@@ -219,7 +219,7 @@ class Feed:
         mark = (launch.path, launch.phase, launch.next_flags)
         if self._coming[0] != mark:
             try:
-                self._coming = (mark, coming(launch), "")
+                self._coming = (mark, next_phase_values(launch), "")
             except ContractError as error:
                 self._coming = (mark, {}, str(error))
         return self._coming[1:]

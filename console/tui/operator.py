@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from console.model import LaunchState, RunState
 from console.tui import background, confirmations
-from console.tui.background import Pending, beside
+from console.tui.background import Pending, run_in_background
 from console.tui.confirmations import CannotAsk, Choice, Question
 from console.tui.draft import Draft
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.format import age
 from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.overlay import Overlay
@@ -44,7 +44,7 @@ def preload(wait_s: float = 0.5) -> None:
 class Screen(background.Screen, Protocol):
     """The part of the app that the operator's actions use."""
 
-    snapshot: Snapshot | None
+    snapshot: ScreenData | None
     draft: Draft
     alert: AlertLine
     view_name: str
@@ -100,7 +100,7 @@ class Operator:
         """Sends a request to a supervisor, beside the screen, and shows the answer."""
         self._screen.say(f"{action}: sent …", "wait")
         work = partial(self._request, path, action, args)
-        beside(self._screen, action, work, self._screen.say, about=path.name)
+        run_in_background(self._screen, action, work, self._screen.say, about=path.name)
 
     def do_ack(self) -> None:
         notice = self._screen.alert.notice
@@ -134,7 +134,7 @@ class Operator:
             screen.repaint_view()
 
         work = partial(self.actions.prepare, options)
-        beside(screen, "check", work, ended, partial(ended, None), options.plan)
+        run_in_background(screen, "check", work, ended, partial(ended, None), options.plan)
 
     def _pending(self, label: str) -> Pending | None:
         return next((each for each in self._screen.pending if each.label == label), None)
@@ -185,4 +185,4 @@ class Operator:
             screen.run_worker(screen.show_view("dashboard"))
 
         work = partial(actions.launch, options, actions.who(), plan)
-        beside(screen, "launch", work, launched, about=options.plan)
+        run_in_background(screen, "launch", work, launched, about=options.plan)

@@ -35,7 +35,7 @@ class Bursts:
         self._last = now
         return True
 
-    def admits(self, key: Key, now: float, together: bool, in_field: bool) -> bool:
+    def accepts(self, key: Key, now: float, together: bool, in_field: bool) -> bool:
         """Says whether a key counts; in a text field all but enter are text.
 
         `together` says that other keys came in the same read.

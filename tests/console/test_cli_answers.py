@@ -7,7 +7,7 @@ import json
 import pytest
 
 from console import cli, status_text
-from console.diagnose.watch import Watchdog
+from console.diagnose.watchdog import Watchdog
 from console.model import Gate
 from console.sources.run import RunSource
 from tests.console.sources import directory

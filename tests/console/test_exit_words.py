@@ -13,7 +13,7 @@ from console import error_patterns
 from console.error_patterns import OomCounts, OomEvidence
 from console.rank_end import RankEnd
 from console.run_state import Facts, decide
-from console.supervisor.restart import deterministic, signature
+from console.supervisor.restart import is_permanent, signature
 
 OOM_2 = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total "
@@ -44,7 +44,7 @@ PEER_TEXTS = (
 
 
 def ended(*ends, **facts):
-    given = {"agent_code": 1, "order": tuple(end.rank for end in ends)} | facts
+    given = {"torchrun_code": 1, "order": tuple(end.rank for end in ends)} | facts
     return Facts(spawned=True, over=True, world=max(2, len(ends)), ends=ends, **given)
 
 
@@ -161,10 +161,10 @@ def test_a_rank_that_exited_first_with_code_0_is_to_blame_only_where_the_others_
 
 def test_an_unobserved_end_has_no_exit_code():
     unknown = RankEnd(1, None, None, 12, last_record="progress")
-    assert why(unknown, agent_code=None) == (
+    assert why(unknown, torchrun_code=None) == (
         "rank 1 ended at step 12; exit code not available; its last record says progress"
     )
-    assert "; no record" in why(replace(unknown, last_record=""), agent_code=None)
+    assert "; no record" in why(replace(unknown, last_record=""), torchrun_code=None)
     assert why(RankEnd(0, 14, None, 12, PEER_TEXTS[0]), unknown).startswith(
         "rank 1 ended at step 12"
     )
@@ -192,13 +192,13 @@ def test_an_unobserved_end_has_no_exit_code():
 @pytest.mark.decision("refuse-restart", "true")
 @pytest.mark.decision("refuse-restart", "absent")
 def test_only_permanent_errors_refuse_a_restart(end, permanent):
-    assert deterministic(ended(end)) is permanent
+    assert is_permanent(ended(end)) is permanent
 
 
 def test_good_and_requested_ends_have_no_signature():
     good = (RankEnd(0, 0, None, 9), RankEnd(1, 0, None, 9))
-    assert signature(Facts(spawned=True, over=True, world=2, agent_code=0, ends=good)) == ""
-    assert signature(ended(RankEnd(0, 7, None, 9), asked="stop")) == ""
+    assert signature(Facts(spawned=True, over=True, world=2, torchrun_code=0, ends=good)) == ""
+    assert signature(ended(RankEnd(0, 7, None, 9), requested="stop")) == ""
     assert signature(Facts(failure="torchrun cannot be started: x")) == ""
 
 
@@ -231,4 +231,4 @@ def test_any_text_gives_a_sentence_and_a_bounded_signature(error, log):
     facts = ended(RankEnd(0, 1, None, 3, error[:400], log[:300]))
     assert decide(facts)[1]
     assert len(signature(facts)) < 400
-    deterministic(facts)
+    is_permanent(facts)

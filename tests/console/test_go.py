@@ -10,7 +10,7 @@ import time
 import pytest
 
 from console.cli import main
-from console.plans.confirm import confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -134,7 +134,7 @@ def test_it_is_no_go_when_they_disagree(launch, capsys, name, where):
         assert said(capsys, "watch", "--plain", path)[0] == 1
     (row,) = json.loads(said(capsys, "--root", launch.parents[1], "runs", "--json")[1])
     assert (row["exit_code"], row["state"]) == (1, "gate unknown")
-    alerts = confirmed(RunSource(launch / where), former=False).alerts
+    alerts = poll_confirmed(RunSource(launch / where), former=False).alerts
     assert [alert.level for alert in alerts if text in alert.text] == ["crit"]
 
 

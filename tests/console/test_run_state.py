@@ -9,8 +9,8 @@ import pytest
 from console.rank_end import RankEnd, error_of
 from console.run_state import Facts, ReaderView, decide
 from console.sources import crash_log, liveness
+from console.supervisor.process_tree import Tree
 from console.supervisor.run_files import DEATH
-from console.supervisor.tree import Tree
 from tests import owners
 from tests.console.sources.recorded import Recorded
 
@@ -23,7 +23,9 @@ HALTED = {0: 41, 1: 41}
 
 
 def over(**facts):
-    return decide(Facts(**({"spawned": True, "over": True, "world": 2, "agent_code": 1} | facts)))
+    return decide(
+        Facts(**({"spawned": True, "over": True, "world": 2, "torchrun_code": 1} | facts))
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,15 +34,15 @@ def over(**facts):
         ({}, "starting"),
         ({"spawned": True}, "starting"),
         ({"spawned": True, "step": 1}, "running"),
-        ({"spawned": True, "step": 4, "agent_signal": "SIGTERM"}, "running"),
+        ({"spawned": True, "step": 4, "torchrun_signal": "SIGTERM"}, "running"),
         ({"step": 9, "verdict": "rank 1 is stopped"}, "stalled"),
         ({"step": 9, "halt_file": True}, "halting"),
         ({"step": 9, "halting_ranks": 1}, "halting"),
-        ({"step": 9, "asked": "halt", "by": "me"}, "halting"),
-        ({"step": 9, "asked": "halt", "verdict": "rank 1 is stopped"}, "stalled"),
-        ({"step": 9, "asked": "stop", "verdict": "rank 1 is stopped"}, "stopping"),
-        ({"step": 9, "asked": "kill"}, "stopping"),
-        ({"step": 9, "ending": "rank 1 is gone", "verdict": "rank 1 is stopped"}, "stopping"),
+        ({"step": 9, "requested": "halt", "by": "me"}, "halting"),
+        ({"step": 9, "requested": "halt", "verdict": "rank 1 is stopped"}, "stalled"),
+        ({"step": 9, "requested": "stop", "verdict": "rank 1 is stopped"}, "stopping"),
+        ({"step": 9, "requested": "kill"}, "stopping"),
+        ({"step": 9, "rank_failure": "rank 1 is gone", "verdict": "rank 1 is stopped"}, "stopping"),
     ],
 )
 def test_live_states(facts, state):
@@ -55,31 +57,31 @@ def test_a_stalled_run_shows_its_pending_halt():
 @pytest.mark.parametrize(
     ("facts", "state", "why"),
     [
-        ({"agent_code": 0, "ends": GOOD, "step": 9}, "completed", "all ranks done after step 9"),
-        ({"agent_code": 0, "ends": GOOD, "step": 9, "reason": "done"}, "completed",
+        ({"torchrun_code": 0, "ends": GOOD, "step": 9}, "completed", "all ranks done after step 9"),
+        ({"torchrun_code": 0, "ends": GOOD, "step": 9, "reason": "done"}, "completed",
          "all ranks done after step 9"),
-        ({"agent_code": 0, "asked": "halt", "by": "ada", "halt_steps": HALTED}, "halted",
+        ({"torchrun_code": 0, "requested": "halt", "by": "ada", "halt_steps": HALTED}, "halted",
          "all 2 ranks halted at step 41, requested by ada"),
-        ({"spawned": False, "asked": "halt", "by": "ada", "failure": "halt before the start"},
+        ({"spawned": False, "requested": "halt", "by": "ada", "failure": "halt before the start"},
          "halted", "halted, requested by ada"),
-        ({"agent_code": 0, "asked": "stop"}, "completed", ""),
-        ({"asked": "stop", "halt_steps": HALTED}, "stopped", ""),
-        ({"agent_code": -9, "asked": "kill"}, "killed", ""),
-        ({"agent_code": -9, "agent_gone": True, "ends": GOOD}, "completed", ""),
-        ({"agent_code": -9, "agent_gone": True, "ends": GOOD[:1]}, "crashed", ""),
+        ({"torchrun_code": 0, "requested": "stop"}, "completed", ""),
+        ({"requested": "stop", "halt_steps": HALTED}, "stopped", ""),
+        ({"torchrun_code": -9, "requested": "kill"}, "killed", ""),
+        ({"torchrun_code": -9, "torchrun_gone": True, "ends": GOOD}, "completed", ""),
+        ({"torchrun_code": -9, "torchrun_gone": True, "ends": GOOD[:1]}, "crashed", ""),
         ({"failure": "torchrun cannot be started: no such file"}, "crashed",
          "torchrun cannot be started: no such file"),
         # A halt whose records a full disk lost.
-        ({"agent_code": 0, "halt_file": True, "has_exit_records": False}, "halted", ""),
-        ({"agent_code": 0, "halt_file": True}, "completed", ""),
+        ({"torchrun_code": 0, "halt_file": True, "has_exit_records": False}, "halted", ""),
+        ({"torchrun_code": 0, "halt_file": True}, "completed", ""),
         # A signal to torchrun.
-        ({"agent_signal": "SIGHUP", "ends": (RankEnd(0, None, "SIGHUP", 3),)}, "stopped",
+        ({"torchrun_signal": "SIGHUP", "ends": (RankEnd(0, None, "SIGHUP", 3),)}, "stopped",
          "stopped by SIGHUP to torchrun"),
-        ({"agent_signal": "SIGTERM", "halt_steps": HALTED, "ends": GOOD}, "halted",
+        ({"torchrun_signal": "SIGTERM", "halt_steps": HALTED, "ends": GOOD}, "halted",
          "all 2 ranks halted at step 41 (SIGTERM to torchrun)"),
         # The exit of a rank outweighs that of torchrun.
-        ({"agent_code": 0, "ends": (GOOD[0], KILLED), "order": (1,)}, "crashed", ""),
-        ({"agent_code": 0, "ends": (RankEnd(0, 7, None, 9), GOOD[1])}, "crashed", ""),
+        ({"torchrun_code": 0, "ends": (GOOD[0], KILLED), "order": (1,)}, "crashed", ""),
+        ({"torchrun_code": 0, "ends": (RankEnd(0, 7, None, 9), GOOD[1])}, "crashed", ""),
         # The rank to blame.
         ({"ends": (LOST_PEER, KILLED), "order": (0, 1)}, "crashed",
          f"{BLAMED}; rank 0 exited earlier, in a failed collective"),
@@ -105,21 +107,24 @@ def test_ends(facts, state, why):
 def test_a_run_that_needed_fewer_steps_than_planned_gives_the_reason():
     recorded = Recorded()
     recorded.take({"rank": 0, "msg": "exit", "step": 95, "reason": "bytes_right reached"})
-    why = over(agent_code=0, step=95, reason=recorded.heads[0].reason)[1]
+    why = over(torchrun_code=0, step=95, reason=recorded.heads[0].reason)[1]
     assert why == 'all ranks done after step 95; reason: "bytes_right reached"'
 
 
 def test_without_exit_records_a_success_counts_only_where_nothing_contradicts_it():
-    assert over(agent_code=0, ends=GOOD, has_exit_records=False)[0] == "completed"
+    assert over(torchrun_code=0, ends=GOOD, has_exit_records=False)[0] == "completed"
     unread = "the run directory cannot be read: [Errno 2] No such file or directory"
-    for against in ({"agent_code": 1}, {"agent_code": 0, "failure": unread}):
+    for against in ({"torchrun_code": 1}, {"torchrun_code": 0, "failure": unread}):
         state, why = over(ends=GOOD, step=9, has_exit_records=False, **against)
         assert (state, why.startswith("all ranks exited with code 0 after step 9")) == (
             "lost", True,
         )  # fmt: skip
         assert over(ends=GOOD, **against)[0] == "completed"
-    for ended_by in ({"asked": "stop", "by": "me"}, {"agent_code": 1, "agent_signal": "SIGTERM"}):
-        facts = {"agent_code": 0} | ended_by
+    for ended_by in (
+        {"requested": "stop", "by": "me"},
+        {"torchrun_code": 1, "torchrun_signal": "SIGTERM"},
+    ):
+        facts = {"torchrun_code": 0} | ended_by
         assert over(ends=GOOD, has_exit_records=False, **facts)[0] == "stopped"
 
 
@@ -132,9 +137,9 @@ def test_only_signals_that_end_torchrun_are_read_from_its_log():
 def test_a_signal_that_only_a_log_names_does_not_stop_a_run_whose_rank_failed():
     for code, signal in ((None, "SIGKILL"), (7, None), (None, "SIGSEGV")):
         ends = (GOOD[0], RankEnd(1, code, signal, 4))
-        state, why = over(agent_signal="SIGTERM", ends=ends)
+        state, why = over(torchrun_signal="SIGTERM", ends=ends)
         assert (state, why.startswith("rank 1")) == ("crashed", True)
-    assert over(agent_code=0, agent_signal="SIGTERM", ends=GOOD)[0] == "completed"
+    assert over(torchrun_code=0, torchrun_signal="SIGTERM", ends=GOOD)[0] == "completed"
 
 
 def test_a_rank_that_ended_before_it_was_found_is_known_from_torchruns_summary():
@@ -200,9 +205,9 @@ def test_without_an_end_in_a_document_the_exit_records_of_all_ranks_decide():
     [
         ({"next_attempt": "attempt 2 starts in 5 s"}, "restarting",
          "attempt 2 starts in 5 s: exit 1"),
-        ({"asked": "stop", "by": "ada"}, "stopped",
+        ({"requested": "stop", "by": "ada"}, "stopped",
          "stop requested by ada before the next attempt; previous end: exit 1"),
-        ({"asked": "halt", "by": "ada", "halt_file": True}, "halted",
+        ({"requested": "halt", "by": "ada", "halt_file": True}, "halted",
          "halt requested by ada before the next attempt; previous end: exit 1"),
         ({"halt_file": True}, "halted", "a .HALT file exists; previous end: exit 1"),
     ],

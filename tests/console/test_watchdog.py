@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from console.commands.watchdog import watch_rules
-from console.supervisor import offline
+from console.commands.watchdog import make_watchdog
+from console.supervisor import watchdog_readings
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
@@ -90,9 +90,9 @@ def test_a_run_that_has_gone_silent_is_halted_once(run):
 
 def changes(path: Path, halt: bool = True) -> list[tuple[str, str, str]]:
     """Returns what the rules say during a minute in which nothing changes in the directory."""
-    source = offline.OfflineRun(path)
+    source = watchdog_readings.OfflineRun(path)
     now = source.poll()
-    dog = watch_rules(source.watch, source.settings, halt, 1.0)
+    dog = make_watchdog(source.watch, source.settings, halt, 1.0)
     found = []
     for second in range(60):
         seen = tuple(replace(each, unchanged_s=each.unchanged_s + second) for each in now.ranks)
@@ -113,10 +113,12 @@ def test_a_run_whose_records_stop_while_its_other_files_grow_is_not_halted(run):
 @pytest.mark.decision("act-on-stall", "absent")
 def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
     (run / rundir.TRAINING_CSV).unlink()
-    assert offline.stall_doubt(run) == "only its records show whether the run makes progress"
+    assert (
+        watchdog_readings.stall_doubt(run) == "only its records show whether the run makes progress"
+    )
     assert [kind for kind, _, _ in changes(run)] == ["raise", "withhold"]
     (run / rundir.TRAINING_CSV).touch()
-    assert offline.stall_doubt(run) == ""
+    assert watchdog_readings.stall_doubt(run) == ""
 
 
 def test_without_halt_it_only_says_so(run):

@@ -23,7 +23,7 @@ from typing import Any
 
 from console import actions, status_text
 from console.model import Gate, RunState
-from console.plans.confirm import confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources import process
 from console.sources.record_files import RecordFiles
 from console.sources.run import RunSource
@@ -243,7 +243,7 @@ class Case:
         return _lines(self._folder / "ends.jsonl")
 
     def _untrue(self) -> Iterator[str]:
-        state = confirmed(RunSource(self._launch))
+        state = poll_confirmed(RunSource(self._launch))
         self._found.state = state.state
         yield from self._wrong_ends()
         yield from self._wrong_state(state)

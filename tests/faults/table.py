@@ -44,7 +44,7 @@ ROWS: tuple[Row, ...] = (
     Row("5", "A", "stall in C with the GIL held, stall limit 2 s", 4.0),
     Row("6", "A", "stall in a backward hook"),
     Row("7", "A", "loader stall, loader child killed",
-        elsewhere=(f"{TRAINERS}/test_data.py::"
+        elsewhere=(f"{TRAINERS}/test_loader.py::"
                    "test_every_fetch_has_a_time_limit_and_says_what_did_not_come",)),
     Row("8", "A", "SIGSTOP of a rank, then CONT; named after 3 s", 5.0),
     Row("9", "A", "torchrun SIGKILL", 2.0),

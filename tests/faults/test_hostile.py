@@ -50,7 +50,7 @@ def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
 def test_a_stranger_with_the_pid_of_a_dead_rank_is_never_signalled(scene):
     for _ in range(TRIES):
         rank = sleeper(**{environ.TOKEN: TOKEN})
-        handle, known = process.hold(rank.pid, TOKEN), rundir.identity(rank.pid)
+        handle, known = process.open_process(rank.pid, TOKEN), rundir.identity(rank.pid)
         assert handle is not None
         rank.kill()
         rank.wait()
@@ -60,7 +60,7 @@ def test_a_stranger_with_the_pid_of_a_dead_rank_is_never_signalled(scene):
             continue
         try:
             assert not handle.send(signal.SIGKILL)
-            assert process.hold(rank.pid, TOKEN) is None
+            assert process.open_process(rank.pid, TOKEN) is None
             assert process.with_token(TOKEN) == []
             assert stranger.poll() is None
         finally:

@@ -12,10 +12,10 @@ import time
 import pytest
 
 from console import actions
-from console.commands.watchdog import watch_rules
+from console.commands.watchdog import make_watchdog
 from console.sources import process
 from console.sources.run import RunSource
-from console.supervisor import offline
+from console.supervisor import watchdog_readings
 from tests.faults.conftest import WATCH
 from tests.faults.scene import (
     all_run,
@@ -204,9 +204,9 @@ def test_records_that_no_program_writes_harm_nobody(scene, launch, orders):
     time.sleep(2)
     scene.steps_on(started, pids)
     assert status(started.path)[1]["state"] == "running"
-    source = offline.OfflineRun(started.path)
+    source = watchdog_readings.OfflineRun(started.path)
     found = source.poll()
-    watch_rules(source.watch, source.settings, True, 1.0).update(found)
+    make_watchdog(source.watch, source.settings, True, 1.0).update(found)
 
 
 @pytest.mark.fault("j")

@@ -17,11 +17,11 @@ from nsa import attention
 from nsa.attention import NSAttention, merge_heads, split_heads
 from nsa.model import Transformer
 from trainers import loop, manifest
-from trainers.data import Batch
-from trainers.entry import leave, main
+from trainers.entry import exit_now, main
+from trainers.loader import Batch
 
 plain_sum = attention.gated_sum
-plain_forward, plain_score, plain_seal = Transformer.forward, loop.score, manifest.seal
+plain_forward, plain_score, plain_complete = Transformer.forward, loop.score, manifest.complete
 calls: list[int] = []
 
 
@@ -85,14 +85,14 @@ def first_seal_fails(*arguments: Any) -> None:
     if len(calls) == 1:
         time.sleep(1)
         raise MemoryError
-    plain_seal(*arguments)
+    plain_complete(*arguments)
 
 
 def bug_while_saving(*arguments: Any) -> None:
     """A seal takes two seconds, and the next forward pass meets a bug."""
     Transformer.forward = bug
     time.sleep(2)
-    plain_seal(*arguments)
+    plain_complete(*arguments)
 
 
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -103,12 +103,12 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
     "slow_after_20": (Transformer, "forward", slow_after_20),
-    "first_seal_fails": (manifest, "seal", first_seal_fails),
-    "bug_while_saving": (manifest, "seal", bug_while_saving),
+    "first_seal_fails": (manifest, "complete", first_seal_fails),
+    "bug_while_saving": (manifest, "complete", bug_while_saving),
     "bug": (Transformer, "forward", bug),
 }
 
 if __name__ == "__main__":
     mode = sys.argv[-1]
     setattr(*MODES[mode])
-    leave(main(sys.argv[1:-1]))
+    exit_now(main(sys.argv[1:-1]))

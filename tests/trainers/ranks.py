@@ -13,7 +13,7 @@ from typing import Any
 from tests.trainers.runs import CONFIG, small
 from trainers import failures, settings
 from trainers.contract.member import Member
-from trainers.parallel import Group, join
+from trainers.parallel import Group, make_strategy
 
 TIMEOUT_MIN = 0.25
 """Ends a collective that not all ranks call, so that a test fails instead of hanging."""
@@ -62,7 +62,7 @@ def _rank(rank: int, run: Path, work: Work, variables: dict[str, str], answer: A
         run.mkdir(parents=True, exist_ok=True)
         resolved = settings.resolve(CONFIG, {}, small(ddp__timeout_min=TIMEOUT_MIN)).settings
         member = Member(run, variables)
-        parallel = join(resolved, member)
+        parallel = make_strategy(resolved, member)
         assert isinstance(parallel, Group)
         result = work(rank, parallel, member)
     except Exception as error:

@@ -18,8 +18,8 @@ from nsa.model import Transformer
 from tests.trainers.runs import CONFIG, latest_checkpoint, small
 from trainers import checkpoint, export, manifest, optim, settings
 from trainers.checkpoint import Parts
-from trainers.data import Synthetic
 from trainers.failures import CheckpointError
+from trainers.loader import Synthetic
 from trainers.manifest import Manifest
 from trainers.parallel import Single
 from trainers.precision import LossScale

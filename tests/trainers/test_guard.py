@@ -27,11 +27,11 @@ def test_a_norm_far_above_the_last_finite_ones_is_a_spike_and_not_remembered():
     spikes, off = (Spikes(sigmas, torch.device("cpu")) for sigmas in (6.0, 0.0))
     for number in range(SPIKE_WINDOW_STEPS):
         large = torch.tensor(10.0**number) if number < 8 else torch.tensor(float("nan"))
-        assert not off.found(large, NO)
-        assert not spikes.found(torch.tensor(float("nan")), YES)
-        assert not spikes.found(1 + 0.1 * torch.rand(()), NO)
+        assert not off.detect(large, NO)
+        assert not spikes.detect(torch.tensor(float("nan")), YES)
+        assert not spikes.detect(1 + 0.1 * torch.rand(()), NO)
     for norm, spike in ((1.1, False), *[(3.0, True)] * 2 * SPIKE_WINDOW_STEPS, (1.1, False)):
-        assert bool(spikes.found(torch.tensor(norm), NO)) == spike
+        assert bool(spikes.detect(torch.tensor(norm), NO)) == spike
 
 
 def test_steps_that_are_skipped_are_counted_by_their_cause():
@@ -47,19 +47,19 @@ def test_steps_that_are_skipped_are_counted_by_their_cause():
 
 def test_random_bytes_below_chance_are_a_leak_over_enough_tokens_only():
     judge = Guard(5, math.log(256))
-    judge.judge([row(step, math.log(256) - 0.03) for step in range(1, 16)])
+    judge.check([row(step, math.log(256) - 0.03) for step in range(1, 16)])
     with pytest.raises(LeakError, match=r"over steps 1 to 16, chance is 5\.5452"):
-        judge.judge([row(16, math.log(256) - 0.03)])
+        judge.check([row(16, math.log(256) - 0.03)])
     judge = Guard(5, math.log(256))
-    judge.judge([row(step, math.log(256) - 0.019) for step in range(1, 500)])
+    judge.check([row(step, math.log(256) - 0.019) for step in range(1, 500)])
 
 
 def test_an_old_deficit_leaves_the_window():
     judge = Guard(5, math.log(256))
-    judge.judge([row(step, math.log(256) - 0.03) for step in range(1, 11)])
-    judge.judge([row(step, math.log(256) + 0.05) for step in range(11, 40)])
+    judge.check([row(step, math.log(256) - 0.03) for step in range(1, 11)])
+    judge.check([row(step, math.log(256) + 0.05) for step in range(11, 40)])
     with pytest.raises(LeakError, match="steps 36 to 51"):
-        judge.judge([row(step, math.log(256) - 0.05) for step in range(40, 60)])
+        judge.check([row(step, math.log(256) - 0.05) for step in range(40, 60)])
 
 
 def test_a_parameter_that_the_backward_does_not_reach_is_named():
@@ -85,7 +85,7 @@ def test_steps_that_were_not_finite_between_two_records_fail_the_gate(tmp_path):
     assert not [r for r in run.records(0, "progress") if r["loss"] == "nan"]
     summary = gates.Summary(world=1, attempts=1, stalls=0)
     for record in run.records(0):
-        summary.take(record)
+        summary.add(record)
     (gate,) = gates.evaluate(summary, {"loss_finite": True})
     assert (gate.result, gate.value) == ("fail", 4)
     assert gates.overall(gates.evaluate(summary, {"steps_done": 20})) == "pass"

@@ -139,7 +139,7 @@ def test_the_gate_of_the_plan_tells_attention_from_its_stubs(runs, name, result)
     phase = next(phase for phase in catalog.load("cpu_smoke").phases if phase.name == "recall")
     summary = gates.Summary(world=1, attempts=1, stalls=0)
     for record in runs[name].records(0):
-        summary.take(record)
+        summary.add(record)
     found = gates.evaluate(summary, phase.gates)
     assert {gate.name: gate.result for gate in found}["bytes_right"] == result
 

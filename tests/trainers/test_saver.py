@@ -18,9 +18,9 @@ from tests.trainers.runs import Run, latest_checkpoint, small
 from tests.trainers.test_checkpoint import at, made, saved, train
 from trainers import checkpoint, manifest, saver
 from trainers.failures import CheckpointError
-from trainers.limit import within
 from trainers.saver import Saver
 from trainers.schema import CheckpointSettings
+from trainers.timeout import within
 
 BACKGROUND = CheckpointSettings(background="on")
 

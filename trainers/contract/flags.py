@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trainers.contract import drill
 from trainers.contract.environ import ALERT_NAMES, CONTRACT_NAMES
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.values import Kind, convert, takes
+from trainers.contract.values import Kind, accepted_values, convert
 from trainers.schema import ANY_COUNT, DRILL, Key, keys
 
 OWN_PREFIX = "NSA_"
@@ -132,7 +132,9 @@ def expected(flag: Flag) -> str:
     """Returns in words which values a flag takes."""
     if flag.setting == DRILL:
         return drill.GRAMMAR
-    return "0 or 1" if flag.kind is bool else takes(flag.kind, flag.key.low, flag.key.high)
+    return (
+        "0 or 1" if flag.kind is bool else accepted_values(flag.kind, flag.key.low, flag.key.high)
+    )
 
 
 def format_value(value: Value) -> str:

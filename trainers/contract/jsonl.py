@@ -358,7 +358,7 @@ class Tail:
         self._begin_at = 0
 
 
-class Packed(Tail):
+class GzipTail(Tail):
     """Reads a complete gzip file of JSON lines; `offset` counts compressed bytes.
 
     `begin_at` and the places of lines count uncompressed bytes. Reading ends at damaged data, which

@@ -69,7 +69,7 @@ class Member:
         self._host, self._pid = rundir.host_name(), os.getpid()
         if self.supervised:
             self._attach_log()
-        self.home = rundir.Home(run)
+        self.home = rundir.OpenDirectory(run)
         self.recorder = Recorder(self.home.is_there)
         self.pulse = PulseWriter(
             rundir.pulse(self.live, self.rank) if self.live else None, self.rank
@@ -78,8 +78,8 @@ class Member:
         self._numbering = threading.Lock()
         """Held while a record is numbered and queued, so that both orders are the same."""
         self.halt_reason = ""
-        self._ignored_halt = None if self.supervised else self._identity(rundir.HALT)
-        self._known_requests = {name: self._identity(name) for name in rundir.REQUEST_FILES}
+        self._ignored_halt = None if self.supervised else self._file_stamp(rundir.HALT)
+        self._known_requests = {name: self._file_stamp(name) for name in rundir.REQUEST_FILES}
         self._requests: set[str] = set()
         self.dumper = dumps.StackDumper(run, self.live, self.rank, self.recorder.call)
         self._stop = threading.Event()
@@ -93,7 +93,7 @@ class Member:
                 signal.signal(number, self._on_signal)
         self._watcher.start()
 
-    def beat(self, msg: str, step: int, **figures: Any) -> None:
+    def record(self, msg: str, step: int, **figures: Any) -> None:
         """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
 
         A dropped record uses its number too, so the gap shows it.
@@ -102,7 +102,7 @@ class Member:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
         with self._numbering:
             figures |= {
-                "v": VERSION, "n": self.pulse.number(), "run": self.run_id,
+                "v": VERSION, "n": self.pulse.next_record_number(), "run": self.run_id,
                 "attempt": self.attempt, "ts": time.time(), "mono": time.monotonic(),
                 "host": self._host, "pid": self._pid, "rank": self.rank,
                 "local_rank": self.local_rank, "world": self.world, "step": step, "msg": msg,
@@ -121,7 +121,7 @@ class Member:
         """Writes the exit record and waits for the disk; False where records are still queued."""
         self._stop.set()
         self.pulse.set(step, "exit")
-        self.beat("exit", step, dropped_records=self.recorder.dropped, **figures)
+        self.record("exit", step, dropped_records=self.recorder.dropped, **figures)
         written = self.recorder.close()
         self.dumper.uninstall()
         return written
@@ -145,7 +145,7 @@ class Member:
         self._requests -= found
         return found
 
-    def _identity(self, name: str) -> tuple[int, int] | None:
+    def _file_stamp(self, name: str) -> tuple[int, int] | None:
         try:
             status = os.stat(self.run / name, follow_symlinks=False)
         except OSError:
@@ -156,11 +156,11 @@ class Member:
         """Polls for files in a thread, so that a directory that hangs does not stall a step."""
         mirrored = 0.0
         while not self._stop.wait(HALT_POLL_S):
-            found = self._identity(rundir.HALT)
+            found = self._file_stamp(rundir.HALT)
             if found not in (None, self._ignored_halt) and self.home.is_there():
                 self.halt_reason = self.halt_reason or rundir.HALT
             for name in rundir.REQUEST_FILES:
-                seen = self._identity(name)
+                seen = self._file_stamp(name)
                 if seen not in (None, self._known_requests[name]) and self.home.is_there():
                     self._known_requests[name] = seen
                     self._requests.add(name)
@@ -217,7 +217,7 @@ class Joined(Member):
         self._reason = "done"
         self.pulse.nonfinite_steps = 0
         self.start()
-        self.beat("boot", 0)
+        self.record("boot", 0)
         atexit.register(self._exit)
 
     def step(self, step: int, **figures: Any) -> bool:
@@ -232,7 +232,7 @@ class Joined(Member):
         if self._board.decide(self.rank, step, bool(self.halt_reason)):
             self._reason = self.halt_reason or "agreed"
             self.pulse.set(self._last_step, "halt")
-            self.beat("halt", self._last_step, reason=self._reason)
+            self.record("halt", self._last_step, reason=self._reason)
             return True
         self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
         self.pulse.set(step, "step")
@@ -257,7 +257,7 @@ class Joined(Member):
         if self._in_step:
             self._in_step = False
             duration_s = time.monotonic() - self._last_at
-            self.beat("progress", self._last_step, steps_dt_s=[duration_s], **figures)
+            self.record("progress", self._last_step, steps_dt_s=[duration_s], **figures)
 
     def _count(self, loss: object) -> None:
         """Counts a non-finite loss. A loss that is no plain number could wait for a device, so it

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trainers.contract import flags, yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
-from trainers.contract.values import convert, takes
+from trainers.contract.values import accepted_values, convert
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -116,8 +116,8 @@ def load(path: Path) -> Plan:
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
     """Returns the plan in parsed YAML. Raises UsageError that begins with `where`."""
-    _printable(document, where)
-    _known(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
+    _check_printable(document, where)
+    _check_keys(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
     shared = {key: document[key] for key in SHARED_KEYS if key in document}
     own = {key: value for key, value in document.items() if key not in shared}
     raw_phases = own.pop("phases", None)
@@ -150,7 +150,7 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
             raise UsageError(
                 f"{where}: {key!r} cannot start with '-': torchrun would read it as an option"
             )
-    _known(merged, list(get_type_hints(Phase)), where)
+    _check_keys(merged, list(get_type_hints(Phase)), where)
     _check_name(merged.get("name"), where)
     return section(Phase, merged, where)
 
@@ -161,7 +161,7 @@ def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
     A null, as in plan.json, counts as absent. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
-    _known(raw, list(kinds), where)
+    _check_keys(raw, list(kinds), where)
     for key, value in raw.items():
         if value is not None:
             read[key] = _read(value, kinds[key], key, where)
@@ -189,7 +189,7 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
     except ValueError:
         unit = " seconds" if key.endswith("_s") else ""
         raise UsageError(
-            f"{where}: {key!r} cannot be {value!r}; it takes {takes(kind, *limits)}{unit}"
+            f"{where}: {key!r} cannot be {value!r}; it takes {accepted_values(kind, *limits)}{unit}"
         ) from None
 
 
@@ -203,22 +203,22 @@ def _flag_values(raw: Any, where: str) -> dict[str, str]:
     return values
 
 
-def _printable(value: Any, where: str) -> None:
+def _check_printable(value: Any, where: str) -> None:
     """Raises UsageError for characters that no command line and no environment can contain."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _printable(key, where)
-            _printable(inner, f"{where}: {key}")
+            _check_printable(key, where)
+            _check_printable(inner, f"{where}: {key}")
     elif isinstance(value, list | tuple):
         for inner in value:
-            _printable(inner, where)
+            _check_printable(inner, where)
     elif isinstance(value, str):
         bad = UNPRINTABLE.search(value)
         if bad:
             raise UsageError(f"{where} contains the control character {bad[0]!r}; remove it")
 
 
-def _known(raw: Mapping[str, Any], known: list[str], where: str) -> None:
+def _check_keys(raw: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in raw:
         if key not in known:
             raise UsageError(f"{where}: there is no key {key!r}{did_you_mean(str(key), known)}")

@@ -101,12 +101,12 @@ class PulseWriter:
         self._device = device_step, device_phase
         self._write(self._since)
 
-    def count(self) -> None:
+    def count_collective(self) -> None:
         """Counts one more collective in the current phase."""
         self.collectives += 1
         self._write(time.monotonic())
 
-    def number(self) -> int:
+    def next_record_number(self) -> int:
         """Returns the number of the next record, which the pulse shows before it is queued."""
         self.records += 1
         self._write(self._beat)

@@ -32,15 +32,15 @@ class Recorder:
     """Appends whole records to files from one daemon thread.
 
     `put` costs the caller one queue insertion. Heartbeats are queued as dicts and encoded here.
-    While `ours` returns False, another directory is at the path, perhaps of another run: files that
-    are open are still written, and no file is opened or replaced.
+    While `is_ours` returns False, another directory is at the path, perhaps of another run: files
+    that are open are still written, and no file is opened or replaced.
     """
 
     check_every_s = 1.0
     """Time between two checks that the open file is still at its path."""
 
-    def __init__(self, ours: Callable[[], bool] = lambda: True) -> None:
-        self._ours = ours
+    def __init__(self, is_ours: Callable[[], bool] = lambda: True) -> None:
+        self._is_ours = is_ours
         self._queue: queue.SimpleQueue[Item | Callable[[], None] | None] = queue.SimpleQueue()
         self._descriptors: dict[Path, tuple[int, float]] = {STDOUT: (1, math.inf)}
         """The descriptor of each file, and the time of its next check."""
@@ -113,7 +113,7 @@ class Recorder:
                 os.close(fd)
 
     def _do(self, work: Callable[[], None]) -> None:
-        if not self._ours():
+        if not self._is_ours():
             raise OSError(errno.ESTALE, MOVED)
         work()
 
@@ -164,7 +164,7 @@ class Recorder:
         self._replaced(path)
 
     def _open(self, path: Path) -> int:
-        if not self._ours():
+        if not self._is_ours():
             raise OSError(errno.ESTALE, MOVED, str(path))
         return rundir.open_append(path)
 

@@ -84,7 +84,7 @@ def rank_log(run: Path, attempt: int, rank: int) -> Path:
     return logs(run, attempt) / f"rank{rank}.log"
 
 
-def kept_log(log: Path) -> Path:
+def rotated_log(log: Path) -> Path:
     """Returns the path of the rotated file of a log."""
     return log.with_name(f"{log.name}.1")
 
@@ -150,7 +150,7 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
     return ticks is not None and ticks == owner.get("start_ticks")
 
 
-class Home:
+class OpenDirectory:
     """An open directory; it detects another directory at its path. Raises OSError."""
 
     def __init__(self, path: Path):

@@ -42,7 +42,7 @@ def _convert(value: Any, kind: Kind) -> Any:
     raise ValueError(value)
 
 
-def takes(kind: Kind, low: float = -math.inf, high: float = math.inf) -> str:
+def accepted_values(kind: Kind, low: float = -math.inf, high: float = math.inf) -> str:
     """Returns in words which values `convert` accepts."""
     if isinstance(kind, tuple):
         return " or ".join(kind) if len(kind) == 2 else "one of " + ", ".join(kind)

@@ -13,7 +13,7 @@ from textual.containers import Grid, Horizontal
 
 from console.model import RunState
 from console.tui import chartmath, charts
-from console.tui.background import beside
+from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
 from console.tui.charts import Chart
 from console.tui.screens.view import Console, View, shown_text
@@ -70,8 +70,8 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
 
 
 def _settings() -> Any:
-    """Returns `console.settings`, which the first picture does not need."""
-    return import_module("console.settings")
+    """Returns `console.user_config`, which the first picture does not need."""
+    return import_module("console.user_config")
 
 
 class Dashboard(View):
@@ -159,12 +159,12 @@ class Dashboard(View):
         self.set_timer(SETTINGS_S, self._load_choice)
 
     def _load_choice(self) -> None:
-        beside(self.console, "settings", lambda: _settings().charts(), self.choose)
+        run_in_background(self.console, "settings", lambda: _settings().charts(), self.choose)
 
     def save_choice(self, titles: Sequence[str]) -> None:
         """Shows the charts that the operator chose; the settings file keeps them."""
         self.choose(titles)
-        beside(self.console, "settings", lambda: _settings().save_charts(titles),
+        run_in_background(self.console, "settings", lambda: _settings().save_charts(titles),
                lambda path: self.console.say(f"charts saved in {path}"))  # fmt: skip
 
     def choose(self, titles: Sequence[str]) -> None:

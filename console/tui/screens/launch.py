@@ -8,7 +8,7 @@ from textual.containers import Container
 from console.model import LaunchState, RunState
 from console.status_text import counted, shell_line
 from console.tui.draft import Draft
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import Row, flowed, rule, text_of, wrap
 from console.tui.screens.view import Console, View
 from console.tui.widgets import flags as flag_list
@@ -23,7 +23,7 @@ LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 """Rows that the list of flags keeps, its heading included; below the height it alone has room."""
 
 
-def live_launch(snapshot: Snapshot | None) -> tuple[RunState, LaunchState] | None:
+def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
     """Returns the run and the launch under way, None when a new one can be prepared."""
     state = snapshot.state if snapshot else None
     launch = state.launch if state else None
@@ -59,7 +59,7 @@ class DraftPanel(Panel):
 
 
 class Phases(DraftPanel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         if live := live_launch(snapshot):
             state, launch = live
             return phase_rows(launch.phases, launch.phase, launch.between, width, height,
@@ -73,7 +73,7 @@ class Phases(DraftPanel):
 
 
 class Command(DraftPanel):
-    def line(self, snapshot: Snapshot) -> tuple[str, str]:
+    def line(self, snapshot: ScreenData) -> tuple[str, str]:
         """Returns the title and the command: the one that runs, or the one that would."""
         if live := live_launch(snapshot):
             state, launch = live
@@ -83,7 +83,7 @@ class Command(DraftPanel):
         prepared = self.draft.prepared
         return "command of the first phase", prepared.shell(0) if prepared else ""
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         title, line = self.line(snapshot)
         live = live_launch(snapshot)
         return command_rows(title, line or "…", live[0].backend if live else "", width, height)
@@ -92,7 +92,7 @@ class Command(DraftPanel):
 class Training(DraftPanel):
     """Facts of the prepared training; empty while a launch is under way."""
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         prepared = self.draft.prepared
         if prepared is None or live_launch(snapshot):
             return []
@@ -101,7 +101,7 @@ class Training(DraftPanel):
 
 
 class Checks(DraftPanel):
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         if live := live_launch(snapshot):
             state, launch = live
             heading = f"gates of {launch.current}"
@@ -154,12 +154,12 @@ class Launch(Scrolls, View):
         yield Command(self.draft, "command")
         yield Checks(self.draft, "checks")
 
-    def arrive(self) -> None:
+    def focus_default(self) -> None:
         self.picker.focus()
         if live_launch(self.console.snapshot) is None:
             self.console.operator.prepare()
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         super().take(snapshot)
         self.fill()
 

@@ -8,7 +8,7 @@ from functools import partialmethod
 from textual.app import ComposeResult
 
 from console.model import LogLine
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import Row, rule
 from console.tui.screens.view import Console, View
 from console.tui.widgets.lines import Lines
@@ -64,10 +64,10 @@ class LogView(Scrolls, View):
     def compose(self) -> ComposeResult:
         yield LogPane("pane")
 
-    def arrive(self) -> None:
+    def focus_default(self) -> None:
         self.query_one(LogPane).focus()
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         self.snapshot = snapshot
         self.redraw()
 
@@ -86,7 +86,7 @@ class LogView(Scrolls, View):
         """The number of lines above the foot of the picture, at least as many as it shows."""
         return max(min(self.seen, len(self._lines)), self._index(self.bottom))
 
-    def hold(self, end: int) -> None:
+    def scroll_to_line(self, end: int) -> None:
         """Shows the lines before `end`; at the end of all it follows."""
         end = max(min(self.seen, len(self._lines)), end)
         self.bottom = None if end >= len(self._lines) else self._lines[end][0]
@@ -136,7 +136,7 @@ class LogView(Scrolls, View):
         return start, body[max(0, len(body) - height) :]
 
     def scroll_by(self, by: int) -> None:
-        self.hold(self.end + by)
+        self.scroll_to_line(self.end + by)
 
     def on_mouse_scroll_down(self) -> None:
         self.scroll_by(3)
@@ -175,7 +175,7 @@ class LogView(Scrolls, View):
         while 0 <= index < len(self._lines):
             if low in self._lines[index][1].text.lower():
                 self.at = self._lines[index][0]
-                self.hold(index + 1 + self.seen // 2)
+                self.scroll_to_line(index + 1 + self.seen // 2)
                 return
             index += by
         where = "later" if by > 0 else "earlier"

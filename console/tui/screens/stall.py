@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from console.model import Rank, RunState, Verdict
 from console.sources.stacks import Stack
 from console.tui import format as fmt
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
 from console.tui.screens.view import View
 from console.tui.widgets.lines import Panel
@@ -84,13 +84,13 @@ def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: flo
     rows, layout = [], _layout(state)
     left = max(0, width - sum(abs(cell) + 1 for _, cell in layout) - MARK_WIDTH)
     newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
-    guilty = state.verdict.rank if state.verdict else None
+    blamed = state.verdict.rank if state.verdict else None
     for rank in state.ranks:
         behind = rank.pulse is not None and rank.pulse.step < newest
-        style = "crit" if rank.rank == guilty else "warn" if behind else ""
+        style = "crit" if rank.rank == blamed else "warn" if behind else ""
         cells = _rank_cells(rank if lives(state, rank) else unmeasured(rank, state), style)
         place = _frame_and_age(stacks.get(rank.rank), left, now)
-        mark = "◂" if rank.rank == guilty or behind else " "
+        mark = "◂" if rank.rank == blamed or behind else " "
         held = [(cells[name][0], cell, cells[name][1]) for name, cell in layout]
         rows.append(columns([*held, (place, left, ""), (mark, 1, style)]))
     return rows
@@ -139,7 +139,7 @@ def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list
 class StacksPanel(Panel):
     first = 0
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         state = snapshot.state
         if state is None:
             return []
@@ -165,10 +165,10 @@ class Stall(Scrolls, View):
         yield StacksPanel("stacks")
         yield Panel("evidence", evidence_rows)
 
-    def arrive(self) -> None:
+    def focus_default(self) -> None:
         self.picker.focus()
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         super().take(snapshot)
         state = snapshot.state
         width = self.size.width

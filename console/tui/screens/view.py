@@ -11,7 +11,7 @@ from textual.widget import Widget
 
 from console.tui import background
 from console.tui.draft import Draft
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.operator import Operator
 from console.tui.rows import text_of
 from console.tui.terminal import Terminal
@@ -43,7 +43,7 @@ class Body(Widget):
 class Console(background.Screen, Protocol):
     """The part of the app that a view may use."""
 
-    snapshot: Snapshot | None
+    snapshot: ScreenData | None
     book: LogBook
     draft: Draft
     terminal: Terminal
@@ -59,13 +59,13 @@ class View(Widget):
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
-    snapshot: Snapshot | None = None
+    snapshot: ScreenData | None = None
 
     def __init__(self, console: Console, id: str):
         super().__init__(id=id)
         self.console = console
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         """Shows a snapshot in all panels."""
         self.snapshot = snapshot
         self.fit_panels()
@@ -79,7 +79,7 @@ class View(Widget):
         if self.snapshot is not None:
             self.take(self.snapshot)
 
-    def arrive(self) -> None:
+    def focus_default(self) -> None:
         """Sets the focus when the view is shown."""
 
     def copied(self) -> str:

@@ -6,7 +6,7 @@ from textual.app import ComposeResult
 from textual.widget import Widget
 
 from console.tui.confirmations import CannotAsk
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.keys import BUTTONS, KEYS
 from console.tui.widgets.overlay import FlatButton
 
@@ -25,7 +25,7 @@ class ActionBar(Widget):
     def compose(self) -> ComposeResult:
         yield from self._buttons.values()
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         """Disables the buttons that have nothing to act on."""
         for key_id, button in self._buttons.items():
             if question := KEYS[key_id].question:

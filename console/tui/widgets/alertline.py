@@ -10,7 +10,7 @@ from console.model import BAD_STATES, LEVELS, STALL, Alert, Gate, LaunchState, L
 from console.status_text import gate_value, skipped
 from console.tui import format as fmt
 from console.tui.background import Pending
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import Row, clip, flow, spread, width_of
 from console.tui.styles import LEVEL_STYLE
 from console.tui.widgets.footer import HEIGHT
@@ -35,7 +35,7 @@ class Notice:
 
 
 def notices(
-    snapshot: Snapshot | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
+    snapshot: ScreenData | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
 ) -> list[Notice]:
     """Returns all notices, worst first.
 
@@ -171,7 +171,7 @@ class AlertLine(Panel):
     _at = 0
     _kinds: tuple[tuple[str, str], ...] = ()
 
-    def rows(self, snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
+    def rows(self, snapshot: ScreenData | None, width: int, height: int) -> list[Row]:
         app: Any = self.app
         found = notices(snapshot, app.feed.silent_s, app.pending)
         if snapshot is None and not found:

@@ -40,7 +40,7 @@ class Answer(Lines):
         self._strips.clear()
         self.refresh()
 
-    def linger(self) -> None:
+    def show_longer(self) -> None:
         """Shows the present text for longer."""
         self._until = time.monotonic() + LATE_S
 

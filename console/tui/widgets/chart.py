@@ -12,7 +12,7 @@ from console.tui import chartmath
 from console.tui import format as fmt
 from console.tui.chartmath import Bin, Mode, Point
 from console.tui.charts import LOWEST_LAYER, Chart
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule
 from console.tui.widgets.figures import BRANCHES
 from console.tui.widgets.lines import Panel
@@ -228,7 +228,7 @@ class ChartPanel(Panel):
         self._mark: object = None
         self._drawn: Sequence[Row] = ()
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
         state, chart, series = snapshot.state, self.chart, snapshot.charts
         if state is None or chart is None or height < 3:
             return []

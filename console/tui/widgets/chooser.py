@@ -11,7 +11,7 @@ from typing import Any
 from textual.app import ComposeResult
 
 from console.tui import format as fmt
-from console.tui.background import beside
+from console.tui.background import run_in_background
 from console.tui.rows import Row, columns
 from console.tui.widgets.overlay import Overlay
 from console.tui.widgets.picker import Picker, Scrolls
@@ -76,7 +76,7 @@ class Chooser(Scrolls, Overlay):
     def on_mount(self) -> None:
         app: Any = self.app
         self._list.focus()
-        beside(app, "list of runs", lambda: entries(self._root), self._fill)
+        run_in_background(app, "list of runs", lambda: entries(self._root), self._fill)
 
     def _fill(self, found: list[Entry]) -> None:
         self._entries = found

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 
 from console.model import LIVE_STATES, RunState
 from console.tui import format as fmt
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import BLANK, Part, Row, cut, fit, width_of
 from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import Panel
@@ -20,7 +20,7 @@ PUNCTUAL_S = 2.5
 """A snapshot is due each second; only one that is later than this adds to the shown age."""
 
 
-def header_row(snapshot: Snapshot, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
+def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
     """Returns the header for a width; the least important parts go first."""
     state = snapshot.state
     if state is None:
@@ -76,8 +76,8 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 def _still_s(state: RunState) -> float | None:
     """Returns how long the slowest rank, or else every rank, has made no progress."""
-    guilty = state.verdict.rank if state.verdict else None
-    pulses = [r.pulse for r in state.ranks if r.pulse and guilty in (None, r.rank)]
+    blamed = state.verdict.rank if state.verdict else None
+    pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
 
 
@@ -127,6 +127,6 @@ class Header(Panel):
 
     paused = False
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> list[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         late = time.monotonic() - snapshot.at
         return [header_row(snapshot, width, late if late > PUNCTUAL_S else 0.0, self.paused)]

@@ -11,7 +11,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from console.model import RunState
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import BLANK, Row, changed, clip, safe
 from console.tui.styles import STYLES, drawn
 
@@ -77,18 +77,18 @@ Draw = Callable[[RunState, int, int, float], Sequence[Row]]
 class Panel(Lines):
     """Lines that are drawn from the newest snapshot, for the size they have."""
 
-    snapshot: Snapshot | None = None
+    snapshot: ScreenData | None = None
 
     def __init__(self, id: str, draw: Draw | None = None):
         super().__init__(id=id)
         self._draw = draw
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
         """Returns what the panel shows of a snapshot: without a method, what `draw` returns."""
         assert self._draw is not None
         return self._draw(snapshot.state, width, height, snapshot.now) if snapshot.state else []
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         """Shows a snapshot; before the first layout only stores it."""
         self.snapshot = snapshot
         self.redraw()

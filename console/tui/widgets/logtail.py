@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from console.model import LogLine
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import Row, chop, fill, labelled, rule
 from console.tui.widgets.lines import Panel
 
@@ -44,7 +44,7 @@ class LogBook:
         self.total = 0
         self.epoch = 0
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ScreenData) -> None:
         if snapshot.log_begins:
             self.lines.clear()
             self.total = 0
@@ -60,7 +60,7 @@ class LogTail(Panel):
         super().__init__(id=id)
         self.book = book
 
-    def rows(self, snapshot: Snapshot, width: int, height: int) -> Sequence[Row]:
+    def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
         rows = [rule("log", width, "4 all lines")]
         held = self.book.lines
         if not held:

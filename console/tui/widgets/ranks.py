@@ -45,13 +45,13 @@ def _worst_first(state: RunState, ranks: Sequence[Rank], room: int) -> Sequence[
     if len(ranks) <= room:
         return ranks
     newest = max((rank.pulse.step for rank in ranks if rank.pulse), default=0)
-    guilty = state.verdict.rank if state.verdict else None
+    blamed = state.verdict.rank if state.verdict else None
 
     def badness(rank: Rank) -> tuple[Any, ...]:
         behind = newest - rank.pulse.step if rank.pulse else newest + 1
         lost = rank.gpu is not None and rank.gpu.state != "ok"
         wrong = rank.exit or PROCESS_WORDS.get(rank.state)
-        return rank.rank != guilty, not lost, not wrong, -behind, -(rank.age_s or 0.0), rank.rank
+        return rank.rank != blamed, not lost, not wrong, -behind, -(rank.age_s or 0.0), rank.rank
 
     return sorted(ranks, key=badness)[: max(0, room - 1)]
 
@@ -82,15 +82,15 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
     rank = rank if is_live else unmeasured(rank, state)
     stale = rank.age_s is not None and rank.age_s > RED_S
     base = "" if is_live and not stale else "dim"
-    guilty = state.verdict is not None and state.verdict.rank == rank.rank
+    blamed = state.verdict is not None and state.verdict.rank == rank.rank
     wrong = rank.exit or PROCESS_WORDS.get(rank.state, "")
     (name, digits), *rest = layout
     bar = dict(layout)[BAR]
     cells: Cells = {
-        name: (str(rank.rank), "crit" if guilty else "strong"),
+        name: (str(rank.rank), "crit" if blamed else "strong"),
         "age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
         "pid": (str(rank.pid or ""), "dim"),
-    } | place_cells(rank, base, "crit" if wrong or guilty else base, wrong)
+    } | place_cells(rank, base, "crit" if wrong or blamed else base, wrong)
     if not has_gpus:
         memory = fmt.gib if wide else fmt.short_gib
         cells |= {
@@ -104,7 +104,7 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
         layout = [(name, digits), ("why", room), *rest[5:]]
         cells["why"] = _lost_cell(rank.gpu)
     row = columns((cells[name][0], width, cells[name][1]) for name, width in layout)
-    return (*row, (MARK, "crit")) if guilty else row
+    return (*row, (MARK, "crit")) if blamed else row
 
 
 def _lost_cell(gpu: Gpu | None) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from console.diagnose.stack_classes import Node, Where, is_of_torch, merge, where
 from console.diagnose.stall import spans
-from console.sources.stacks import Frame, Stack, own
+from console.sources.stacks import Frame, Stack, innermost_own
 from console.tui import format as fmt
 from console.tui.rows import Row, clip, columns, fill, flowed, rule
 
@@ -39,7 +39,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 def top_frame(stack: Stack | None) -> Frame | None:
     """Returns the innermost frame of the rank's own code, else the innermost one."""
-    return own(_frames(stack)) if stack else None
+    return innermost_own(_frames(stack)) if stack else None
 
 
 def stack_rows(

@@ -63,7 +63,7 @@ def summed(*written: Written, **counted: int) -> Summary:
     world = max((each.rank for each in written), default=0) + 1
     summary = Summary(**{"world": world, "attempts": newest, "stalls": 0} | counted)
     for record in lines(*written):
-        summary.take(record)
+        summary.add(record)
     return summary
 
 

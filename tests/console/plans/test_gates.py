@@ -291,6 +291,6 @@ def test_supervisor_json_gives_the_same_result_to_the_next_reader():
     read = Summary(1, 2, document["stalls"])
     read.take_document(document)
     for record in lines(first, second):
-        read.take(record)
+        read.add(record)
     bounds = {"steps_done": 30, "loss_finite": True, "no_stall": True, "stalls_at_most": 1}
     assert evaluate(read, bounds) == evaluate(found, bounds)

@@ -242,7 +242,7 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
         rank = rng.choice(list(tails))
         before = tails[rank].offset
         for record in tails[rank].poll(rng.choice((500, 10_000))):
-            summary.take(record)
+            summary.add(record)
         if tails[rank].offset == before:
             del tails[rank]
     for number, rank, pulse in left.ends:

@@ -17,7 +17,7 @@ from console.sources.reducer import Reducer
 from console.sources.run import RunSource
 from console.sources.run_records import RunRecords
 from console.sources.series import Series
-from console.supervisor.snapshots import Snapshots
+from console.supervisor.snapshot_writer import Snapshots
 from tests.console.plans.histories import EVERY_BOUND
 from trainers.contract import rundir
 
@@ -122,7 +122,7 @@ class Observer:
 
     def read(self, limit_bytes: int = 1 << 30) -> None:
         for batch in self._reading.poll(limit_bytes):
-            self.reducer.take(batch)
+            self.reducer.add(batch)
         self._snapshots.poll()
 
     def write(self) -> None:

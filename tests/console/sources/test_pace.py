@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from console.diagnose.stall import SAFETY, by_records, limit_s
 from console.sources.pace import Pace
 from console.sources.record_files import Line, Place
-from console.sources.reducer import Head
+from console.sources.reducer import LatestRecords
 from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=180, startup_s=900)
@@ -18,13 +18,13 @@ LEAST_S = WATCH.startup_s / SAFETY
 
 def take(head, step, at, mono, ts):
     record = {"step": step, "msg": "progress", "ts": at, "pid": 1, "rank": 0}
-    head.pace.take(record, 1, mono, ts)
-    head.take(Line(Place(0, 0), 1, record))
+    head.pace.add(record, 1, mono, ts)
+    head.add(Line(Place(0, 0), 1, record))
 
 
 def told(steps, step_s, boot_s=10.0):
     """A rank that records these steps and takes so long for each."""
-    head = Head(Line(Place(0, 0), 1, {}), pace=Pace())
+    head = LatestRecords(Line(Place(0, 0), 1, {}), pace=Pace())
     for step in (0, *steps):
         at = boot_s * (step > 0) + step * step_s
         take(head, step, at, at, at)

@@ -53,8 +53,8 @@ def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
     until(lambda: busy.pid in process.with_token("test-token"))  # it runs its program
     assert busy.pid in process.children(os.getpid())
     assert process.with_token("test-token") == [busy.pid]
-    assert process.hold(busy.pid, "another") is None
-    handle = process.hold(busy.pid, "test-token")
+    assert process.open_process(busy.pid, "another") is None
+    handle = process.open_process(busy.pid, "test-token")
     assert handle is not None
     assert not handle.is_over()
     assert handle.send(signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
     assert handle.is_over()
     assert not handle.send(signal.SIGKILL)
     handle.close()
-    assert process.hold(busy.pid, "test-token") is None
+    assert process.open_process(busy.pid, "test-token") is None
 
 
 def test_a_handler_of_a_signal_is_seen(busy):
@@ -78,7 +78,7 @@ def test_an_exit_code_is_available_before_and_after_the_reap(end, code):
         env={**os.environ, environ.TOKEN: "test-token"},
     )  # fmt: skip
     until(lambda: process.with_token("test-token") == [child.pid])
-    handle = process.hold(child.pid, "test-token")
+    handle = process.open_process(child.pid, "test-token")
     assert handle.exit_code() is None
     assert not handle.is_unreaped()
     child.stdin.close()
@@ -99,6 +99,6 @@ def test_a_process_that_only_a_document_names_is_not_opened(busy, tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
     named = rundir.identity(busy.pid)
-    assert process.hold_named(named, tmp_path, logs) is None
-    assert process.hold_named(named | {"start_ticks": 1}, tmp_path, logs) is None
+    assert process.open_named(named, tmp_path, logs) is None
+    assert process.open_named(named | {"start_ticks": 1}, tmp_path, logs) is None
     assert busy.poll() is None

@@ -47,7 +47,7 @@ def told(state):
 def test_the_ends_of_the_files_give_the_same_state_as_all_records(launch):
     whole, recent = RunSource(launch, reads="all"), RunSource(launch)
     assert told(recent.poll()) == told(whole.poll())
-    assert (whole.is_whole, recent.is_whole) == (True, False)
+    assert (whole.has_all_records, recent.has_all_records) == (True, False)
     directory.beat(launch / "0-first", 0, STEPS + 1, loss=0.5)
     assert told(recent.poll()) == told(whole.poll())
     assert recent.poll().step == STEPS + 1

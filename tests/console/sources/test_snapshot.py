@@ -468,7 +468,7 @@ def test_a_new_sum_is_in_the_snapshot_and_a_resume_cuts_it():
         totals.speed.add(step, float(step))
     found = MoreTotals.load(0, json.loads(json.dumps(totals.as_dict())))
     assert (found.norm_max, found.speed.value) == (9.0, 5.0)
-    found.take(Written().add("resume", 4))
+    found.add(Written().add("resume", 4))
     assert found.speed.value == 3.0
     with pytest.raises(ValueError, match="no totals"):
         MoreTotals.load(0, RankTotals(0).as_dict())
@@ -557,11 +557,11 @@ def test_a_poll_reads_only_records_after_the_snapshot(run, monkeypatch):
     prepared(run)
     source, folds = RunSource(run), []
     before = source.poll().step
-    monkeypatch.setattr(RankTotals, "take", lambda fold, record: folds.append(record["n"]) or True)
+    monkeypatch.setattr(RankTotals, "add", lambda totals, record: folds.append(record["n"]) or True)
     source = RunSource(run)
     assert (source.poll().step, folds) == (before, [])
     directory.beat(run, 0, 99, n=61, mono=1e6)
-    assert (source.poll().step, folds, source.is_whole) == (99, [61], True)
+    assert (source.poll().step, folds, source.has_all_records) == (99, [61], True)
 
 
 def test_charts_show_a_long_run_at_once_and_then_its_past(run, monkeypatch):

@@ -12,14 +12,14 @@ import pytest
 
 from console import actions
 from console.cli import main
-from console.plans import confirm
+from console.plans import gate_check
 from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of
 from console.supervisor.next_flags import NextFlags
-from console.supervisor.restart import Ended, after
-from console.supervisor.tree import Tree, Worker
+from console.supervisor.process_tree import Tree, Worker
+from console.supervisor.restart import AttemptEnd, next_attempt
 from tests import owners
 from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
@@ -70,14 +70,14 @@ def tell(folder, *events):
 
 
 def read_run(launch):
-    return cross_check.of_run(launch / "0-one", launch_spec.load(launch), 0)
+    return cross_check.check_run(launch / "0-one", launch_spec.load(launch), 0)
 
 
 def read_launch(launch):
     runs = [launch / "0-one", launch / "1-two"]
     state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
     evidence = cross_check.Evidence(launch, runs)
-    return cross_check.of_launch(state, launch_spec.load(launch), 0, runs, evidence)
+    return cross_check.check_launch(state, launch_spec.load(launch), 0, runs, evidence)
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,15 @@ def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_
     state = {"v": 1, "state": "waiting", "phase": 0, "phases": told}
     rundir.write_json(tmp_path / rundir.PLAN_STATE, state)
     for held in ({"phase": 1}, {"phase": 0, "state": "waiting"}, {"phase": -5}, {}):
-        confirm.check_former(tmp_path, plan, held)
+        gate_check.check_former(tmp_path, plan, held)
     (run / rundir.GATES).unlink()
     with pytest.raises(
         RefusedError, match="reports first as passed, and its records do not confirm it"
     ):
-        confirm.check_former(tmp_path, plan, {"phase": 1})
+        gate_check.check_former(tmp_path, plan, {"phase": 1})
     change(run / rundir.SUPERVISOR, state="running")
     with pytest.raises(RefusedError, match=r"its state is running in supervisor\.json"):
-        confirm.check_former(tmp_path, plan, {"phase": 0, "state": "waiting"})
+        gate_check.check_former(tmp_path, plan, {"phase": 0, "state": "waiting"})
 
 
 def test_a_phase_that_has_begun_is_not_begun_again(launch):
@@ -250,7 +250,7 @@ def worker(code=None, signal_name=None, **more):
 @pytest.mark.parametrize(
     ("ended", "pulse_step", "state", "says"),
     [
-        (worker(0, seen=True), 0, "completed", ""),
+        (worker(0, observed=True), 0, "completed", ""),
         (worker(0, confirmed=True), 0, "completed", ""),
         (worker(), 9, "completed", ""),
         (worker(), 0, "lost", "no supervisor observed it, and it has no pulse"),
@@ -258,7 +258,7 @@ def worker(code=None, signal_name=None, **more):
         (worker(7), 9, "lost", "but a log or a document says exit 7"),
         (worker(None, "SIGKILL"), 9, "lost", "but a log or a document says SIGKILL"),
         (worker(7, confirmed=True), 9, "crashed", "(code 7)"),
-        (worker(7, seen=True), 9, "crashed", "(code 7)"),
+        (worker(7, observed=True), 9, "crashed", "(code 7)"),
     ],
 )
 def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, state, says):
@@ -268,7 +268,7 @@ def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, sta
     end = end_of(ended, told.heads[0], step=pulse_step)
     found, why = decide(Facts(spawned=True, over=True, ends=[end], world=1))
     assert (found, says in why) == (state, True), why
-    again = after([Ended(found, why)], Restart("crash"))
+    again = next_attempt([AttemptEnd(found, why)], Restart("crash"))
     assert isinstance(again, str) == (state != "crashed")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from console.settings import Settings
 from console.sources import process
 from console.supervisor.hooks import (
     LOG,
@@ -23,6 +22,7 @@ from console.supervisor.hooks import (
     document,
     variables,
 )
+from console.user_config import Settings
 from tests.launches import phase, set_hook
 from trainers.contract import rundir
 

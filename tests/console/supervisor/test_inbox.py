@@ -319,7 +319,7 @@ def test_a_request_is_found_also_where_the_run_directory_cannot_be_read(polls, t
 
     rundir.make_directory(tmp_path / rundir.REQUESTS)
     write_request(tmp_path / rundir.REQUESTS, "stop.json", id="stop", action="stop")
-    files = SimpleNamespace(watched=(), look=unreadable)
+    files = SimpleNamespace(watched=(), poll=unreadable)
     attempt = SimpleNamespace(path=tmp_path, files=files, stage="run", behind=False)
     assert polls.poller.start([], attempt, 0.0)
     polls.finish()

@@ -27,12 +27,12 @@ OBSERVERS = {
     "processes and pulses": "sampling.Sampler.sample",
     "watch rules": "monitor.Monitor.poll",
     "records": "attempt.Attempt._take_records",
-    "files": "run_files.Files.look",
+    "files": "run_files.Files.poll",
     "stack dumps": "dump.Dumps.poll",
     "alert hook": "hooks.Hooks.poll",
     "the run directory": "alerts.Alerts.check_directory",
     "the supervisor heartbeat": "shm.Live.write_status",
-    "the snapshot": "snapshots.Snapshots.poll",
+    "the snapshot": "snapshot_writer.Snapshots.poll",
     "supervisor.json": "attempt.Attempt.workers",
 }
 STEPS, GATES = 900, ("loss_finite", "no_stall")
@@ -115,12 +115,12 @@ def test_an_open_alert_that_is_told_anew_is_not_raised_twice(trial):
 def test_what_is_never_skipped_writes_its_traceback_once_in_a_while(trial, capfd):
     observers = trial.observers()
     for _ in range(50):
-        assert observers.once("the state", lambda: 1 // 0, -1) == -1
+        assert observers.call("the state", lambda: 1 // 0, -1) == -1
     assert capfd.readouterr().err.count("Traceback") == 1
     assert trial.text().startswith("the observer of the state failed (ZeroDivisionError: ")
     observers = trial.observers(settled_s=0.1)
     for mistake in ("first", "second"):
-        observers.once("the state", partial(int, mistake), None)
+        observers.call("the state", partial(int, mistake), None)
         time.sleep(0.2)
     written = capfd.readouterr().err
     assert written.count("'first'") == written.count("'second'") == 1

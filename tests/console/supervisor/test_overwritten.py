@@ -15,7 +15,7 @@ import pytest
 from console import actions
 from console.sources import process
 from console.supervisor import launch_spec, shm
-from console.supervisor.tree import Tree
+from console.supervisor.process_tree import Tree
 from tests import owners
 from tests.faults.scene import order
 from tests.launches import STUB, phase
@@ -112,17 +112,17 @@ def stranger(run, tmp_path_factory):
 def test_a_document_cannot_name_a_stranger(stranger, run):
     found, other = stranger
     known, own = rundir.identity(found.pid), rundir.logs(run, 1)
-    handle = process.hold_named(known, other.parent.parent, other)
+    handle = process.open_named(known, other.parent.parent, other)
     assert handle is not None
     handle.close()
     for change in ({"start_ticks": 1}, {"boot_id": "before"}, {"host": "elsewhere"}, {"pid": -1}):
-        assert process.hold_named(known | change, other.parent.parent, other) is None
+        assert process.open_named(known | change, other.parent.parent, other) is None
     log = own / "rank0.log"
     for link in (None, log.hardlink_to, log.symlink_to):
         if link is not None:
             link(other / "rank0.log")
-        assert process.hold_named(known, run, own) is None
+        assert process.open_named(known, run, own) is None
         log.unlink(missing_ok=True)
     own.rmdir()
     own.symlink_to(other)
-    assert process.hold_named(known, run, own) is None
+    assert process.open_named(known, run, own) is None

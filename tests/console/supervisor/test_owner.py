@@ -29,7 +29,7 @@ SEGFAULT, HANG = "ctypes.string_at(0)", "time.sleep(60)"
 ONCE, ALWAYS = "len(begun) == 3", "len(begun) >= 3"
 STEPS, GRACE_S = 900, 2.0
 CASES = [
-    ("files", "run_files.Files.look", SEGFAULT, ALWAYS),
+    ("files", "run_files.Files.poll", SEGFAULT, ALWAYS),
     ("supervisor.json", "attempt.Attempt.workers", SEGFAULT, ALWAYS),
     ("processes and pulses", "sampling.Sampler.sample", SEGFAULT, ONCE),
     ("watch rules", "monitor.Monitor.poll", HANG, ALWAYS),

@@ -77,7 +77,7 @@ def read(run, reads: Reads = "all") -> tuple[RunRecords, list[float]]:
 
 def test_charts_begin_at_the_first_sample_and_a_look_reads_only_the_newest_file(filled):
     records, values = read(filled)
-    assert (records.files.skipped, records.files.is_whole) == (0, True)
+    assert (records.files.skipped, records.files.has_all_records) == (0, True)
     assert (min(values), max(values)) == (0.0, COUNT - 1.0)
     assert records.samples["here"]["ts"] == 1e9 + COUNT - 1
     newest, _ = read(filled, "recent")

@@ -15,7 +15,7 @@ from console.model import State
 from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import former_run, restart
-from console.supervisor.restart import Again, Ended
+from console.supervisor.restart import AttemptEnd, NextAttempt
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract import plan as plans
@@ -27,7 +27,7 @@ FOREIGN_TOKEN = "fedcba9876543210"
 
 
 def crashed(checkpoint=0, state: State = "crashed", **more):
-    return Ended(state, "why", checkpoint, **more)
+    return AttemptEnd(state, "why", checkpoint, **more)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def crashed(checkpoint=0, state: State = "crashed", **more):
     ],
 )  # fmt: skip
 def test_a_run_is_not_restarted(ended, policy, says):
-    assert restart.after(ended, policy) == says
+    assert restart.next_attempt(ended, policy) == says
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,20 @@ def test_a_run_is_not_restarted(ended, policy, says):
     ],
 )  # fmt: skip
 def test_a_run_is_restarted(ended, policy):
-    assert isinstance(restart.after(ended, policy), Again)
+    assert isinstance(restart.next_attempt(ended, policy), NextAttempt)
 
 
 def test_the_back_off_doubles_without_progress_and_begins_anew_with_it():
     ended = [crashed()]
     waits = []
     for checkpoint in (0, 20, 20, 40):
-        again = restart.after(ended, CRASH)
-        assert isinstance(again, Again)
+        again = restart.next_attempt(ended, CRASH)
+        assert isinstance(again, NextAttempt)
         waits.append(again.wait_s)
         ended.append(crashed(checkpoint))
     assert waits == [10, 20, 10, 10]
-    assert restart.left(ended, CRASH, saved=41) == 3
-    assert restart.left(ended, CRASH) == 2
+    assert restart.restarts_left(ended, CRASH, saved=41) == 3
+    assert restart.restarts_left(ended, CRASH) == 2
 
 
 def test_the_policy_in_the_guide_is_one_that_a_plan_takes(tmp_path):

@@ -46,8 +46,8 @@ def test_a_job_brings_its_result_or_what_the_disk_says_and_a_mistake_is_kept(tmp
     directory.deliver()
     assert brought[0] == (7, None)
     assert isinstance(brought[1][1], FileNotFoundError)
-    assert (brought[2][0], [brought[2][1]]) == (None, list(directory.mistakes))
-    assert isinstance(directory.mistakes[0], ValueError)
+    assert (brought[2][0], [brought[2][1]]) == (None, list(directory.unexpected_errors))
+    assert isinstance(directory.unexpected_errors[0], ValueError)
 
 
 def test_a_document_is_not_written_before_work_that_was_queued_earlier(tmp_path):

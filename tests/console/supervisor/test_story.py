@@ -17,7 +17,7 @@ from console.diagnose.stall import (
     with_records,
 )
 from console.diagnose.verdict import diagnose
-from console.diagnose.watch import Watchdog
+from console.diagnose.watchdog import Watchdog
 from console.plans import gates
 from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary
@@ -102,7 +102,7 @@ def test_no_record_raises_in_what_watches(drawn):
         accepted = heartbeat.accept(given_record) if given_record is not None else None
         if accepted is not None:
             told.take(accepted)
-            summed.take(accepted)
+            summed.add(accepted)
     seen = tuple(
         with_records(
             RankEvidence(rank, 1, "S", 3, "forward", 1e6), told.heads.get(rank, NO_RECORDS), 1
@@ -184,7 +184,7 @@ def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
     late.take(record(2, steps_dt_s=[0.1, 0.1]))
     late.take(record(4, steps_dt_s=[1.0, 9.0]))
     assert late.heads[0].pace.p99_s() == 9.0
-    late.reducer.settle()
+    late.reducer.mark_old()
     late.take(record(5, steps_dt_s=[40.0]))
     assert late.heads[0].pace.p99_s() == 9.0, "no more has passed since it came"
     late.take(record(6, steps_dt_s=[40.0]))
@@ -193,7 +193,7 @@ def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
 
 def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before():
     late = Recorded()
-    late.reducer.settle()
+    late.reducer.mark_old()
     late.take(record(100, steps_dt_s=[1.0] * 100))
     assert late.heads[0].pace.p99_s() == 1.0
 

@@ -179,7 +179,8 @@ class Recorded:
     def __init__(self, *states: RunState, run: Path | None = None):
         self.states = list(states)
         self.run_path = run
-        self.whole, self.is_whole, self.launch_path, self.summary = False, True, None, None
+        self.is_launch, self.has_all_records = False, True
+        self.launch_path, self.summary = None, None
         self.series = Series()
         self.polls = 0
         for second in range(120):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from console.model import Alert
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import flow, text_of, width_of
 from console.tui.widgets import alertline
 from console.tui.widgets.alertline import Notice, alert_rows
@@ -133,4 +133,4 @@ def test_a_busy_screen_is_no_silent_directory(monkeypatch):
 def test_an_alert_without_a_supervisor_says_what_its_key_does():
     alert = Alert("no-supervisor", NOW, "crit", "no supervisor", "R", observed=True)
     state = recorded.running(alerts=(alert,))
-    assert alertline.notices(Snapshot(0.0, NOW, state))[0].hint == "R new supervisor"
+    assert alertline.notices(ScreenData(0.0, NOW, state))[0].hint == "R new supervisor"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console import settings
+from console import user_config
 from console.sources.run import RunSource
 from console.tui import chartmath, charts
 from console.tui.rows import text_of, width_of
@@ -72,10 +72,10 @@ def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
 
 def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    settings.path().parent.mkdir(mode=0o700)
+    user_config.path().parent.mkdir(mode=0o700)
     text = "hook: [notify]  # by phone\ncharts:\n  - loss\nhook_every_s: 5\n"
-    settings.path().write_text(text)
-    settings.path().chmod(0o600)
+    user_config.path().write_text(text)
+    user_config.path().chmod(0o600)
     app = app_on(recorded.running())
 
     async def body(pilot):
@@ -84,15 +84,15 @@ def test_the_operator_chooses_the_charts_and_the_settings_file_keeps_them(tmp_pa
         await pilot.press("c")
         await until(pilot, lambda: "1 loss" in picture(app))
         await pilot.press("space", "enter")
-        await until(pilot, lambda: settings.charts() == ("loss", "utilisation"))
+        await until(pilot, lambda: user_config.charts() == ("loss", "utilisation"))
         await until(pilot, lambda: "utilisation CPU %" in picture(app))
 
     drive(app, body)
-    kept = settings.path().read_text()
+    kept = user_config.path().read_text()
     assert kept.startswith("hook: [notify]  # by phone\nhook_every_s: 5\n")
-    assert settings.load().hook == ("notify",)
-    settings.save_charts(())
-    assert "charts" not in settings.path().read_text()
+    assert user_config.load().hook == ("notify",)
+    user_config.save_charts(())
+    assert "charts" not in user_config.path().read_text()
 
 
 @given(st.integers(20, 300), st.integers(4, 80), st.integers(0, 2000), st.integers(1, 8))

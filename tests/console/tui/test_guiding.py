@@ -10,7 +10,7 @@ import pytest
 
 from console.model import Alert
 from console.sources.stacks import Frame, Stack, Thread
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.keys import KEYS
 from console.tui.rows import rule, text_of, width_of
 from console.tui.widgets.answer import KEEP_S
@@ -98,7 +98,7 @@ def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
         await pilot.press("a")
         await until(pilot, lambda: "a 2 of 2" in lines(app)[1])
         more = (*state.alerts, Alert("gone", NOW, "crit", "rank 1 is gone"))
-        came = Snapshot(time.monotonic(), NOW, recorded.running(alerts=more))
+        came = ScreenData(time.monotonic(), NOW, recorded.running(alerts=more))
 
         def shows() -> bool:
             app.alert.take(came)  # the feed may bring the two from before at any time

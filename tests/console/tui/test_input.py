@@ -98,7 +98,7 @@ def test_bytes_that_are_no_text_do_not_end_the_screen(tmp_path):
 def admitted(bursts: Bursts, names: str, now: float, in_field: bool = False) -> str:
     """Returns which keys count of those that came in one read."""
     given, together = (Key(name, None) for name in names), len(names) > 1
-    return "".join(key.key for key in given if bursts.admits(key, now, together, in_field))
+    return "".join(key.key for key in given if bursts.accepts(key, now, together, in_field))
 
 
 def test_typed_keys_count_and_a_held_key_is_no_paste():
@@ -116,13 +116,13 @@ def test_only_the_keys_that_act_are_left_out_behind_another():
     assert admitted(bursts, "H", 11.0) == "H"
     assert admitted(bursts, "y", 11.01) == "", "nobody has read what H asks"
     assert admitted(bursts, "Hyj", 12.0, in_field=True) == "Hyj"
-    assert not bursts.admits(Key("enter", None), 12.01, together=False, in_field=True)
+    assert not bursts.accepts(Key("enter", None), 12.01, together=False, in_field=True)
 
 
 def test_a_paste_ends_when_it_is_quiet_and_ctrl_c_leaves_during_it():
     bursts = Bursts()
     assert len(admitted(bursts, "j" * 3 * PASTE_KEYS, 10.0)) == PASTE_KEYS + 2
-    assert bursts.admits(Key("ctrl+c", None), 10.0, together=False, in_field=False)
+    assert bursts.accepts(Key("ctrl+c", None), 10.0, together=False, in_field=False)
     assert admitted(bursts, "q", 10.2) == ""
     assert admitted(bursts, "q", 10.5) == "q"
 

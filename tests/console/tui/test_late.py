@@ -13,7 +13,7 @@ import pytest
 
 from console.tui import background
 from console.tui.confirmations import CannotAsk
-from console.tui.feed import Feed, Snapshot
+from console.tui.feed import Feed, ScreenData
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, drive, lines, picture, until
 from tests.terminal import Terminal
@@ -98,7 +98,7 @@ def test_after_a_launch_nothing_is_asked_before_it_has_been_read(tmp_path):
         app.feed.follow(Path("/nowhere/launched"))
         await pilot.press("L")
         await until(pilot, lambda: "the new launch is not read yet" in picture(app))
-        app.take(Snapshot(time.monotonic(), time.time()))
+        app.take(ScreenData(time.monotonic(), time.time()))
         await pilot.press("L")
         await until(pilot, lambda: "Launch cpu_smoke?" in picture(app))
 

@@ -11,7 +11,7 @@ import pytest
 
 from console.model import Gate, PendingFlag
 from console.sources.stacks import Frame, Stack, Thread
-from console.tui.feed import Snapshot, find_newest
+from console.tui.feed import ScreenData, find_newest
 from console.tui.rows import text_of, width_of
 from console.tui.widgets.alertline import alert_rows, notices
 from console.tui.widgets.header import header_row
@@ -81,7 +81,7 @@ ARMED = {
 @pytest.mark.parametrize("short", list(ARMED))
 def test_the_smallest_header_says_how_far_how_fresh_and_what_is_armed(short):
     state = recorded.running(armed=ARMED[short], armed_short=short)
-    header = text_of(header_row(Snapshot(0.0, NOW, state), 80))
+    header = text_of(header_row(ScreenData(0.0, NOW, state), 80))
     for part in (
         "cpu_smoke",
         "plumbing",
@@ -92,24 +92,24 @@ def test_the_smallest_header_says_how_far_how_fresh_and_what_is_armed(short):
         f"on stall: {short}",
     ):
         assert part in header, header
-    assert ARMED[short] in text_of(header_row(Snapshot(0.0, NOW, state), 200))
+    assert ARMED[short] in text_of(header_row(ScreenData(0.0, NOW, state), 200))
 
 
 def test_nothing_is_armed_where_nobody_watches():
     for make in (recorded.unsupervised, recorded.waiting, recorded.crashed):
         for width in (80, 200):
-            header = text_of(header_row(Snapshot(0.0, NOW, make()), width))
+            header = text_of(header_row(ScreenData(0.0, NOW, make()), width))
             assert "on stall" not in header
 
 
 def test_a_further_attempt_is_counted_and_its_reason_stands_before_what_follows():
     again = recorded.running(attempt=2)
     for width in (80, 120):
-        assert re.search("att(empt)? 2", text_of(header_row(Snapshot(0.0, NOW, again), width)))
-        assert " att" not in text_of(header_row(Snapshot(0.0, NOW, recorded.running()), width))
+        assert re.search("att(empt)? 2", text_of(header_row(ScreenData(0.0, NOW, again), width)))
+        assert " att" not in text_of(header_row(ScreenData(0.0, NOW, recorded.running()), width))
     why = "attempt 2 starts in 5 s from the checkpoint of step 20: rank 1 was killed by SIGKILL"
     waits = recorded.running(state="restarting", why=why)
-    line = text_of(alert_rows(notices(Snapshot(0.0, NOW, waits)), 80)[0])
+    line = text_of(alert_rows(notices(ScreenData(0.0, NOW, waits)), 80)[0])
     assert "rank 1 was killed by SIGKILL; attempt 2 starts" in line, line
 
 
@@ -223,7 +223,7 @@ def test_a_launch_that_is_over_says_why_and_what_does_not_run():
     gate = Gate("no_stall", 0.0, "", "run", "events", "yes", "fail")
     held = recorded.waiting()
     state = dataclasses.replace(held, gates=(gate,), launch=recorded.launch("ended"))
-    said = notices(Snapshot(0.0, NOW, state))
+    said = notices(ScreenData(0.0, NOW, state))
     line = text_of(alert_rows(said, 80)[0])
     assert "plan ended: gate no_stall failed; not started: recall" in line, line
     assert line.rstrip().endswith("2 gates  a 1 of 2")
@@ -240,10 +240,10 @@ def test_a_launch_that_is_over_says_why_and_what_does_not_run():
         ((gate,), recorded.launch("running"), ""),
     ):
         state = dataclasses.replace(held, gates=gates, launch=launch)
-        text = " ".join(notice.text for notice in notices(Snapshot(0.0, NOW, state)))
+        text = " ".join(notice.text for notice in notices(ScreenData(0.0, NOW, state)))
         assert words in text if words else "plan ended" not in text
     halted = dataclasses.replace(recorded.crashed(), state="halted", why="H by op")
-    levels = [notice.level for notice in notices(Snapshot(0.0, NOW, halted))]
+    levels = [notice.level for notice in notices(ScreenData(0.0, NOW, halted))]
     assert levels == ["info", "info"]
 
 
@@ -313,7 +313,7 @@ def test_the_picture_that_nothing_changes_sends_nothing():
 
 
 def test_the_header_ages_when_nothing_comes():
-    snapshot = Snapshot(0.0, NOW, recorded.running())
+    snapshot = ScreenData(0.0, NOW, recorded.running())
     assert "data 1s" in text_of(header_row(snapshot, 120))
     assert "data 5s old" in text_of(header_row(snapshot, 120, late_s=4.0))
     row = header_row(snapshot, 120, late_s=30.0)
@@ -324,7 +324,7 @@ def test_the_header_ages_when_nothing_comes():
 
 
 def test_a_stall_is_as_old_in_the_header_as_at_the_rank_that_stands():
-    header = text_of(header_row(Snapshot(0.0, NOW, recorded.stalled()), 120))
+    header = text_of(header_row(ScreenData(0.0, NOW, recorded.stalled()), 120))
     (row,) = [text for row in rank_rows(recorded.stalled(), 78, 12)
               if (text := text_of(row)).startswith("3 ")]  # fmt: skip
     assert "STALLED 74s" in header
@@ -333,11 +333,11 @@ def test_a_stall_is_as_old_in_the_header_as_at_the_rank_that_stands():
 
 def test_a_run_that_completed_early_is_no_share_of_its_plan():
     state = dataclasses.replace(recorded.running(), state="completed", step=95, steps_planned=600)
-    header = text_of(header_row(Snapshot(0.0, NOW, state), 120))
+    header = text_of(header_row(ScreenData(0.0, NOW, state), 120))
     assert "step 95" in header
     assert "%" not in header
     why = 'all ranks done after step 95; reason: "bytes_right reached"'
-    said = notices(Snapshot(0.0, NOW, dataclasses.replace(state, why=why)))
+    said = notices(ScreenData(0.0, NOW, dataclasses.replace(state, why=why)))
     assert f"completed: {why}" in [notice.text for notice in said]
 
 
@@ -402,14 +402,14 @@ def test_a_plan_that_cannot_be_read_is_said_and_nothing_is_made_up():
 
 def test_a_directory_that_takes_no_writes_is_said():
     state = dataclasses.replace(recorded.running(), directory_blocked_s=12.0)
-    worst = notices(Snapshot(0.0, NOW, state))[0]
+    worst = notices(ScreenData(0.0, NOW, state))[0]
     assert worst.text == "no write to the run directory has finished for 12s; training continues"
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
 def test_header_and_alert_fit_any_width(width):
     for make in recorded.STATES.values():
-        snapshot = Snapshot(0.0, NOW, make())
+        snapshot = ScreenData(0.0, NOW, make())
         assert width_of(header_row(snapshot, width)) <= width
         assert all(width_of(row) <= width for row in alert_rows(notices(snapshot), width, 0, 3))
         state = make()
@@ -541,7 +541,7 @@ def test_a_second_snapshot_waits_until_the_first_is_shown(tmp_path):
         app.feed.start()
         await asyncio.sleep(1.6)
         assert len(delivered) == 1
-        app.feed.taken()
+        app.feed.allow_next()
         await asyncio.sleep(0.4)
         assert len(delivered) == 2
         app.feed.stop()

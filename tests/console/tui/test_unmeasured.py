@@ -8,7 +8,7 @@ import re
 import pytest
 
 from console.model import EXIT_CODES, Figure
-from console.tui.feed import Snapshot
+from console.tui.feed import ScreenData
 from console.tui.rows import text_of
 from console.tui.screens.stall import heading
 from console.tui.screens.stall import rank_rows as stall_rows
@@ -35,7 +35,7 @@ def test_nothing_of_a_run_that_ended_counts_on(state, with_gpu):
                                  since_ts=None)  # fmt: skip
         rows = [*rank_rows(ended, 100, 9), *rank_rows(ended, 50, 9)]
         rows += stall_rows(ended, {}, 100, NOW + later)
-        shown.append([*texts(rows), text_of(header_row(Snapshot(0.0, NOW + later, ended), 120))])
+        shown.append([*texts(rows), text_of(header_row(ScreenData(0.0, NOW + later, ended), 120))])
     assert shown[0] == shown[1]
     whole = "\n".join(shown[0])
     assert "41,208" in whole
@@ -45,7 +45,7 @@ def test_nothing_of_a_run_that_ended_counts_on(state, with_gpu):
 
 def test_of_a_lost_run_the_end_is_not_known():
     lost = recorded.running(state="lost", data_age_s=None)
-    row = text_of(header_row(Snapshot(0.0, NOW, lost), 120))
+    row = text_of(header_row(ScreenData(0.0, NOW, lost), 120))
     assert "LOST" in row
     assert "end time unknown" in row
     assert "ago" not in row

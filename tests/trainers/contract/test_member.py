@@ -411,11 +411,11 @@ def test_records_are_numbered_and_steps_that_are_not_finite_counted(tmp_path, li
 
 def test_a_dropped_record_leaves_its_number_free(tmp_path):
     member = Member(tmp_path, {"RANK": "0"})
-    member.beat("boot", 0)
+    member.record("boot", 0)
     member.recorder.put, put = lambda *_: False, member.recorder.put
-    member.beat("progress", 1)
+    member.record("progress", 1)
     member.recorder.put = put
-    member.beat("progress", 2)
+    member.record("progress", 2)
     assert member.recorder.close(10)
     assert [record["n"] for record in beats(tmp_path)] == [1, 3]
     assert member.pulse.records == 3

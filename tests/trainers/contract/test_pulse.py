@@ -30,7 +30,7 @@ def test_a_pulse_has_step_phase_and_times_and_the_device_apart_from_the_host(tmp
     assert before <= first.since <= time.monotonic()
     writer.set(42, "optimizer", device_step=41, device_phase="forward")
     second = written(path)
-    writer.count()
+    writer.count_collective()
     third = written(path)
     assert (third.collectives, third.since) == (second.collectives + 1, second.since)
     assert (third.step, third.phase) == (42, "optimizer")
@@ -93,7 +93,7 @@ def test_a_pulse_has_the_numbers_of_records_and_of_steps_that_were_not_finite(tm
     found = written(tmp_path / "p")
     assert (found.records, found.nonfinite_steps) == (0, -1), "not counted yet"
     writer.nonfinite_steps = 2
-    assert [writer.number(), writer.number()] == [1, 2]
+    assert [writer.next_record_number(), writer.next_record_number()] == [1, 2]
     after = written(tmp_path / "p")
     assert (after.records, after.nonfinite_steps) == (2, 2)
     assert (after.beat, after.since) == (found.beat, found.since), "a record is no progress"

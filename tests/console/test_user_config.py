@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console import actions, settings
-from console.settings import Settings
+from console import actions, user_config
 from console.supervisor import launch_spec
+from console.user_config import Settings
 from tests.console.test_actions import options, plan
 from trainers.contract import rundir
 from trainers.contract.errors import UsageError
@@ -23,7 +23,7 @@ from trainers.contract.errors import UsageError
 def file(tmp_path, monkeypatch) -> Path:
     """The path of the settings file of a test; it does not exist yet."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    path = settings.path()
+    path = user_config.path()
     path.parent.mkdir(parents=True, mode=0o700)
     return path
 
@@ -35,19 +35,19 @@ def write(file: Path, text: str, mode: int = 0o600) -> None:
 
 def test_without_a_file_there_is_no_hook(file):
     assert file.parent.name == "nsa-console"
-    assert settings.load() == Settings((), 30.0, ("crit",))
+    assert user_config.load() == Settings((), 30.0, ("crit",))
 
 
 def test_the_file_is_below_the_home_where_xdg_says_nothing_usable(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for said in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CONFIG_HOME", said)
-        assert settings.path() == tmp_path / ".config" / "nsa-console" / "settings.yaml"
+        assert user_config.path() == tmp_path / ".config" / "nsa-console" / "settings.yaml"
 
 
 def test_a_hook_is_words_with_their_rate_and_levels(file):
     write(file, 'hook: [notify, "a; b", "$(c)"]\nhook_every_s: 5\nhook_levels: [warn, crit]\n')
-    assert settings.load() == Settings(("notify", "a; b", "$(c)"), 5.0, ("warn", "crit"))
+    assert user_config.load() == Settings(("notify", "a; b", "$(c)"), 5.0, ("warn", "crit"))
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_a_hook_is_words_with_their_rate_and_levels(file):
 def test_a_wrong_value_is_refused_with_the_file_and_the_right_form(file, text, error):
     write(file, text)
     with pytest.raises(UsageError, match=error) as refused:
-        settings.load()
+        user_config.load()
     assert str(file) in str(refused.value)
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([*settings.KEYS, "other"]),
+        st.sampled_from([*user_config.KEYS, "other"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
             lambda x: st.lists(x, max_size=4),
@@ -85,10 +85,10 @@ def test_a_wrong_value_is_refused_with_the_file_and_the_right_form(file, text, e
 )
 def test_any_document_is_a_hook_or_refused(document):
     try:
-        hook = settings.parse(document, "x")
+        hook = user_config.parse(document, "x")
     except UsageError:
         return
-    assert settings.parse(json.loads(json.dumps(asdict(hook))), "x") == hook
+    assert user_config.parse(json.loads(json.dumps(asdict(hook))), "x") == hook
 
 
 @pytest.mark.parametrize(("mode", "folder"), [(0o620, 0o700), (0o602, 0o700), (0o600, 0o777)])
@@ -96,7 +96,7 @@ def test_a_file_or_folder_that_others_can_write_names_no_program(file, mode, fol
     write(file, "hook: [x]", mode)
     file.parent.chmod(folder)
     with pytest.raises(UsageError, match="other users can write"):
-        settings.load()
+        user_config.load()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
@@ -104,7 +104,7 @@ def test_a_file_of_another_user_names_no_program(file):
     write(file, "hook: [x]")
     os.chown(file, 12345, 12345)
     with pytest.raises(UsageError, match="belongs to user id 12345"):
-        settings.load()
+        user_config.load()
 
 
 def test_a_launch_stores_the_hook_and_shows_it_before(file, tmp_path):
@@ -131,7 +131,7 @@ def test_a_hook_that_cannot_run_is_a_warning_and_does_not_refuse_the_launch(file
     assert prepared.ok
 
 
-@pytest.mark.parametrize("key", settings.KEYS)
+@pytest.mark.parametrize("key", user_config.KEYS)
 def test_a_plan_cannot_name_a_hook(file, tmp_path, key):
     chosen = actions.LaunchOptions(plan=plan(tmp_path, **{key: ["sh"]}), root=tmp_path)
     with pytest.raises(UsageError, match=f"there is no key '{key}'"):

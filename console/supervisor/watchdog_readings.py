@@ -18,10 +18,10 @@ from console import status_text
 from console.diagnose.readings import Readings, setting_values
 from console.diagnose.stall import RankEvidence, by_records, why_unconfirmed, with_records
 from console.model import Rank, RunState
-from console.plans.confirm import confirmed
+from console.plans.gate_check import poll_confirmed
 from console.sources import legacy, liveness, process
 from console.sources.pace import RECORDS_LATE_S
-from console.sources.reducer import NO_RECORDS, Head
+from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.run import RunSource
 from console.supervisor.monitor import readings
 from console.supervisor.run_files import Disk, NewestRow
@@ -62,7 +62,7 @@ def _newest(paths: Iterable[Path]) -> tuple[float, Path] | None:
 
 def _disk(disk: Disk) -> dict[str, float]:
     with contextlib.suppress(OSError):
-        return disk.look()
+        return disk.poll()
     return {}
 
 
@@ -81,7 +81,7 @@ class OfflineRun:
     def _open(self, run: Path, attempt: int) -> None:
         """Starts with another run or attempt."""
         self.of, self._settled = (run, attempt), False
-        self._old = legacy.is_one(run)
+        self._old = legacy.is_legacy(run)
         record = rundir.read_json(run / rundir.RUN) or {}
         self.settings = setting_values(record)
         self.watch = legacy.WATCH if self._old else _watch_of(record)
@@ -91,9 +91,9 @@ class OfflineRun:
         """Returns the readings of this moment, None before the launch has a run."""
         state, run = self._source.poll(), self._source.run_path
         if status_text.is_over(state):
-            state = confirmed(RunSource(self._path))
+            state = poll_confirmed(RunSource(self._path))
             self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
-            self.exit_code = status_text.exit_code(state, self._source.whole)
+            self.exit_code = status_text.exit_code(state, self._source.is_launch)
         if run is None:
             return None
         if self.of != (run, state.attempt):
@@ -120,15 +120,15 @@ class OfflineRun:
         rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
         if not (self._settled or state.behind_bytes):
             self._settled = True
-            self._source.reducer.settle()
+            self._source.reducer.mark_old()
         doubt = why_unconfirmed(pulsed, self.watch) if pulsed else stall_doubt(run)
         return readings(
             heads, () if idle else pulsed or _recorded(heads, self.watch), rss_mib,
-            state.gpus, _disk(self._disk), here, not pulsed, self._csv.look(), doubt,
+            state.gpus, _disk(self._disk), here, not pulsed, self._csv.poll(), doubt,
         )  # fmt: skip
 
 
-def _pulsed(rank: Rank, head: Head, attempt: int) -> RankEvidence | None:
+def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | None:
     """Returns a rank by its pulse, None where the pulse is old or missing."""
     last = rank.pulse
     if last is None or last.since_s is None:
@@ -144,7 +144,7 @@ def _pulsed(rank: Rank, head: Head, attempt: int) -> RankEvidence | None:
     return with_records(seen, head, attempt, lagging=not last.live)
 
 
-def _recorded(heads: Mapping[int, Head], watch: Watch) -> tuple[RankEvidence, ...]:
+def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvidence, ...]:
     """Returns the ranks that record steps, all ranks before any does, by their records."""
     stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())

@@ -19,8 +19,8 @@ from trainers.contract import rundir
 OFTEN = """
 import sys
 if "console.supervisor" in sys.orig_argv:
-    from console.supervisor import snapshots
-    snapshots.EVERY_S = 0.5
+    from console.supervisor import snapshot_writer
+    snapshot_writer.EVERY_S = 0.5
 """
 
 

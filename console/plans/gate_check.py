@@ -25,15 +25,15 @@ WORDS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
 FULL = "run nsa-console check --full"
 
 
-def confirmed(source: RunSource, former: bool = True) -> RunState:
+def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
     """Polls a run; returns its state, with an alert where its records do not confirm its gates.
 
     With `former` it also checks the earlier phases of an ended launch, and a run whose records are
     not read to their end.
     """
     state = source.poll()
-    over = source.whole and status_text.is_over(state)
-    if (state.state != "completed" and not over) or status_text.exit_code(state, source.whole):
+    over = source.is_launch and status_text.is_over(state)
+    if (state.state != "completed" and not over) or status_text.exit_code(state, source.is_launch):
         return state
     if state.behind_bytes and not former:
         return state
@@ -57,7 +57,7 @@ def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str,
         run = launch / f"{index}-{name}"
         source = RunSource(run)
         state = source.poll()
-        if not source.is_whole:
+        if not source.has_all_records:
             source = RunSource(run, reads="all")
             state = source.read_all()
         if found := list(_doubts(source, state)):
@@ -83,26 +83,28 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     run, launch = source.run_path, source.launch_path
     if run is None or source.summary is None:
         return
-    born, document = (rundir.read_json(run / n, below=run) for n in (rundir.RUN, rundir.SUPERVISOR))
-    if launch is not None and (born is None or document is None):
-        yield f"{rundir.RUN if born is None else rundir.SUPERVISOR} cannot be read"
+    run_json, document = (
+        rundir.read_json(run / n, below=run) for n in (rundir.RUN, rundir.SUPERVISOR)
+    )
+    if launch is not None and (run_json is None or document is None):
+        yield f"{rundir.RUN if run_json is None else rundir.SUPERVISOR} cannot be read"
         return
-    born, document = born or {}, document or {}
+    run_json, document = run_json or {}, document or {}
     yield from _bad_ends(document)
-    bounds = jsonl.mapping(born, "gates")
+    bounds = jsonl.mapping(run_json, "gates")
     if launch is not None and state.launch is not None:
-        yield from _unlike_launch(launch, state.launch, run.name, bounds)
+        yield from _contradictions(launch, state.launch, run.name, bounds)
     if bounds or state.gates:
-        yield from _unconfirmed_gates(source, state, born, document)
+        yield from _unconfirmed_gates(source, state, run_json, document)
 
 
 def _unconfirmed_gates(
-    source: RunSource, state: RunState, born: Mapping[str, Any], document: Mapping[str, Any]
+    source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
     """Yields each gate that gates.json and the records do not both pass."""
-    summary, bounds = source.summary, jsonl.mapping(born, "gates")
-    world = jsonl.integer(born, "world") or 0
-    if not source.is_whole:
+    summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
+    world = jsonl.integer(run_json, "world") or 0
+    if not source.has_all_records:
         yield f"{rundir.SNAPSHOT} is not usable, so only the newest records were read; {FULL}"
     elif state.behind_bytes:
         yield "not all of its records have been read yet"
@@ -123,7 +125,7 @@ def _unconfirmed_gates(
                 yield f"gate {name} {why}"
 
 
-def _unlike_launch(
+def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
     """Yields where plan.json and plan_state.json contradict the gates of a run that passed."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import PhaseState
-from console.sources import documents, liveness
+from console.sources import json_documents, liveness
 from console.supervisor.launch_spec import FlagValue
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract import flags as registry
@@ -83,7 +83,7 @@ def next_flags(plan_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def phases(plan_state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the progress of each phase; names and directories are the plan's."""
     entries = jsonl.entries(plan_state, "phases")
-    found = (documents.read(PhaseState, each, index=0) for each in entries)
+    found = (json_documents.read(PhaseState, each, index=0) for each in entries)
     return [{key: getattr(each, key) for key in PHASE_KEYS} for each in found]
 
 

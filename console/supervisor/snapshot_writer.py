@@ -15,7 +15,7 @@ from typing import Any
 from console.sources import snapshot
 from console.sources.reducer import Reducer
 from console.supervisor.alerts import Alerts
-from console.supervisor.services import Services
+from console.supervisor.context import Services
 from trainers.contract import jsonl, rundir
 
 EVERY_S = 30.0
@@ -95,4 +95,4 @@ class Snapshots:
             directory.append(path, jsonl.encode(ended[0].as_dict()))
             ended.popleft()
             if jsonl.size_bytes(path) >= snapshot.HISTORY_BYTES:
-                directory.set_aside(path, rundir.kept_log(path))
+                directory.set_aside(path, rundir.rotated_log(path))

@@ -78,12 +78,12 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     if source == "fineweb_edu":
         from trainers import hub
 
-        about, names, contents = hub.resolve(data, scratch, content)
+        about, names, contents = hub.resolve(data, scratch, fingerprint_entry)
     else:
         root, paths = _list_files(data)
         about = f"{source} of {root if data.path else 'the Python standard library'}"
         names = [str(path) for path in paths]
-        contents = [content(name, root) for name in names]
+        contents = [fingerprint_entry(name, root) for name in names]
     digest = hashlib.sha256(os.fsencode("\0".join(contents))).hexdigest()
     keep = _always
     if source == "text":
@@ -103,7 +103,7 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     )  # fmt: skip
 
 
-def content(file: str, root: Path | str) -> str:
+def fingerprint_entry(file: str, root: Path | str) -> str:
     """Returns a file's entry in the fingerprint: its path below `root` and its size."""
     path = Path(file)
     return f"{path.relative_to(root).as_posix()} {path.stat().st_size}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from console.sources import process
-from console.supervisor.adoption import FormerProcesses
+from console.supervisor.former_processes import FormerProcesses
 from console.supervisor.link import Link
 from trainers.contract import jsonl, rundir
 
@@ -49,11 +49,11 @@ class Worker:
     """It ended before this process observed it: the time of its end is unknown."""
     code: int | None = None
     signal: str | None = None
-    seen: bool = False
+    observed: bool = False
     """The kernel reported `code` or `signal`; False: they come from a log or a document."""
     confirmed: bool = False
     """The kernel did not report the exit, and two other sources agree on it."""
-    culled: bool = False
+    killed_after_failure: bool = False
     """The supervisor killed it because another rank had failed."""
     unreaped: bool = False
     """It is a zombie: its parent (for example, a stopped torchrun) has not reaped it."""
@@ -61,18 +61,18 @@ class Worker:
     def ended(self, code: int) -> None:
         """Sets the exit that the kernel reported; a negative code is a signal."""
         self.code, self.signal = (None, process.signal_name(-code)) if code < 0 else (code, None)
-        self.over_ts, self.seen = self.over_ts or time.time(), True
+        self.over_ts, self.observed = self.over_ts or time.time(), True
 
     @property
     def failed(self) -> bool:
         """True if the kernel reported a signal or an exit code other than 0."""
-        return self.seen and (self.signal is not None or self.code != 0)
+        return self.observed and (self.signal is not None or self.code != 0)
 
     def claimed(self, code: int, confirmed: bool) -> None:
         """Sets an exit code from a log, unless the kernel reported one."""
-        if not self.seen:
+        if not self.observed:
             self.ended(code)
-            self.seen, self.confirmed = False, confirmed
+            self.observed, self.confirmed = False, confirmed
 
     def as_dict(self) -> dict[str, Any]:
         over = None
@@ -144,7 +144,7 @@ class Tree:
             if "RANK" in process.environment(pid):
                 self._add_rank(pid)
             elif self.agent is None:
-                self.agent = self._watch(process.hold(pid, self.token))
+                self.agent = self._watch(process.open_process(pid, self.token))
         for entry in former.workers:
             rank = jsonl.integer(entry, "rank")
             if rank is not None and 0 <= rank < self.nproc and rank not in self.workers:
@@ -169,7 +169,10 @@ class Tree:
         ended_ts = jsonl.number(exit_, "ts")
         worker.over_ts, worker.late = ended_ts or time.time(), ended_ts is None
         worker.code, worker.signal = jsonl.integer(exit_, "code"), jsonl.text(exit_, "signal")
-        worker.signal, worker.culled = worker.signal or None, exit_.get("secondary") is True
+        worker.signal, worker.killed_after_failure = (
+            worker.signal or None,
+            exit_.get("secondary") is True,
+        )
         worker.confirmed = worker.code == 0 and worker.signal is None
         self.order.append(rank)
 
@@ -179,7 +182,7 @@ class Tree:
             self._poller.register(handle.fd, select.POLLIN)
         return handle
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Finds new ranks and ranks that ended; returns whether anything changed."""
         new = process.children(self.agent_pid) if self.incomplete else []
         changed = bool(sum(map(self._add_rank, new)))
@@ -206,7 +209,7 @@ class Tree:
         if self._left and now - self._agent_over_at > LEFTOVER_GRACE_S:
             self.kill()
         if not self._left:
-            self.look()
+            self.poll()
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
@@ -224,7 +227,7 @@ class Tree:
         for worker in self.alive():
             worker.handle.send(signal.SIGTERM)
 
-    def expire(self, grace_s: float) -> None:
+    def kill_ranks_after(self, grace_s: float) -> None:
         """Sets when the ranks get KILL: torchrun alone would wait 30 s after a failure."""
         self._ranks_kill_at = min(self._ranks_kill_at, time.monotonic() + grace_s)
 
@@ -241,7 +244,7 @@ class Tree:
         self._kill_ranks()
         if self.agent_over and not self.alive():
             for pid in self._strays():
-                self._send_kill(process.hold_child(pid, self._parent))
+                self._send_kill(process.open_child(pid, self._parent))
 
     def stuck(self) -> list[str]:
         """Returns the processes that KILL does not end, with their state: "8302 (D)"."""
@@ -256,7 +259,7 @@ class Tree:
             worker.handle.send(signal.SIGKILL)
         for pid in self._found():
             if pid != self.agent_pid:
-                self._send_kill(process.hold(pid, self.token))
+                self._send_kill(process.open_process(pid, self.token))
 
     def _send_kill(self, handle: process.Handle | None) -> None:
         if handle is not None:
@@ -278,7 +281,7 @@ class Tree:
         now = time.monotonic()
         if now >= self._ranks_kill_at and self.alive():
             for worker in self.alive():
-                worker.culled = True
+                worker.killed_after_failure = True
             self._kill_ranks()
         if now < max(self._kill_at, self._killed + SCAN_EVERY_S):
             return False
@@ -299,7 +302,7 @@ class Tree:
                 continue
             unseen = Worker(rank, rank, process.Handle(pid, -1, 0))
             worker = self.workers.setdefault(rank, unseen)
-            if worker.handle.pid != pid or worker.seen or not code:
+            if worker.handle.pid != pid or worker.observed or not code:
                 continue
             worker.claimed(code, self.agent_status not in (0, None))
             if rank not in self.order:
@@ -320,7 +323,9 @@ class Tree:
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
             return False
-        handle = self._watch(process.hold(pid, self.token) if int(rank) < self.nproc else None)
+        handle = self._watch(
+            process.open_process(pid, self.token) if int(rank) < self.nproc else None
+        )
         if handle is None:
             return False
         self.workers[int(rank)] = Worker(int(rank), int(local), handle)
@@ -331,8 +336,8 @@ class Tree:
 
         The kernel reports ranks that torchrun reaps, the owner reports those that it reaps.
         """
-        before, handle = (worker.over_ts, worker.seen, worker.unreaped), worker.handle
-        code = None if worker.seen else self._link.state.exit_codes.get(handle.pid)
+        before, handle = (worker.over_ts, worker.observed, worker.unreaped), worker.handle
+        code = None if worker.observed else self._link.state.exit_codes.get(handle.pid)
         if worker.over_ts is None:
             code = handle.exit_code() if code is None else code
             orphan = self.agent is not None and self.agent.is_over()
@@ -344,7 +349,7 @@ class Tree:
             worker.ended(code)
         worker.unreaped = worker.unreaped and handle.is_unreaped()
         self._forget(handle)
-        return before != (worker.over_ts, worker.seen, worker.unreaped)
+        return before != (worker.over_ts, worker.observed, worker.unreaped)
 
     def _look_at_agent(self) -> bool:
         """Records the end of torchrun; returns whether it is new."""

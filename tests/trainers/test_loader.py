@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainers.ranks import together
-from trainers import data, settings
-from trainers.data import Loader, open_alike
+from trainers import loader, settings
 from trainers.failures import DataError
-from trainers.limit import within
+from trainers.loader import Loader, open_on_all_ranks
 from trainers.schema import DataSettings, Settings
 from trainers.synthetic import Recall, Synthetic
+from trainers.timeout import within
 
 CPU = torch.device("cpu")
 
@@ -126,18 +126,18 @@ def small(**changes) -> Settings:
     return settings.resolve(None, {}, overrides).settings
 
 
-def loader(kind, state=None, rank: int = 0, world: int = 1) -> Loader:
+def loader_of(kind, state=None, rank: int = 0, world: int = 1) -> Loader:
     chosen = small()
     return Loader(kind(chosen.data, 0), chosen, rank, world, CPU, state)
 
 
 def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
-    late = loader(Hangs)
+    late = loader_of(Hangs)
     late.fetch(2)
-    for broken in (late, loader(HangsAtOnce, late.state)):
+    for broken in (late, loader_of(HangsAtOnce, late.state)):
         began = time.monotonic()
         with pytest.raises(DataError, match=r"no batch from synthetic random bytes within 0\.2 s"):
-            broken.ready()
+            broken.wait_for_first()
         assert time.monotonic() - began < 2
 
 
@@ -169,11 +169,11 @@ def raising(error: BaseException):
 def test_an_error_of_a_source_is_raised_by_fetch(monkeypatch, error, says):
     monkeypatch.setattr(Synthetic, "read", raising(error))
     with pytest.raises(DataError, match=says):
-        loader(Synthetic).fetch()
+        loader_of(Synthetic).fetch()
 
 
 def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
-    ahead = loader(Synthetic)
+    ahead = loader_of(Synthetic)
     time.sleep(0.3)
     assert ahead.state["position"] == 0
     assert ahead.epoch is None
@@ -183,8 +183,8 @@ def test_reading_ahead_is_bounded_and_the_state_is_what_training_took():
     tokens = Synthetic(small().data, 0).read(40, 0, 1)[0].long()
     assert torch.equal(torch.cat([batch.inputs for batch in batches]), tokens[:24, :-1])
     assert torch.equal(torch.cat([batch.targets for batch in batches]), tokens[:24, 1:])
-    later = loader(Synthetic, ahead.state)
-    later.ready()
+    later = loader_of(Synthetic, ahead.state)
+    later.wait_for_first()
     assert later.state["position"] == 24
     assert torch.equal(later.fetch()[0].inputs, tokens[24:32, :-1])
     assert later.state["position"] == 32
@@ -220,13 +220,13 @@ RANKS = {
 @pytest.mark.parametrize("case", RANKS)
 def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case, monkeypatch):
     contents, expected = RANKS[case]
-    plain = data._SOURCES["text"]
+    plain = loader._SOURCES["text"]
 
     def opens(chosen, seed, run, held_out):
         return 1 // 0 if b"bug" in contents[int(run.name)] else plain(chosen, seed, run, held_out)
 
     if b"bug" in contents:
-        monkeypatch.setitem(data._SOURCES, "text", opens)
+        monkeypatch.setitem(loader._SOURCES, "text", opens)
     for rank, content in enumerate(contents):
         (tmp_path / str(rank)).mkdir()
         if content:
@@ -236,7 +236,7 @@ def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case, monkeypatch):
         del member
         folder = tmp_path / str(rank)
         chosen = small(**{"data.source": "text", "data.path": str(folder), "data.timeout_s": 60})
-        assert open_alike(chosen, folder, parallel).position == 0
+        assert open_on_all_ranks(chosen, folder, parallel).position == 0
 
     ends = together([tmp_path / f"run{rank}" for rank in range(3)], work)
     for end, words in zip(ends, expected, strict=True):

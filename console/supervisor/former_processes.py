@@ -60,7 +60,7 @@ class FormerProcesses:
     def hold(self, entry: Mapping[str, Any]) -> process.Handle | None:
         """Returns a handle of the process that an entry names, None when it has ended."""
         logs = None if self._is_stored else self._logs
-        return process.hold_named(self._place | dict(entry), self._run, logs)
+        return process.open_named(self._place | dict(entry), self._run, logs)
 
 
 def _end_ts(entry: Mapping[str, Any]) -> float:

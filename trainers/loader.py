@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from trainers.failures import DataError
-from trainers.limit import within
 from trainers.parallel import Single
 from trainers.refusals import step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Source, State
 from trainers.synthetic import Recall, Synthetic
+from trainers.timeout import within
 
 CLOSE_TIMEOUT_S = 5.0
 FAILED = "failed"
@@ -84,7 +84,7 @@ class Loader:
         """The number of complete passes over all documents, None without documents."""
         return self.state.get("epoch")
 
-    def ready(self) -> None:
+    def wait_for_first(self) -> None:
         """Waits for the first batch, so that a broken source fails before step 1."""
         self._first = self._wait()
 
@@ -156,7 +156,9 @@ def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source
     )
 
 
-def open_alike(settings: Settings, run: Path, parallel: Single, held_out: bool = False) -> Source:
+def open_on_all_ranks(
+    settings: Settings, run: Path, parallel: Single, held_out: bool = False
+) -> Source:
     """Opens the source on rank 0 first and then on the others; all ranks must call it.
 
     So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also where

@@ -26,7 +26,7 @@ from console.diagnose.rules import (
     check,
 )
 from console.diagnose.stall import RankEvidence
-from console.diagnose.watch import Watchdog
+from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.sources.pace import progress_of
 from trainers.contract import plan
