@@ -1,7 +1,7 @@
 """Injects one fault in each of many real runs, and scores the console's verdicts: `make drills`.
 
-`python -m benchmarks.drills [--only PATTERN] [--sample N] [--seed S] [--jobs N] [--json FILE]
-[--publish] [--list]`. Without a selection, or with `--publish`, it writes
+`python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
+[--json FILE] [--publish] [--list]`. Without a selection, or with `--publish`, it writes
 `benchmarks/results/diagnosis.md`. Every run has a directory of its own, and all of its processes
 are ended, also when this program is interrupted.
 """
@@ -26,7 +26,9 @@ from typing import Any
 
 from benchmarks.common import ROOT, publish
 from benchmarks.drill_cases import CASES, Case, chosen, truth
-from benchmarks.drill_inject import INJECT, PREPARE, Unavailable
+from benchmarks.drill_faults import AUTHORS
+from benchmarks.drill_fuse import Unavailable
+from benchmarks.drill_inject_more import INJECT, PREPARE
 from benchmarks.drill_score import Result, Said, report, said_by, score
 from console import actions
 from console.sources import process
@@ -97,9 +99,10 @@ class Drill:
             reason = RunSource(self._started.path).poll().why
             raise Unavailable(f"the fault was not reached: {reason or 'no reason given'}")
         inject, rank = INJECT.get(self._mechanism), self._case.rank
-        if inject is None or rank is None:
+        if inject is None:
             return float(mark.read_text())
-        inject(self._started, rank, self._folder, self._stack)
+        for each in range(self._case.world) if rank is None else (rank,):
+            inject(self._started, each, self._folder, self._stack)
         return time.time()
 
     def _ended(self) -> bool:
@@ -211,7 +214,7 @@ def document(result: Result) -> dict[str, Any]:
     """Returns a result as JSON with its truth and marks."""
     right = truth(result.case)
     return {
-        "case": asdict(result.case), "not_run": result.not_run,
+        "case": {**asdict(result.case), "author": result.case.author}, "not_run": result.not_run,
         "truth": {
             "ranks": sorted(right.ranks, key=str), "phases": sorted(right.phases),
             "cause": right.cause,
@@ -234,6 +237,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", metavar="PATTERN", help="regular expression for the names"
     )
+    parser.add_argument("--author", type=int, choices=AUTHORS, help="cases of one author")
     parser.add_argument("--sample", type=int, default=0, help="number of cases, drawn by the seed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
@@ -241,7 +245,7 @@ def main() -> int:
     parser.add_argument("--publish", action="store_true", help="write the result of a selection")
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     options = parser.parse_args()
-    cases = chosen(options.only, options.sample, options.seed)
+    cases = chosen(options.only, options.sample, options.seed, options.author)
     if options.list:
         print("\n".join(f"{case.name}: {truth(case).cause}" for case in cases))
         return 0
