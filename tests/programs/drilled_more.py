@@ -220,7 +220,8 @@ def load_tokenizer() -> None:
 
 
 def read_shard() -> None:
-    (folder / "bucket" / "shard").read_bytes()
+    with (folder / "bucket" / "shard").open("rb", buffering=0) as stream:
+        stream.read()
 
 
 # --- what happens to a process from outside ------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -126,6 +127,7 @@ def read_guarded() -> None:
 
 
 def kill_reader() -> None:
+    time.sleep(0.5)  # what is ready is used first
     os.kill(os.getpid(), signal.SIGKILL)
 
 
