@@ -56,7 +56,8 @@ def end_of_data() -> None:
 
 
 def collect(mine: bool) -> None:
-    dist.reduce(one(), dst=1 if mine else 0)
+    root = rank if mine else 0
+    dist.gather(one(), [one() for _ in range(world)] if rank == root else None, dst=root)
 
 
 def average(mine: bool) -> None:
