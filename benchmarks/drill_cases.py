@@ -18,7 +18,6 @@ OTHER_PHASES = {
     "nosync-backward": frozenset(("backward", "log")),
     "extra-optimizer": frozenset(("optimizer",)),
     "empty-log": frozenset(("log", "backward")),
-    "announce-optimizer": frozenset(("optimizer", "log")),
     "unused-backward": frozenset(("backward", "log")),
     "small-forward": frozenset(("backward",)),
 }
