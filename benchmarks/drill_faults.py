@@ -161,7 +161,7 @@ SECOND: dict[str, tuple[str, ...]] = {
         "cool-optimizer 4:3 2:1-", "pace-log 2:1 4:0-", "tokens-fetch 2:1", "tokens-log 4:1-",
     ),
     "transport": (
-        "small-forward 2:1 4:all-", "worn-log 2:0 4:all", "nearby-backward 2:1 4:all-",
+        "small-forward 2:1 2:all-", "worn-log 2:0 4:all", "nearby-backward 2:1 4:all-",
         "share-log 2:1 4:2-",
     ),
     "startup": (

@@ -31,6 +31,7 @@ from tests.launches import Started
 
 OOM_BYTES = 96 << 20
 TRICKLE_S = 0.5
+HOLD_S = 120
 SEIZER = """
 import ctypes, os, signal, sys
 ptrace = ctypes.CDLL(None, use_errno=True).ptrace
@@ -217,8 +218,8 @@ def _stop_group(started: Started, rank: int, _folder: Path, _stack: ExitStack) -
     os.killpg(pid, signal.SIGSTOP)
 
 
-def _tracer(*words: str, says: str, stack: ExitStack) -> subprocess.Popen[str]:
-    """Starts a tracer and waits for the line that says that it is attached."""
+def _tracer(pid: int, *words: str, says: str, stack: ExitStack) -> subprocess.Popen[str]:
+    """Starts a tracer and waits for the line that says that it is attached to a process."""
     tracer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     stack.callback(tracer.wait)
     stack.callback(tracer.kill)
@@ -226,29 +227,32 @@ def _tracer(*words: str, says: str, stack: ExitStack) -> subprocess.Popen[str]:
     heard = []
     for line in tracer.stdout:
         heard.append(line.strip())
-        if says in line:
+        if says in line and "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text():
             return tracer
     raise Unavailable(f"cannot trace: {' '.join(heard)[-200:]}")
 
 
 def _seize(which: str) -> Callable[[Started, int, Path, ExitStack], None]:
     def inject(started: Started, rank: int, _folder: Path, stack: ExitStack) -> None:
-        words = [sys.executable, "-c", SEIZER, str(started.pids()[rank]), which]
-        _tracer(*words, says="attached", stack=stack)
+        pid = started.pids()[rank]
+        words = [sys.executable, "-c", SEIZER, str(pid), which]
+        _tracer(pid, *words, says="attached", stack=stack)
 
     return inject
 
 
 def _inspect(started: Started, rank: int, _folder: Path, stack: ExitStack) -> None:
     """Leaves a debugger attached."""
-    words = ["gdb", "-nx", "-batch", "-p", str(started.pids()[rank]), "-ex", "echo attached\\n"]
-    _tracer(*words, "-ex", "shell tail -f /dev/null", says="attached", stack=stack)
+    pid = started.pids()[rank]
+    words = ["gdb", "-nx", "-batch", "-p", str(pid), "-ex", "echo attached\\n"]
+    _tracer(pid, *words, "-ex", f"shell sleep {HOLD_S}", says="attached", stack=stack)
 
 
 def _trace_calls(started: Started, rank: int, _folder: Path, stack: ExitStack) -> None:
     """Stops a tracer of system calls, so that the rank stays in its next one."""
     words = ["strace", "-f", "-e", "trace=all", "-o", "/dev/null"]
-    tracer = _tracer(*words, "-p", str(started.pids()[rank]), says="attached", stack=stack)
+    pid = started.pids()[rank]
+    tracer = _tracer(pid, *words, "-p", str(pid), says="attached", stack=stack)
     os.kill(tracer.pid, signal.SIGSTOP)
 
 

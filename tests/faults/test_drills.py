@@ -196,6 +196,13 @@ def test_one_case_runs_from_its_launch_to_its_marks_and_leaves_nothing(tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+def test_a_fault_that_this_machine_does_not_permit_is_named_and_has_no_verdict(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = drill(Case("inspect-optimizer", 4, 1, True), threading.Event())
+    assert (result.said, result.not_run) == (None, "needs gdb")
+    assert "- inspect-optimizer 1/4 phases: needs gdb" in report([result])
+
+
 def test_an_interrupt_ends_the_processes_of_a_case(tmp_path):
     words = [sys.executable, "-m", "benchmarks.drills", "--only", "^sleep-early 1/2"]
     shell = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -1,7 +1,7 @@
 """Faults of the second author between ranks: other collectives, connections, and the start.
 
 `MECHANISMS` are performed by the rank of the fault alone, `TOGETHER` by all ranks, which are told
-whether the fault is theirs.
+whether the fault is theirs. Where the kernel refuses an option of a connection, the run goes on.
 """
 
 import contextlib
@@ -102,7 +102,8 @@ def attach(*instructions: tuple[int, int, int, int]) -> None:
     kept = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HL", len(instructions), ctypes.addressof(kept))
     for stream in links():
-        stream.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        with contextlib.suppress(OSError):
+            stream.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 def small_only() -> None:
@@ -120,15 +121,17 @@ def worn_cable() -> None:
 def nearby_only() -> None:
     """Accepts no packet that could have passed a router."""
     for stream in links():
-        if stream.family == socket.AF_INET6:
-            stream.setsockopt(socket.IPPROTO_IPV6, IPV6_MINHOPCOUNT, 255)
-        stream.setsockopt(socket.IPPROTO_IP, IP_MINTTL, 255)
+        with contextlib.suppress(OSError):
+            if stream.family == socket.AF_INET6:
+                stream.setsockopt(socket.IPPROTO_IPV6, IPV6_MINHOPCOUNT, 255)
+            stream.setsockopt(socket.IPPROTO_IP, IP_MINTTL, 255)
 
 
 def share_fairly() -> None:
     """Sends one byte a second."""
     for stream in links():
-        stream.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 1)
+        with contextlib.suppress(OSError):
+            stream.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 1)
 
 
 # --- the start -----------------------------------------------------------------------------------
