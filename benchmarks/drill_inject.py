@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
@@ -16,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.drill_fuse import Unavailable, mount
 from tests.launches import Started
 from tests.mounts import ext4
 
 CGROUPS = Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup")
 DISK_MIB = 16
-MS_NOSUID, MS_NODEV, MNT_DETACH = 2, 4, 2
 TRACER = """
 import ctypes, os, signal, sys
 ptrace = ctypes.CDLL(None, use_errno=True).ptrace
@@ -32,10 +31,6 @@ for name in os.listdir(f"/proc/{sys.argv[1]}/task"):
 print("attached", flush=True)
 signal.pause()
 """
-
-
-class Unavailable(Exception):
-    """This machine does not permit the fault; the text says why."""
 
 
 # --- before the launch ---------------------------------------------------------------------------
@@ -51,33 +46,22 @@ def _hold_fcntl(folder: Path, stack: ExitStack) -> None:
     fcntl.lockf(stream, fcntl.LOCK_EX)
 
 
-def _listen(folder: Path, stack: ExitStack) -> None:
+def listen(folder: Path, stack: ExitStack) -> None:
     """Listens on loopback and answers nobody."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     (folder / "peer").write_text(f"127.0.0.1:{server.getsockname()[1]}")
 
 
-def _mount_disk(folder: Path, stack: ExitStack) -> None:
+def mount_disk(folder: Path, stack: ExitStack) -> None:
     try:
         stack.enter_context(ext4(folder, DISK_MIB))
     except pytest.skip.Exception as reason:
         raise Unavailable(str(reason)) from None
 
 
-def _mount_silent(folder: Path, stack: ExitStack) -> None:
+def mount_silent(folder: Path, stack: ExitStack) -> None:
     """Mounts a FUSE file system that answers no request."""
-    path = folder / "silent"
-    path.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        fd = os.open("/dev/fuse", os.O_RDWR)
-    except OSError as error:
-        raise Unavailable(f"no FUSE: {error}") from None
-    stack.callback(os.close, fd)  # ends every pending request
-    data = f"fd={fd},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()}".encode()
-    if libc.mount(b"silent", bytes(path), b"fuse", MS_NOSUID | MS_NODEV, data) != 0:
-        raise Unavailable(f"no FUSE mount: {os.strerror(ctypes.get_errno())}")
-    stack.callback(libc.umount2, bytes(path), MNT_DETACH)
+    mount(folder / "silent", stack)
 
 
 def _make_cgroup(folder: Path, stack: ExitStack) -> None:
@@ -89,15 +73,16 @@ def _make_cgroup(folder: Path, stack: ExitStack) -> None:
         group.mkdir()
     except OSError as error:
         raise Unavailable(f"cannot write cgroups: {error}") from None
-    stack.callback(_remove_cgroup, group)
+    stack.callback(remove_cgroup, group)
 
 
 def _group(root: Path, folder: Path) -> Path:
     return root / folder.name
 
 
-def _remove_cgroup(group: Path) -> None:
-    (group / "cgroup.freeze").write_text("0")
+def remove_cgroup(group: Path) -> None:
+    if (freeze := group / "cgroup.freeze").exists():  # not in version 1
+        freeze.write_text("0")
     for pid in (group / "cgroup.procs").read_text().split():
         with suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)
@@ -111,11 +96,11 @@ def _remove_cgroup(group: Path) -> None:
 PREPARE: dict[str, Callable[[Path, ExitStack], None]] = {
     "flock": _hold_flock,
     "fcntl": _hold_fcntl,
-    "recv": _listen,
-    "http": _listen,
-    "send": _listen,
-    "disk": _mount_disk,
-    "fuse": _mount_silent,
+    "recv": listen,
+    "http": listen,
+    "send": listen,
+    "disk": mount_disk,
+    "fuse": mount_silent,
     "freeze": _make_cgroup,
 }
 """Preparations that a mechanism needs before the launch."""
@@ -152,7 +137,7 @@ def _kill(started: Started, rank: int, _folder: Path, _stack: ExitStack) -> None
     os.kill(started.pids()[rank], signal.SIGKILL)
 
 
-def _freeze_disk(_started: Started, _rank: int, folder: Path, _stack: ExitStack) -> None:
+def freeze_disk(_started: Started, _rank: int, folder: Path, _stack: ExitStack) -> None:
     subprocess.run(["fsfreeze", "-f", str(folder / "mount")], check=True)
     (folder / "frozen").touch()
 
@@ -162,6 +147,6 @@ INJECT: dict[str, Callable[[Started, int, Path, ExitStack], None]] = {
     "trace": _trace,
     "freeze": _freeze,
     "kill": _kill,
-    "disk": _freeze_disk,
+    "disk": freeze_disk,
 }
 """Faults that come from outside; the other mechanisms are the program's own."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import median, table
-from benchmarks.drill_cases import CAUSES, Case, Truth, truth
+from benchmarks.drill_cases import Case, Truth, truth
+from benchmarks.drill_faults import AUTHORS, CAUSES
 
 SAME_CAUSE = {"exited-early": "exited"}
 """Causes of the console with another name than the class of the fault."""
@@ -110,6 +111,26 @@ def totals(results: Sequence[Result]) -> str:
     return table(("program", "right", "cases", "share", "95 % interval (Wilson)"), rows)
 
 
+def by_author(results: Sequence[Result]) -> str:
+    """Returns the right ranks, phases, causes and sure verdicts of each author and of both."""
+    rows = []
+    for name, wanted in [("both", AUTHORS), *((str(each), (each,)) for each in AUTHORS)]:
+        of = [result for result in results if result.case.author in wanted]
+        scores = [score(truth(each.case), each.said) for each in of]
+        sure = [result.said is not None and result.said.sure == "high" for result in of]
+        marks = {
+            "rank": [each.rank for each in scores],
+            "phase": [each.phase for each in scores if each.phase is not None],
+            "cause": [each.cause for each in scores],
+            "of high confidence": sure,
+            "of these right": [
+                not each.wrong_high for each, high in zip(scores, sure, strict=True) if high
+            ],
+        }
+        rows += [(name, what, *share(right)) for what, right in marks.items()]
+    return table(("author", "right", "cases", "share", "95 % interval (Wilson)"), rows)
+
+
 def confidence(results: Sequence[Result]) -> str:
     """Returns how many verdicts were of high confidence, how many of those were wrong, and times.
 
@@ -162,9 +183,9 @@ def listing(results: Sequence[Result]) -> str:
             if said
             else (NO_VERDICT, *5 * ("",))
         )
-        rows.append((result.case.name, right.cause, *words, wrong))
-    header = ("case", "true cause", "verdict", "rank", "phase", "sure", "first s", "final s",
-              "wrong")  # fmt: skip
+        rows.append((result.case.name, result.case.author, right.cause, *words, wrong))
+    header = ("case", "author", "true cause", "verdict", "rank", "phase", "sure", "first s",
+              "final s", "wrong")  # fmt: skip
     return table(header, rows)
 
 
@@ -172,6 +193,6 @@ def report(results: Sequence[Result]) -> str:
     """Returns all tables; cases without an injection are listed with the reason."""
     ran = [result for result in results if not result.not_run]
     skipped = [f"- {each.case.name}: {each.not_run}" for each in results if each.not_run]
-    parts = [totals(ran), confidence(ran), confusion(ran), listing(ran)]
+    parts = [by_author(ran), totals(ran), confidence(ran), confusion(ran), listing(ran)]
     parts += ["Not run:\n\n" + "\n".join(skipped)] if skipped else []
     return "\n\n".join(parts)

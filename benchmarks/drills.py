@@ -1,7 +1,7 @@
 """Injects one fault in each of many real runs, and scores the console's verdicts: `make drills`.
 
-`python -m benchmarks.drills [--only PATTERN] [--sample N] [--seed S] [--jobs N] [--json FILE]
-[--publish] [--list]`. Without a selection, or with `--publish`, it writes
+`python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
+[--json FILE] [--publish] [--list]`. Without a selection, or with `--publish`, it writes
 `benchmarks/results/diagnosis.md`. Every run has a directory of its own, and all of its processes
 are ended, also when this program is interrupted.
 """
@@ -26,13 +26,16 @@ from typing import Any
 
 from benchmarks.common import ROOT, publish
 from benchmarks.drill_cases import CASES, Case, chosen, truth
-from benchmarks.drill_inject import INJECT, PREPARE, Unavailable
+from benchmarks.drill_faults import AUTHORS
+from benchmarks.drill_fuse import Unavailable
+from benchmarks.drill_inject_more import INJECT, PREPARE
 from benchmarks.drill_score import Result, Said, report, said_by, score
 from console import actions
 from console.sources import process
 from console.sources.run import RunSource
 from tests.launches import ENDED, Started, phase, write_plan
 from trainers.contract import rundir
+from trainers.contract.errors import ContractError
 
 FLOOR_S = 5
 START_S, BOOT_START_S = 120, 30
@@ -42,6 +45,12 @@ VERDICT_S, STABLE_S = 25.0, 6.0
 REACH_S, LOOK_EVERY_S, CLEAN_S = 180.0, 0.1, 15.0
 ENDED_BY = re.compile(r"\brank (\d+)\b.*?\b(?:killed|exited|crashed|SIG[A-Z]+)\b")
 """A reason for the end of a run that names a rank that exited."""
+
+FAILED = (
+    OSError, AssertionError, LookupError, ValueError, RuntimeError, ContractError,
+    subprocess.SubprocessError,
+)  # fmt: skip
+"""What keeps one case from being run, and no other."""
 
 
 class Interrupted(Exception):
@@ -97,9 +106,10 @@ class Drill:
             reason = RunSource(self._started.path).poll().why
             raise Unavailable(f"the fault was not reached: {reason or 'no reason given'}")
         inject, rank = INJECT.get(self._mechanism), self._case.rank
-        if inject is None or rank is None:
+        if inject is None:
             return float(mark.read_text())
-        inject(self._started, rank, self._folder, self._stack)
+        for each in range(self._case.world) if rank is None else (rank,):
+            inject(self._started, each, self._folder, self._stack)
         return time.time()
 
     def _ended(self) -> bool:
@@ -126,9 +136,16 @@ class Drill:
         self._until(final, limit_s + STABLE_S)
         if said is not None:
             return said
+        if self._goes_on():
+            raise Unavailable("the run went on in spite of the fault")
         after_s = time.time() - struck
         found = asked(self._started.path) or self._end_reason()
         return said_by(found, after_s, after_s) if found else None
+
+    def _goes_on(self) -> bool:
+        """Returns whether a rank has logged a step a moment ago."""
+        written = [path.stat().st_mtime for path in self._folder.glob("log_rank*.txt")]
+        return not self._ended() and time.time() - max(written, default=0.0) < FLOOR_S / 2
 
     def _end_reason(self) -> dict[str, Any] | None:
         """Returns the rank that the console names as the reason for the end of the run."""
@@ -186,7 +203,7 @@ def drill(case: Case, stop: threading.Event) -> Result:
             return Drill(case, Path(name), stack, stop).run()
     except Unavailable as reason:
         return Result(case, not_run=str(reason))
-    except (OSError, AssertionError, LookupError, subprocess.SubprocessError) as error:
+    except FAILED as error:
         return Result(case, not_run=f"{type(error).__name__}: {error}")
 
 
@@ -211,7 +228,7 @@ def document(result: Result) -> dict[str, Any]:
     """Returns a result as JSON with its truth and marks."""
     right = truth(result.case)
     return {
-        "case": asdict(result.case), "not_run": result.not_run,
+        "case": {**asdict(result.case), "author": result.case.author}, "not_run": result.not_run,
         "truth": {
             "ranks": sorted(right.ranks, key=str), "phases": sorted(right.phases),
             "cause": right.cause,
@@ -234,6 +251,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", metavar="PATTERN", help="regular expression for the names"
     )
+    parser.add_argument("--author", type=int, choices=AUTHORS, help="cases of one author")
     parser.add_argument("--sample", type=int, default=0, help="number of cases, drawn by the seed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
@@ -241,7 +259,7 @@ def main() -> int:
     parser.add_argument("--publish", action="store_true", help="write the result of a selection")
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     options = parser.parse_args()
-    cases = chosen(options.only, options.sample, options.seed)
+    cases = chosen(options.only, options.sample, options.seed, options.author)
     if options.list:
         print("\n".join(f"{case.name}: {truth(case).cause}" for case in cases))
         return 0
@@ -268,7 +286,8 @@ def main() -> int:
         f"`stall_floor_s` {FLOOR_S}. A verdict is final when it has not changed for "
         f"{STABLE_S:g} s. No verdict within {VERDICT_S:g} s, and the cause `unknown`, count as "
         "wrong. Programs with three lines report no phases; their phase is not scored. A high "
-        "verdict is wrong when its rank, phase or cause is.", "drills",
+        "verdict is wrong when its rank, phase or cause is. Author 2 wrote mechanisms for the same "
+        "classes of causes without knowledge of the rules.", "drills",
     )  # fmt: skip
     return 0
 

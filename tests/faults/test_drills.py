@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.drill_cases import BY_NAME, CASES, CAUSES, FAULTS, Case, Truth, chosen, truth
-from benchmarks.drill_inject import INJECT, PREPARE
+from benchmarks.drill_cases import BY_NAME, CASES, EITHER, OTHER_PHASES, Case, Truth, chosen, truth
+from benchmarks.drill_faults import AUTHORS, CAUSES, FAULTS
+from benchmarks.drill_inject_more import INJECT, PREPARE
 from benchmarks.drill_score import (
     Result,
     Said,
@@ -44,19 +45,22 @@ def said(cause: str, rank: int | None, phase: str = "forward", sure: str = "medi
 
 
 def test_the_cases_are_many_and_distinct_and_cover_every_cause_rank_and_kind_of_program():
-    assert len(set(CASES)) == len(CASES) >= 60
-    assert {truth(case).cause for case in CASES} == set(CAUSES)
-    assert {case.world for case in CASES} == {2, 4}
-    lines = sum(not case.phases for case in CASES) / len(CASES)
-    assert 0.3 <= lines <= 0.4
-    for case in CASES:
-        assert case.rank in (None, 0, case.world - 1)
+    assert len(set(CASES)) == len(CASES) >= 320
+    for author in AUTHORS:
+        cases = chosen("", 0, 1, author)
+        assert len(cases) >= 150
+        assert {truth(case).cause for case in cases} == set(CAUSES)
+        assert {case.world for case in cases} == {2, 4}
+        assert 0.3 <= sum(not case.phases for case in cases) / len(cases) <= 0.4
+    assert all(case.rank in (None, *range(case.world)) for case in CASES)
 
 
 def test_every_fault_has_a_mechanism_in_the_program_and_every_mechanism_a_fault():
-    text = (PROGRAMS / "drilled_ddp.py").read_text()
-    mechanisms = {fault.name.rpartition("-")[0] for fault in FAULTS}
+    text = "".join(path.read_text() for path in PROGRAMS.glob("drilled_*.py"))
+    mechanisms = {fault.mechanism for fault in FAULTS}
     assert all(f'"{name}"' in text for name in mechanisms)
+    assert mechanisms >= EITHER
+    assert BY_NAME.keys() >= OTHER_PHASES.keys()
     assert {*INJECT, *PREPARE} <= mechanisms
     assert len(BY_NAME) == len(FAULTS)
 
@@ -97,6 +101,11 @@ def test_the_truth_is_the_rank_of_the_fault_and_a_connection_may_have_none():
     assert truth(Case("filter-log", 2, 1, True)).ranks == {1, None}
     assert truth(Case("filter-backward", 2, None, True)).ranks == {None}
     assert "" in truth(Case("sleep-early", 2, 1, True)).phases
+
+
+def test_two_ranks_that_do_not_agree_may_both_be_named_and_four_show_who_is_odd():
+    assert truth(Case("check-log", 2, 1, True)).ranks == {0, 1, None}
+    assert truth(Case("check-log", 4, 0, True)).ranks == {0}
 
 
 def test_a_rank_that_exited_early_counts_as_exited():
@@ -141,6 +150,9 @@ def test_the_report_counts_wrong_sure_verdicts_and_names_what_did_not_run():
         Result(Case("disk-save", 2, 0, True), not_run="no loop device"),
     ]
     text = report(results)
+    assert "| both | rank | 2/3 | 67 % |" in text
+    assert "| 1 | of these right | 1/2 | 50 % |" in text
+    assert "| 2 | cause | 0/0 |" in text
     assert "| all | rank | 2/3 | 67 % |" in text
     assert "| phases | phase | 1/2 | 50 % |" in text
     assert "| of these wrong | 1/2 = 50 % |" in text
@@ -182,6 +194,13 @@ def test_one_case_runs_from_its_launch_to_its_marks_and_leaves_nothing(tmp_path,
     assert result.said.first_s <= result.said.final_s
     assert not processes(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_that_this_machine_does_not_permit_is_named_and_has_no_verdict(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = drill(Case("inspect-optimizer", 4, 1, True), threading.Event())
+    assert (result.said, result.not_run) == (None, "needs gdb")
+    assert "- inspect-optimizer 1/4 phases: needs gdb" in report([result])
 
 
 def test_an_interrupt_ends_the_processes_of_a_case(tmp_path):
@@ -226,5 +245,5 @@ def processes(folder: Path) -> list[str]:
 def test_the_list_of_cases_is_printed_with_their_causes():
     words = [sys.executable, "-m", "benchmarks.drills", "--list", "--only", "^segv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "segv-optimizer 1/2 phases: exited\n"
+    assert done.stdout == "segv-optimizer 1/2 phases: exited\nsegv-optimizer 0/4 phases: exited\n"
     assert done.stderr == ""

@@ -5,7 +5,6 @@ the fault; the rank `all` means every rank. `FOLDER/reached` holds the unix time
 begins. `FOLDER` is shared with the process that injects what a program cannot do to itself.
 """
 
-import argparse
 import contextlib
 import ctypes
 import fcntl
@@ -23,10 +22,14 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from drilled_more import MECHANISMS as MORE_MECHANISMS
+from drilled_more_data import IN_LOADER as MORE_IN_LOADER
+from drilled_more_data import SOURCES
+from drilled_more_ranks import TOGETHER
+from drilled_place import due, here, mechanism, options, rank, world
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -36,33 +39,12 @@ BATCH, WIDTH, SAVE_EVERY, STEPS = 16, 8, 3, 100_000
 LONG_S = 3600
 PACE_S = 0.02
 
-parser = argparse.ArgumentParser()
-parser.add_argument("folder", type=Path)
-parser.add_argument("--phases", action="store_true")
-parser.add_argument("--workers", type=int, default=0)
-options = parser.parse_args()
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-written = options.folder / "fault"
-named = os.environ.get("FAULT") or (written.read_text() if written.exists() else "-@0:all")
-fault, _, place = named.partition("@")
-mechanism, _, fault_phase = fault.rpartition("-")
-fault_step, _, fault_rank = place.partition(":")
-
-
-def due(name: str, phase: str, step: int) -> bool:
-    """Returns whether this rank has this fault here, and writes down when it begins."""
-    mine = fault_rank in ("all", str(rank)) and int(fault_step) == step
-    if not mine or (mechanism, fault_phase) != (name, phase):
-        return False
-    scratch = options.folder / f"reached.{rank}"
-    scratch.write_text(f"{time.time()}")
-    scratch.rename(options.folder / "reached")
-    return True
-
 
 def strike(phase: str, step: int) -> None:
-    """Performs the fault of this phase and step, if it is one of `MECHANISMS`."""
-    if mechanism in MECHANISMS and due(mechanism, phase, step):
+    """Performs the fault of this phase and step, if it is one of `MECHANISMS` or `TOGETHER`."""
+    if mechanism in TOGETHER and here(mechanism, phase, step):
+        TOGETHER[mechanism](due(mechanism, phase, step))
+    elif mechanism in MECHANISMS and due(mechanism, phase, step):
         MECHANISMS[mechanism]()
 
 
@@ -230,6 +212,7 @@ def stop_receiving() -> None:
 
 
 MECHANISMS = {
+    **MORE_MECHANISMS,
     "sleep": lambda: time.sleep(LONG_S),
     "poll": poll_for_file,
     "count": count_up,
@@ -264,6 +247,7 @@ MECHANISMS = {
     "kill": compute_a_while,
 }
 IN_LOADER = {
+    **MORE_IN_LOADER,
     "worker_asleep": lambda: time.sleep(LONG_S),
     "worker_stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "worker_busy": count_up,
@@ -302,6 +286,8 @@ def in_thread(samples: Samples):
 
 def batches():
     """Returns the batches of this rank: from a thread, from loader processes or read directly."""
+    if mechanism in SOURCES:
+        return SOURCES[mechanism](Samples(), BATCH)
     if mechanism.startswith("thread_"):
         return in_thread(Samples())
     workers = max(options.workers, mechanism.startswith("worker_"))
@@ -320,6 +306,8 @@ class Net(torch.nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         hidden = self.into(batch).relu()
         hidden.register_hook(lambda _: strike("backward", self.step))
+        if due("unused", "backward", self.step):
+            return hidden
         return self.out(hidden)
 
 
@@ -364,6 +352,8 @@ def train(run) -> None:
             if options.phases:
                 run.pulse.set(step, "backward")
             loss.backward()
+        if due("twice", "backward", step):
+            model(batch).square().mean().backward()
         mark("optimizer")
         if due("extra", "optimizer", step):
             dist.barrier()
