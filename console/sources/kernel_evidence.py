@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from console.sources import tcp
 from console.sources.process import GONE
 from console.sources.sanitize import clean
 
@@ -62,7 +62,6 @@ _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup
 """Files of a cgroup, and the line in them while it is frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """They show a freeze also in a container that does not see its cgroup."""
-_SYN_SENT = "02"
 _NO_PEER = "a socket, its peer is not available"
 
 
@@ -118,6 +117,7 @@ class ProcessEvidence:
     main: BlockedOn
     threads: tuple[ThreadEvidence, ...]
     children: tuple[ChildEvidence, ...]
+    connections: tuple[tcp.Connection, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,11 @@ def collect(pid: int, start_ticks: int | None = None) -> ProcessEvidence | None:
     sleeps = last.state in "SD"
     frozen = _is_frozen(pid) or (sleeps and wchan in _FREEZER_WCHANS)
     main = _blocked_on(pid, last.state, wchan, children) if sleeps and not frozen else NOTHING
+    links = (_link(pid, fd) for fd in _numbers(f"/proc/{pid}/fd")[: tcp.MAX_CONNECTIONS])
     return ProcessEvidence(
-        pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children
-    )
+        pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
+        tcp.connections(_tables(pid), _inodes(links)),
+    )  # fmt: skip
 
 
 def cpu_share(before: ProcessEvidence, after: ProcessEvidence) -> float | None:
@@ -354,12 +356,17 @@ def _polled(pid: int, epoll_fd: int | None) -> BlockedOn:
         info = _read(f"/proc/{pid}/fdinfo/{epoll_fd}")
         fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
     links = {_link(pid, fd) for fd in fds[:MAX_DESCRIPTORS]}
-    sockets = sorted(link[8:-1] for link in links if link.startswith("socket:["))
+    sockets = sorted(_inodes(links))
     tables = _tables(pid) if sockets else ""
-    opening = [each for each in sockets if _entry(tables, each)[2] == _SYN_SENT]
+    opening = [each for each in sockets if tcp.entry(tables, each)[2] == tcp.SYN_SENT]
     has_pipe = any(link.startswith("pipe:[") for link in links)
     named = opening or (sockets if not has_pipe and len(fds) <= MAX_DESCRIPTORS else [])
     return _socket(pid, named[0], False) if len(named) == 1 else NOTHING
+
+
+def _inodes(links: Iterable[str]) -> set[str]:
+    """Returns the inodes of the sockets among the links of descriptors."""
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
 def _tables(pid: int) -> str:
@@ -367,16 +374,9 @@ def _tables(pid: int) -> str:
     return "".join(_read(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
 
 
-def _entry(tables: str, inode: str) -> tuple[str, str, str]:
-    """Returns local address, peer address and state of a TCP socket, "" where it is not found."""
-    pattern = rf"^ *[0-9]+: (\S+) (\S+) (\S+) (?:\S+ +){{5}}{inode} "
-    found = re.search(pattern, tables, re.MULTILINE)
-    return (found[1], found[2], found[3]) if found else ("", "", "")
-
-
 def _socket(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket with the address of its peer, or with its own where it accepts."""
-    here, peer, state = _entry(_tables(pid), inode)
+    here, peer, state = tcp.entry(_tables(pid), inode)
     if not state:
         table = _read(f"/proc/{pid}/net/unix", TABLE_BYTES)
         found = re.search(rf"^(?:\S+ ){{6}} *{inode}(?: (.*))?$", table, re.MULTILINE)
@@ -384,18 +384,6 @@ def _socket(pid: int, inode: str, accepts: bool) -> BlockedOn:
         name = f"the local socket {path}" if path else "a local socket"
         return BlockedOn("network", name if found else _NO_PEER)
     if accepts:
-        return BlockedOn("network", f"a connection to {_address(here)}")
-    suffix = " that is not connected yet" if state == _SYN_SENT else ""
-    return BlockedOn("network", f"a socket to {_address(peer)}{suffix}")
-
-
-def _address(field: str) -> str:
-    """Returns "10.0.0.7:443" or "[::1]:443" for an address in the kernel's hexadecimal form."""
-    if not re.fullmatch(r"([0-9A-F]{8}|[0-9A-F]{32}):[0-9A-F]{4}", field):
-        return "an unknown address"
-    host, _, port = field.partition(":")
-    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    name = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
-    name = name.removeprefix("::ffff:")
-    return f"{name if '.' in name else f'[{name}]'}:{int(port, 16)}"
+        return BlockedOn("network", f"a connection to {tcp.address(here)}")
+    suffix = " that is not connected yet" if state == tcp.SYN_SENT else ""
+    return BlockedOn("network", f"a socket to {tcp.address(peer)}{suffix}")
