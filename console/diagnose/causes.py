@@ -263,10 +263,11 @@ def _with_signs(
     verdict: Verdict, found: Sequence[Sign], named: set[int], evidence: Evidence, action: str = ""
 ) -> Verdict:
     """Adds the evidence for and against a verdict, and the next step."""
-    lines = [f"{sign.source}: {sign.text}" for sign in found
-             if sign.text and (not sign.ranks or named & set(sign.ranks))]  # fmt: skip
-    against = [f"{sign.source}: {sign.text}" for sign in found
-               if sign.ranks and not named & set(sign.ranks)]  # fmt: skip
+    lines, against = list[str](), list[str]()
+    for sign in filter(lambda each: each.text, found):
+        other = sign.ranks and not named & set(sign.ranks)
+        line = f"{sign.source}{evidence.as_of(sign.source)}: {sign.text}"
+        (against if other else lines).append(line)
     return replace(
         verdict, evidence=(*lines, *verdict.evidence), against=(*against, *evidence.gaps),
         action=action,

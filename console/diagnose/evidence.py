@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,6 +50,8 @@ class Evidence:
     stacks: Mapping[int, Stack] = field(default_factory=dict)
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
+    ts: float = 0.0
+    """Time of the second sample (unix s)."""
 
     def is_abnormal(self, rank: int) -> bool:
         """Returns whether the kernel shows in both samples that a rank's process cannot run."""
@@ -58,11 +61,11 @@ class Evidence:
         return before is None or after.state in (before.state, *ENDED_STATES)
 
     def waits(self, rank: int) -> bool:
-        """Returns whether a rank waits in both samples for the same object, which is no peer."""
+        """Returns whether a rank waits in both samples for the same kind of object, no peer."""
         before, after = self.before.get(rank), self.after.get(rank)
         if after is None or after.main.kind not in OWN_WAITS:
             return False
-        return before is None or before.main == after.main
+        return before is None or before.main.kind == after.main.kind
 
     def runs(self, rank: int) -> bool:
         """Returns whether a rank runs in code of its own; NCCL waits with a whole core as well."""
@@ -74,6 +77,14 @@ class Evidence:
         """Returns the cores that a rank's process used between the two samples."""
         before, after = self.before.get(rank), self.after.get(rank)
         return cpu_share(before, after) if before and after else None
+
+    def as_of(self, source: str) -> str:
+        """Returns " as of 14:03:22" for a source that is not read all the time, else ""."""
+        dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
+        times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
+        if not any(times):
+            return ""
+        return time.strftime(" as of %H:%M:%S", time.localtime(min(times)))
 
     def is_together(self, ranks: Sequence[RankEvidence]) -> bool:
         """Returns whether all ranks wait for each other in a collective that each has called."""

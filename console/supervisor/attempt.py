@@ -258,14 +258,16 @@ class Attempt:
             self.monitor.reset()
         else:
             self._directory.put(self._samples, jsonl.encode(sample))
-        ending = bool(self.known.ending) or self.known.asked in ENDED_FROM_HERE
-        ending = ending or (self.tree.agent_over and not self.tree.alive())
+        known, ending = self.known, self.known.ending
+        if not ending and known.asked in ENDED_FROM_HERE:
+            ending = f"{known.asked}, requested by {known.by}"
+        elif not ending and self.tree.agent_over and not self.tree.alive():
+            ending = "torchrun and all ranks have ended"
         # The usual duration of a step is not known before the records of an adopted run are read.
         seen = self._sampler.seen if self._caught_up and not ending else ()
-        halting = self.known.halt_wanted
         looked = self._observers.run(
-            "watch rules",
-            lambda: self.monitor.poll(self._sampler, seen, ending, halting, self._unread()), False,
+            "watch rules", lambda: self.monitor.poll(
+                self._sampler, seen, ending, known.halt_wanted, self._unread()), False,
         )  # fmt: skip
         if not looked:
             self.monitor.reset()
@@ -317,7 +319,8 @@ class Attempt:
         self._on_disk = rest.checkpoint
         self._ends.conclude(rest.last)
         self._learn(oom=oom_counts.since(self.oom_before), agent_signal=rest.agent_signal)
-        self.monitor.verdict, self.stage = None, "over"
+        self.stage = "over"
+        self.monitor.close(f"the attempt has ended: {self.decided()[1]}")
         self._alerts.clear_all("the attempt has ended")
         self.tree.close()
 
