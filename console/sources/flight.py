@@ -28,9 +28,9 @@ T = TypeVar("T")
 MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
 MAX_TRIES = 8
-MAX_CONTEXT, MIN_PAST, MAX_SKIPPED = 64, 8, 8
-"""Calls that are compared to find the place in the usual sequence of a program; the fewest that
-show a sequence; and the calls after the usual one among which a rank that skipped calls one."""
+MIN_PAST = MAX_SKIPPED = 8
+"""The fewest calls that show what is usual, and the calls after the usual one among which a rank
+that skipped calls one."""
 DEFAULT_GROUP = "default_pg"
 """What torch calls the group of all ranks."""
 _SAME_SIZE = re.compile(
@@ -245,9 +245,9 @@ def _unusual(
 ) -> tuple[list[int], bool]:
     """Returns the ranks that leave the sequence of calls that was usual before `number`.
 
-    Usual is what came after the longest equal sequence of calls before. The flag says that these
-    ranks call what usually comes a little later: they have skipped a call. [] where nobody, or
-    every rank, calls what is usual.
+    Usual is what ever came after the same last call. The flag says that these ranks call what
+    usually comes a little later: they have skipped a call. [] where nobody, or every rank, calls
+    what is usual.
     """
     earlier: dict[int, str] = {}
     for member in members.values():
@@ -255,12 +255,7 @@ def _unusual(
             n: _signature(c[0].op, c[0].sizes) for n, c in member.calls.items() if n < number
         }
     past = [earlier[n] for n in sorted(earlier)]
-    longest, after = 0, list[int]()
-    for at in range(len(past) - 1, 0, -1):
-        pairs = zip(past[:at][-MAX_CONTEXT:][::-1], past[-MAX_CONTEXT:][::-1], strict=False)
-        equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if equal and equal >= longest:
-            after, longest = [at] if equal > longest else [*after, at], equal
+    after = [at for at in range(1, len(past)) if past[at - 1] == past[-1]]
     usual = {past[at] for at in after}
     odd = {side: ranks for side, ranks in callers.items() if side not in usual}
     if len(past) < MIN_PAST or not odd or len(odd) == len(callers):

@@ -24,7 +24,7 @@ from trainers.contract import VERSION, jsonl, rundir
 
 LONGEST_STILL_S = 1e9
 HALT_PENDING = "halt-pending"
-STEP_AGAIN = "the ranks step again"
+STEP_AGAIN, RUN_AGAIN = "the ranks step again", "its process runs again, or its limit is longer"
 _CHANGING = re.compile(r"\d\d:\d\d:\d\d|\d+% of a core|running|sleeping")
 """Parts of a sentence that change while a stall stays as it is."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
@@ -124,7 +124,7 @@ class Monitor:
             saved = max((max(head.saved, head.first_step - 1) for head in heads), default=0)
             cost = stop_cost(found.step or 0, saved, bool(self._run.settings))
             found = replace(found, action="; ".join(filter(None, (found.action, cost))))
-        self._set_verdict(found)
+        self._set_verdict(found, seen)
         if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
             text = "a halt is pending: ranks halt at the end of a step, and this run is stalled"
             self._alerts.raise_(HALT_PENDING, text, "crit", "K")
@@ -166,9 +166,9 @@ class Monitor:
                 return f"the pulse of rank {each.rank} has not changed since the supervisor started"
         return ""
 
-    def _set_verdict(self, verdict: Verdict | None) -> None:
+    def _set_verdict(self, verdict: Verdict | None, seen: Sequence[RankEvidence]) -> None:
         if verdict is None:
-            self.close(self._ending or STEP_AGAIN)
+            self.close(self._ending or self._why_over(seen))
             return
         before, self.verdict = self.verdict, verdict
         if before is not None and _says(verdict) == _says(before):
@@ -184,11 +184,19 @@ class Monitor:
             self._alerts.update(STALL, verdict.sentence)
         self._run.publish()
 
+    def _why_over(self, seen: Sequence[RankEvidence]) -> str:
+        """Returns why there is no stall now, although nothing ends the ranks."""
+        running = [each for each in seen if each.phase != "exit" and not each.doubt]
+        lasted_s = time.time() - self._stalled_since
+        if any(each.unchanged_s < lasted_s - 1 for each in running):
+            return STEP_AGAIN
+        return RUN_AGAIN if running else "the ranks exit, or their pulses cannot be trusted"
+
     def close(self, why: str) -> None:
         """Ends the verdict, if there is one, for the reason `why`."""
         verdict, self.verdict = self.verdict, None
         if verdict is not None:
-            if why == STEP_AGAIN:
+            if why in (STEP_AGAIN, RUN_AGAIN):
                 why = f"{_pause(verdict, time.time() - self._stalled_since)}: {why}"
             self._write(verdict, end=why, end_ts=time.time())
             more = {"rank": verdict.rank, "cause": verdict.cause}

@@ -171,6 +171,16 @@ def test_the_rank_that_leaves_the_usual_sequence_calls_another_collective(
     assert flight.compare(young, (0, 1)).ranks == ()
 
 
+def test_a_call_that_came_only_now_and_then_is_as_usual_as_the_other():
+    """Both follow the last call: a save came after the second step, and comes again now or not."""
+    ops = ["all_reduce", "all_gather", "all_reduce", "all_gather", "barrier"] * 2
+    calls = [call(n, op) for n, op in enumerate([*ops, "all_reduce", "all_gather"], 1)]
+    two = {0: record(0, *calls, call(13, "barrier", done=False)),
+           1: record(1, *calls, call(13, "all_reduce", done=False))}  # fmt: skip
+    found = flight.compare(two, (0, 1))
+    assert (found.kind, found.ranks, found.confirmed) == ("mismatch", (), False)
+
+
 @pytest.mark.parametrize(
     ("usual", "few", "confirmed"),
     [("all_gather", "reduce", True), ("reduce", "all_gather", False)],

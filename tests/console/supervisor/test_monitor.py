@@ -88,10 +88,10 @@ class Stage:
         self.events.append((kind, level, text))
         return {}
 
-    def poll(self, still, ending="", states="SS", step=50):
+    def poll(self, still, ending="", states="SS", step=50, phases=("backward", "fetch")):
         seen = [
             RankEvidence(rank, -1, state, step, phase, still, records_s=still)
-            for rank, (state, phase) in enumerate(zip(states, ("backward", "fetch"), strict=True))
+            for rank, (state, phase) in enumerate(zip(states, phases, strict=True))
         ]
         self.dog.poll(SAMPLE, [] if ending else seen, ending, halting=False, unread="")
 
@@ -120,6 +120,18 @@ def test_a_verdict_ends_with_its_true_reason(tmp_path, states, ending, end):
     assert ("verdict", "info", f"ended: {end}") in stage.events
     assert ("clear", "info", end) in stage.events
     assert stage.ends() == [end]
+
+
+def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path):
+    """A stopped process runs again before its next step; ranks may also just exit."""
+    stage = Stage(tmp_path)
+    stage.poll(4.0, states="ST")
+    stage.poll(4.0)
+    stage.poll(12.0)
+    stage.poll(12.0, phases=("exit", "exit"))
+    resumed, left = stage.ends()
+    assert resumed.startswith("stopped: 4 s in fetch on rank 1: its process runs again")
+    assert left == "the ranks exit, or their pulses cannot be trusted"
 
 
 def test_a_verdict_that_changes_is_replaced_and_one_that_stays_is_not(tmp_path):
