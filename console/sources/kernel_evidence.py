@@ -128,9 +128,12 @@ class _Stat:
     start_ticks: int
 
 
-def collect(pid: int, start_ticks: int | None = None) -> ProcessEvidence | None:
+def collect(
+    pid: int, start_ticks: int | None = None, tables: dict[str, str] | None = None
+) -> ProcessEvidence | None:
     """Returns the evidence about a process, with state "gone" where there is none.
 
+    `tables` keeps the sockets of each network namespace for the other processes of one sample.
     Returns None where it cannot be read, or another process has its pid: `start_ticks` differ.
     """
     mono, first = time.monotonic(), _stat(f"/proc/{pid}")
@@ -152,10 +155,10 @@ def collect(pid: int, start_ticks: int | None = None) -> ProcessEvidence | None:
     sleeps = last.state in "SD"
     frozen = _is_frozen(pid) or (sleeps and wchan in _FREEZER_WCHANS)
     main = _blocked_on(pid, last.state, wchan, children) if sleeps and not frozen else NOTHING
-    links = (_link(pid, fd) for fd in _numbers(f"/proc/{pid}/fd")[: tcp.MAX_CONNECTIONS])
+    links = (_link(pid, f"fd/{fd}") for fd in _numbers(f"/proc/{pid}/fd")[: tcp.MAX_CONNECTIONS])
     return ProcessEvidence(
         pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
-        tcp.connections(_tables(pid), _inodes(links)),
+        tcp.connections(_tables(pid, tables), _inodes(links)),
     )  # fmt: skip
 
 
@@ -266,7 +269,7 @@ def _blocked_on(pid: int, state: str, wchan: str, children: _Children) -> Blocke
     name = _CALLS.get(call, "")
     waits_in = next((kind for kind, known in _WCHANS.items() if re.match(known, wchan)), "")
     fd = arguments[0] & 0xFFFFFFFF
-    link = _link(pid, fd) if name in _WITH_DESCRIPTOR else ""
+    link = _link(pid, f"fd/{fd}") if name in _WITH_DESCRIPTOR else ""
     if "lock" in (name, waits_in):
         return _lock(pid, link)
     if waits_in == "open":
@@ -292,10 +295,10 @@ def _blocked_on(pid: int, state: str, wchan: str, children: _Children) -> Blocke
     return _FUTEX if "futex" in (name, waits_in) else NOTHING
 
 
-def _link(pid: int, fd: int) -> str:
-    """Returns the path of an open file, "socket:[N]" or "pipe:[N]", "" if not available."""
+def _link(pid: int, name: str) -> str:
+    """Returns the path of an open file, "socket:[N]", "pipe:[N]" or "net:[N]", "" without it."""
     try:
-        return clean(str(Path(f"/proc/{pid}/fd/{fd}").readlink()), MAX_PATH_CHARS)
+        return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
     except OSError:
         return ""
 
@@ -355,7 +358,7 @@ def _polled(pid: int, epoll_fd: int | None) -> BlockedOn:
     else:
         info = _read(f"/proc/{pid}/fdinfo/{epoll_fd}")
         fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
-    links = {_link(pid, fd) for fd in fds[:MAX_DESCRIPTORS]}
+    links = {_link(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]}
     sockets = sorted(_inodes(links))
     tables = _tables(pid) if sockets else ""
     opening = [each for each in sockets if tcp.entry(tables, each)[2] == tcp.SYN_SENT]
@@ -369,9 +372,13 @@ def _inodes(links: Iterable[str]) -> set[str]:
     return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
-def _tables(pid: int) -> str:
-    """Returns the TCP sockets in the network namespace of a process."""
-    return "".join(_read(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
+def _tables(pid: int, known: dict[str, str] | None = None) -> str:
+    """Returns the TCP sockets in the network namespace of a process; to read them is expensive."""
+    known, namespace = {} if known is None else known, _link(pid, "ns/net")
+    if not namespace or namespace not in known:
+        texts = (_read(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
+        known[namespace] = "".join(texts)
+    return known[namespace]
 
 
 def _socket(pid: int, inode: str, accepts: bool) -> BlockedOn:

@@ -145,5 +145,7 @@ class Collector:
 
 
 def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:
-    found = {each.rank: kernel_evidence.collect(each.pid, each.start_ticks) for each in ranks}
+    tables: dict[str, str] = {}
+    found = {each.rank: kernel_evidence.collect(each.pid, each.start_ticks, tables)
+             for each in ranks}  # fmt: skip
     return {rank: process for rank, process in found.items() if process is not None}

@@ -415,6 +415,9 @@ def test_data_that_nobody_acknowledges_is_told_from_a_peer_that_does_not_read():
             time.sleep(0.05)
         ends = [f"127.0.0.1:{end.getsockname()[1]}" for end in (lost, peers[0])]
         assert [(each.here, each.peer) for each in found] == [tuple(ends)]
+        tables: dict[str, str] = {}  # read once for all processes of a namespace
+        assert collect(os.getpid(), None, tables).connections
+        assert not collect(os.getpid(), None, dict.fromkeys(tables, "")).connections
     finally:
         for each in (server, lost, full, *peers):
             each.close()
