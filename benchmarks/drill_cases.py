@@ -19,7 +19,7 @@ OTHER_PHASES = {
     "skip-log": frozenset(("log",)),
     "nosync-backward": frozenset(("backward", "log")),
     "extra-optimizer": frozenset(("optimizer",)),
-    "empty-log": frozenset(("log", "backward")),
+    "empty-log": frozenset(("log", "backward", "save")),
 }
 """Right phases where the culprit waits in another phase than the one of its fault."""
 

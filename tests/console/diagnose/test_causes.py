@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -321,6 +322,19 @@ def test_packets_that_nobody_acknowledges_name_both_ends_of_the_connection(lost,
         "packets between rank 0 and rank 1 (127.0.0.1:4001, 127.0.0.1:4002) are not acknowledged"
     )
     assert (words in verdict.sentence) == lost
+
+
+def test_a_lock_with_another_holder_is_the_same_wait_and_evidence_has_its_time():
+    def held(pid):
+        return {3: replace(IDLE, main=BlockedOn("lock", f"the lock of /x, held by pid {pid} (py)"))}
+
+    verdict = explained(replace(four(before=held(5), after=held(6)), ts=NOW), *FOUR)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("lock", 3, "high")
+    assert "held by pid 6" in verdict.sentence
+    at = time.strftime("%H:%M:%S", time.localtime(NOW))
+    for source in ("stacks", "flight records", "processes"):
+        assert any(line.startswith(f"{source} as of {at}: ") for line in verdict.evidence), source
+    assert any(line.startswith("pulses: ") for line in verdict.evidence)
 
 
 def test_a_process_that_ended_is_not_described_by_a_stranger_with_its_pid():

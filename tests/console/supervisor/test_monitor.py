@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from console.diagnose.stall import RankEvidence
+from console.model import Verdict
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -142,6 +143,23 @@ def test_a_verdict_that_changes_is_replaced_and_one_that_stays_is_not(tmp_path):
     stage.poll(15.0, states="ST")
     stage.dog.close("the attempt has ended: completed")
     assert stage.ends() == ["replaced by the next verdict", "the attempt has ended: completed"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_new"),
+    [
+        (
+            "since 10:00:01: it runs at 98% of a core",
+            "since 10:00:02: it runs at 99% of a core",
+            False,
+        ),
+        ("child 7 (sh, sleeping)", "child 7 (sh, running)", False),
+        ("the lock of /x, held by pid 5 (py)", "the lock of /x, held by pid 6 (py)", True),
+    ],
+)
+def test_only_a_change_that_lasts_makes_a_new_verdict(before, after, is_new):
+    first, second = (Verdict(1.0, text, "lock", 1, "log", 5, "high") for text in (before, after))
+    assert (monitor._says(first) != monitor._says(second)) == is_new
 
 
 @pytest.mark.parametrize(
