@@ -33,8 +33,9 @@ _SYSCALLS = {
     "read": ("0 17 19 45 47 299", "63 65 67 207 212 243"),
     "write": ("1 18 20 44 46 307", "64 66 68 206 211 269"),
     "connect": ("42", "203"), "accept": ("43 288", "202 242"), "lock": ("72 73", "25 32"),
-    "poll": ("7 23 270 271", "72 73"), "epoll": ("232 281 441", "22 441"), "wait4": ("61", "260"),
-    "waitid": ("247", "95"), "timer": ("35 230", "101 115"), "futex": ("202", "98"),
+    "poll": ("7 271", "73"), "select": ("23 270", "72"), "epoll": ("232 281 441", "22 441"),
+    "wait4": ("61", "260"), "waitid": ("247", "95"), "timer": ("35 230", "101 115"),
+    "signal": ("34 128", "137"), "futex": ("202", "98"),
     "openat": ("257", "56"), "sync": ("74 75", "82 83"),
 }  # fmt: skip
 """Numbers of the system calls that may wait, on x86_64 and aarch64, by what they wait on."""
@@ -283,7 +284,9 @@ def _blocked_on(pid: int, state: str, wchan: str, children: _Children) -> Blocke
         return BlockedOn("pipe", f"{subject} is {'full' if is_full else 'empty'}")
     if name in ("wait4", "waitid") or waits_in == "child":
         return _child(_waited_pid(pid, name, arguments), children)
-    if name in ("poll", "epoll"):
+    if name == "signal" or (name in ("poll", "select") and not arguments[name == "poll"]):
+        return BlockedOn("timer", "a signal or a timeout")  # a poll of no descriptor
+    if name in ("poll", "select", "epoll"):
         return _polled(pid, fd if name == "epoll" else None)
     if name == "sync" or state == "D" or waits_in == "disk":
         where = f"the file {link}" if link.startswith("/") else "a disk or a driver"
