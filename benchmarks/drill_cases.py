@@ -17,7 +17,7 @@ OTHER_PHASES = {
     "skip-log": frozenset(("log",)),
     "nosync-backward": frozenset(("backward", "log")),
     "extra-optimizer": frozenset(("optimizer",)),
-    "empty-log": frozenset(("log", "backward")),
+    "empty-log": frozenset(("log", "backward", "save")),
     "unused-backward": frozenset(("backward", "log")),
     "small-forward": frozenset(("backward",)),
 }

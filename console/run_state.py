@@ -159,7 +159,8 @@ class Facts:
     def exited_early(self) -> RankEnd | None:
         """Returns the rank that exited with code 0 while the others needed it, None without one."""
         failed = [end for end in self.ends if end.failed or end.unknown]
-        if not failed or not all(end.lost_peer for end in failed):
+        lost_peer = [end for end in failed if end.lost_peer]
+        if not lost_peer or not all(end.secondary for end in failed):
             return None
         first = min(self.position(end) for end in failed)
         early = [end for end in self.ends if end.code == 0 and self.position(end) < first]

@@ -105,7 +105,10 @@ TABLE: tuple[Decision, ...] = (
              ("its pulse does not change", "its records show no new step"),
              "low", "no verdict"),
     Decision("verdict-cause", "verdict", "high: the cause of a stall, by collected evidence",
-             ("two of: flight records, stacks, processes in /proc and pulses name the same rank",
+             ("two of: flight records, stacks, processes in /proc and pulses name the same rank; "
+              "stacks or records of all others that wait name a rank that the kernel keeps from "
+              "answering; a rank that leaves the usual order of calls, or a minority that does, is "
+              "named by records and stacks; a lost connection by the kernel, stacks and records",
               "a rule of the table of causes applies to that rank"),
              "medium at most: one source alone, or no cause",
              "medium at most, and the sign that names another rank is shown"),

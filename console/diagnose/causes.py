@@ -6,12 +6,13 @@ that name the same ranks, and none that names another one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.evidence import Evidence, Sign, signs
-from console.diagnose.stack_classes import Where
+from console.diagnose.evidence import NO_WHERE, Evidence, Sign, signs
+from console.diagnose.stack_classes import Where, loader_thread
 from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
 from console.model import Gpu, Sure, Verdict
@@ -19,7 +20,6 @@ from console.sources.flight import Difference
 from console.sources.kernel_evidence import BlockedOn, ProcessEvidence
 from console.sources.stacks import Frame
 
-NO_WHERE = Where("none", None, None, "")
 NO_PROCESS_WAIT = BlockedOn("none", "")
 
 
@@ -34,6 +34,8 @@ class Suspect:
     runs: bool
     """Uses a core in code of its own."""
     difference: Difference
+    loader: tuple[str, bool]
+    """What the thread that reads its data does, as `loader_thread` returns it."""
     gpus: Sequence[Gpu] = ()
 
     @property
@@ -79,13 +81,17 @@ def _disk(of: Suspect) -> str:
 
 
 def _loader(of: Suspect) -> str:
-    in_fetch = of.rank.phase == "fetch" and of.where.kind in ("queue", "thread", "pipe", "process")
-    if of.where.kind != "loader" and not in_fetch:
+    kind, in_fetch, fed = of.where.kind, of.rank.phase == "fetch", of.loader[0]
+    waits = in_fetch and kind in ("queue", "thread", "pipe", "process")
+    by_thread = fed and kind in ("queue", "thread", "lock") and (
+        in_fetch or of.rank.phase == UNREPORTED
+    )  # fmt: skip
+    if not (kind == "loader" or waits or by_thread):
         return ""
     workers = of.process.children if of.process else ()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
            for child in workers if child.state in "TtZXD"]  # fmt: skip
-    return ", ".join(["waits for its data loader", *ill[:4]])
+    return ", ".join(["waits for its data loader", *ill[:4], *([fed] if fed and not ill else [])])
 
 
 def _mismatch(of: Suspect) -> str:
@@ -178,13 +184,18 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
         culprits = [each for each in culprits
                     if cause.explain(_suspect(each, evidence, difference))]  # fmt: skip
     numbers = {each.rank for each in culprits}
-    why = [sign for sign in found if numbers & set(sign.ranks)]
-    contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
+    why = [sign for sign in found if first.rank in sign.ranks]
+    contrary = [sign for sign in found if sign.ranks and first.rank not in sign.ranks]
     # Incomplete flight records name nobody, but count where they show another rank.
-    unlike = bool(difference.ranks) and not numbers & set(difference.ranks)
-    sure = _sure(len(why), max(len(contrary), unlike), cause is not None)
-    if of.where.kind in ("queue", "thread") and of.rank.phase == UNREPORTED and sure == "high":
-        sure = "medium"  # a data loader of the program's own waits for a queue or a thread too
+    unlike = bool(difference.ranks) and first.rank not in difference.ranks
+    agree = len(why) + (difference.confirmed and evidence.calls_differ(numbers))
+    sure = _sure(agree, max(len(contrary), unlike), cause is not None)
+    in_queue = of.where.kind in ("queue", "thread") and of.rank.phase == UNREPORTED
+    # A data loader of the program's own waits for a queue or a thread too. A process that cannot
+    # run writes no stack.
+    lies = evidence.is_abnormal(first.rank) and first.rank in evidence.stacks
+    if sure == "high" and (lies or (in_queue and not of.loader[1])):
+        sure = "medium"
     calls = difference.text if difference.kind in ("behind", "mismatch") else ""
     name = cause.name if cause else "slowest-rank" if len(case.running) > 1 else base.cause
     native = of.where.kind == "native" and of.main.kind == "futex"
@@ -200,10 +211,12 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
 
 
 def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> Suspect:
-    number = rank.rank
+    number, stacks = rank.rank, evidence.stacks
     return Suspect(
         rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
-        evidence.share(number), evidence.runs(number), difference, evidence.gpus.get(number, ()),
+        evidence.share(number), evidence.runs(number), difference,
+        loader_thread(number, stacks) if number in stacks else ("", False),
+        evidence.gpus.get(number, ()),
     )  # fmt: skip
 
 
@@ -219,7 +232,8 @@ def _culprits(
     numbers = {each.rank for each in ranks}
     contrary = [sign for sign in found if sign.ranks and not numbers & set(sign.ranks)]
     if ranks and len(contrary) < 2:
-        return sorted(ranks, key=lambda each: each.position)
+        votes = Counter(rank for sign in found for rank in sign.ranks)
+        return sorted(ranks, key=lambda each: (-votes[each.rank], each.position))
     named = [set(sign.ranks) for sign in (contrary if ranks else found) if sign.ranks]
     if not named:
         return list(case.running) if len(case.running) == 1 else []
@@ -239,15 +253,18 @@ def _alike(
     base: Verdict, case: Case, evidence: Evidence, found: Sequence[Sign]
 ) -> Verdict:  # fmt: skip
     """Returns the verdict where no source names a rank."""
-    difference, places = evidence.difference(case.running), evidence.places()
-    numbers = [each.rank for each in case.running]
-    complete = all(number in places and number in evidence.flights for number in numbers)
-    together = complete and all(places[number].kind == "peers" for number in numbers)
+    difference, lost = evidence.difference(case.running), ""
     if difference.kind == "mismatch":
         rule, sure = next(each for each in CAUSES if each.name == "mismatch"), "medium"
-    elif together and difference.kind == "same" and difference.number is not None:
-        rule, sure = ALIKE, "medium"
-    elif numbers and all(n in places and places[n].kind == "device" for n in numbers):
+    elif evidence.is_together(case.running):
+        lost = ", ".join(
+            f"packets between rank {a} and rank {b} ({link.here}, {link.peer}) are not acknowledged"
+            for (a, b), link in sorted(evidence.lost().items())[:4]
+        )  # fmt: skip
+        rule, sure = ALIKE, "high" if lost else "medium"
+    elif case.running and all(
+        evidence.places().get(each.rank, NO_WHERE).kind == "device" for each in case.running
+    ):
         rule, sure = next(each for each in CAUSES if each.name == "device"), "medium"
     else:
         return _with_signs(base, found, set(), evidence)
@@ -255,7 +272,7 @@ def _alike(
         rule.name == "device"
     )
     verdict = case.verdict(
-        None, rule.name, sure, stalled(case, case.running) + why, difference.text
+        None, rule.name, sure, stalled(case, case.running) + why, lost, difference.text
     )  # fmt: skip
     return _with_signs(verdict, found, set(), evidence, rule.action)
 
@@ -264,10 +281,11 @@ def _with_signs(
     verdict: Verdict, found: Sequence[Sign], named: set[int], evidence: Evidence, action: str = ""
 ) -> Verdict:
     """Adds the evidence for and against a verdict, and the next step."""
-    lines = [f"{sign.source}: {sign.text}" for sign in found
-             if sign.text and (not sign.ranks or named & set(sign.ranks))]  # fmt: skip
-    against = [f"{sign.source}: {sign.text}" for sign in found
-               if sign.ranks and not named & set(sign.ranks)]  # fmt: skip
+    lines, against = list[str](), list[str]()
+    for sign in filter(lambda each: each.text, found):
+        other = sign.ranks and not named & set(sign.ranks)
+        line = f"{sign.source}{evidence.as_of(sign.source)}: {sign.text}"
+        (against if other else lines).append(line)
     return replace(
         verdict, evidence=(*lines, *verdict.evidence), against=(*against, *evidence.gaps),
         action=action,

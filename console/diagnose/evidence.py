@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from console.diagnose import gpu_signs
-from console.diagnose.stack_classes import Where, where
+from console.diagnose.stack_classes import Where, is_of_torch, where
 from console.diagnose.stall import RankEvidence, names, slowest
 from console.model import Gpu
 from console.sources import flight
 from console.sources.flight import Difference, FlightRecord
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share
 from console.sources.stacks import Stack
+from console.sources.tcp import Connection
 
 ENDED_STATES = ("Z", "X", "gone")
 LASTING_STATES = ("T", "t", *ENDED_STATES)
@@ -21,6 +23,7 @@ BUSY_SHARE = 0.7
 """A process that uses at least this much of one core runs; one that waits uses far less."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """System calls in which no rank waits for its peers."""
+NO_WHERE = Where("none", None, None, "")
 FOR_PEERS = ("peers", "device", "none")
 """Stacks that name nobody: they wait for peers or the device, or are not available."""
 
@@ -51,6 +54,8 @@ class Evidence:
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
     """The GPUs that the process of a rank has open; no key for a rank that uses none."""
+    ts: float = 0.0
+    """Time of the second sample (unix s)."""
 
     def is_abnormal(self, rank: int) -> bool:
         """Returns whether the kernel shows in both samples that a rank's process cannot run."""
@@ -60,11 +65,11 @@ class Evidence:
         return before is None or after.state in (before.state, *ENDED_STATES)
 
     def waits(self, rank: int) -> bool:
-        """Returns whether a rank waits in both samples for the same object, which is no peer."""
+        """Returns whether a rank waits in both samples for the same kind of object, no peer."""
         before, after = self.before.get(rank), self.after.get(rank)
         if after is None or after.main.kind not in OWN_WAITS:
             return False
-        return before is None or before.main == after.main
+        return before is None or before.main.kind == after.main.kind
 
     def runs(self, rank: int) -> bool:
         """Returns whether a rank runs in code of its own; CUDA and NCCL wait with a core too."""
@@ -79,6 +84,56 @@ class Evidence:
         """Returns the cores that a rank's process used between the two samples."""
         before, after = self.before.get(rank), self.after.get(rank)
         return cpu_share(before, after) if before and after else None
+
+    def as_of(self, source: str) -> str:
+        """Returns " as of 14:03:22" for a source that is not read all the time, else ""."""
+        dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
+        times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
+        if not any(times):
+            return ""
+        return time.strftime(" as of %H:%M:%S", time.localtime(min(times)))
+
+    def is_together(self, ranks: Sequence[RankEvidence]) -> bool:
+        """Returns whether all ranks wait for each other in a collective that each has called."""
+        places, found = self.places(), self.difference(ranks)
+        return found.kind == "same" and found.number is not None and all(
+            each.rank in self.flights and places.get(each.rank, NO_WHERE).kind == "peers"
+            for each in ranks
+        )  # fmt: skip
+
+    def calls_differ(self, numbers: Collection[int]) -> bool:
+        """Returns whether the stacks show these ranks in another collective than the others."""
+        places = self.places()
+        calls = {rank: (place.text, place.own) for rank, place in places.items()}
+        odd = {call for rank, call in calls.items() if rank in numbers}
+        others = {call for rank, call in calls.items() if rank not in numbers}
+        waits = all(place.kind == "peers" for place in places.values())
+        return waits and bool(odd and others) and not odd & others
+
+    def silent(self, ranks: Sequence[RankEvidence], known: Mapping[int, object]) -> tuple[int, ...]:
+        """Returns the ranks that are not `known`; () where one of them could have answered.
+
+        Where all others only wait, these are the ones that they wait for.
+        """
+        places, found = self.places(), [each for each in ranks if each.rank not in known]
+        for each in found:
+            place = places.get(each.rank, NO_WHERE)
+            holds_gil = place.frame and place.kind == "native" and not is_of_torch(place.frame)
+            if not (each.state in ENDED_STATES or self.is_abnormal(each.rank) or holds_gil):
+                return ()
+        return tuple(each.rank for each in found)
+
+    def lost(self) -> dict[tuple[int, int], Connection]:
+        """Returns the connections between two ranks that lose packets in both samples."""
+        ends = {(c.here, c.peer): rank for rank, p in self.after.items() for c in p.connections}
+        found = {}
+        for rank, process in self.after.items():
+            before = self.before.get(rank, process).connections
+            for each in process.connections:
+                other = ends.get((each.peer, each.here))
+                if each.is_unacked and other is not None and each in before:
+                    found[min(rank, other), max(rank, other)] = each
+        return found
 
     def places(self) -> dict[int, Where]:
         """Returns the place of each rank's main thread.
@@ -101,15 +156,24 @@ class Evidence:
         return found
 
     def difference(self, ranks: Sequence[RankEvidence]) -> Difference:
-        """Returns the first difference between the flight records of these ranks."""
-        return flight.compare(self.flights, [each.rank for each in ranks])
+        """Returns the first difference between the flight records of these ranks.
+
+        A rank whose stack waits in a call that all ranks have made is not behind.
+        """
+        found, places = flight.compare(self.flights, [each.rank for each in ranks]), self.places()
+        if found.inside and all(places.get(r, NO_WHERE).kind == "peers" for r in found.ranks):
+            return replace(found, kind="same", ranks=())
+        return found
 
 
 def signs(ranks: Sequence[RankEvidence], evidence: Evidence) -> tuple[Sign, ...]:
     """Returns the signs of all sources, the most reliable source first."""
+    pulses = _of_pulses(ranks)
+    if evidence.difference(ranks).kind == "mismatch" or evidence.is_together(ranks):
+        pulses = replace(pulses, ranks=())  # the rank that is ahead may be the cause
     return (
         _of_flights(ranks, evidence), _of_stacks(ranks, evidence), _of_processes(ranks, evidence),
-        _of_gpus(ranks, evidence), _of_pulses(ranks),
+        _of_gpus(ranks, evidence), pulses,
     )  # fmt: skip
 
 
@@ -123,17 +187,21 @@ def _odd(odd: list[int], ranks: Sequence[RankEvidence]) -> tuple[int, ...]:
 
 
 def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
-    """Names nobody while a record is missing: the rank without it may be the cause."""
+    """Names nobody while a record is missing, unless that rank cannot write one."""
     found = evidence.difference(ranks)
     complete = all(each.rank in evidence.flights for each in ranks)
-    text = "" if found.kind == "unknown" else found.text
-    return Sign("flight records", found.ranks if complete else (), text)
+    named = found.ranks if complete else ()
+    if not complete and found.kind in ("same", "unknown") and found.number is not None:
+        named = evidence.silent(ranks, evidence.flights)
+    text = found.text if named or found.kind != "unknown" else ""
+    return Sign("flight records", named, text)
 
 
 def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
     """Names the ranks that hold the GIL, else those that wait neither for peers nor to join.
 
-    Ranks that wait to join are named where the others have joined.
+    Ranks that wait to join are named where the others have joined, and ranks that cannot write a
+    stack where all others wait for peers.
     """
     places = evidence.places()
     native = [rank for rank, place in sorted(places.items()) if place.kind == "native"]
@@ -141,6 +209,8 @@ def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
     own = [rank for rank, place in sorted(places.items())
            if place.kind not in (*FOR_PEERS, "store")]  # fmt: skip
     odd = native or own or (joining if all(each.rank in places for each in ranks) else [])
+    if places and not odd and all(place.kind == "peers" for place in places.values()):
+        odd = list(evidence.silent(ranks, places))
     texts = {text: [r for r, place in places.items() if place.text == text]
              for text in dict.fromkeys(place.text for place in places.values())}  # fmt: skip
     said = "; ".join(f"{_named(ranks, numbers)} {text}" for text, numbers in texts.items() if text)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from console.sources.stacks import MAX_FRAMES, Frame, Stack
+from console.sources.stacks import MAX_FRAMES, Frame, Stack, Thread
 
 Kind = Literal[
     "peers", "queue", "lock", "thread", "process", "socket", "pipe", "file", "loader", "store",
@@ -72,6 +72,8 @@ DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
 """Kinds of which the innermost frame counts; of others it is the outermost: a queue uses a lock."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
 _HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
+_DATA = re.compile(r"data|batch|load|fetch|read|produce|__getitems?__|collate", re.IGNORECASE)
+"""A thread with such a name, or a frame of the program with one, reads the program's data."""
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99
 """faulthandler shows 100 threads at most; one of them is the dumper."""
@@ -168,6 +170,44 @@ def is_of_torch(frame: Frame) -> bool:
     return bool(_TORCH.search(frame.file))
 
 
+def loader_thread(rank: int, stacks: Mapping[int, Stack]) -> tuple[str, bool]:
+    """Returns what the thread that reads this rank's data does, and whether two signs show it.
+
+    A sign is its name or one of its frames, and that the same thread of another rank has filled its
+    queue. "" where no thread shows that the main thread waits for its data.
+    """
+    others = [each for number, stack in stacks.items() if number != rank
+              for each in stack.threads[1:]]  # fmt: skip
+    full = {_name(each) for each in others if _puts(each)}
+    own = [each for each in stacks[rank].threads[1:] if not each.name.startswith("nsa-")]
+    for each in () if any(map(_puts, own)) else own:
+        is_named, is_fed = _reads_data(each), _name(each) in full
+        if each.frames and (is_named or is_fed):
+            place = (_own(each.frames) or each.frames[0]).short
+            return f"its thread {each.name} is in {place}", is_named and is_fed
+    for name in missing_threads(stacks).get(rank, ()):
+        same = [each for each in others if _name(each) == name]
+        if any(map(_reads_data, same)) or name in full:
+            return f"its thread {name} has ended", any(map(_reads_data, same)) and name in full
+    return "", False
+
+
+def _name(thread: Thread) -> str:
+    return re.sub(r"\d+", "N", thread.name)
+
+
+def _puts(thread: Thread) -> bool:
+    return any(each.function == "put" and each.is_of_library for each in thread.frames[:6])
+
+
+def _reads_data(thread: Thread) -> bool:
+    words = [thread.name.replace("Thread", "")]
+    words += [
+        f"{frame.place} {frame.function}" for frame in thread.frames if not frame.is_of_library
+    ]
+    return any(_DATA.search(each) for each in words)
+
+
 def merge(stacks: Mapping[int, Stack]) -> Node:
     """Returns the prefix tree of the main threads from the outermost frame on.
 
@@ -198,7 +238,7 @@ def missing_threads(stacks: Mapping[int, Stack]) -> dict[int, tuple[str, ...]]:
     Numbers in names are "N". Ranks whose dump may lack threads are left out.
     """
     names = {
-        rank: {re.sub(r"\d+", "N", t.name) for t in stack.threads[1:] if t.name[:2] != "0x"}
+        rank: {_name(t) for t in stack.threads[1:] if t.name[:2] != "0x"}
         for rank, stack in sorted(stacks.items()) if 1 < len(stack.threads) < MAX_THREADS
     }  # fmt: skip
     counts = Counter(name for held in names.values() for name in held)

@@ -28,6 +28,9 @@ T = TypeVar("T")
 MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
 MAX_TRIES = 8
+MIN_PAST = MAX_SKIPPED = 8
+"""The fewest calls that show what is usual, and the calls after the usual one among which a rank
+that skipped calls one."""
 DEFAULT_GROUP = "default_pg"
 """What torch calls the group of all ranks."""
 _SAME_SIZE = re.compile(
@@ -72,7 +75,8 @@ class Difference:
     """The first difference between the ranks of a group.
 
     - behind: `ranks` have not called collective `number`, in which others wait.
-    - mismatch: the ranks call different things as `number`; `ranks` are the minority, if any.
+    - mismatch: the ranks call different things as `number`; `ranks` are the minority, without one
+      those that did not call what they called earlier at this place of their sequence, if any.
       None and () where ranks wait for each other in different groups.
     - same: no rank is behind. `number` is the collective in which ranks wait, None where no rank
       waits in a collective.
@@ -83,6 +87,10 @@ class Difference:
     ranks: tuple[int, ...]
     number: int | None
     text: str
+    confirmed: bool = False
+    """Of a mismatch: a second sign in the records names `ranks` too, see `_unusual`."""
+    inside: bool = False
+    """Each rank that is behind still waits in its last call, which all others have made too."""
 
 
 @functools.lru_cache(4096)
@@ -218,14 +226,42 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
         sides = sorted(callers.values())
         most = max(sides, key=len)
         few = sorted(set(calls) - set(most)) if 2 * len(most) > len(calls) else []
+        odd, skips = _unusual(members, number, callers)
+        confirmed = few == odd if few else skips
         called: list[str] = []
         for side in sides[:4]:
             verbs = () if called else ("calls", "call")
             call = calls[side[0]][0]
             called.append(f"{_named(side, *verbs)} {call.op} {call.sizes}".rstrip())
         text = f"collective {number:,}{_of_group(group)}: {', '.join(called)}"
-        return Difference("mismatch", tuple(few), number, text)
+        if odd:
+            text += f"; {_named(odd, 'does', 'do')} not call what came here before"
+        return Difference("mismatch", tuple(few or odd), number, text, bool(odd) and confirmed)
     return None
+
+
+def _unusual(
+    members: _Members, number: int, callers: Mapping[str, list[int]]
+) -> tuple[list[int], bool]:
+    """Returns the ranks that leave the sequence of calls that was usual before `number`.
+
+    Usual is what ever came after the same last call. The flag says that these ranks call what
+    usually comes a little later: they have skipped a call. [] where nobody, or every rank, calls
+    what is usual.
+    """
+    earlier: dict[int, str] = {}
+    for member in members.values():
+        earlier |= {
+            n: _signature(c[0].op, c[0].sizes) for n, c in member.calls.items() if n < number
+        }
+    past = [earlier[n] for n in sorted(earlier)]
+    after = [at for at in range(1, len(past)) if past[at - 1] == past[-1]]
+    usual = {past[at] for at in after}
+    odd = {side: ranks for side, ranks in callers.items() if side not in usual}
+    if len(past) < MIN_PAST or not odd or len(odd) == len(callers):
+        return [], False
+    later = {each for at in after for each in past[at + 1 : at + 1 + MAX_SKIPPED]}
+    return sorted(r for ranks in odd.values() for r in ranks), set(odd) <= later
 
 
 def _difference(group: str, members: _Members) -> Difference:
@@ -266,7 +302,7 @@ def _behind(group: str, members: _Members, number: int, late: Iterable[int]) -> 
     if inside := [rank for rank in ranks if members[rank].waits_in(last)]:
         call = _call(group, last, members)
         text += f"; {_named(inside, 'still waits', 'still wait')} in {call}"
-    return Difference("behind", ranks, number, text)
+    return Difference("behind", ranks, number, text, inside=len(inside) == len(ranks))
 
 
 def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from console.sources import tcp
 from console.sources.process import GONE
 from console.sources.sanitize import clean
 
@@ -33,8 +33,9 @@ _SYSCALLS = {
     "read": ("0 17 19 45 47 299", "63 65 67 207 212 243"),
     "write": ("1 18 20 44 46 307", "64 66 68 206 211 269"),
     "connect": ("42", "203"), "accept": ("43 288", "202 242"), "lock": ("72 73", "25 32"),
-    "poll": ("7 23 270 271", "72 73"), "epoll": ("232 281 441", "22 441"), "wait4": ("61", "260"),
-    "waitid": ("247", "95"), "timer": ("35 230", "101 115"), "futex": ("202", "98"),
+    "poll": ("7 271", "73"), "select": ("23 270", "72"), "epoll": ("232 281 441", "22 441"),
+    "wait4": ("61", "260"), "waitid": ("247", "95"), "timer": ("35 230", "101 115"),
+    "signal": ("34 128", "137"), "futex": ("202", "98"),
     "openat": ("257", "56"), "sync": ("74 75", "82 83"),
 }  # fmt: skip
 """Numbers of the system calls that may wait, on x86_64 and aarch64, by what they wait on."""
@@ -62,7 +63,6 @@ _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup
 """Files of a cgroup, and the line in them while it is frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """They show a freeze also in a container that does not see its cgroup."""
-_SYN_SENT = "02"
 _NO_PEER = "a socket, its peer is not available"
 
 
@@ -118,6 +118,7 @@ class ProcessEvidence:
     main: BlockedOn
     threads: tuple[ThreadEvidence, ...]
     children: tuple[ChildEvidence, ...]
+    connections: tuple[tcp.Connection, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,12 @@ class _Stat:
     start_ticks: int
 
 
-def collect(pid: int, start_ticks: int | None = None) -> ProcessEvidence | None:
+def collect(
+    pid: int, start_ticks: int | None = None, tables: dict[str, str] | None = None
+) -> ProcessEvidence | None:
     """Returns the evidence about a process, with state "gone" where there is none.
 
+    `tables` keeps the sockets of each network namespace for the other processes of one sample.
     Returns None where it cannot be read, or another process has its pid: `start_ticks` differ.
     """
     mono, first = time.monotonic(), _stat(f"/proc/{pid}")
@@ -152,9 +156,11 @@ def collect(pid: int, start_ticks: int | None = None) -> ProcessEvidence | None:
     sleeps = last.state in "SD"
     frozen = _is_frozen(pid) or (sleeps and wchan in _FREEZER_WCHANS)
     main = _blocked_on(pid, last.state, wchan, children) if sleeps and not frozen else NOTHING
+    links = (_link(pid, f"fd/{fd}") for fd in _numbers(f"/proc/{pid}/fd")[: tcp.MAX_CONNECTIONS])
     return ProcessEvidence(
-        pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children
-    )
+        pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
+        tcp.connections(_tables(pid, tables), _inodes(links)),
+    )  # fmt: skip
 
 
 def cpu_share(before: ProcessEvidence, after: ProcessEvidence) -> float | None:
@@ -264,7 +270,7 @@ def _blocked_on(pid: int, state: str, wchan: str, children: _Children) -> Blocke
     name = _CALLS.get(call, "")
     waits_in = next((kind for kind, known in _WCHANS.items() if re.match(known, wchan)), "")
     fd = arguments[0] & 0xFFFFFFFF
-    link = _link(pid, fd) if name in _WITH_DESCRIPTOR else ""
+    link = _link(pid, f"fd/{fd}") if name in _WITH_DESCRIPTOR else ""
     if "lock" in (name, waits_in):
         return _lock(pid, link)
     if waits_in == "open":
@@ -278,7 +284,9 @@ def _blocked_on(pid: int, state: str, wchan: str, children: _Children) -> Blocke
         return BlockedOn("pipe", f"{subject} is {'full' if is_full else 'empty'}")
     if name in ("wait4", "waitid") or waits_in == "child":
         return _child(_waited_pid(pid, name, arguments), children)
-    if name in ("poll", "epoll"):
+    if name == "signal" or (name in ("poll", "select") and not arguments[name == "poll"]):
+        return BlockedOn("timer", "a signal or a timeout")  # a poll of no descriptor
+    if name in ("poll", "select", "epoll"):
         return _polled(pid, fd if name == "epoll" else None)
     if name == "sync" or state == "D" or waits_in == "disk":
         where = f"the file {link}" if link.startswith("/") else "a disk or a driver"
@@ -290,10 +298,10 @@ def _blocked_on(pid: int, state: str, wchan: str, children: _Children) -> Blocke
     return _FUTEX if "futex" in (name, waits_in) else NOTHING
 
 
-def _link(pid: int, fd: int) -> str:
-    """Returns the path of an open file, "socket:[N]" or "pipe:[N]", "" if not available."""
+def _link(pid: int, name: str) -> str:
+    """Returns the path of an open file, "socket:[N]", "pipe:[N]" or "net:[N]", "" without it."""
     try:
-        return clean(str(Path(f"/proc/{pid}/fd/{fd}").readlink()), MAX_PATH_CHARS)
+        return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
     except OSError:
         return ""
 
@@ -353,30 +361,32 @@ def _polled(pid: int, epoll_fd: int | None) -> BlockedOn:
     else:
         info = _read(f"/proc/{pid}/fdinfo/{epoll_fd}")
         fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
-    links = {_link(pid, fd) for fd in fds[:MAX_DESCRIPTORS]}
-    sockets = sorted(link[8:-1] for link in links if link.startswith("socket:["))
+    links = {_link(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]}
+    sockets = sorted(_inodes(links))
     tables = _tables(pid) if sockets else ""
-    opening = [each for each in sockets if _entry(tables, each)[2] == _SYN_SENT]
+    opening = [each for each in sockets if tcp.entry(tables, each)[2] == tcp.SYN_SENT]
     has_pipe = any(link.startswith("pipe:[") for link in links)
     named = opening or (sockets if not has_pipe and len(fds) <= MAX_DESCRIPTORS else [])
     return _socket(pid, named[0], False) if len(named) == 1 else NOTHING
 
 
-def _tables(pid: int) -> str:
-    """Returns the TCP sockets in the network namespace of a process."""
-    return "".join(_read(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
+def _inodes(links: Iterable[str]) -> set[str]:
+    """Returns the inodes of the sockets among the links of descriptors."""
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
-def _entry(tables: str, inode: str) -> tuple[str, str, str]:
-    """Returns local address, peer address and state of a TCP socket, "" where it is not found."""
-    pattern = rf"^ *[0-9]+: (\S+) (\S+) (\S+) (?:\S+ +){{5}}{inode} "
-    found = re.search(pattern, tables, re.MULTILINE)
-    return (found[1], found[2], found[3]) if found else ("", "", "")
+def _tables(pid: int, known: dict[str, str] | None = None) -> str:
+    """Returns the TCP sockets in the network namespace of a process; to read them is expensive."""
+    known, namespace = {} if known is None else known, _link(pid, "ns/net")
+    if not namespace or namespace not in known:
+        texts = (_read(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
+        known[namespace] = "".join(texts)
+    return known[namespace]
 
 
 def _socket(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket with the address of its peer, or with its own where it accepts."""
-    here, peer, state = _entry(_tables(pid), inode)
+    here, peer, state = tcp.entry(_tables(pid), inode)
     if not state:
         table = _read(f"/proc/{pid}/net/unix", TABLE_BYTES)
         found = re.search(rf"^(?:\S+ ){{6}} *{inode}(?: (.*))?$", table, re.MULTILINE)
@@ -384,18 +394,6 @@ def _socket(pid: int, inode: str, accepts: bool) -> BlockedOn:
         name = f"the local socket {path}" if path else "a local socket"
         return BlockedOn("network", name if found else _NO_PEER)
     if accepts:
-        return BlockedOn("network", f"a connection to {_address(here)}")
-    suffix = " that is not connected yet" if state == _SYN_SENT else ""
-    return BlockedOn("network", f"a socket to {_address(peer)}{suffix}")
-
-
-def _address(field: str) -> str:
-    """Returns "10.0.0.7:443" or "[::1]:443" for an address in the kernel's hexadecimal form."""
-    if not re.fullmatch(r"([0-9A-F]{8}|[0-9A-F]{32}):[0-9A-F]{4}", field):
-        return "an unknown address"
-    host, _, port = field.partition(":")
-    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    name = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
-    name = name.removeprefix("::ffff:")
-    return f"{name if '.' in name else f'[{name}]'}:{int(port, 16)}"
+        return BlockedOn("network", f"a connection to {tcp.address(here)}")
+    suffix = " that is not connected yet" if state == tcp.SYN_SENT else ""
+    return BlockedOn("network", f"a socket to {tcp.address(peer)}{suffix}")

@@ -260,14 +260,16 @@ class Attempt:
             self.monitor.reset()
         else:
             self._directory.put(self._samples, jsonl.encode(sample))
-        ending = bool(self.known.rank_failure) or self.known.requested in ENDED_FROM_HERE
-        ending = ending or (self.tree.agent_over and not self.tree.alive())
+        known, ending = self.known, self.known.rank_failure
+        if not ending and known.requested in ENDED_FROM_HERE:
+            ending = f"{known.requested}, requested by {known.by}"
+        elif not ending and self.tree.agent_over and not self.tree.alive():
+            ending = "torchrun and all ranks have ended"
         # The usual duration of a step is not known before the records of an adopted run are read.
         seen = self._sampler.evidence if self._caught_up and not ending else ()
-        halting = self.known.halt_wanted
         looked = self._observers.run(
-            "watch rules",
-            lambda: self.monitor.poll(self._sampler, seen, ending, halting, self._unread()), False,
+            "watch rules", lambda: self.monitor.poll(
+                self._sampler, seen, ending, known.halt_wanted, self._unread()), False,
         )  # fmt: skip
         if not looked:
             self.monitor.reset()
@@ -322,7 +324,8 @@ class Attempt:
         if self.tree.agent_status and not self.tree.workers:
             error = crash_log.read(rest.log).error or f"see {rundir.TORCHRUN_LOG}"
             self._learn(failure=self.known.failure or f"torchrun started no rank: {error}")
-        self.monitor.verdict, self.stage = None, "over"
+        self.stage = "over"
+        self.monitor.close(f"the attempt has ended: {self.decided()[1]}")
         self._alerts.clear_all("the attempt has ended")
         self.tree.close()
 

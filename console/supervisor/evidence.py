@@ -1,9 +1,10 @@
-"""Collects the evidence about a stall: processes twice, stacks and flight records once."""
+"""Collects the evidence about a stall: stacks and flight records once, processes while it lasts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from console.diagnose.evidence import LASTING_STATES, Evidence
@@ -25,6 +26,9 @@ CLOCKS_APART_S = 0.1
 """A file from a later time was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections: ranks that still move are only slow."""
+OFTEN_S, SELDOM_S, MAX_OFTEN_CPU_S = 120.0, 60.0, 0.2
+"""Processes are sampled every `AGAIN_S` in the first seconds of a stall, at most for that much CPU
+time, later less often: a debugger detaches, the holder of a lock exits."""
 MAX_RANKS = 64
 """Most ranks whose processes are sampled, the slowest first."""
 
@@ -53,6 +57,7 @@ class Collector:
         self._began_at = -AGAIN_S
         self._since_ts = 0.0
         self._read_at, self._reading = 0.0, False
+        self._sampled_at = self._cpu_s = 0.0
         self._found = Evidence()
         self._ranks: tuple[RankEvidence, ...] = ()
         self.complete: Evidence | None = None
@@ -75,6 +80,7 @@ class Collector:
                 self._begin(ranks, places, now)
             return
         if self.complete is not None:
+            self._sample_again(self.complete, now)
             return
         waited_s = now - self._began_at
         if not self._found.after and waited_s >= APART_S:
@@ -86,9 +92,19 @@ class Collector:
             self._read_at, self._reading = now, True
             self._read(waited_s >= DUMPED_AFTER_S)
 
+    def _sample_again(self, known: Evidence, now: float) -> None:
+        often = now - self._began_at < OFTEN_S and self._cpu_s < MAX_OFTEN_CPU_S
+        if now - self._sampled_at >= (AGAIN_S if often else SELDOM_S):
+            begun, self._sampled_at = time.thread_time(), now
+            self.complete = replace(
+                known, before=known.after, after=_processes(self._ranks), ts=time.time(),
+                gpus=self._gpus_used(),
+            )  # fmt: skip
+            self._cpu_s += time.thread_time() - begun
+
     def _begin(self, ranks: Sequence[RankEvidence], places: Places, now: float) -> None:
         self._places, self._began_at = places, now
-        self._since_ts = int(time.time() * 1000) / 1000
+        self._since_ts, self._cpu_s = int(time.time() * 1000) / 1000, 0.0
         running = [each for each in ranks if each.phase != "exit"]
         self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])
         self._found = Evidence(_processes(self._ranks))
@@ -127,9 +143,11 @@ class Collector:
             missing = [str(rank) for rank in numbers if rank not in of]
             if missing:
                 gaps.append(f"no {name} of rank {', '.join(missing[:16])}")
-        self.complete = Evidence(
-            self._found.before, self._found.after, dumps, records, tuple(gaps), self._gpus_used()
-        )
+        self._sampled_at = time.monotonic()
+        self.complete = replace(
+            self._found, stacks=dumps, flights=records, gaps=tuple(gaps), ts=time.time(),
+            gpus=self._gpus_used(),
+        )  # fmt: skip
 
     def _gpus_used(self) -> dict[int, tuple[Gpu, ...]]:
         """Returns the newest rows of the GPUs that each rank has open."""
@@ -141,5 +159,7 @@ class Collector:
 
 
 def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:
-    found = {each.rank: kernel_evidence.collect(each.pid, each.start_ticks) for each in ranks}
+    tables: dict[str, str] = {}
+    found = {each.rank: kernel_evidence.collect(each.pid, each.start_ticks, tables)
+             for each in ranks}  # fmt: skip
     return {rank: process for rank, process in found.items() if process is not None}

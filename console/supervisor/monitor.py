@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from console.diagnose.causes import explain
 from console.diagnose.readings import Readings
@@ -22,6 +24,9 @@ from trainers.contract import VERSION, jsonl, rundir
 
 LONGEST_STILL_S = 1e9
 HALT_PENDING = "halt-pending"
+STEP_AGAIN, RUN_AGAIN = "the ranks step again", "its process runs again, or its limit is longer"
+_CHANGING = re.compile(r"\d\d:\d\d:\d\d|\d+% of a core|running|sleeping")
+"""Parts of a sentence that change while a stall stays as it is."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
 """The alert on pulses that cannot be trusted, and the polls in a row after which it is raised."""
 
@@ -42,7 +47,9 @@ class Monitor:
         self._watch, self._alerts = context.watch, context.observers.alerts
         self._watchdog = Watchdog(context.watch, context.actions, settings=run.settings)
         self._watchdog.restore(self._alerts.open())
-        self._ending = False
+        self._ending = ""
+        self._stalled_since = 0.0
+        """Time of the last progress before the present stall (unix s)."""
         self._doubtful_polls = 0
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
@@ -51,7 +58,7 @@ class Monitor:
         """The ranks whose pulse has changed since."""
         self._actions: list[Change] = []
         self._evidence = Collector(
-            context.services.directory, context.path, context.services.nvml.rows
+            context.services.directory, context.path, lambda: context.services.nvml.rows()
         )
 
     def on_stall(self) -> tuple[str, str]:
@@ -59,12 +66,13 @@ class Monitor:
         return self._watchdog.stall_action, self._watchdog.stall_policy()
 
     def poll(
-        self, now: Sampler, seen: Sequence[RankEvidence], ending: bool, halting: bool, unread: str
+        self, now: Sampler, seen: Sequence[RankEvidence], ending: str, halting: bool, unread: str
     ) -> bool:
         """Applies the watch rules to the last sample; returns True.
 
         `seen` is empty while no rank runs or its records are not read yet. No action is due on
-        ranks that are `ending`. `unread` says why the records are not up to date, "" when they are.
+        ranks that end for the reason `ending`. `unread` says why the records are not up to date, ""
+        when they are.
         """
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
@@ -83,10 +91,11 @@ class Monitor:
 
     def reset(self) -> None:
         """Drops the verdict and its alerts, because no sample was taken."""
-        self.verdict = None
+        why = "the watch rules are not evaluated"
+        self.close(why)
         self._evidence.clear()
-        for alert in (STALL, HALT_PENDING, PULSE):
-            self._alerts.clear(alert, "the watch rules are not evaluated")
+        for alert in (HALT_PENDING, PULSE):
+            self._alerts.clear(alert, why)
 
     def is_raised(self, rule: str) -> bool:
         """Returns whether a rule is raised now; it may have been cleared since it acted."""
@@ -106,7 +115,18 @@ class Monitor:
 
     def _diagnose(self, seen: Sequence[RankEvidence], halting: bool) -> None:
         self._check_pulses(seen)
-        self._set_verdict(self._explained(seen, diagnose(seen, self._watch, time.time())))
+        found = diagnose(seen, self._watch, time.time())
+        if found is not None and self.verdict is None:
+            self._stalled_since = time.time() - min(
+                r.unchanged_s for r in seen if r.phase != "exit"
+            )
+        found = self._explained(seen, found)
+        if found is not None:
+            heads = self._heads().values()
+            saved = max((max(head.saved, head.first_step - 1) for head in heads), default=0)
+            cost = stop_cost(found.step or 0, saved, bool(self._run.settings))
+            found = replace(found, action="; ".join(filter(None, (found.action, cost))))
+        self._set_verdict(found, seen)
         if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
             text = "a halt is pending: ranks halt at the end of a step, and this run is stalled"
             self._alerts.raise_(HALT_PENDING, text, "crit", "K")
@@ -148,23 +168,46 @@ class Monitor:
                 return f"the pulse of rank {each.rank} has not changed since the supervisor started"
         return ""
 
-    def _set_verdict(self, verdict: Verdict | None) -> None:
-        before, self.verdict = self.verdict, verdict
+    def _set_verdict(self, verdict: Verdict | None, seen: Sequence[RankEvidence]) -> None:
         if verdict is None:
-            why = "the ranks are being ended" if self._ending else "the ranks step again"
-            self._alerts.clear(STALL, why)
+            self.close(self._ending or self._why_over(seen))
             return
+        before, self.verdict = self.verdict, verdict
         if before is not None and _says(verdict) == _says(before):
             self.verdict = replace(verdict, ts=before.ts)
             return
-        path = self._context.path / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
-        self._context.services.directory.document(path, {"v": VERSION} | asdict(verdict))
+        if before is not None:
+            self._write(before, end="replaced by the next verdict", end_ts=verdict.ts)
+        self._write(verdict)
         self._run.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
         if self._alerts.raise_(STALL, verdict.sentence, "crit", "3"):
             self._context.reducer.summary.count_stall()
         else:
             self._alerts.update(STALL, verdict.sentence)
         self._run.publish()
+
+    def _why_over(self, seen: Sequence[RankEvidence]) -> str:
+        """Returns why there is no stall now, although nothing ends the ranks."""
+        running = [each for each in seen if each.phase != "exit" and not each.doubt]
+        lasted_s = time.time() - self._stalled_since
+        if any(each.unchanged_s < lasted_s - 1 for each in running):
+            return STEP_AGAIN
+        return RUN_AGAIN if running else "the ranks exit, or their pulses cannot be trusted"
+
+    def close(self, why: str) -> None:
+        """Ends the verdict, if there is one, for the reason `why`."""
+        verdict, self.verdict = self.verdict, None
+        if verdict is not None:
+            if why in (STEP_AGAIN, RUN_AGAIN):
+                why = f"{_pause(verdict, time.time() - self._stalled_since)}: {why}"
+            self._write(verdict, end=why, end_ts=time.time())
+            more = {"rank": verdict.rank, "cause": verdict.cause}
+            self._run.event("verdict", f"ended: {why}", "info", **more)
+        self._alerts.clear(STALL, why)
+
+    def _write(self, verdict: Verdict, **end: Any) -> None:
+        path = self._context.path / rundir.VERDICTS / f"{int(verdict.ts * 1000)}.json"
+        self._context.services.directory.document(path, {"v": VERSION} | asdict(verdict) | end)
 
     # --- the watch rules -----------------------------------------------------------------------
 
@@ -190,8 +233,32 @@ class Monitor:
 
 def _says(verdict: Verdict) -> tuple[object, ...]:
     """Returns the parts of a verdict whose change makes it a new one; times change always."""
-    place = verdict.rank, verdict.phase, verdict.step
-    return verdict.cause, verdict.sure, verdict.action, *place
+    place, sentence = (
+        (verdict.rank, verdict.phase, verdict.step),
+        _CHANGING.sub("", verdict.sentence),
+    )
+    return verdict.cause, verdict.sure, verdict.action, sentence, *place
+
+
+def _pause(verdict: Verdict, seconds: float) -> str:
+    """Returns what a stall was that has ended by itself."""
+    who = "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
+    how = verdict.cause if verdict.cause in ("stopped", "traced", "frozen") else "slow"
+    return f"{how}: {seconds:.0f} s in {verdict.phase or 'start-up'} on {who}"
+
+
+def stop_cost(step: int, saved: int, reports: bool) -> str:
+    """Returns what a stop in a stall costs, "" where it is not known.
+
+    `saved` is the step of the newest checkpoint, 0 without one; `reports` says that this program
+    records each: it is ours.
+    """
+    if not saved and not (reports and step):
+        return ""
+    lost = f"all {step:,} steps (no checkpoint)"
+    if saved:
+        lost = f"{max(0, step - saved):,} steps (newest checkpoint: step {saved:,})"
+    return f"a stop costs {lost}; a halt saves first, but only when all ranks step again"
 
 
 def _withheld(rule: str) -> str:

@@ -69,7 +69,20 @@ def test_a_rank_that_hangs_in_a_backward_hook_is_named_and_its_stack_has_the_lin
     assert "drills.py" in dumps[0].read_text()
     assert "<lambda>" in dumps[0].read_text()
     assert steps_after(ended, 1)[-1] > HOOK
+    saved = HOOK - HOOK % EVERY
+    assert f"costs {HOOK - saved} steps (newest checkpoint: step {saved})" in said["action"]
     scene.note(said["sentence"], seconds)
+
+
+def test_a_stall_that_ended_by_itself_is_called_slow_afterwards(ended):
+    """The last document of each stall has its end; nobody acted on it."""
+    paths = sorted((ended.run() / rundir.VERDICTS).iterdir())
+    found = [rundir.read_json(path) for path in paths]
+    for kind, rank, step in (("backward", 1, HOOK), ("loader", 0, LOADER)):
+        struck = fired(ended, kind, rank)["ts"]
+        ends = [each["end"] for each in found if each["step"] == step and each["ts"] > struck]
+        assert ends.pop().startswith("slow: "), found
+        assert set(ends) <= {"replaced by the next verdict"}
 
 
 @pytest.mark.fault("7", "stall")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.diagnose.causes import CAUSES, explain
@@ -15,6 +16,7 @@ from console.diagnose.verdict import case_of, diagnose
 from console.sources.flight import Collective, FlightRecord
 from console.sources.kernel_evidence import BlockedOn, ChildEvidence, ProcessEvidence
 from console.sources.stacks import Frame, Stack, Thread
+from console.sources.tcp import Connection
 from trainers.contract.plan import Watch
 
 WATCH, NOW = Watch(stall_floor_s=5.0), 1_800_000_000.0
@@ -205,6 +207,136 @@ def test_a_wait_for_a_queue_is_sure_only_where_the_phase_is_reported(phase, sure
     assert (verdict.cause, verdict.rank, verdict.sure) == ("lock", 3, sure)
 
 
+PUT = (Frame("/usr/lib/python3.11/queue.py", 140, "put"), Frame("/job/train.py", 9, "read"))
+GET = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), OWN)
+READS = (Frame("/job/train.py", 22, "__getitem__"), Frame("/job/train.py", 9, "read"))
+WORKS = (Frame("/job/train.py", 30, "compress"),)
+
+
+def with_thread(number, frames, *thread, name="prefetch"):
+    threads = [Thread("main", frames), Thread("nsa-watcher", (OWN,))]
+    return Stack(number, NOW, "x", (*threads, *([Thread(name, thread)] if thread else [])))
+
+
+@pytest.mark.parametrize(
+    ("name", "peers", "own", "phase", "cause", "sure"),
+    [
+        ("prefetch", PUT, READS, "step", "loader", "high"),
+        ("prefetch", PUT, (), "step", "loader", "high"),  # it has ended
+        ("Thread-1", PUT, WORKS, "step", "loader", "medium"),
+        ("prefetch", (), READS, "step", "loader", "medium"),
+        ("prefetch", PUT, PUT, "step", "lock", "medium"),  # the data is there
+        ("Thread-1", (), WORKS, "step", "lock", "medium"),
+        ("prefetch", PUT, READS, "log", "lock", "high"),
+    ],
+)
+def test_a_queue_that_the_thread_of_the_data_does_not_fill_is_a_data_loader(
+    name, peers, own, phase, cause, sure
+):
+    stacks = {n: with_thread(n, PEERS, *peers, name=name) for n in range(3)}
+    stacks[3] = with_thread(3, GET, *own, name=name)
+    found = replace(four(before={3: IDLE}, after={3: IDLE}), stacks=stacks)
+    verdict = explained(found, *(rank(number, phase) for number in range(4)))
+    assert (verdict.cause, verdict.rank, verdict.sure) == (cause, 3, sure), verdict
+
+
+@pytest.mark.decision("verdict-cause", "true")
+@pytest.mark.parametrize(
+    "ill", [{"state": "T"}, {"state": "t"}, {"frozen": True}, {"state": "D"}, {"state": "Z"}]
+)
+def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_answer(ill):
+    """It writes no dump; a three-line program has no order of pulses either."""
+    ranks = tuple(rank(number, "step") for number in range(4))
+    process = {3: replace(IDLE, **ill)}
+    found = four((11, 11, 11, None), (PEERS, PEERS, PEERS, None), before=process, after=process)
+    verdict = explained(found, *ranks)
+    assert (verdict.rank, verdict.sure) == (3, "high"), verdict
+    busy = four((11, 11, 11, None), (PEERS, PEERS, (OWN,), None), before=process, after=process)
+    assert explained(busy, *ranks).sure != "high"
+    answers = replace(found, stacks={**found.stacks, 3: stack(3, OWN)})
+    assert explained(answers, *ranks).sure != "high"
+    alone = four((), (), before=process, after=process)
+    assert explained(alone, *ranks).sure == "medium"
+
+
+def test_a_rank_whose_native_code_holds_the_gil_is_sure_where_all_others_wait():
+    ranks = tuple(rank(number, "step") for number in range(4))
+    found = four((11, 11, 11, None), after={3: IDLE}, before={3: IDLE})
+    for frame, sure in ((OWN, "high"), (PEERS[0], "medium")):  # the second one may be only late
+        dump = {3: Stack(3, NOW, "x", (Thread("main", (frame, OWN)),))}
+        verdict = explained(replace(found, stacks={**found.stacks, **dump}), *ranks)
+        assert (verdict.cause, verdict.rank, verdict.sure) == ("native", 3, sure)
+
+
+def called(number, *ops, waits=True):
+    """Returns the record of a rank that made these calls, after four steps of three."""
+    usual = ["all_reduce", "all_gather", "barrier"] * 4 + ["all_reduce"]
+    calls = tuple(
+        Collective("0 default_pg", n, op, "[8] float32", n < len(usual) + len(ops) or not waits)
+        for n, op in enumerate((*usual, *ops), 1)
+    )
+    return FlightRecord(number, NOW, "x", {"0 default_pg": len(calls)}, calls)
+
+
+GATHER = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 99, "all_gather"), *PEERS[1:])
+
+
+@pytest.mark.parametrize(("odd", "sure"), [("barrier", "high"), ("reduce", "medium")])
+def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd, sure):
+    """The one that skips a call is ahead, and may be in a later phase than the other one."""
+    found = replace(
+        evidence(), flights={0: called(0, "all_gather"), 1: called(1, odd)},
+        stacks={0: stack(0, *GATHER), 1: stack(1, *PEERS)},
+    )  # fmt: skip
+    verdict = explained(found, rank(0, "backward"), rank(1, "log"))
+    assert (verdict.cause, verdict.rank, verdict.phase, verdict.sure) == (
+        "mismatch",
+        1,
+        "log",
+        sure,
+    )
+    alike = replace(found, stacks={n: stack(n, *PEERS) for n in (0, 1)})
+    assert explained(alike, rank(0), rank(1)).sure == "medium"
+
+
+@pytest.mark.parametrize(("lost", "sure"), [(True, "high"), (False, "medium")])
+def test_packets_that_nobody_acknowledges_name_both_ends_of_the_connection(lost, sure):
+    """Rank 1 is behind: it cannot pass the collective that rank 0 has passed."""
+    ends = ("127.0.0.1:4001", "127.0.0.1:4002")
+    process = {
+        0: replace(IDLE, connections=(Connection(*ends, lost),)),
+        1: replace(IDLE, connections=(Connection(*ends[::-1], False),)),
+    }
+    found = Evidence(
+        process, {r: replace(p, mono=2.0) for r, p in process.items()},
+        {0: stack(0, *PEERS), 1: stack(1, *GATHER)},
+        {0: called(0, "all_gather", "barrier"), 1: called(1, "all_gather")},
+    )  # fmt: skip
+    first = found.flights[0].collectives
+    done = replace(found.flights[0], collectives=(*first[:-2], replace(first[-2], done=True),
+                                                  first[-1]))  # fmt: skip
+    found = replace(found, flights={**found.flights, 0: done})
+    verdict = explained(found, rank(0, "log"), rank(1))
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("transport", None, sure)
+    words = (
+        "packets between rank 0 and rank 1 (127.0.0.1:4001, 127.0.0.1:4002) are not acknowledged"
+    )
+    assert (words in verdict.sentence) == lost
+
+
+def test_a_lock_with_another_holder_is_the_same_wait_and_evidence_has_its_time():
+    def held(pid):
+        return {3: replace(IDLE, main=BlockedOn("lock", f"the lock of /x, held by pid {pid} (py)"))}
+
+    verdict = explained(replace(four(before=held(5), after=held(6)), ts=NOW), *FOUR)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("lock", 3, "high")
+    assert "held by pid 6" in verdict.sentence
+    at = time.strftime("%H:%M:%S", time.localtime(NOW))
+    for source in ("stacks", "flight records", "processes"):
+        assert any(line.startswith(f"{source} as of {at}: ") for line in verdict.evidence), source
+    assert any(line.startswith("pulses: ") for line in verdict.evidence)
+
+
 def test_a_process_that_ended_is_not_described_by_a_stranger_with_its_pid():
     ended = (*FOUR[:3], rank(3, state="gone"))
     found = explained(four(after={3: replace(IDLE, state="T")}), *ended)
@@ -270,3 +402,83 @@ def test_any_evidence_gives_a_verdict_and_less_of_it_never_more_confidence(
                                                               "slowest-rank"}  # fmt: skip
     less = explained(replace(found, stacks={}, flights={}, before={}, after={}), *ranks)
     assert less.sure != "high"
+
+
+# --- one source of four lies ----------------------------------------------------------------------
+
+STATES = [*"RSDTt"]
+"""No end: the kernel reports it through a pidfd, which is a fact."""
+BUSY = replace(IDLE, state="R", main=BlockedOn("none", ""))
+TRUTHS = {
+    "sleep": ((OWN,), ASLEEP), "busy": ((OWN,), BUSY), "stopped": (None, replace(IDLE, state="T")),
+    "disk": (None, replace(IDLE, state="D", main=BlockedOn("disk", "a disk"))),
+    "loader": ((LOADER, OWN), IDLE), "queue": (GET, IDLE), "native": ("main only", IDLE),
+    "transport": (PEERS, IDLE),
+}  # fmt: skip
+
+
+def drawn_stack(draw, number):
+    frames = draw(st.sampled_from([None, PEERS, GATHER, (OWN,), (LOADER, OWN), GET, "main only"]))
+    return told_stack(number, frames)
+
+
+def told_stack(number, frames):
+    if frames == "main only":
+        return Stack(number, NOW, "x", (Thread("main", (OWN,)),))
+    return stack(number, *frames) if frames else None
+
+
+def drawn_flight(draw, number):
+    usual = st.sampled_from(["none", "all_gather", "barrier", "reduce", "behind"])
+    op = draw(usual)
+    if op == "behind":
+        return called(number, waits=False)
+    return None if op == "none" else called(number, op)
+
+
+@st.composite
+def one_source_lies(draw):
+    """Returns the fault, the guilty rank (None: all), the evidence, and the ranks."""
+    name, world = draw(st.sampled_from(sorted(TRUTHS))), draw(st.integers(2, 4))
+    guilty = draw(st.integers(0, world - 1))
+    lies = draw(st.sampled_from(["flights", "stacks", "processes", "pulses", "nothing"]))
+    phased = draw(st.booleans())
+    processes, stacks, flights, ranks = {}, {}, {}, []
+    for number in range(world):
+        ill = number == guilty or name == "transport"
+        frames, process = TRUTHS[name] if ill else (PEERS, IDLE)
+        record = called(number, waits=False) if ill else called(number, "all_gather")
+        phase, step = ("forward" if ill else "backward") if phased else "step", 41
+        if name == "transport":
+            record, phase = called(number, "all_gather"), "backward" if phased else "step"
+        elif frames is None or frames == "main only":
+            record = None if ill else record
+        state = process.state
+        found = told_stack(number, frames)
+        if lies == "processes":
+            state = draw(st.sampled_from(STATES))
+            process = draw(st.sampled_from([IDLE, ASLEEP, BUSY, replace(IDLE, frozen=True)]))
+            process = replace(process, state=state)
+        elif lies == "stacks":
+            found = drawn_stack(draw, number)
+        elif lies == "flights":
+            record = drawn_flight(draw, number)
+        elif lies == "pulses":
+            phase = draw(st.sampled_from(["fetch", "forward", "backward", "log", "step"]))
+            step = draw(st.integers(40, 42))
+        processes[number] = process
+        stacks |= {number: found} if found else {}
+        flights |= {number: record} if record else {}
+        ranks.append(rank(number, phase, step, state))
+    after = {n: replace(p, mono=2.0) for n, p in processes.items()}
+    found = Evidence(processes, after, stacks, flights)
+    return f"{name}, {lies} lie", None if name == "transport" else guilty, found, ranks
+
+
+@pytest.mark.decision("verdict-cause", "lie")
+@settings(max_examples=120)
+@given(one_source_lies())
+def test_one_lying_source_among_consistent_ones_never_blames_an_innocent_rank_with_high(drawn):
+    what, guilty, found, ranks = drawn
+    verdict = explained(found, *ranks)
+    assert verdict.rank in (guilty, None) or verdict.sure != "high", (what, guilty, verdict)

@@ -132,6 +132,66 @@ def test_a_queue_of_unfinished_collectives_is_compared_at_its_first():
     assert (found.kind, found.ranks, found.number) == ("behind", (1,), 2)
 
 
+def test_a_rank_that_still_waits_in_a_call_that_all_have_made_is_told_apart():
+    """Its packets may be lost: it cannot pass what the other one has passed."""
+    ahead = record(0, call(1), call(2, "all_gather"), call(3, done=False))
+    inside = record(1, call(1), call(2, "all_gather", done=False))
+    found = flight.compare({0: ahead, 1: inside}, (0, 1))
+    assert (found.kind, found.ranks, found.inside) == ("behind", (1,), True)
+    assert not flight.compare(
+        {0: ahead, 1: record(1, call(1), call(2, "all_gather"))}, WORLD
+    ).inside
+
+
+def stepping(rank: int, *last: str, steps: int = 4) -> FlightRecord:
+    """Returns the record of `steps` steps of three calls; after these it makes the calls `last`."""
+    usual = ["all_reduce", "all_gather", "barrier"] * steps + ["all_reduce"]
+    ops = [*usual, *last]
+    calls = [call(n, op, n < len(usual) or op != last[-1]) for n, op in enumerate(ops, 1)]
+    return record(rank, *calls)
+
+
+@pytest.mark.parametrize(
+    ("others", "odd", "ranks", "confirmed"),
+    [
+        ("all_gather", "barrier", (1,), True),  # skipped
+        ("all_gather", "reduce", (1,), False),  # an extra one, or the others skip it
+        ("barrier", "all_gather", (0,), True),
+        ("reduce", "broadcast", (), False),
+    ],
+)
+def test_the_rank_that_leaves_the_usual_sequence_calls_another_collective(
+    others, odd, ranks, confirmed
+):
+    two = {0: stepping(0, others), 1: stepping(1, odd)}
+    found = flight.compare(two, (0, 1))
+    assert (found.kind, found.ranks, found.confirmed) == ("mismatch", ranks, confirmed)
+    assert found.text.endswith("rank 1 does not call what came here before") == (ranks == (1,))
+    young = {0: stepping(0, others, steps=1), 1: stepping(1, odd, steps=1)}
+    assert flight.compare(young, (0, 1)).ranks == ()
+
+
+def test_a_call_that_came_only_now_and_then_is_as_usual_as_the_other():
+    """Both follow the last call: a save came after the second step, and comes again now or not."""
+    ops = ["all_reduce", "all_gather", "all_reduce", "all_gather", "barrier"] * 2
+    calls = [call(n, op) for n, op in enumerate([*ops, "all_reduce", "all_gather"], 1)]
+    two = {0: record(0, *calls, call(13, "barrier", done=False)),
+           1: record(1, *calls, call(13, "all_reduce", done=False))}  # fmt: skip
+    found = flight.compare(two, (0, 1))
+    assert (found.kind, found.ranks, found.confirmed) == ("mismatch", (), False)
+
+
+@pytest.mark.parametrize(
+    ("usual", "few", "confirmed"),
+    [("all_gather", "reduce", True), ("reduce", "all_gather", False)],
+)
+def test_a_minority_is_confirmed_where_it_leaves_the_usual_sequence(usual, few, confirmed):
+    """Where the majority leaves it, the minority may have skipped something new."""
+    four = {0: stepping(0, few)} | {rank: stepping(rank, usual) for rank in (1, 2, 3)}
+    found = flight.compare(four, range(4))
+    assert (found.ranks, found.confirmed) == ((0,), confirmed)
+
+
 def test_shapes_may_differ_where_the_number_of_elements_agrees_or_the_operation_allows_it():
     same = {
         0: record(0, call(1, sizes="[16] float32")),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -18,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.sources import kernel_evidence as kernel
+from console.sources import tcp
 from console.sources.kernel_evidence import BlockedOn, ProcessEvidence, collect, cpu_share
 from trainers.contract import rundir
 
@@ -109,6 +113,12 @@ def test_an_open_fifo_is_named_by_its_path(start, tmp_path):
         ("r, w = os.pipe(); os.read(r, 1)", BlockedOn("pipe", "a pipe that is empty")),
         ("r, w = os.pipe(); os.write(w, b'x' * 2**20)", BlockedOn("pipe", "a pipe that is full")),
         ("time.sleep(600)", BlockedOn("timer", "a timer")),
+        ("import select; select.select([], [], [], 600)",
+         BlockedOn("timer", "a signal or a timeout")),
+        ("import select; select.poll().poll(600_000)",
+         BlockedOn("timer", "a signal or a timeout")),
+        ("import signal; signal.sigtimedwait([], 600)",
+         BlockedOn("timer", "a signal or a timeout")),
         ("a = threading.Lock(); a.acquire(); a.acquire()",
          BlockedOn("futex", "a lock, an event or a future (futex)")),
         ("a, b = socket.socketpair(); a.recv(1)", BlockedOn("network", "a local socket")),
@@ -363,8 +373,8 @@ def test_the_holder_is_that_of_the_lock_the_process_waits_for():
 def test_no_bytes_break_a_parser(garbage, at):
     stat = Path("/proc/self/stat").read_bytes()
     syscall = b"73 0x3 0x2 0x0 0x7f87cc6d5fd8 0x0 0x0 0x7ffe60d0e6a8 0x7f87cc916897\n"
-    tcp = b"   0: 0100007F:9B1D 00000000:0000 0A 0:0 0:0 0 0 0 3612944 1 0 1\n"
-    for good in (stat, syscall, tcp, LOCKS % 5):
+    socket_line = b"   0: 0100007F:9B1D 00000000:0000 0A 0:0 0:0 0 0 0 3612944 1 0 1\n"
+    for good in (stat, syscall, socket_line, LOCKS % 5):
         for data in (garbage, good[:at] + garbage, good[:at] + garbage + good[at:]):
             text = data.decode("utf-8", "replace")
             found = kernel._parse_stat(text)
@@ -372,8 +382,9 @@ def test_no_bytes_break_a_parser(garbage, at):
             parsed = kernel._parse_syscall(text)
             assert parsed is None or len(parsed[1]) == 6
             assert (kernel._holder(text, 7) or 1) > 0
-            assert len(kernel._entry(text, "3612944")) == 3
-            assert "\x1b" not in kernel._address(text)
+            assert len(tcp.entry(text, "3612944")) == 3
+            assert "\x1b" not in tcp.address(text)
+            assert not any(each.is_unacked for each in tcp.connections(text, {"3612944"}))
             assert kernel._value(text, "TracerPid") >= 0
 
 
@@ -383,3 +394,36 @@ def test_a_name_stays_on_one_line_and_changes_no_field(name):
     assert stat is not None
     assert (stat.state, stat.cpu_ticks, stat.start_ticks) == ("S", 18, 9)
     assert not set(stat.name) & set("\n\r\x1b\x00")
+
+
+SO_ATTACH_FILTER = 26
+
+
+def test_data_that_nobody_acknowledges_is_told_from_a_peer_that_does_not_read():
+    """The kernel drops every packet that arrives at one end; the other peer just reads nothing."""
+    server = socket.create_server(("127.0.0.1", 0))
+    lost, full = socket.socket(), socket.socket()
+    for end in (lost, full):
+        end.connect(server.getsockname())
+    peers = [server.accept()[0], server.accept()[0]]
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    drop_all = struct.pack("HL", 1, ctypes.addressof(instruction))
+    peers[0].setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, drop_all)
+    lost.send(b"x")
+    full.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while full.send(bytes(1 << 16)):
+            pass
+    try:
+        deadline = time.monotonic() + 30
+        while not (found := [e for e in collect(os.getpid()).connections if e.is_unacked]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ends = [f"127.0.0.1:{end.getsockname()[1]}" for end in (lost, peers[0])]
+        assert [(each.here, each.peer) for each in found] == [tuple(ends)]
+        tables: dict[str, str] = {}  # read once for all processes of a namespace
+        assert collect(os.getpid(), None, tables).connections
+        assert not collect(os.getpid(), None, dict.fromkeys(tables, "")).connections
+    finally:
+        for each in (server, lost, full, *peers):
+            each.close()

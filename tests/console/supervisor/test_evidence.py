@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from console.diagnose.stall import RankEvidence
+from console.sources import kernel_evidence
 from console.supervisor import evidence
 from console.supervisor.evidence import Collector
 from console.supervisor.rundir_io import Directory
@@ -76,4 +81,54 @@ def test_only_ranks_with_a_pulse_are_dumped_and_a_place_only_once(tmp_path, quic
         collector.poll((RankEvidence(0, os.getpid(), state, 5, "forward", 9.0), silent))
     assert not collector.wants_dump
     assert collector.complete is not None
+    assert directory.close(20)
+
+
+def test_processes_are_sampled_again_while_a_stall_lasts_and_nobody_is_dumped_again(
+    tmp_path, quick, monkeypatch
+):
+    """The rank is stopped at first, and is resumed without a change of its pulse."""
+    monkeypatch.setattr(evidence, "AGAIN_S", 0.0)
+    child, directory = subprocess.Popen(["sleep", "60"]), Directory()
+    try:
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        ill, collector = replace(RANK, pid=child.pid), Collector(directory, tmp_path)
+        assert collected(collector, directory, ill).is_abnormal(0)
+        collector.wants_dump = frozenset()
+        child.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + 30
+        while collector.complete.is_abnormal(0) and time.monotonic() < deadline:
+            collector.poll((ill,))
+            time.sleep(0.01)
+        assert collector.complete.after[0].state in "RS"
+        assert not collector.wants_dump
+    finally:
+        child.kill()
+        child.wait()
+    assert directory.close(20)
+
+
+@pytest.mark.parametrize(("cpu_s", "samples"), [(0.001, 2 + 11 + 58), (0.05, 2 + 4 + 59)])
+def test_an_hour_of_samples_costs_little(tmp_path, quick, monkeypatch, cpu_s, samples):
+    """11 samples in the first two minutes, fewer where they are expensive, then one a minute."""
+    now, taken, directory = 0.0, 0, Directory()
+
+    def collect(*_):
+        nonlocal taken
+        taken += 1
+        return kernel_evidence.collect(os.getpid())
+
+    collector = Collector(directory, tmp_path)
+    monkeypatch.setattr(evidence, "kernel_evidence", SimpleNamespace(collect=collect))
+    collected(collector, directory, RANK)
+    clock = SimpleNamespace(
+        monotonic=lambda: now, time=time.time, thread_time=lambda: taken * cpu_s
+    )
+    monkeypatch.setattr(evidence, "time", clock)
+    collector._began_at = collector._sampled_at = 0.0
+    for second in range(5, 3601, 5):
+        now = float(second)
+        collector.poll((RANK,))
+    assert taken == samples
     assert directory.close(20)

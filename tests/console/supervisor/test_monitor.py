@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from console.diagnose.stall import RankEvidence
+from console.model import Verdict
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -41,7 +42,7 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
                 RankEvidence(rank, 100, "S", step, "forward", still, records_s=still)
                 for rank in (0, 1)
             )
-            dog.poll(SAMPLE, seen, ending=False, halting=False, unread="")
+            dog.poll(SAMPLE, seen, ending="", halting=False, unread="")
 
     clock = SimpleNamespace(monotonic=lambda: second, time=time.time)
     monkeypatch.setattr(monitor, "time", clock)
@@ -64,3 +65,124 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, m
     )
     looks(2000, step=51)
     assert [change.action for change in dog.pop_actions()] == ["restart"]
+
+
+class Stage:
+    """A monitor of two ranks, with the events that it sends."""
+
+    def __init__(self, path, settings=None):
+        self.events, self.directory, self.path = [], Directory(), path / "run"
+        (self.path / rundir.VERDICTS).mkdir(parents=True)
+        self.context = SimpleNamespace(
+            watch=WATCH, actions={}, path=self.path,
+            reducer=Reducer(Series(keeps=False), Summary(2, 1, 0)),
+            observers=SimpleNamespace(
+                alerts=Alerts(self.event, self.directory),
+                run=lambda name, look, otherwise: look(),
+            ),
+            services=SimpleNamespace(directory=self.directory),
+        )  # fmt: skip
+        run = SimpleNamespace(event=self.event, publish=lambda: None, settings=settings or {})
+        self.dog = Monitor(self.context, run, dict)
+
+    def event(self, kind, text, level="info", **more):
+        self.events.append((kind, level, text))
+        return {}
+
+    def poll(self, still, ending="", states="SS", step=50, phases=("backward", "fetch")):
+        seen = [
+            RankEvidence(rank, -1, state, step, phase, still, records_s=still)
+            for rank, (state, phase) in enumerate(zip(states, phases, strict=True))
+        ]
+        self.dog.poll(SAMPLE, [] if ending else seen, ending, halting=False, unread="")
+
+    def ends(self):
+        """Returns the ends of all verdicts in the run directory, the oldest first."""
+        self.directory.close()
+        paths = sorted((self.path / rundir.VERDICTS).iterdir(), key=lambda path: int(path.stem))
+        return [(rundir.read_json(path) or {}).get("end", "none") for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("states", "ending", "end"),
+    [
+        ("SS", "", "slow: 12 s in fetch on rank 1: the ranks step again"),
+        ("ST", "", "stopped: 12 s in fetch on rank 1: the ranks step again"),
+        ("SS", "stop, requested by ada", "stop, requested by ada"),
+    ],
+)
+def test_a_verdict_ends_with_its_true_reason(tmp_path, states, ending, end):
+    """A pause that ends by itself was slow; the alert, the event and the document say so."""
+    stage = Stage(tmp_path)
+    stage.poll(12.0, states=states)
+    assert stage.dog.verdict is not None
+    stage.poll(0.0, ending, step=51)
+    assert stage.dog.verdict is None
+    assert ("verdict", "info", f"ended: {end}") in stage.events
+    assert ("clear", "info", end) in stage.events
+    assert stage.ends() == [end]
+
+
+def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path):
+    """A stopped process runs again before its next step; ranks may also just exit."""
+    stage = Stage(tmp_path)
+    stage.poll(4.0, states="ST")
+    stage.poll(4.0)
+    stage.poll(12.0)
+    stage.poll(12.0, phases=("exit", "exit"))
+    resumed, left = stage.ends()
+    assert resumed.startswith("stopped: 4 s in fetch on rank 1: its process runs again")
+    assert left == "the ranks exit, or their pulses cannot be trusted"
+
+
+def test_a_verdict_that_changes_is_replaced_and_one_that_stays_is_not(tmp_path):
+    stage = Stage(tmp_path)
+    for still in (12.0, 13.0, 14.0):
+        stage.poll(still)
+    time.sleep(0.002)
+    stage.poll(15.0, states="ST")
+    stage.dog.close("the attempt has ended: completed")
+    assert stage.ends() == ["replaced by the next verdict", "the attempt has ended: completed"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_new"),
+    [
+        (
+            "since 10:00:01: it runs at 98% of a core",
+            "since 10:00:02: it runs at 99% of a core",
+            False,
+        ),
+        ("child 7 (sh, sleeping)", "child 7 (sh, running)", False),
+        ("the lock of /x, held by pid 5 (py)", "the lock of /x, held by pid 6 (py)", True),
+    ],
+)
+def test_only_a_change_that_lasts_makes_a_new_verdict(before, after, is_new):
+    first, second = (Verdict(1.0, text, "lock", 1, "log", 5, "high") for text in (before, after))
+    assert (monitor._says(first) != monitor._says(second)) == is_new
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "reports", "words"),
+    [
+        (
+            918,
+            710,
+            False,
+            "a stop costs 208 steps (newest checkpoint: step 710); a halt saves first",
+        ),
+        (41, 0, True, "a stop costs all 41 steps (no checkpoint); a halt saves first"),
+        (41, 0, False, ""),  # a foreign program may save without a record
+        (0, 0, True, ""),
+    ],
+)
+def test_the_cost_of_a_stop_is_said_where_it_is_known(step, saved, reports, words):
+    found = monitor.stop_cost(step, saved, reports)
+    assert found.startswith(words) if words else not found
+
+
+def test_a_verdict_of_our_program_names_the_cost_of_a_stop(tmp_path):
+    stage = Stage(tmp_path, {"checkpoint.every": 100})
+    stage.poll(12.0)
+    assert stage.dog.verdict.action.startswith("a stop costs all 50 steps (no checkpoint)")
+    stage.directory.close()
