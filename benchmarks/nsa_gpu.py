@@ -22,6 +22,7 @@ from nsa.attention import DenseAttention, NSAttention
 from nsa.backends import Route
 from nsa.config import ModelConfig, flops_per_token, parameter_count
 from nsa.model import Transformer
+from nsa.profiler_ranges import PREFIX
 from trainers.precision import peak_flops
 
 LAYER_TOKENS = (2048, 8192, 32768)
@@ -124,6 +125,7 @@ def steps(rounds: int) -> str:
                 if name == "dense, same shape":
                     continue
                 took_ms, peak_gib = measured(train_step(config, batch, compiled), rounds)
+                print(batch, compiled, name, took_ms, peak_gib, file=sys.stderr, flush=True)
                 rate = batch * STEP_TOKENS / took_ms * 1e3
                 mfu = [
                     f"{100 * flops_per_token(config, STEP_TOKENS, causal) * rate / peak:.1f}"
@@ -148,7 +150,7 @@ def kernels(seq_len: int = STEP_TOKENS) -> str:
         step()
         torch.cuda.synchronize()
     averages = [each for each in found.key_averages() if each.self_device_time_total > 0
-                and not each.key.startswith("aten::")]  # fmt: skip
+                and not each.key.startswith(("aten::", PREFIX))]  # fmt: skip
     total = sum(each.self_device_time_total for each in averages) or 1
     averages.sort(key=lambda each: -each.self_device_time_total)
     rows = [
