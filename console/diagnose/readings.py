@@ -141,7 +141,7 @@ class History:
     def update(self, now: Readings) -> None:
         """Adds one moment."""
         self._update_clock(now.ts - now.mono, now.mono)
-        self.truth.update(now.fresh, now.ranks, now.gpus, (self.rate_ratio or 1.0) < 1)
+        self.truth.update(now.fresh, now.ranks, now.gpus, now.mono, (self.rate_ratio or 1.0) < 1)
         for progress in now.fresh:
             if progress.loss is not None:
                 before = self.nonfinite.get(progress.rank, 0)

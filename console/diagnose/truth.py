@@ -230,9 +230,10 @@ def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | No
         return None
     waits = "; the others wait for it in backward" if slow.waits else ""
     text = (
-        f"{slow.who} takes {slow.ratio:.1f} times as long as the other ranks in {slow.phase} "
-        f"({slow.seconds:.3g} s against {slow.others_s:.3g} s, median of {slow.records} "
-        f"records){waits}; compare clocks, temperature, CPU load and data of the ranks"
+        f"{slow.who} takes {slow.ratio:.1f} times as long as the other ranks in {' and '.join(own)}"
+        f", mostly in {slow.phase} ({slow.seconds:.3g} s against {slow.others_s:.3g} s, median of "
+        f"{slow.records} records){waits}; compare clocks, temperature, CPU load and data of the "
+        "ranks"
     )
     return Measured(slow.bound, text)
 

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import fmean, median
 
 from console.diagnose.stall import RankEvidence
 from console.model import Gpu
@@ -25,7 +25,7 @@ SLOWER, MATERIAL = 1.3, 0.1
 ROUNDED_TO = 4
 """A figure with at most these decimals may be rounded, so that it repeats by chance."""
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
-WARM_STEPS = 5
+WARM_STEPS, RATED_EVERY_S = 5, 10.0
 KEPT_BUSY, LEAST_BUSY = 120, 20
 
 
@@ -81,7 +81,8 @@ class TruthHistory:
         self._steps: dict[int, dict[int, Progress]] = {}
         self._newest: dict[int, Progress] = {}
         self._added = 0
-        self._slow: tuple[int, Slow | None] = (0, None)
+        self._slow: Slow | None = None
+        self._slow_at, self._slow_mono, self._mono = 0, -math.inf, 0.0
         self._usual: dict[int, dict[str, float]] = {}
         self._usual_at, self._usual_step_s = 0, 0.0
         self._busy_step: int | None = None
@@ -89,9 +90,13 @@ class TruthHistory:
 
     def update(
         self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu],
-        is_slow: bool,
+        mono: float, is_slow: bool,
     ) -> None:  # fmt: skip
-        """Adds the new records and one sample of the GPUs; `is_slow`: slower than before."""
+        """Adds the new records and one sample of the GPUs at a time (monotonic s).
+
+        `is_slow` says that the run is slower than before.
+        """
+        self._mono = mono
         for progress in fresh:
             self._add(progress)
         if fresh and not is_slow:
@@ -168,16 +173,17 @@ class TruthHistory:
 
     def slow(self, phases: Sequence[str]) -> Slow | None:
         """Returns the slowest rank in these phases, None before there are enough records."""
-        if self._slow[0] != self._added:
-            self._slow = self._added, self._find_slow(phases)
-        return self._slow[1]
+        if self._slow_at != self._added and self._mono - self._slow_mono >= RATED_EVERY_S:
+            self._slow_at, self._slow_mono = self._added, self._mono
+            self._slow = self._find_slow(phases)
+        return self._slow
 
     def _find_slow(self, phases: Sequence[str]) -> Slow | None:
         own: dict[int, list[float]] = {rank: [] for rank in self._newest}
         steps = [
-            found for found in self._complete()
+            found for found in self._complete()[-WINDOW:]
             if all(_spent(each, phases) > 0 for each in found.values())
-        ][-WINDOW:]  # fmt: skip
+        ]  # fmt: skip
         if len(own) < 2 or len(steps) < LEAST:
             return None
         for found in steps:
@@ -224,8 +230,11 @@ class TruthHistory:
         found: list[tuple[bool, float, str, dict[int, float]]] = []
         for phase in TIMED_PHASES:
             pairs = {rank: (self._usual[rank][phase], now[rank][phase]) for rank in now}
-            ratios = {r: new / old for r, (old, new) in pairs.items() if new >= SLOWER * old > 0}
             growth_s = max(new - old for old, new in pairs.values())
+            ratios = {
+                rank: new / old for rank, (old, new) in pairs.items()
+                if new >= SLOWER * old > 0 and new - old >= growth_s / 2
+            }  # fmt: skip
             if ratios and growth_s >= MATERIAL * self._usual_step_s:
                 # In the backward a rank also waits for slower ones.
                 found.append((phase != "backward", growth_s, phase, ratios))
@@ -270,15 +279,15 @@ class TruthHistory:
             self._busy_step, self._samples = None, []
             return
         if self._busy_step is not None and step > self._busy_step and self._samples:
-            self.busy.append(mean(busy for busy, _ in self._samples))
+            self.busy.append(fmean(busy for busy, _ in self._samples))
             powers = [power for _, power in self._samples if power is not None]
             if powers:
-                self.power.append(mean(powers))
+                self.power.append(fmean(powers))
             self._samples = []
         self._busy_step = step if self._busy_step is None else max(step, self._busy_step)
         shares = [g.power_w / g.power_limit_w for g in gpus if g.power_w and g.power_limit_w]
-        power = mean(shares) if len(shares) == len(gpus) else None
-        self._samples = [*self._samples[-KEPT_BUSY:], (mean(used) / 100, power)]
+        power = fmean(shares) if len(shares) == len(gpus) else None
+        self._samples = [*self._samples[-KEPT_BUSY:], (fmean(used) / 100, power)]
 
 
 def _spent(progress: Progress, phases: Sequence[str]) -> float:
