@@ -177,7 +177,7 @@ class Run:
             record = {
                 "v": 1, "attempt": 1, "rank": rank, "step": self.step, "msg": "progress",
                 "ts": self.ends, "loss": loss, "host": f"node{rank // 4}",
-                "batch_crc32": rng.getrandbits(32), "gpu_mem_reserved": 60_000,
+                "batch_crc32": f"{rng.getrandbits(32):08x}", "gpu_mem_reserved": 60_000,
                 "grad_norm": "inf" if rng.random() < 1e-3 else rng.lognormvariate(0, 0.7),
                 "skipped_steps": self.skipped, "steps_dt_s": list(self.durations),
                 "toks_per_s": tokens / sum(self.durations), "gate_entropy_mean": self.entropy,
@@ -367,7 +367,7 @@ SICK: dict[str, Spoil] = {
     "clock": _with(ts=lambda now: now.ts + 30),
     "random_loss": _in_records(loss=5.5),
     "rank_zero_gradient": _of_rank(1, grad_norm=0.0),
-    "same_batch": _in_records(batch_crc32=7),
+    "same_batch": _in_records(batch_crc32="7"),
     "constant_figure": _in_records(loss=5.5512345),
     "skipped_steps": _skipping,
     "host_bound": _gpus(util_pct=12.0, power_w=90.0),

@@ -48,12 +48,12 @@ class Batch:
     tokens: Tensor | None = None
     """The tokens `[B, S + 1]` on the CPU, as the source returned them."""
 
-    def crc32(self) -> int | None:
-        """Returns a checksum of the tokens of this rank, which tells batches apart."""
+    def crc32(self) -> str:
+        """Returns a checksum of this rank's tokens in hexadecimal digits, "" without tokens."""
         if self.tokens is None or not self.tokens.numel():
-            return None
+            return ""
         size = self.tokens.numel() * self.tokens.element_size()
-        return zlib.crc32((ctypes.c_char * size).from_address(self.tokens.data_ptr()))
+        return f"{zlib.crc32((ctypes.c_char * size).from_address(self.tokens.data_ptr())):08x}"
 
     def to(self, device: torch.device) -> Batch:
         """Returns the batch on `device`; from pinned memory the copy overlaps the last step."""

@@ -81,7 +81,7 @@ class Report:
         self.steps_done = self._steps_before = self._tokens_before = 0
         self.skipped_before = 0
         self.first_loss: float | None = None
-        self.batch_crc32: int | None = None
+        self.batch_crc32 = ""
         """The checksum of the first micro-batch of the step, at steps with a progress record."""
         self._started = self._ended_at = time.perf_counter()
         self._training_s = 0.0

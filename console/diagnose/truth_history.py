@@ -156,11 +156,11 @@ class TruthHistory:
         """Returns the number of newest steps with one batch on several ranks, and those ranks."""
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
-            by_print: dict[int, list[int]] = {}
+            by_sum: dict[str, list[int]] = {}
             for rank, progress in found.items():
-                if progress.batch_crc32 is not None:
-                    by_print.setdefault(progress.batch_crc32, []).append(rank)
-            alike = frozenset(max(by_print.values(), key=len, default=[]))
+                if progress.batch_crc32:
+                    by_sum.setdefault(progress.batch_crc32, []).append(rank)
+            alike = frozenset(max(by_sum.values(), key=len, default=[]))
             alike = alike & ranks if count else alike
             if len(alike) < 2:
                 break
@@ -169,7 +169,7 @@ class TruthHistory:
 
     def has_batches(self) -> bool:
         """Returns whether two ranks or more record which batch they read."""
-        return sum(each.batch_crc32 is not None for each in self._newest.values()) > 1
+        return sum(each.batch_crc32 != "" for each in self._newest.values()) > 1
 
     def slow(self, phases: Sequence[str]) -> Slow | None:
         """Returns the slowest rank in these phases, None before there are enough records."""
@@ -233,9 +233,12 @@ class TruthHistory:
             growth_s = max(new - old for old, new in pairs.values())
             ratios = {
                 rank: new / old for rank, (old, new) in pairs.items()
-                if new >= SLOWER * old > 0 and new - old >= growth_s / 2
+                if new > old > 0 and new - old >= growth_s / 2
             }  # fmt: skip
-            if ratios and growth_s >= MATERIAL * self._usual_step_s:
+            if (
+                max(ratios.values(), default=0) >= SLOWER
+                and growth_s >= MATERIAL * self._usual_step_s
+            ):
                 # In the backward a rank also waits for slower ones.
                 found.append((phase != "backward", growth_s, phase, ratios))
         if not found:

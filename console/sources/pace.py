@@ -53,7 +53,7 @@ class Progress:
     dt_optimizer_s: float | None = None
     gpu_mem_reserved: float | None = None
     skipped_steps: int | None = None
-    batch_crc32: int | None = None
+    batch_crc32: str = ""
     host: str = ""
     step_s: float | None = None
     dead: tuple[str, ...] = ()

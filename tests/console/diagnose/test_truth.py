@@ -14,7 +14,6 @@ from console.diagnose import truth
 from console.diagnose.readings import Readings
 from console.diagnose.rules import RULES
 from console.diagnose.stall import RankEvidence
-from console.diagnose.truth_history import STEPPING
 from console.diagnose.watch import Watchdog
 from console.model import Gpu
 from console.sources.pace import Pace
@@ -62,7 +61,7 @@ def record_of(rank: int, step: int, rng: random.Random) -> dict[str, Any]:
         "v": VERSION, "attempt": 1, "rank": rank, "step": step, "msg": "progress", "ts": 1.0,
         "host": f"node{rank // 2}", "loss": CHANCE + rng.uniform(-0.005, 0.02),
         "grad_norm": rng.uniform(0.5, 2), "skipped_steps": step // 400,
-        "batch_crc32": rng.getrandbits(32), "gpu_mem_reserved": 30_000, "steps_dt_s": [1.0],
+        "batch_crc32": f"{rng.getrandbits(32):08x}", "gpu_mem_reserved": 30_000, "steps_dt_s": [1.0],
         **{f"dt_{phase}_s": share for phase, share in parts.items()},
     }  # fmt: skip
 
@@ -130,7 +129,7 @@ def skipping(every: int) -> Change:
 
 def stepwise(record: dict[str, Any]) -> None:
     """All ranks read the batch of rank 0."""
-    record["batch_crc32"] = random.Random(record["step"]).getrandbits(32)
+    record["batch_crc32"] = f"{record['step']:08x}"
 
 
 TRUE = {
@@ -139,7 +138,9 @@ TRUE = {
         "rank 1 takes 1.9 times as long as the other ranks in fetch and forward, mostly in forward "
         "(0.6 s against 0.3 s, median of 16 records); the others wait for it in backward; ",
     ),
-    "random_loss": (Told(lambda r: r.update(loss=r["loss"] - 0.1)), "nats over 3 records and chance is 5.5452"),
+    "random_loss": (
+        Told(lambda r: r.update(loss=r["loss"] - 0.1)), "over 3 records and chance is 5.5452",
+    ),
     "first_loss": (Told(each(loss=9.1)), "3.55 above ln(256) = 5.55"),
     "rank_zero_gradient": (
         Told(only(1, grad_norm=0.0)), "norm of rank 1 is zero in 3 consecutive records",
@@ -162,14 +163,15 @@ TRUE = {
         "the config m7c_125m.yaml names 125 M parameters and the model has 254,499",
     ),
     "host_bound": (Told(gpu={"util_pct": 12.0, "power_w": 130.0}), "busy for 12% of a step, of"),
-    "no_power": (Told(gpu={"power_w": 110.0}), "report 97% utilisation and draw 16% of their power limit"),
+    "no_power": (
+        Told(gpu={"power_w": 110.0}), "report 97% utilisation and draw 16% of their power limit",
+    ),
 }  # fmt: skip
 
 
 def test_every_truth_check_has_a_fault_and_can_only_warn():
     assert TRUE.keys() == {rule.name for rule in truth.ROWS}
     assert all(RULES[name].corroborate is None for name in TRUE)
-    assert STEPPING >= {"fetch", "forward", "backward", "optimizer", "log"}
 
 
 @pytest.mark.parametrize("name", TRUE)
@@ -187,7 +189,9 @@ HEALTHY = {
     "a healthy run": Told(),
     "one rank": Told(ranks=1),
     "other jobs and idle GPUs on the host": Told(idle_gpus=4),
-    "a foreign program": Told(lambda r: r.update(loss=r["loss"] - 1), settings=FOREIGN, env=dict.fromkeys(ENV)),
+    "a foreign program": Told(
+        lambda r: r.update(loss=r["loss"] - 1), settings=FOREIGN, env=dict.fromkeys(ENV)
+    ),
     "a learning run on text": Told(
         lambda r: r.update(loss=r["loss"] / (1 + r["step"] / 300)),
         settings={"data.source": "text"},
@@ -229,7 +233,7 @@ HEALTHY = {
         slow({1}, "forward", 2.0), settings={"train.strategy": "fsdp"}, seconds=UNTIL_SLOW
     ),
     "garbage in the figures": Told(
-        each(loss="nan", grad_norm="x", skipped_steps="inf", batch_crc32="7", dt_forward_s=-3,
+        each(loss="nan", grad_norm="x", skipped_steps="inf", batch_crc32=7, dt_forward_s=-3,
              gpu_mem_reserved=True, steps_dt_s=[-1e9, "x"], host=7),
         env={"backend": "x", "parameters": "many", "run": 7, "config": [1]},
     ),
