@@ -46,9 +46,9 @@ def text_run(tmp_path_factory):
 PROGRESS = {
     "loss", "lr", "grad_norm", "toks_per_s", "toks_per_s_rank", "tokens_total", "mfu",
     "steps_dt_s", "dt_fetch_s", "dt_forward_s", "dt_backward_s", "dt_optimizer_s", "fetch_p50_ms",
-    "fetch_p95_ms", "rss_mib", "skipped_steps", "dropped_records", "batch_crc32", "gate_entropy_mean",
-    "gate_entropy_min", "gate_entropy_layers", "gate_max_gate", "gate_collapse_frac",
-    "gate_branch_shares",
+    "fetch_p95_ms", "rss_mib", "skipped_steps", "dropped_records", "batch_crc32",
+    "gate_entropy_mean", "gate_entropy_min", "gate_entropy_layers", "gate_max_gate",
+    "gate_collapse_frac", "gate_branch_shares",
 }  # fmt: skip
 
 
