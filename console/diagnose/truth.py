@@ -13,7 +13,7 @@ from typing import Any
 
 from console.diagnose.readings import History, Readings
 from console.diagnose.rule import Measured, Rule
-from console.diagnose.truth_history import LEAST_BUSY
+from console.diagnose.truth_history import LEAST_BUSY, SURELY, spent
 from console.sources.pace import TIMED_PHASES
 from console.sources.sanitize import clean
 from trainers.contract import jsonl
@@ -31,8 +31,6 @@ LEAST_SIZE_OF_NAME = 1e8
 SIZES_DIFFER = 0.01
 BUSY = 0.9
 HOST_BOUND_SHARE = 0.7
-SURELY = 1.15
-"""A ratio counts when its lower bound is at least this."""
 
 
 def _random_loss(now: Readings, history: History, _watch: Watch) -> Measured | None:
@@ -40,7 +38,7 @@ def _random_loss(now: Readings, history: History, _watch: Watch) -> Measured | N
     batch = math.prod(history.number(f"train.{key}", 0) for key in ("batch_size", "accumulate"))
     tokens = batch * history.number("data.seq_len", 0) * len(now.progress)
     vocabulary = history.number("model.vocab_size", 0)
-    if history.value("data.source") != RANDOM_SOURCE or tokens < 1 or vocabulary < 2:
+    if history.value("data.source") != RANDOM_SOURCE or not (tokens >= 1 and vocabulary >= 2):
         return None
     needed = max(LEAST_RECORDS, math.ceil(LEAK_TOKENS / tokens))
     losses = list(history.truth.losses)[-needed:]
@@ -57,7 +55,7 @@ def _random_loss(now: Readings, history: History, _watch: Watch) -> Measured | N
 def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the difference of the first loss from that of a uniform guess, in nats."""
     first, vocabulary = history.truth.first, history.number("model.vocab_size", 0)
-    if first is None or first.loss is None or not math.isfinite(first.loss) or vocabulary < 2:
+    if first is None or first.loss is None or not math.isfinite(first.loss) or not vocabulary >= 2:
         return None
     chance = math.log(vocabulary)
     side, check = "below", "targets, attention mask and the weights it starts from"
@@ -152,7 +150,7 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     found = _named_size(now.env)
-    if count < 1 or abs(counted - count) > SIZES_DIFFER * count or found is None:
+    if not 1 <= count < math.inf or abs(counted - count) > SIZES_DIFFER * count or found is None:
         return None
     where, size = found
     text = (
@@ -191,8 +189,7 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
     busy, progress = history.truth.busy, now.progress.get(0)
     if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
         return None
-    times = {phase: getattr(progress, f"dt_{phase}_s") or 0.0 for phase in TIMED_PHASES}
-    shares = {phase: times[phase] / progress.step_s for phase in times}
+    shares = {phase: spent(progress, (phase,)) / progress.step_s for phase in TIMED_PHASES}
     if not HOST_BOUND_SHARE <= math.fsum(shares.values()) <= 1 + SIZES_DIFFER:
         return None
     phase = max(shares, key=lambda each: shares[each])
@@ -228,16 +225,7 @@ def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | No
     if strategy == "fsdp" or (strategy is None and truth.on_gpus()):
         own = ("fetch",)
     slow = truth.slow(own)
-    if slow is None:
-        return None
-    waits = "; the others wait for it in backward" if slow.waits else ""
-    text = (
-        f"{slow.who} takes {slow.ratio:.1f} times as long as the other ranks in {' and '.join(own)}"
-        f", mostly in {slow.phase} ({slow.seconds:.3g} s against {slow.others_s:.3g} s, median of "
-        f"{slow.records} records){waits}; compare clocks, temperature, CPU load and data of the "
-        "ranks"
-    )
-    return Measured(slow.ratio if slow.bound >= SURELY else slow.bound, text)
+    return Measured(*slow) if slow else None
 
 
 ROWS: tuple[Rule, ...] = (
@@ -257,7 +245,7 @@ ROWS: tuple[Rule, ...] = (
          "consecutive records", 20, 1, 0.0, _constant_figure),
     Rule("skipped_steps", "share of skipped steps in the last 200 or more", "share",
          0.1, 0.05, 0.0, _skipped_steps),
-    Rule("backend", "branches of the attention that do not follow a switch", "branches",
+    Rule("backend", "branches of the attention that do not follow a switch", "routes",
          1, 0, 0.0, _backend),
     Rule("model_size", "parameters ÷ the number that config, phase or plan names, or its inverse",
          "ratio", 2.0, 1.9, 0.0, _model_size),

@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 
 from console.diagnose.stall import RankEvidence
 from console.model import Gpu
-from console.sources.pace import TIMED_PHASES, Progress
+from console.sources.pace import LONGEST_STEP_S, TIMED_PHASES, Progress
 
 KEPT_STEPS, KEPT_LOSSES, KEPT_SKIPS = 48, 512, 256
 WINDOW, LEAST = 16, 8
 """Number of newest steps that are compared over the ranks, and how many that needs."""
 SURE_Z, LEAST_SPREAD = 4.0, 0.02
 """A ratio counts less this many standard errors of its median."""
+SURELY = 1.15
+"""A difference is sure when its lower bound is at least this."""
 SLOWER, MATERIAL = 1.3, 0.1
 """A rank is slower by this ratio, and by this share of the step."""
 ROUNDED_TO = 4
@@ -27,21 +28,8 @@ ROUNDED_TO = 4
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
 WARM_STEPS, RATED_EVERY_S = 5, 10.0
 KEPT_BUSY, LEAST_BUSY = 120, 20
-
-
-@dataclass(frozen=True, slots=True)
-class Slow:
-    """The slowest rank of the newest steps. `bound` is a lower bound of `ratio`."""
-
-    bound: float
-    ratio: float
-    who: str
-    phase: str
-    seconds: float
-    others_s: float
-    records: int
-    waits: bool
-    """The other ranks spend the difference in their backward."""
+SHORTEST_S, LARGEST_LOSS, LARGEST_LOAD = 1e-9, 1e6, 10.0
+"""Figures beyond these are not valid."""
 
 
 class Same:
@@ -81,7 +69,7 @@ class TruthHistory:
         self._steps: dict[int, dict[int, Progress]] = {}
         self._newest: dict[int, Progress] = {}
         self._added = 0
-        self._slow: Slow | None = None
+        self._slow: tuple[float, str] | None = None
         self._slow_at, self._slow_mono, self._mono = 0, -math.inf, 0.0
         self._usual: dict[int, dict[str, float]] = {}
         self._usual_at, self._usual_step_s = 0, 0.0
@@ -119,7 +107,7 @@ class TruthHistory:
     def _add_first_rank(self, progress: Progress) -> None:
         if progress.step == 1:
             self.first = progress
-        if progress.loss is not None and math.isfinite(progress.loss):
+        if progress.loss is not None and abs(progress.loss) < LARGEST_LOSS:
             self.losses.append(progress.loss)
         for name, same in self.same.items():
             same.add(getattr(progress, name))
@@ -171,46 +159,50 @@ class TruthHistory:
         """Returns whether two ranks or more record which batch they read."""
         return sum(each.batch_crc32 != "" for each in self._newest.values()) > 1
 
-    def slow(self, phases: Sequence[str]) -> Slow | None:
-        """Returns the slowest rank in these phases, None before there are enough records."""
+    def slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
+        """Returns the slowest rank's time in these phases ÷ that of the others, and a sentence.
+
+        The ratio is a lower bound until a difference is sure. None before there are enough records.
+        """
         if self._slow_at != self._added and self._mono - self._slow_mono >= RATED_EVERY_S:
             self._slow_at, self._slow_mono = self._added, self._mono
             self._slow = self._find_slow(phases)
         return self._slow
 
-    def _find_slow(self, phases: Sequence[str]) -> Slow | None:
-        own: dict[int, list[float]] = {rank: [] for rank in self._newest}
+    def _find_slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
         steps = [
             found for found in self._complete()[-WINDOW:]
-            if all(_spent(each, phases) > 0 for each in found.values())
+            if all(spent(each, phases) > 0 for each in found.values())
         ]  # fmt: skip
-        if len(own) < 2 or len(steps) < LEAST:
+        if len(self._newest) < 2 or len(steps) < LEAST:
             return None
-        for found in steps:
-            for rank, progress in found.items():
-                own[rank].append(_spent(progress, phases))
+        own = {rank: [spent(found[rank], phases) for found in steps] for rank in self._newest}
         usual = {rank: median(times) for rank, times in own.items()}
         rank = max(usual, key=lambda each: usual[each])
-        others = [other for other in own if other != rank]
+        others = [times for other, times in own.items() if other != rank]
         logs = [
-            math.log(own[rank][i] / median(own[other][i] for other in others))
-            for i in range(len(steps))
-        ]
-        ratio = median(logs)
-        spread = max(1.4826 * median(abs(log - ratio) for log in logs), LEAST_SPREAD)
-        bound = math.exp(ratio - SURE_Z * 1.2533 * spread / math.sqrt(len(logs)))
-        usual_s = median(usual[other] for other in others)
-        took_s = [found[rank].step_s for found in steps]
-        step_s = median(s for s in took_s if s is not None) if any(took_s) else 0.0
-        if usual[rank] - usual_s < MATERIAL * step_s:
-            bound = 1.0
-        excess = {name: _excess(steps, rank, name) for name in phases}
-        phase = max(excess, key=lambda name: excess[name][0])
-        waits = -_excess(steps, rank, "backward")[0] >= 0.5 * (usual[rank] - usual_s) > 0
+            math.log(mine / median(theirs))
+            for mine, *theirs in zip(own[rank], *others, strict=True)
+        ]  # fmt: skip
+        middle = median(logs)
+        ratio, spread = math.exp(middle), 1.4826 * median(abs(log - middle) for log in logs)
+        error = 1.2533 * max(spread, LEAST_SPREAD) / math.sqrt(len(logs))
+        bound = math.exp(middle - SURE_Z * error)
+        usual_s = median(usual[other] for other in usual if other != rank)
+        excess_s = usual[rank] - usual_s
+        if excess_s < MATERIAL * median(found[rank].step_s or 0.0 for found in steps):
+            return 1.0, ""
+        parts = {phase: _compared(steps, rank, phase) for phase in phases}
+        phase = max(parts, key=lambda name: parts[name][0] - parts[name][1])
+        mine_s, theirs_s = _compared(steps, rank, "backward")
+        waits = "; the others wait for it in backward" if theirs_s - mine_s >= excess_s / 2 else ""
         who = self._in_words([r for r in sorted(usual) if usual[r] >= SLOWER * usual_s] or [rank])
-        return Slow(
-            bound, math.exp(ratio), who, phase, *excess[phase][1:], len(steps), waits
-        )  # fmt: skip
+        text = (
+            f"{who} takes {ratio:.1f} times as long as the other ranks in {' and '.join(phases)}, "
+            f"mostly in {phase} ({parts[phase][0]:.3g} s against {parts[phase][1]:.3g} s, median "
+            f"of {len(steps)} records){waits}; compare clocks, temperature, CPU load and data"
+        )
+        return ratio if bound >= SURELY else bound, text
 
     def _update_usual(self) -> None:
         """Replaces the usual times; not called while the run is slower than before."""
@@ -235,10 +227,8 @@ class TruthHistory:
                 rank: new / old for rank, (old, new) in pairs.items()
                 if new > old > 0 and new - old >= growth_s / 2
             }  # fmt: skip
-            if (
-                max(ratios.values(), default=0) >= SLOWER
-                and growth_s >= MATERIAL * self._usual_step_s
-            ):
+            material = growth_s >= MATERIAL * self._usual_step_s
+            if material and max(ratios.values(), default=0.0) >= SLOWER:
                 # In the backward a rank also waits for slower ones.
                 found.append((phase != "backward", growth_s, phase, ratios))
         if not found:
@@ -275,7 +265,7 @@ class TruthHistory:
 
     def _add_busy(self, ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]) -> None:
         """Adds a sample of the GPUs; a step counts once, and none with another phase."""
-        used = [gpu.util_pct for gpu in gpus if gpu.util_pct is not None]
+        used = [g.util_pct for g in gpus if g.util_pct is not None and 0 <= g.util_pct <= 100]
         step = min((each.step for each in ranks), default=0)
         warm = all(each.step > each.first_step + WARM_STEPS for each in ranks)
         if not used or not warm or any(each.phase not in STEPPING for each in ranks):
@@ -289,30 +279,26 @@ class TruthHistory:
             self._samples = []
         self._busy_step = step if self._busy_step is None else max(step, self._busy_step)
         shares = [g.power_w / g.power_limit_w for g in gpus if g.power_w and g.power_limit_w]
-        power = fmean(shares) if len(shares) == len(gpus) else None
+        known = len(shares) == len(gpus) and 0 < min(shares) <= max(shares) < LARGEST_LOAD
+        power = fmean(shares) if known else None
         self._samples = [*self._samples[-KEPT_BUSY:], (fmean(used) / 100, power)]
 
 
-def _spent(progress: Progress, phases: Sequence[str]) -> float:
+def spent(progress: Progress, phases: Sequence[str]) -> float:
     """Returns the seconds of a rank in phases; a time that is not valid counts 0."""
     times = (getattr(progress, f"dt_{phase}_s") for phase in phases)
-    return math.fsum(s for s in times if s is not None and 0 <= s < math.inf)
+    return math.fsum(s for s in times if s is not None and SHORTEST_S <= s <= LONGEST_STEP_S)
 
 
 def _medians(steps: Sequence[dict[int, Progress]], rank: int) -> dict[str, float]:
     """Returns the median seconds of a rank in each phase."""
-    return {
-        phase: median(_spent(found[rank], (phase,)) for found in steps) for phase in TIMED_PHASES
-    }
+    return {p: median(spent(found[rank], (p,)) for found in steps) for p in TIMED_PHASES}
 
 
-def _excess(
+def _compared(
     steps: Sequence[dict[int, Progress]], rank: int, phase: str
-) -> tuple[float, float, float]:
-    """Returns how much longer a rank takes in a phase than the others, its time and theirs (s)."""
-    own = median(_spent(found[rank], (phase,)) for found in steps)
-    theirs = median(
-        median(_spent(each, (phase,)) for other, each in found.items() if other != rank)
-        for found in steps
-    )
-    return own - theirs, own, theirs
+) -> tuple[float, float]:  # fmt: skip
+    """Returns the median seconds of a rank in a phase, and those of the other ranks."""
+    times = [{r: spent(each, (phase,)) for r, each in found.items()} for found in steps]
+    others = (median(s for r, s in each.items() if r != rank) for each in times)
+    return median(each[rank] for each in times), median(others)

@@ -252,6 +252,26 @@ def test_what_a_healthy_run_says_raises_nothing(name):
     assert alerts(HEALTHY[name]).keys() <= {"zero_gradient", "non_finite"}
 
 
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", 1e308, -1e308, 5e-324, 1 << 62, None, "x"])
+def test_no_figure_makes_a_check_raise(value):
+    figures = dict.fromkeys(
+        ("loss", "grad_norm", "skipped_steps", "batch_crc32", "gpu_mem_reserved", "host",
+         "dt_fetch_s", "dt_forward_s", "dt_backward_s"), value,
+    )  # fmt: skip
+    number = float(value) if value not in (None, "x") else None
+    sensors = dict.fromkeys(("util_pct", "power_w", "power_limit_w"), number)
+
+    def change(record: dict[str, Any]) -> None:
+        """One rank and every second record of the other have the figure."""
+        if record["rank"] or record["step"] % 2:
+            record.update(figures, steps_dt_s=[value])
+
+    documents = dict.fromkeys(("config", "run", "parameters", "backend"), value)
+    for settings in (dict.fromkeys(SETTINGS, number) | {"data.source": "synthetic"}, {}):
+        alerts(Told(change, settings, documents, sensors, seconds=40))
+        alerts(Told(settings=settings, gpu=sensors, seconds=40))
+
+
 def test_the_ranks_of_one_slow_host_are_named_by_host():
     said = alerts(Told(slow({2, 3}, "fetch", 1.8), ranks=6, jitter=0.0, seconds=UNTIL_SLOW))[
         "imbalance"
