@@ -24,7 +24,7 @@ from console.sources.pace import RECORDS_LATE_S
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.run import RunSource
 from console.supervisor.monitor import readings
-from console.supervisor.run_files import Disk, NewestRow
+from console.supervisor.run_files import Disk, Environment, NewestRow
 from trainers.contract import jsonl, plan, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
@@ -86,6 +86,7 @@ class OfflineRun:
         self.settings = setting_values(record)
         self.watch = legacy.WATCH if self._old else _watch_of(record)
         self._disk, self._csv = Disk(run), NewestRow(run)
+        self._env = Environment(run, attempt)
 
     def poll(self) -> Readings | None:
         """Returns the readings of this moment, None before the launch has a run."""
@@ -125,6 +126,7 @@ class OfflineRun:
         return readings(
             heads, () if idle else pulsed or _recorded(heads, self.watch), rss_mib,
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.poll(), doubt,
+            self._env.poll(),
         )  # fmt: skip
 
 
