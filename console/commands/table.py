@@ -148,6 +148,16 @@ QUERIES: tuple[Command, ...] = (
         INTERVAL,
     ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
        "query.watch"),
+    Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
+            ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
+        _run(),
+        option("--dump", action="store_true",
+               help="dump the stacks first, of the ranks that handle the signal"),
+    ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
+       "collected now, which takes about 4 s. + supports the verdict, - names another\n"
+       "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for a\n"
+       "run that has ended: as `status`.\n"
+       + LEGACY, "diagnose.diagnose"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
     ), (
