@@ -158,6 +158,14 @@ QUERIES: tuple[Command, ...] = (
        "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for a\n"
        "run that has ended: as `status`.\n"
        + LEGACY, "diagnose.diagnose"),
+    Command("bundle", "Write one archive of a run for a bug report, without secrets.",
+            ("bundle latest", "bundle latest --output run.tar.gz"), (
+        _run(),
+        option("--output", type=path, metavar="FILE",
+               help="new file that ends with .tar.gz (default: bundle-ID-TIME.tar.gz here)"),
+    ), "MANIFEST.json in it lists the size and SHA-256 of each file, what was cut off, and\n"
+       "what was left out. Nothing is read through links, at most 64 MiB in all.\n" + LEGACY,
+       "bundle.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
     ), (

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,21 @@ def test_the_verdict_of_the_supervisor_has_its_cost_and_the_run_that_had_it_befo
     assert found["verdict"]["place"] == f"member.py:{STALLS_AT}"
     assert "no checkpoint" in found["cost"]
     assert found["lost_steps"] == 30
-    assert found["seen_before"]["run"].startswith(stalled[0].state()["run"])
+    seen = found["seen_before"]
+    assert seen["run"] == stalled[0].state()["run"]
+    assert (seen["cause"], seen["place"]) == ("sleep", f"member.py:{STALLS_AT}")
+
+
+def test_the_bundle_of_a_live_run_has_its_verdict_and_its_stacks(stalled, tmp_path):
+    output = tmp_path / "live.tar.gz"
+    done = cli(tmp_path, "bundle", str(stalled[1].path), "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(output) as tar:
+        names = [name.partition("/")[2] for name in tar.getnames()]
+        said = tar.extractfile("live/diagnosis.txt").read().decode()
+    assert "rank 1 has been stalled" in said
+    assert any(name.startswith("run/verdicts/") for name in names)
+    assert any(name.startswith("run/stackdump_rank1_") for name in names)
 
 
 def test_without_a_supervisor_the_evidence_is_collected_and_only_the_handler_is_signalled(stalled):
