@@ -229,6 +229,24 @@ LAUNCH = Command(
        "status at the end. Without --wait, 0 means that the launch has started.\n",
     "control.launch",
 )  # fmt: skip
+DRILL = Command(
+    "drill", "Practise a fault: launch a small run with it, and score the reaction.",
+    ("drill", "drill stop", "drill sleep --rank 0 --plain --wait 60"), (
+        option("fault", nargs="?", type=word, metavar="FAULT",
+               help="name of a fault (default: list all)"),
+        option("--list", action="store_true", help="list the faults and start nothing"),
+        option("--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
+               help="the rank that has the fault (default: the last)"),
+        option("--nproc", type=at_least(1, "a number of processes"), default=2, metavar="N",
+               help="processes of the run, 1-16 (default: %(default)s)"),
+        option("--plain", "--no-screen", action="store_true",
+               help="print one sentence per change, no screen"),
+        option("--wait", type=seconds, default=300.0, metavar="SECONDS",
+               help="longest wait for the verdict, and then for an action (default: %(default)g)"),
+    ), "React on the screen, or from another shell: stop RUN, or kill -CONT PID. At the end\n"
+       "the run is stopped. Exit code 0: the verdict and the reaction were right, else 1.\n",
+    "drill.drill",
+)  # fmt: skip
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(), option("--yes", action="store_true", help="confirm after a reboot of the host"),
@@ -272,4 +290,4 @@ def _verbs() -> Iterator[Command]:
         yield Command(verb, actions[0].help, examples, (*options, TIMEOUT), work="control.act")
 
 
-TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, ADOPT, *_verbs(), DO)
+TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, DRILL, ADOPT, *_verbs(), DO)
