@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 
 from console import actions, status_text
 from console.actions import LaunchOptions
-from console.commands.output import is_terminal, say, show
+from console.commands.output import is_terminal, program, say, show
 from console.plans import catalog
 from console.sources import launches, process, verdicts
 from console.sources.run import RunSource
@@ -154,10 +156,9 @@ def _chosen(options: argparse.Namespace) -> Drill:
 
 
 def _on_screen(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    from console.commands.screen import screen
-
-    options.run = str(path)
-    screen(options)
+    """Runs the screen in a process of its own: it may end its process without any clean-up."""
+    command = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
+    subprocess.run(command, check=False)
     return read_score(path, fault)
 
 

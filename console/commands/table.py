@@ -155,16 +155,16 @@ QUERIES: tuple[Command, ...] = (
                help="dump the stacks first, of the ranks that handle the signal"),
     ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
        "collected now, which takes about 4 s. + supports the verdict, - names another\n"
-       "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for a\n"
-       "run that has ended: as `status`.\n"
+       "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for\n"
+       "a run that has ended: as `status`.\n"
        + LEGACY, "diagnose.diagnose"),
     Command("bundle", "Write one archive of a run for a bug report, without secrets.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
         _run(),
         option("--output", type=path, metavar="FILE",
                help="new file that ends with .tar.gz (default: bundle-ID-TIME.tar.gz here)"),
-    ), "MANIFEST.json in it lists the size and SHA-256 of each file, what was cut off, and\n"
-       "what was left out. Nothing is read through links, at most 64 MiB in all.\n" + LEGACY,
+    ), "MANIFEST.json in it lists the size and SHA-256 of each file, and what was cut\n"
+       "off or left out. Nothing is read through links, at most 64 MiB in all.\n" + LEGACY,
        "bundle.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
@@ -243,8 +243,8 @@ DRILL = Command(
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="longest wait for the verdict, and then for an action (default: %(default)g)"),
-    ), "React on the screen, or from another shell: stop RUN, or kill -CONT PID. At the end\n"
-       "the run is stopped. Exit code 0: the verdict and the reaction were right, else 1.\n",
+    ), "React on the screen, or from another shell: stop RUN, or kill -CONT PID. The run\n"
+       "is stopped at the end. Exit code 0: verdict and reaction were right; else 1.\n",
     "drill.drill",
 )  # fmt: skip
 ADOPT = Command(
