@@ -143,7 +143,7 @@ def _chosen(options: argparse.Namespace) -> Drill:
     if kind is None:
         raise UsageError(f"there is no drill {options.fault!r}{did_you_mean(options.fault, KINDS)}")
     if _unscored(kind.truth):
-        raise UsageError(f"{options.fault} shows too late to be scored; launch with NSA_DRILL")
+        raise UsageError(f"{options.fault} cannot be scored; launch a run with NSA_DRILL")
     rank = options.nproc - 1 if options.rank is None else options.rank
     if options.nproc > MAX_PROCESSES or rank >= options.nproc:
         raise UsageError(

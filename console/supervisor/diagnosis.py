@@ -100,7 +100,7 @@ class Diagnoser:
             return self._of_supervisor(state, run)
         ranks = self._ranks(state, run, now)
         if dump:
-            self.dumped = _dump(run, ranks, _live(run))
+            self.dumped = _dump(run, ranks)
         return self._own(state, run, ranks)
 
     def _of_ended(self, state: RunState, run: Path | None) -> Diagnosis:
@@ -147,7 +147,8 @@ class Diagnoser:
         if case is not None and not any(each.doubt for each in after):
             base = replace(found, evidence=case.verdict(None, "", "low").evidence)
             found = explain(base, case, evidence)
-        found = replace(found, against=_without(found.against, evidence.gaps))
+        contrary = tuple(line for line in found.against if line not in evidence.gaps)
+        found = replace(found, against=contrary)
         why, is_stalled = "", diagnose(after, watch, time.time()) is not None
         if not is_stalled:
             why = "within its stall limit; so far the evidence says:"
@@ -209,7 +210,8 @@ class Diagnoser:
         named = worker is not None and jsonl.integer(worker, "pid") == rank.pid
         ticks = rundir.start_ticks(rank.pid) if rank.pid > 0 else None
         if worker is not None and named:
-            ours = rundir.is_alive(worker) or _is_zombie(rank.pid, worker)
+            ended = process.state(rank.pid) in ("Z", "X")
+            ours = rundir.is_alive(worker) or (ended and worker.get("boot_id") == rundir.boot_id())
         else:
             ours = ticks is not None and writes(rank.pid, run, rank.rank)
         if not ours:
@@ -229,33 +231,18 @@ class Diagnoser:
         return with_records(seen, head, self._source.of[1] if self._source.of else 1, lagging=True)
 
 
-def _is_zombie(pid: int, worker: Mapping[str, Any]) -> bool:
-    same_boot = worker.get("boot_id") == rundir.boot_id()
-    return same_boot and process.state(pid) in ("Z", "X")
-
-
 def writes(pid: int, run: Path, rank: int) -> bool:
     """Returns whether a process of this user has the stack file or heartbeat of a rank open.
 
     Only a rank that has installed the handler of SIGUSR1 opens its stack file.
     """
-    return bool(_open_files(pid) & {
-        str(path) for path in _stack_files(run, rank) | {_real(rundir.heartbeat(run, rank))}
-    })  # fmt: skip
+    beats = str(rundir.heartbeat(run.resolve(), rank))
+    return bool(_open_files(pid) & {beats, *_stack_files(run, rank, None)})
 
 
-def _stack_files(run: Path, rank: int) -> set[Path]:
-    live = _live(run)
-    found = {_real(rundir.stackdump(run, rank))}
-    return found | {rundir.live_stack(live, rank)} if live else found
-
-
-def _real(path: Path) -> Path:
-    return path.parent.resolve() / path.name
-
-
-def _live(run: Path) -> Path | None:
-    return liveness.live_directory(rundir.read_json(run / rundir.SUPERVISOR, below=run) or {})
+def _stack_files(run: Path, rank: int, live: Path | None) -> set[str]:
+    found = {str(rundir.stackdump(run.resolve(), rank))}
+    return found | {str(rundir.live_stack(live, rank))} if live else found
 
 
 def _open_files(pid: int) -> set[str]:
@@ -274,10 +261,6 @@ def _elsewhere(state: RunState) -> tuple[str, ...]:
     return (f"no process evidence: the ranks run on {state.host}; run diagnose there",)
 
 
-def _without(lines: Sequence[str], gaps: Sequence[str]) -> tuple[str, ...]:
-    return tuple(line for line in lines if line not in gaps)
-
-
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
     """Returns two samples of each process, and the dumps since all ranks are where they are."""
     running = [each for each in ranks if each.phase != "exit"]
@@ -294,15 +277,16 @@ def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
     return collector.complete
 
 
-def _dump(run: Path, ranks: Sequence[RankEvidence], live: Path | None) -> Outcome:
+def _dump(run: Path, ranks: Sequence[RankEvidence]) -> Outcome:
     """Dumps the ranks that have the handler of the contract, in place of a supervisor.
 
     Raises RefusedError where the run directory is not ours.
     """
     rundir.check_ours(run)
+    live = liveness.live_directory(rundir.read_json(run / rundir.SUPERVISOR, below=run) or {})
     handles: dict[int, process.Handle] = {}
     for each in ranks[:MAX_RANKS]:
-        files = {str(path) for path in _stack_files(run, each.rank)}
+        files = _stack_files(run, each.rank, live)
         if each.pid > 0 and _open_files(each.pid) & files:
             handle = process.hold_named(rundir.identity(each.pid), run, None)
             if handle and _open_files(each.pid) & files:

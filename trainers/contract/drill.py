@@ -28,8 +28,9 @@ class Truth:
     """How a fault shows itself in a run of two ranks, and the right reactions of an operator.
 
     It shows as the `cause` of a verdict in this `phase`, as the state in which the run `ends`, or
-    as an `alert`. Without any of them it takes too long to be scored. `right` are actions, and
-    "resume" for a rank that steps again by itself; () where no reaction is needed.
+    as an `alert`. One without any of them shows in figures only, or after minutes, and is not
+    scored. `right` are actions, and "resume" for a rank that steps again by itself; () where no
+    reaction is needed.
     """
 
     cause: str = ""
@@ -78,8 +79,7 @@ KINDS: dict[str, Kind] = {
                      truth=Truth("sleep", "backward", right=STALLS)),
     "loader": Kind("the loader's thread sleeps in the read for that step", FOREVER_S, "loader",
                    truth=Truth("loader", "fetch", right=STALLS)),
-    "nan": Kind("the loss is NaN", place="logits",
-                truth=Truth(alert="non_finite", right=("ack", "halt"))),
+    "nan": Kind("the loss is NaN", place="logits"),
     "inf_grad": Kind("one gradient is Inf, the loss is finite", place="logits"),
     "slow": Kind("each step from then on takes SECONDS longer in the forward pass", 1.0,
                  lasts=True, truth=Truth(alert="imbalance", right=("halt",))),
