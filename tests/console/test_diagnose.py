@@ -121,6 +121,7 @@ def test_a_program_started_by_hand_is_no_stall_while_it_steps_and_stopped_when_i
     code, found = diagnosed(run)
     assert (code, found["outlook"]) == (0, "no stall")
     assert found["ranks"][0]["pid"] == program.pid
+    assert found["ranks"][0]["phase"] in ("step", "forward", "backward")  # of the copied pulse
     program.send_signal(signal.SIGSTOP)
     time.sleep(3.3)
     code, found = diagnosed(run)
