@@ -77,7 +77,7 @@ def as_json(found: Diagnosis, root: Path, dumped: Outcome | None) -> dict[str, A
     lost, text = cost(state, verdict.cause) if verdict and found.outlook != "ended" else (None, "")
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,
-         "phase": each.phase, "unchanged_s": round(each.unchanged_s, 1),
+         "phase": each.phase, "unchanged_s": round(each.unchanged_s, 1) if each.phase else None,
          "limit_s": limit_s(each, found.watch)}
         for each in found.ranks
     ]  # fmt: skip
@@ -121,8 +121,10 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
         yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"
     if not verdict:
         for each in record["ranks"][:MAX_RANK_LINES]:
-            where = f"step {each['step']} {each['phase']}" if each["phase"] else "no pulse"
+            where = "no pulse"
+            if each["phase"]:
+                where = f"step {each['step']} {each['phase']} for {each['unchanged_s']:.0f} s"
             yield (
-                f"  rank {each['rank']} pid {each['pid'] or '?'} {each['state']}  {where} for "
-                f"{each['unchanged_s']:.0f} s, stall limit {each['limit_s']:.0f} s"
+                f"  rank {each['rank']} pid {each['pid'] or '?'} {each['state']}  {where}, "
+                f"stall limit {each['limit_s']:.0f} s"
             )

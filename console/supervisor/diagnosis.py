@@ -153,6 +153,8 @@ class Diagnoser:
         if not is_stalled:
             why = "within its stall limit; so far the evidence says:"
             found = replace(found, sure="medium" if found.sure == "high" else found.sure)
+        if not (evidence.after or evidence.stacks or evidence.flights):
+            found = replace(found, sure="low")  # one source: pulses or records
         doubt = now.stall_doubt if now else ""
         missing = (*evidence.gaps, *filter(None, (doubt,)), *_elsewhere(state))
         return Diagnosis(
@@ -164,7 +166,7 @@ class Diagnoser:
         self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]
     ) -> Diagnosis:
         """Returns "no stall" where every rank shows its position, else "unknown"."""
-        silent = [each for each in ranks if not each.phase and each.unchanged_s > 0]
+        silent = [each for each in ranks if not each.phase]
         why, missing = "", _elsewhere(state)
         if not ranks:
             why = "no rank has a pulse or a record yet"
@@ -172,11 +174,12 @@ class Diagnoser:
             why = doubtful
         elif silent:
             why = f"{names(silent)}: no pulse and no record shows progress"
-        watch = self._source.watch
-        if why and state.state not in ("queued", "preflight", "starting"):
+        watch, age_s = self._source.watch, liveness.age(state.since_ts)
+        starts = state.state in ("queued", "preflight", "starting")
+        if why and not (starts and age_s is not None and age_s <= watch.startup_s):
             text = f"whether the run progresses is not known: {why}"
             return Diagnosis("unknown", state, text, None, "", ranks, missing, 1, run, watch)
-        calm = why or "every rank is within its stall limit"
+        calm = f"the run is starting: {why}" if why else "every rank is within its stall limit"
         return Diagnosis("no stall", state, calm, None, "", ranks, missing, 0, run, watch)
 
     # --- the ranks -----------------------------------------------------------------------------
@@ -190,12 +193,10 @@ class Diagnoser:
         document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
         here = {key: document.get(key) for key in ("boot_id", "host")}
         workers = {jsonl.integer(w, "rank"): here | w for w in jsonl.entries(document, "workers")}
-        ranks = list(now.ranks)
-        known = {each.rank for each in ranks}
         silent_s = min(liveness.age(state.since_ts) or 0.0, NAMED_AFTER_S + 1)
-        ranks += [
+        ranks = now.ranks or [
             RankEvidence(each.rank, each.pid, "?", 0, "", silent_s)
-            for each in state.ranks if each.rank not in known and each.pid and not each.exit
+            for each in state.ranks if each.pid and not each.exit
         ]  # fmt: skip
         return tuple(
             self._with_process(each, run, workers.get(each.rank), now.records_only)

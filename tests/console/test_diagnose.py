@@ -149,6 +149,16 @@ def test_a_record_that_names_another_process_is_no_proof_and_gets_no_signal(tmp_
         other.wait()
 
 
+def test_a_legacy_run_is_stalled_by_its_records_and_a_silent_program_is_not_known(tmp_path):
+    code, found = diagnosed(directory.legacy(tmp_path / "old", 10.0, 1000.0))
+    assert (code, found["outlook"], found["verdict"]["sure"]) == (1, "stalled", "low")
+    launch = directory.launch(tmp_path / "artifacts")
+    directory.run(launch / "0-first", state="starting", since_ts=time.time() - 1000)
+    code, found = diagnosed(launch)
+    assert (code, found["outlook"]) == (1, "unknown")
+    assert "ranks 0-1: no pulse and no record shows progress" in found["why"]
+
+
 def test_any_verdict_file_of_another_run_is_harmless(tmp_path):
     for stamp, text in (
         ("20261121-030001", "[" * 9000),
