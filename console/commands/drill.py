@@ -122,6 +122,8 @@ def drill(options: argparse.Namespace) -> int:
         if not options.json:
             say(f"drill {fault} is launched in {path}")
         score = _follow(path, fault, options) if plain else _on_screen(path, fault, options)
+    except KeyboardInterrupt:
+        score = read_score(path, fault)
     finally:
         _clean(path)
     record = asdict(score) | {
