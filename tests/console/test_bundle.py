@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -92,8 +93,9 @@ def hostile(tmp_path) -> Path:
     (run / "verdicts").symlink_to(tmp_path / "outside")
     (run / "env.json").mkdir()
     (run / "samples_a\nb.jsonl").write_text("{}")
-    for rank in range(300):
-        rundir.heartbeat(run, rank).write_bytes(b'{"msg":"%s"}\n' % (b"x" * 1000) * 40)
+    for rank in range(8):
+        count = 40 if rank else 1200
+        rundir.heartbeat(run, rank).write_bytes(b'{"msg":"%s"}\n' % (b"x" * 1000) * count)
     return launch
 
 
@@ -108,8 +110,8 @@ def test_a_hostile_directory_gives_a_bounded_bundle_without_foreign_files(hostil
     cut = {each["name"] for each in manifest["files"] if each["truncated"]}
     assert {"run/logs/attempt1/rank0.log", "run/heartbeat_rank0.jsonl"} <= cut
     beats = {name: data for name, data in files.items() if "heartbeat" in name}
-    assert len(beats) == 300
-    assert sum(map(len, beats.values())) <= 8 << 20
+    assert len(beats) == 8
+    assert max(map(len, beats.values())) <= bundle.TAIL_BYTES
     assert all(data.startswith(b'{"msg"') for data in beats.values())
     left = {each["name"] for each in manifest["left_out"]}
     assert {"run/gates.json", "run/env.json", "run/logs/attempt1/rank1.log"} <= left
@@ -134,10 +136,16 @@ def test_nothing_is_overwritten_and_no_part_stays(hostile, tmp_path):
     assert not list(tmp_path.glob(".*tmp*"))
 
 
-def test_the_size_of_a_bundle_is_bounded_in_total(hostile, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "MAX_TOTAL_BYTES", 1 << 20)
+def test_the_size_of_a_bundle_is_bounded_by_kind_and_in_total(hostile, tmp_path, monkeypatch):
+    beats = bundle.Row("", re.compile(r"heartbeat_rank\d+\.jsonl"), all_bytes=80_000)
+    monkeypatch.setattr(bundle, "TABLE", (beats,))
     manifest = bundle.write(hostile, hostile / "0-first", tmp_path / "x.tar.gz", {})
-    assert sum(each["size_bytes"] for each in manifest["files"]) <= 1 << 20
+    sizes = [each["size_bytes"] for each in manifest["files"] if "heartbeat" in each["name"]]
+    assert len(sizes) == 8
+    assert max(sizes) <= 10_000
+    monkeypatch.setattr(bundle, "MAX_TOTAL_BYTES", 40_000)
+    manifest = bundle.write(hostile, hostile / "0-first", tmp_path / "y.tar.gz", {})
+    assert sum(each["size_bytes"] for each in manifest["files"]) <= 40_000
     assert any("size limit" in each["why"] for each in manifest["left_out"])
 
 
