@@ -18,7 +18,7 @@ from console import actions, status_text
 from console.actions import LaunchOptions
 from console.commands.output import is_terminal, program, say, show
 from console.plans import catalog
-from console.sources import launches, process, verdicts
+from console.sources import launches, liveness, process, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
@@ -271,6 +271,9 @@ def _clean(path: Path) -> None:
         token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
         for pid in process.with_token(token) if token else ():
             _kill(process.hold(pid, token))
+        named = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
+        if live := liveness.live_directory(named):
+            rundir.remove_tree(live)
 
 
 def _kill(handle: process.Handle | None) -> None:

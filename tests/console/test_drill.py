@@ -124,6 +124,7 @@ def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_
     drill._clean(started.path)
     started.wait_gone(10)
     started.wait(lambda: not rundir.is_alive(started.owner), 10)
+    assert not Path(started.state()["live_dir"]).exists()
 
 
 def practised(capsys, *words: str) -> tuple[int, dict]:
