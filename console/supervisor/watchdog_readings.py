@@ -76,7 +76,14 @@ class OfflineRun:
         self.of: tuple[Path, int] | None = None
         """The run and the attempt of the last readings."""
         self.watch, self.settings = Watch(), setting_values({})
+        self.state: RunState | None = None
+        """The state at the last poll."""
         self._settled = False
+
+    @property
+    def heads(self) -> Mapping[int, LatestRecords]:
+        """The newest records of each rank in the attempt of the last readings."""
+        return self._source.reducer.heads(self.of[1]) if self.of else {}
 
     def _open(self, run: Path, attempt: int) -> None:
         """Starts with another run or attempt."""
@@ -95,6 +102,7 @@ class OfflineRun:
             state = poll_confirmed(RunSource(self._path))
             self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
             self.exit_code = status_text.exit_code(state, self._source.is_launch)
+        self.state = state
         if run is None:
             return None
         if self.of != (run, state.attempt):
