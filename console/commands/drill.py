@@ -267,12 +267,12 @@ def _clean(path: Path) -> None:
     owner = jsonl.mapping(state, "supervisor")
     while rundir.is_alive(owner) and time.monotonic() < until:
         time.sleep(POLL_S)
+    for identity in (owner, jsonl.mapping(owner, "child")):
+        _kill(process.open_named(identity, path.parent, path))  # its output is the supervisor's log
     for run in launches.run_directories(path):
-        for identity in (owner, jsonl.mapping(owner, "child")):
-            _kill(process.open_named(identity, run, None))
         born = rundir.read_json(run / rundir.RUN, below=run) or {}
         token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
-        for pid in process.with_token(token) if token else ():
+        for pid in process.with_token(token, str(run.absolute())) if token else ():
             _kill(process.open_process(pid, token))
         named = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
         if live := liveness.live_directory(named):

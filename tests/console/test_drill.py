@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from console.sources import process
 from tests.console.sources import directory
 from tests.console.test_cli import cli as command
 from tests.launches import STUB, Begin, phase, write_plan
-from trainers.contract import rundir
+from trainers.contract import environ, rundir
 from trainers.contract.drill import KINDS, Drill
 
 FAULT_TS = 1_800_000_000.0
@@ -125,6 +126,26 @@ def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_
     started.wait_gone(10)
     started.wait(lambda: not rundir.is_alive(started.owner), 10)
     assert not Path(started.state()["live_dir"]).exists()
+
+
+def test_a_process_that_only_a_file_of_the_launch_names_is_not_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(drill, "ENDED_S", 0.2)
+    monkeypatch.setattr(drill, "ANSWER_S", 0.1)
+    token = "0123456789abcdef"
+    other = subprocess.Popen(["sleep", "60"], env={environ.TOKEN: token, environ.RUN_DIR: "/x"})
+    try:
+        named = rundir.identity(other.pid)
+        launch = directory.launch(tmp_path)
+        state = {"v": 1, "state": "ended", "supervisor": named | {"child": named}}
+        directory.document(launch / rundir.PLAN_STATE, state)
+        run = directory.run(launch / "0-first", state="completed")
+        directory.document(run / "run.json", {"v": 1, "environment": {environ.TOKEN: token}})
+        drill._clean(launch)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+    finally:
+        other.kill()
+        other.wait()
 
 
 def practised(capsys, *words: str) -> tuple[int, dict]:
