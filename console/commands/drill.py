@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shlex
 import signal
 import subprocess
@@ -210,15 +211,16 @@ def read_score(path: Path, fault: Drill) -> Score:
                 said, right = (said, right) if said else (found.sentence, marks)
                 shown_ts = found.ts if all(marks) else shown_ts
     elif truth.ends and over:
-        said, named = f"{state.state}: {state.why}", f"rank {rank}" in state.why
+        said, named = f"{state.state}: {state.why}", _names(state.why, rank)
         right = (named, named, state.state == truth.ends)
-        shown_ts = state.since_ts
+        shown_ts = state.since_ts if all(right) else None
     elif truth.alert:
         alerts = [each for each in events if each.get("kind") == "alert"
                   and each.get("alert") == truth.alert]  # fmt: skip
         for each in alerts[:1]:
-            said, right = jsonl.text(each, "text"), (True, True, True)
-            shown_ts = jsonl.number(each, "ts")
+            said = jsonl.text(each, "text")
+            right = (_names(said, rank), True, True)
+            shown_ts = jsonl.number(each, "ts") if all(right) else None
     return Score(
         fault,
         truth,
@@ -229,6 +231,10 @@ def read_score(path: Path, fault: Drill) -> Score:
         given,
         over,
     )
+
+
+def _names(text: str, rank: int) -> bool:
+    return re.search(rf"\brank {rank}\b", text) is not None
 
 
 def _is_before(ts: float, score: Score) -> bool:

@@ -95,6 +95,21 @@ def test_each_part_of_a_wrong_verdict_is_named(launched, rank, cause, of, marks)
     assert f"named     {marks}" in found.lines()
 
 
+def test_the_end_or_the_alert_of_another_rank_is_not_the_one_of_the_drill(launched):
+    said = "crashed: rank 12 exited with code 7"
+    directory.document(launched / rundir.PLAN_STATE, {"v": 1, "state": "crashed", "why": said})
+    directory.document(
+        launched / "0-first" / "supervisor.json",
+        {"v": 1, "state": "crashed", "why": said, "updated_ts": time.time()},
+    )
+    found = drill.read_score(launched, Drill("exit", 10, 1))
+    assert (found.said[:8], found.right_rank, found.right_cause) == ("crashed:", False, True)
+    directory.event(launched / "0-first", "alert", alert="imbalance", ts=FAULT_TS + 9.0,
+                    text="rank 0 takes 3 times as long as the other ranks")  # fmt: skip
+    found = drill.read_score(launched, Drill("slow", 10, 1))
+    assert (found.right_rank, found.right_cause, found.shown_s) == (False, True, None)
+
+
 def test_a_wrong_reaction_and_the_stop_of_the_drill_itself_do_not_pass(launched):
     say(launched, 9.0, 1, "stopped")
     ask(launched, 11.0, "stop", by="drill ann@host pid 1")
