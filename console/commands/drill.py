@@ -205,7 +205,7 @@ def read_score(path: Path, fault: Drill) -> Score:
     score = Score(fault, truth, fault_ts, actions=given, over=over)
     said, shown_ts, right = "", None, (False, False, False)
     if truth.cause:
-        for found, _ in verdicts.stored(run, MAX_VERDICTS):  # the newest first
+        for found in verdicts.stored(run, MAX_VERDICTS):  # the newest first
             if found.ts >= fault_ts and (not score.reaction or _is_before(found.ts, score)):
                 marks = (found.rank == rank, found.phase == truth.phase, found.cause == truth.cause)
                 said, right = (said, right) if said else (found.sentence, marks)
