@@ -7,9 +7,8 @@ import contextlib
 import shlex
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ NEUTRAL = frozenset(("dump", "note", "checkpoint", "profile"))
 STARTUP_S, ENDED_S, ANSWER_S = 300.0, 30.0, 15.0
 BY = "drill"
 """Begin of the sender of the drill's own requests."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SCREEN_ENDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Score:
             return
         at = time.strftime("%H:%M:%S", time.localtime(self.fault_ts))
         yield f"fault     {self.drill} at {at}"
-        after = "not shown" if self.shown_s is None else f"right after {self.shown_s:.1f} s"
+        after = "not shown" if self.shown_s is None else f"correct after {self.shown_s:.1f} s"
         yield f"verdict   {after}: {self.said or 'none'}"
         yield (f"named     rank {yes[self.right_rank]}, phase {yes[self.right_phase]}, "
                f"cause {yes[self.right_cause]}")  # fmt: skip
@@ -117,18 +118,15 @@ def drill(options: argparse.Namespace) -> int:
         root=options.root / FOLDER,
     )  # fmt: skip
     prepared = actions.prepare(launch_options)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
+    signals = _Signals()
+    for number in SIGNALS:
+        signal.signal(number, signals)
     path = actions.begin(prepared, f"{BY} {actions.who()}")
     try:
-        plain = options.plain or options.json
-        if not options.json:
-            print_line(f"drill {fault} is launched in {path}")
-        score = _follow(path, fault, options) if plain else _on_screen(path, fault, options)
-    except KeyboardInterrupt:
-        score = read_score(path, fault)
+        score = signals.until_one(lambda: _practise(path, fault, options))
     finally:
         _clean(path)
+    score = score or read_score(path, fault)
     record = asdict(score) | {
         "drill": str(fault), "id": launches.launch_id(path), "path": str(path),
         "reaction": score.reaction and score.reaction[0], "passed": score.passed,
@@ -136,6 +134,30 @@ def drill(options: argparse.Namespace) -> int:
     }  # fmt: skip
     show(options.json, record, map(clean, score.lines()))
     return int(not score.passed)
+
+
+class _Signals:
+    """Handles the signals that end a drill: they are noted, and never end its launch or clean-up.
+
+    Within `until_one`, the first one raises KeyboardInterrupt.
+    """
+
+    noted = raises = False
+
+    def __call__(self, *_: object) -> None:
+        self.noted, self.raises, raises = True, False, self.raises
+        if raises:
+            raise KeyboardInterrupt
+
+    def until_one(self, work: Callable[[], Score]) -> Score | None:
+        """Returns the result of `work`, None where a signal ended it."""
+        try:
+            self.raises = True
+            return None if self.noted else work()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            self.raises = False
 
 
 def _unscored(truth: Truth) -> str:
@@ -160,10 +182,22 @@ def _chosen(options: argparse.Namespace) -> Drill:
     return Drill(options.fault, STEP, rank, kind.amount)
 
 
-def _on_screen(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Runs the screen in a process of its own: it may end its process without any clean-up."""
+def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
+    """Follows the drill, or runs the screen in a process of its own, which may end in any way."""
+    if not options.json:
+        print_line(f"drill {fault} is launched in {path}")
+    if options.plain or options.json:
+        return _follow(path, fault, options)
     command = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
-    subprocess.run(command, check=False)
+    with subprocess.Popen(command) as screen:
+        try:
+            screen.wait()
+        except BaseException:
+            screen.terminate()  # it restores the terminal
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                screen.wait(SCREEN_ENDS_S)
+            screen.kill()
+            raise
     return read_score(path, fault)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_
 
 def practised(capsys, *words: str) -> tuple[int, dict]:
     """Runs a drill in this process, and restores its signal handlers."""
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in drill.SIGNALS}
     code = cli.main([*words, "--json"])
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -150,6 +151,32 @@ def test_a_run_whose_fault_does_not_happen_fails_the_drill_and_is_ended(
     code, found = practised(capsys, *root, "drill", "kill", "--wait", "1")
     assert (code, found["fault_ts"], found["over"], found["passed"]) == (1, None, False, False)
     assert (rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {})["state"] == "ended"
+
+
+@pytest.mark.parametrize("seen", ["plan.json", "plan_state.json", "0-drill/supervisor.json"])
+def test_signals_during_the_start_and_the_clean_up_leave_no_process(
+    tmp_path, capsys, monkeypatch, seen
+):
+    """The first one comes when a file appears, the others while the drill ends its run."""
+    plan = write_plan(tmp_path, phases=[phase("drill", "member.py", 100_000)])
+    monkeypatch.setattr(drill, "PLAN", plan)
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+
+    def interrupt() -> None:
+        while not list(tmp_path.glob(f"artifacts/drills/*/*/{seen}")):
+            time.sleep(0.002)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    root = ("--root", str(tmp_path / "artifacts"))
+    code, found = practised(capsys, *root, "drill", "kill", "--wait", "9")
+    thread.join()
+    assert (code, found["passed"]) == (1, False)
+    state = rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {}
+    assert (state["state"], rundir.is_alive(state["supervisor"])) == ("ended", False)
 
 
 @pytest.mark.slow
