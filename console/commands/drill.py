@@ -122,10 +122,11 @@ def drill(options: argparse.Namespace) -> int:
     for number in SIGNALS:
         signal.signal(number, signals)
     path = actions.begin(prepared, f"{BY} {actions.who()}")
+    owner = _owner(path)
     try:
         score = signals.until_one(lambda: _practise(path, fault, options))
     finally:
-        _clean(path)
+        _clean(path, owner)
     score = score or read_score(path, fault)
     record = asdict(score) | {
         "drill": str(fault), "id": launches.launch_id(path), "path": str(path),
@@ -213,7 +214,7 @@ def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
         stage = (score.fault_ts is not None) + score.right_verdict
         if stage > reached:
             reached, until = stage, time.monotonic() + options.wait
-        if score.done or time.monotonic() >= until:
+        if score.done or not path.is_dir() or time.monotonic() >= until:
             return score
         time.sleep(POLL_S)
 
@@ -289,21 +290,30 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 # --- the end -------------------------------------------------------------------------------------
 
 
-def _clean(path: Path) -> None:
-    """Stops the run; then ends every process of the launch that is still there."""
+def _owner(path: Path) -> dict[str, Any]:
+    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
+    return jsonl.mapping(state, "supervisor")
+
+
+def _clean(path: Path, owner: dict[str, Any]) -> None:
+    """Stops the run; then ends every process of the launch that is still there.
+
+    `owner` is the supervisor at the start: it ends its run on TERM where the directory is gone.
+    """
     source, until = RunSource(path), time.monotonic() + ENDED_S
-    if not status_text.is_over(source.poll()):
+    if not path.is_dir():
+        _kill(process.open_named(owner, path, None), signal.SIGTERM)
+    elif not status_text.is_over(source.poll()):
         with contextlib.suppress(ContractError, OSError):
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
-    while not status_text.is_over(source.poll()) and time.monotonic() < until:
+    while path.is_dir() and not status_text.is_over(source.poll()) and time.monotonic() < until:
         time.sleep(POLL_S)
-    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
-    owner = jsonl.mapping(state, "supervisor")
+    owner = _owner(path) or owner
     while rundir.is_alive(owner) and time.monotonic() < until:
         time.sleep(POLL_S)
+    for identity in (owner, jsonl.mapping(owner, "child")):
+        _kill(process.open_named(identity, path, None))
     for run in launches.run_directories(path):
-        for identity in (owner, jsonl.mapping(owner, "child")):
-            _kill(process.open_named(identity, run, None))
         born = rundir.read_json(run / rundir.RUN, below=run) or {}
         token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
         for pid in process.with_token(token) if token else ():
@@ -313,7 +323,7 @@ def _clean(path: Path) -> None:
             rundir.remove_tree(live)
 
 
-def _kill(handle: process.Handle | None) -> None:
+def _kill(handle: process.Handle | None, number: int = signal.SIGKILL) -> None:
     if handle is not None:
-        handle.send(signal.SIGKILL)
+        handle.send(number)
         handle.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -122,7 +123,7 @@ def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_
     started.wait_steps(5)
     for pid in (started.owner["pid"], started.child()):
         os.kill(pid, signal.SIGSTOP)
-    drill._clean(started.path)
+    drill._clean(started.path, {})
     started.wait_gone(10)
     started.wait(lambda: not rundir.is_alive(started.owner), 10)
     assert not Path(started.state()["live_dir"]).exists()
@@ -177,6 +178,16 @@ def test_signals_during_the_start_and_the_clean_up_leave_no_process(
     assert (code, found["passed"]) == (1, False)
     state = rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {}
     assert (state["state"], rundir.is_alive(state["supervisor"])) == ("ended", False)
+
+
+def test_a_drill_whose_directory_is_removed_ends_its_run(begin: Begin):
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
+    started.wait_steps(2)
+    owner, pids = started.owner, started.pids()
+    shutil.rmtree(started.path)
+    drill._clean(started.path, owner)
+    assert not rundir.is_alive(owner)
+    assert [rundir.start_ticks(pid) for pid in pids.values()] == [None] * len(pids)
 
 
 @pytest.mark.slow
