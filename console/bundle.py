@@ -280,8 +280,9 @@ def facts(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def check(output: Path) -> None:
     """Raises UsageError where a bundle cannot have this name, RefusedError where it exists."""
-    if not output.name.endswith(ENDING) or not output.parent.is_dir():
-        raise UsageError(f"--output {output}: it must end with {ENDING}, in an existing directory")
+    name = output.name.removesuffix(ENDING)
+    if name in ("", output.name) or not output.parent.is_dir():
+        raise UsageError(f"--output {output}: it must be NAME{ENDING}, in an existing directory")
     if os.path.lexists(output):
         raise RefusedError(f"{output} exists; nothing was written")
 
@@ -321,5 +322,6 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
     except OSError as error:
         raise ContractError(f"cannot write {output}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the error that is raised says why
+            temporary.unlink()
     return manifest

@@ -16,6 +16,7 @@ from console.bundle import Redactor
 from tests.console.sources import directory
 from tests.console.test_cli import cli
 from trainers.contract import rundir
+from trainers.contract.errors import ContractError, UsageError
 
 SECRETS = (
     "HF_TOKEN=hf_abcdefghijklmnop", '"HF_TOKEN": "abc\\"def"', "wandb_api_key: 0123456789",
@@ -137,10 +138,14 @@ def test_a_hostile_directory_gives_a_bounded_bundle_without_foreign_files(hostil
 def test_nothing_is_overwritten_and_no_part_stays(hostile, tmp_path):
     output = tmp_path / "x.tar.gz"
     output.symlink_to(tmp_path / "target")
-    for words, code in (("x.tar.gz", 4), ("x.zip", 2), ("nowhere/x.tar.gz", 2)):
+    for words, code in (("x.tar.gz", 4), ("x.zip", 2), (".tar.gz", 2)):
         given = ("bundle", str(hostile), "--output", str(tmp_path / words))
         assert cli(tmp_path, *given).returncode == code
     assert not (tmp_path / "target").exists()
+    with pytest.raises(UsageError):
+        bundle.check(tmp_path / "nowhere" / "x.tar.gz")
+    with pytest.raises(ContractError, match=r"cannot write /proc/self/x\.tar\.gz"):
+        bundle.write(hostile, None, Path("/proc/self/x.tar.gz"), {})
     output.unlink()
     output.write_text("mine")
     with pytest.raises(bundle.RefusedError):
