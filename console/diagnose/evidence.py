@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from console.diagnose import gpu_signs
 from console.diagnose.stack_classes import Where, is_of_torch, where
-from console.diagnose.stall import RankEvidence, names, slowest
+from console.diagnose.stall import STARTING_PHASES, RankEvidence, names, slowest
 from console.model import Gpu
 from console.sources import flight
 from console.sources.flight import Difference, FlightRecord
@@ -21,9 +22,18 @@ LASTING_STATES = ("T", "t", *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 BUSY_SHARE = 0.7
 """A process that uses at least this much of one core runs; one that waits uses far less."""
+ALONE_SHARE = 0.8
+"""Share of a process's CPU time that its main thread used where no other thread computes."""
+GIL_WAITS_PER_S, WATCHER_PER_S = 4.0, (5.0, 21.0)
+"""Waits of a main thread that runs Python code, which hands the GIL to the watcher of the contract;
+and the waits of a watcher that polls 20 times a second and never waits for the GIL."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """System calls in which no rank waits for its peers."""
+HELD = ("disk", "lock", "pipe", "child")
+"""Waits of a rank that works; others are waits for it."""
 NO_WHERE = Where("none", None, None, "")
+UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
+"""Calls that the flight records do not show."""
 FOR_PEERS = ("peers", "device", "none")
 """Stacks that name nobody: they wait for peers or the device, or are not available."""
 
@@ -74,9 +84,32 @@ class Evidence:
     def runs(self, rank: int) -> bool:
         """Returns whether a rank runs in code of its own; CUDA and NCCL wait with a core too."""
         kind = self.places()[rank].kind if rank in self.stacks else "none"
-        return kind not in FOR_PEERS and self._uses_a_core(rank)
+        return kind not in FOR_PEERS and self.uses_a_core(rank)
 
-    def _uses_a_core(self, rank: int) -> bool:
+    def runs_python(self, rank: int) -> bool | None:
+        """Returns whether a main thread that runs is in Python code, None where that is not known.
+
+        Native code that does not hold the GIL lets the watcher run, and does not wait itself.
+        """
+        before, after = self.before.get(rank), self.after.get(rank)
+        if before is None or after is None or after.mono <= before.mono or not after.threads:
+            return None
+        seconds, first = after.mono - before.mono, {each.tid: each for each in before.threads}
+        pairs = [(first[each.tid], each) for each in after.threads if each.tid in first]
+        waits = {
+            b.tid: (b.waits - a.waits) / seconds for a, b in pairs if min(a.waits, b.waits) >= 0
+        }
+        ticks = {b.tid: b.cpu_ticks - a.cpu_ticks for a, b in pairs}
+        own = waits.pop(after.pid, None)
+        if own is None or ticks[after.pid] < ALONE_SHARE * sum(ticks.values()):
+            return None
+        if own >= GIL_WAITS_PER_S:
+            return True
+        low, high = WATCHER_PER_S
+        return None if own or not low <= max(waits.values(), default=0.0) <= high else False
+
+    def uses_a_core(self, rank: int) -> bool:
+        """Returns whether a rank's process runs in both samples."""
         running = all(rank in of and of[rank].state == "R" for of in (self.before, self.after))
         return running or (self.share(rank) or 0.0) >= BUSY_SHARE
 
@@ -146,7 +179,7 @@ class Evidence:
             place = found.get(rank)
             if place is None or place.kind != "own" or place.frame is None:
                 continue
-            if self._uses_a_core(rank) and not gpu_signs.is_idle(rows):
+            if self.uses_a_core(rank) and not gpu_signs.is_idle(rows):
                 doubt = (
                     "waits for its GPU"
                     if gpu_signs.is_running(rows)
@@ -158,11 +191,21 @@ class Evidence:
     def difference(self, ranks: Sequence[RankEvidence]) -> Difference:
         """Returns the first difference between the flight records of these ranks.
 
-        A rank whose stack waits in a call that all ranks have made is not behind.
+        A rank whose stack waits in a call that all ranks have made is not behind. One that waits in
+        a call that is never recorded, while all others wait for it, calls another thing than they.
         """
         found, places = flight.compare(self.flights, [each.rank for each in ranks]), self.places()
-        if found.inside and all(places.get(r, NO_WHERE).kind == "peers" for r in found.ranks):
+        late = {rank: places.get(rank, NO_WHERE) for rank in found.ranks}
+        if found.kind != "behind" or any(place.kind != "peers" for place in late.values()):
+            return found
+        if found.inside:
             return replace(found, kind="same", ranks=())
+        waits = all(places.get(each.rank, NO_WHERE).kind == "peers" for each in ranks)
+        if waits and all(p.frame and UNRECORDED.match(p.frame.function) for p in late.values()):
+            others = tuple(each.rank for each in ranks if each.rank not in late)
+            odd = others if len(others) < len(late) else found.ranks
+            text = "; ".join(f"rank {rank} {place.text}" for rank, place in [*late.items()][:4])
+            return replace(found, kind="mismatch", ranks=odd, text=f"{found.text}; {text}")
         return found
 
 
@@ -220,6 +263,7 @@ def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
 def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
     odd, said = [], []
     abnormal = [each.rank for each in ranks if evidence.is_abnormal(each.rank)]
+    abnormal = abnormal or _starting(ranks, evidence)
     for each in ranks:
         found, share = evidence.after.get(each.rank), evidence.share(each.rank)
         if found is None:
@@ -232,6 +276,17 @@ def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
             said.append(f"rank {each.rank} in state {found.state}{used}{what}")
     none = "no process is in an unusual state" if evidence.after else ""
     return Sign("processes", _odd(odd, ranks), "; ".join(said[:8]) or none)
+
+
+def _starting(ranks: Sequence[RankEvidence], evidence: Evidence) -> list[int]:
+    """Returns the ranks for which the others wait during the start: those that compute or read."""
+    if any(each.phase and each.phase not in STARTING_PHASES for each in ranks):
+        return []
+    places = evidence.places()
+    works = [each.rank for each in ranks if evidence.uses_a_core(each.rank)
+             and places.get(each.rank, NO_WHERE).kind not in ("peers", "store")]  # fmt: skip
+    held = [rank for rank, found in evidence.after.items() if found.main.kind in HELD]
+    return works or held
 
 
 def _of_gpus(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
