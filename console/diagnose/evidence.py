@@ -89,16 +89,16 @@ class Evidence:
     def runs_python(self, rank: int) -> bool | None:
         """Returns whether a main thread that runs is in Python code, None where that is not known.
 
-        Native code that does not hold the GIL lets the watcher run, and does not wait itself.
+        Native code that does not hold the GIL lets the watcher run, and does not wait itself. The
+        threads of Python have the name of the main thread, those of libraries mostly their own.
         """
         before, after = self.before.get(rank), self.after.get(rank)
         if before is None or after is None or after.mono <= before.mono or not after.threads:
             return None
         seconds, first = after.mono - before.mono, {each.tid: each for each in before.threads}
         pairs = [(first[each.tid], each) for each in after.threads if each.tid in first]
-        waits = {
-            b.tid: (b.waits - a.waits) / seconds for a, b in pairs if min(a.waits, b.waits) >= 0
-        }
+        waits = {b.tid: (b.waits - a.waits) / seconds for a, b in pairs
+                 if b.name == after.threads[0].name and min(a.waits, b.waits) >= 0}  # fmt: skip
         ticks = {b.tid: b.cpu_ticks - a.cpu_ticks for a, b in pairs}
         own = waits.pop(after.pid, None)
         if own is None or ticks[after.pid] < ALONE_SHARE * sum(ticks.values()):

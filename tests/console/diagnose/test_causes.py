@@ -44,6 +44,7 @@ def working(waits, others=(20.0,), ticks=190):
         ]
         threads += [ThreadEvidence(1001 + at, "python", "S", "", 0, int(each * mono) + 5)
                     for at, each in enumerate(others)]  # fmt: skip
+        threads += [ThreadEvidence(1009, "gloo_tcp_loop", "S", "", 0, int(98 * mono) + 5)]
         return replace(
             IDLE, state="R", wchan="", main=BlockedOn("none", ""), mono=mono,
             cpu_ticks=100 + int(ticks * mono / 2), threads=tuple(threads),
