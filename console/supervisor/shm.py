@@ -156,6 +156,12 @@ class LastPulses:
         last = self._found[rank]
         return last.step if last is not None else 0
 
+    def phase(self, rank: int, step: int) -> str:
+        """Returns the reported phase of `step` in which a rank ended, "" where it is not known."""
+        last = self._found.get(rank)
+        known = last is not None and last.step == step and last.phase not in ("step", "exit")
+        return last.phase if known else ""
+
     @property
     def newest(self) -> int:
         """The newest last step of the ended ranks, 0 without a pulse."""
