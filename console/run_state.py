@@ -162,8 +162,9 @@ class Facts:
         lost_peer = [end for end in failed if end.lost_peer]
         if not lost_peer or not all(end.secondary for end in failed):
             return None
-        first = min(self.position(end) for end in failed)
-        early = [end for end in self.ends if end.code == 0 and self.position(end) < first]
+        first, ts = min(self.position(end) for end in failed), min(e.ts or 0.0 for e in failed)
+        early = [end for end in self.ends if end.code == 0 and (
+            self.position(end) < first or (end.ts and abs(end.ts - ts) < TOGETHER_S))]  # fmt: skip
         return min(early, key=self.position, default=None)
 
     def culprit(self) -> RankEnd | None:

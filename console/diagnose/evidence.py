@@ -24,9 +24,10 @@ BUSY_SHARE = 0.7
 """A process that uses at least this much of one core runs; one that waits uses far less."""
 ALONE_SHARE = 0.8
 """Share of a process's CPU time that its main thread used where no other thread computes."""
-GIL_WAITS_PER_S, WATCHER_PER_S = 4.0, (5.0, 21.0)
+GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
 """Waits of a main thread that runs Python code, which hands the GIL to the watcher of the contract;
-and the waits of a watcher that polls 20 times a second and never waits for the GIL."""
+of a watcher that polls 20 times a second and never waits for the GIL; and of one that asks for it
+every 5 ms and never gets it."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """System calls in which no rank waits for its peers."""
 HELD = ("disk", "lock", "pipe", "child")
@@ -89,7 +90,7 @@ class Evidence:
     def runs_python(self, rank: int) -> bool | None:
         """Returns whether a main thread that runs is in Python code, None where that is not known.
 
-        Native code that does not hold the GIL lets the watcher run, and does not wait itself. The
+        Native code never waits for the GIL: it lets the watcher run, or holds the GIL. The
         threads of Python have the name of the main thread, those of libraries mostly their own.
         """
         before, after = self.before.get(rank), self.after.get(rank)
@@ -105,8 +106,8 @@ class Evidence:
             return None
         if own >= GIL_WAITS_PER_S:
             return True
-        low, high = WATCHER_PER_S
-        return None if own or not low <= max(waits.values(), default=0.0) <= high else False
+        most, (low, high) = max(waits.values(), default=0.0), WATCHER_PER_S
+        return False if own == 0 and (low <= most <= high or most >= GIL_HELD_PER_S) else None
 
     def uses_a_core(self, rank: int) -> bool:
         """Returns whether a rank's process runs in both samples."""

@@ -123,6 +123,7 @@ def test_a_cause_is_named_with_the_rank_that_blocks_in_the_phase_of_its_peers(ca
     [
         (25.0, (60.0,), "busy", "runs Python code at 95% of a core", "high"),
         (0.0, (20.0,), "native", "runs native code at 95% of a core", "high"),
+        (0.0, (190.0,), "native", "runs native code at 95% of a core", "high"),  # with the GIL
         (0.0, (40.0,), "busy", "runs at 95% of a core", "medium"),  # the watcher waits for the GIL
         (0.0, (), "busy", "runs at", "medium"),  # no watcher that would need the GIL
         (0.0, (0.0,), "busy", "runs at", "medium"),  # or one that is blocked
