@@ -243,6 +243,16 @@ def document(result: Result) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def earlier(path: Path) -> list[Result]:
+    """Returns the results in a file that `--json` wrote."""
+    found = []
+    for entry in json.loads(path.read_text()):
+        case = Case(**{key: entry["case"][key] for key in ("fault", "world", "rank", "phases")})
+        said = Said(**entry["said"]) if entry["said"] else None
+        found.append(Result(case, said, entry["not_run"]))
+    return found
+
+
 def line(result: Result) -> str:
     said = result.said
     words = f"{said.cause}, rank {said.rank}, {said.phase}, {said.sure}" if said else "no verdict"
@@ -261,6 +271,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
     parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument(
+        "--add", type=Path, action="append", default=[], metavar="FILE",
+        help="results of an earlier run, from --json, to report with these",
+    )  # fmt: skip
     parser.add_argument("--publish", action="store_true", help="write the result of a selection")
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     options = parser.parse_args()
@@ -282,6 +296,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; the processes of all cases are ended", file=sys.stderr)
         return 130
+    results = [each for path in options.add for each in earlier(path)] + results
     if not (len(cases) == len(CASES) or options.publish):
         print(report(results))
         return 0

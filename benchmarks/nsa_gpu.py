@@ -22,6 +22,7 @@ from nsa.attention import DenseAttention, NSAttention
 from nsa.backends import Route
 from nsa.config import ModelConfig, flops_per_token, parameter_count
 from nsa.model import Transformer
+from nsa.profiler_ranges import PREFIX
 from trainers.precision import peak_flops
 
 LAYER_TOKENS = (2048, 8192, 32768)
@@ -124,6 +125,7 @@ def steps(rounds: int) -> str:
                 if name == "dense, same shape":
                     continue
                 took_ms, peak_gib = measured(train_step(config, batch, compiled), rounds)
+                print(batch, compiled, name, took_ms, peak_gib, file=sys.stderr, flush=True)
                 rate = batch * STEP_TOKENS / took_ms * 1e3
                 mfu = [
                     f"{100 * flops_per_token(config, STEP_TOKENS, causal) * rate / peak:.1f}"
@@ -143,11 +145,12 @@ def kernels(seq_len: int = STEP_TOKENS) -> str:
     config = models()["nsa"]
     step = layer_step(NSAttention(config).cuda(), seq_len, config.dim)
     step()
-    with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity)[:2]) as found:
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as found:
         step()
         torch.cuda.synchronize()
     averages = [each for each in found.key_averages() if each.self_device_time_total > 0
-                and not each.key.startswith("aten::")]  # fmt: skip
+                and not each.key.startswith(("aten::", PREFIX))]  # fmt: skip
     total = sum(each.self_device_time_total for each in averages) or 1
     averages.sort(key=lambda each: -each.self_device_time_total)
     rows = [
@@ -167,9 +170,12 @@ def main() -> int:
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = ", ".join(f"`{name}` {parameter_count(c):,} parameters" for name, c in models().items())
+    parts = []
+    for part in (kernels, lambda: layers(arguments.rounds), lambda: steps(arguments.rounds)):
+        parts.append(part())
+        print(parts[-1], flush=True)
     publish(
-        "nsa_gpu", "NSA against dense attention on a GPU",
-        f"{layers(arguments.rounds)}\n\n{steps(arguments.rounds)}\n\n{kernels()}",
+        "nsa_gpu", "NSA against dense attention on a GPU", "\n\n".join(parts),
         f"{torch.cuda.get_device_name()}, driver's CUDA {torch.version.cuda}, bf16 autocast over "
         f"fp32 weights, batch 1 for layers, medians of {arguments.rounds} between CUDA events. "
         f"A ratio above 1 means that NSA is the faster. {sizes}.",

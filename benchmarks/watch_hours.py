@@ -2,7 +2,8 @@
 
 Replays healthy histories through the real watchdog, one update a second, with --halt: step
 times with heavy tails, whose excess lies in one phase of one rank while the others wait; records
-every 1 or 20 steps; pauses for evaluation and saving; hours of a slow loader; drifting entropy.
+every 1 or 20 steps; pauses for evaluation and saving; hours of a slow loader; drifting entropy;
+restarts; text or random bytes; fp16 that calibrates its loss scale; busy or half idle GPUs.
 Then sick histories, which must raise their rule.
 """
 
@@ -87,14 +88,27 @@ class Counts:
 
 
 class Run:
-    """One simulated run: edges of phases for each rank, records, memory, GPUs."""
+    """One simulated attempt: edges of phases for each rank, records, memory, GPUs."""
 
     def __init__(self, case: Case, rng: random.Random):
         self.case, self.rng = case, rng
         self.paces = [Pace() for _ in range(case.world)]
-        self.step, self.slower, self.slow_until = 0, 0.0, 0.0
+        self.random_bytes = rng.random() < 0.5
+        self.settings = {
+            "data.source": "synthetic" if self.random_bytes else "text", "data.seq_len": 512,
+            "train.batch_size": 8, "train.accumulate": 1, "train.strategy": "ddp",
+            "model.vocab_size": 256, "attention.force_branch": "none",
+        }  # fmt: skip
+        self.env = {
+            "config": "configs/m7c_125m.yaml", "run": "base-1/0-train", "parameters": 81_894_576,
+            "parameters_counted": 81_894_576, "backend": {"cmp": "masked", "win": "banded"},
+        }  # fmt: skip
+        self.skipped, self.calibrates = 0, rng.random() < 0.5
+        self.busy, self.power = rng.uniform(0.45, 1.0), rng.uniform(0.4, 0.9)
+        self.first = rng.choice((0, rng.randrange(20, 40_000, 20)))
+        self.step, self.slower, self.slow_until = self.first, 0.0, 0.0
         self.next_eval, self.next_save = rng.uniform(600, 3000), rng.uniform(900, 4000)
-        self.learns_at = rng.uniform(50, 3000)
+        self.learns_at = self.step + rng.uniform(50, 3000)
         self.entropy = UNIFORM_NATS
         self.durations: list[float] = []
         self.spent = [[0.0] * 4 for _ in range(case.world)]
@@ -110,7 +124,9 @@ class Run:
         begun, rng, case = self.ends, self.rng, self.case
         self.step += 1
         took = case.median_s * case.draw(rng) + self.slower * case.median_s
-        took = rng.uniform(20, 280) if self.step == 1 else min(took, COLLECTIVE_TIMEOUT_S)
+        took = (
+            rng.uniform(20, 280) if self.step == self.first + 1 else min(took, COLLECTIVE_TIMEOUT_S)
+        )
         usual = min(took, 2 * case.median_s)
         victim, phase = rng.randrange(case.world), rng.choice((0, 1, 2, 3))
         if self.slower:
@@ -136,7 +152,7 @@ class Run:
                 self.spent[rank][place] += seconds
         self.durations.append(ended - begun)
         self.ends = ended
-        if self.step <= 5 or self.step % case.log_every == 0:
+        if self.step - self.first <= 5 or self.step % case.log_every == 0:
             self._record()
         self._pause()
 
@@ -146,12 +162,24 @@ class Run:
             drift = self.entropy + rng.gauss(-0.002, 0.01)
             self.entropy = min(1.09, max(0.4, drift))
         tokens = 4096 * self.case.world * count
+        self.skipped += sum(
+            rng.random() < (0.4 if self.calibrates and self.step - self.first < 30 else 0.005)
+            for _ in range(count)
+        )
+        loss = 5.5 / (1 + self.step / 2000) + abs(rng.gauss(0, 0.3))
+        if self.random_bytes:
+            loss = (
+                math.log(256)
+                + abs(rng.gauss(0, 0.3)) / self.step
+                + rng.gauss(0.002, 0.26 / math.sqrt(4096 * self.case.world))
+            )
         for rank in range(self.case.world):
             record = {
                 "v": 1, "attempt": 1, "rank": rank, "step": self.step, "msg": "progress",
-                "ts": self.ends, "loss": 5.5 / (1 + self.step / 2000) + abs(rng.gauss(0, 0.3)),
+                "ts": self.ends, "loss": loss, "host": f"node{rank // 4}",
+                "batch_crc32": f"{rng.getrandbits(32):08x}", "gpu_mem_reserved": 60_000,
                 "grad_norm": "inf" if rng.random() < 1e-3 else rng.lognormvariate(0, 0.7),
-                "skipped_steps": 0, "steps_dt_s": list(self.durations),
+                "skipped_steps": self.skipped, "steps_dt_s": list(self.durations),
                 "toks_per_s": tokens / sum(self.durations), "gate_entropy_mean": self.entropy,
                 "gate_max_gate": 0.36 + 0.4 * (UNIFORM_NATS - self.entropy),
                 "gate_collapse_frac": abs(rng.gauss(0, 0.02)),
@@ -202,14 +230,18 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
         while run.ends <= now:
             run.advance()
         rss = {rank: peak * (1 - math.exp(-now / 900)) + rng.random() * 60 for rank in range(world)}
+        seen = run.evidence(now)
+        works = all(each.phase in PHASES for each in seen)
+        busy = min(1.0, max(0.0, run.busy + rng.gauss(0, 0.1))) if works else 0.1 * rng.random()
         gpus = tuple(
-            Gpu(rank, "A100", "error" if rng.random() < 1e-4 else "ok", util_pct=100 * rng.random(),
+            Gpu(rank, "A100", "error" if rng.random() < 1e-4 else "ok", util_pct=100 * busy,
+                power_w=60 + 340 * busy * run.power * rng.uniform(0.8, 1.1), power_limit_w=400.0,
                 mem_used_mib=61_000 + 500 * rng.random(), mem_total_mib=81_920.0,
                 throttle="hardware thermal" if rng.random() < 0.01 else "", ecc_uncorrected=0)
             for rank in range(world)
         )  # fmt: skip
         yield Readings(
-            mono=now, ts=1.8e9 + now + 0.2 * math.sin(now / 5000), ranks=run.evidence(now),
+            mono=now, ts=1.8e9 + now + 0.2 * math.sin(now / 5000), ranks=seen, env=run.env,
             fresh=[progress for pace in run.paces for progress in pace.take_fresh()],
             progress={rank: p for rank, pace in enumerate(run.paces) if (p := pace.progress)},
             rss_mib=rss,
@@ -218,17 +250,19 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
         )  # fmt: skip
 
 
-def halting(every_s: int = 1) -> Watchdog:
+def halting(run: Run, every_s: int = 1) -> Watchdog:
     """Returns a watchdog with default limits and --halt."""
-    return Watchdog(Watch(), dict.fromkeys(HALTING, "halt"), every_s)
+    return Watchdog(Watch(), dict.fromkeys(HALTING, "halt"), every_s, run.settings)
 
 
 def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
     """Returns the alerts and actions for healthy runs of one kind, one update every `every_s`."""
     counts, rng = Counts(), random.Random(f"{case.name} {seed}")
     while counts.hours < hours:
-        length = min(RUN_HOURS, hours - counts.hours)
-        dog, run, lasted = halting(every_s), Run(case, rng), 0.0
+        # An attempt may end early; the next one resumes, or starts at step 1.
+        length = min(RUN_HOURS * rng.choice((0.1, 1)), hours - counts.hours)
+        run, lasted = Run(case, rng), 0.0
+        dog = halting(run, every_s)
         for now in moments(run, length, every_s):
             begun = time.thread_time()
             changes = dog.update(now)
@@ -295,6 +329,23 @@ def _lame(run: Run, now: Readings) -> Readings:
     return now
 
 
+def _of_rank(rank: int, **fields: Any) -> Spoil:
+    def spoil(run: Run, now: Readings) -> Readings:
+        run.spoil = lambda record: record.update(fields if record["rank"] == rank else {})
+        return now
+
+    return spoil
+
+
+def _skipping(run: Run, now: Readings) -> Readings:
+    run.spoil = lambda record: record.update(skipped_steps=record["step"] // 4)
+    return now
+
+
+def _gpus(**fields: Any) -> Spoil:
+    return _with(gpus=lambda now: tuple(replace(gpu, **fields) for gpu in now.gpus))
+
+
 SICK: dict[str, Spoil] = {
     "stall": _frozen,
     "throughput_drop": _slower(30.0),
@@ -314,6 +365,21 @@ SICK: dict[str, Spoil] = {
     "imbalance": _lame,
     "disk": _with(disk_free_gib=lambda now: 2.0),
     "clock": _with(ts=lambda now: now.ts + 30),
+    "random_loss": _in_records(loss=5.5),
+    "rank_zero_gradient": _of_rank(1, grad_norm=0.0),
+    "same_batch": _in_records(batch_crc32="7"),
+    "constant_figure": _in_records(loss=5.5512345),
+    "skipped_steps": _skipping,
+    "host_bound": _gpus(util_pct=12.0, power_w=90.0),
+    "no_power": _gpus(util_pct=99.0, power_w=80.0),
+    "backend": _with(env=lambda now: {"backend": {"win": "banded (flash-attn is missing)"}}),
+    "model_size": _with(
+        env=lambda now: {
+            "config": "m7c_125m.yaml",
+            "parameters": 254_499,
+            "parameters_counted": 254_499,
+        }
+    ),
 }
 """By rule: the change that makes an even run sick, `SICK_AT_S` after its start."""
 
@@ -323,8 +389,9 @@ def seen_after_s(
 ) -> tuple[float | None, float | None]:
     """Returns the seconds from the beginning until a rule was raised, and until it would halt."""
     run = Run(CALM, random.Random(seed))
+    run.random_bytes, run.settings["data.source"] = True, "synthetic"
     run.learns_at, run.slow_until, run.sick_at = 0, math.inf, sick_at_s
-    dog, raised, acted = halting(), None, None
+    dog, raised, acted = halting(run), None, None
     for now in moments(run, SICK_HOURS):
         sick = now.mono >= sick_at_s
         for change in dog.update(SICK[name](run, now) if sick else now):

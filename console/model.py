@@ -154,6 +154,8 @@ class Verdict:
     """Signs that name another rank, and evidence that is not available."""
     action: str = ""
     """The next step of an operator, "" where none is known."""
+    place: str = ""
+    """File and line of the rank's own code, "" where its stack does not show it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ STDLIB = sys.stdlib_module_names
 FLOORS = (
     "model", "error_patterns", "rank_end", "run_state", "user_config", "status_text",
     "action_table", "request_schema", "sources", "diagnose", "plans", "supervisor", "targets",
-    "actions", "tui", "commands", "cli",
+    "actions", "bundle", "tui", "commands", "cli",
 )  # fmt: skip
 
 

@@ -8,8 +8,10 @@ every wait has a time limit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,13 +45,22 @@ class Batch:
     scored: Tensor | None
     """bool `[B, S]`; None: every position."""
     tokens_scored: int
+    tokens: Tensor | None = None
+    """The tokens `[B, S + 1]` on the CPU, as the source returned them."""
+
+    def crc32(self) -> str:
+        """Returns a checksum of this rank's tokens in hexadecimal digits, "" without tokens."""
+        if self.tokens is None or not self.tokens.numel():
+            return ""
+        size = self.tokens.numel() * self.tokens.element_size()
+        return f"{zlib.crc32((ctypes.c_char * size).from_address(self.tokens.data_ptr())):08x}"
 
     def to(self, device: torch.device) -> Batch:
         """Returns the batch on `device`; from pinned memory the copy overlaps the last step."""
         scored = None if self.scored is None else self.scored.to(device, non_blocking=True)
         inputs = self.inputs.to(device, non_blocking=True)
         targets = self.targets.to(device, non_blocking=True)
-        return Batch(inputs, targets, scored, self.tokens_scored)
+        return Batch(inputs, targets, scored, self.tokens_scored, self.tokens)
 
 
 class Loader:
@@ -140,7 +151,7 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
         mask = None if mask is None else mask.pin_memory()
-    return Batch(inputs, targets, mask, source.scored * count)
+    return Batch(inputs, targets, mask, source.scored * count, tokens.contiguous())
 
 
 def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:

@@ -91,6 +91,8 @@ def fetch(t: Training, step: int) -> list[Batch]:
     began, epoch = time.perf_counter(), t.loader.epoch
     batches = t.loader.fetch(t.settings.train.accumulate)
     t.report.fetched(time.perf_counter() - began)
+    if t.report.due(step):
+        t.report.batch_crc32 = batches[0].crc32()
     if t.loader.epoch != epoch:
         t.member.log(f"data: end of {t.loader.source.about}; epoch {t.loader.epoch} begins")
     return batches

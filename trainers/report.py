@@ -81,6 +81,8 @@ class Report:
         self.steps_done = self._steps_before = self._tokens_before = 0
         self.skipped_before = 0
         self.first_loss: float | None = None
+        self.batch_crc32 = ""
+        """The checksum of the first micro-batch of the step, at steps with a progress record."""
         self._started = self._ended_at = time.perf_counter()
         self._training_s = 0.0
         self._durations: list[float] = []
@@ -120,7 +122,7 @@ class Report:
             "ts": time.time(), "host": rundir.host_name(), "world": self._member.world,
             "parameters": parameter_count(self.settings.model),
             "flops_per_token": self.flops_per_token, "peak_flops": peak_flops,
-            "tokens_per_step": self._tokens_per_step, **facts,
+            "tokens_per_step": self._tokens_per_step, "config": self._resolved.config, **facts,
             "settings": self._resolved.as_dict(),
         }  # fmt: skip
         path = self._member.run / rundir.ENV
@@ -226,7 +228,7 @@ class Report:
             "tokens_total": self.tokens_total, "mfu": self._mfu(rate),
             "steps_dt_s": [round(duration, 6) for duration in self._durations],
             "skipped_steps": self.skipped_before + skipped_steps, "rss_mib": _rss_mib(),
-            "dropped_records": self._member.recorder.dropped,
+            "dropped_records": self._member.recorder.dropped, "batch_crc32": self.batch_crc32,
         }  # fmt: skip
         for name in PHASE_FIELDS:
             fields[f"dt_{name}_s"] = round(phases_s.get(name, 0.0) / steps, 6)

@@ -148,6 +148,24 @@ QUERIES: tuple[Command, ...] = (
         INTERVAL,
     ), "Without --plain and --json: the screen. --json prints the status at the end.\n",
        "query.watch"),
+    Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
+            ("diagnose latest", "diagnose latest --dump", "diagnose runs/by_hand --json"), (
+        _run(),
+        option("--dump", action="store_true",
+               help="dump the stacks first, of the ranks that handle the signal"),
+    ), "The verdict is that of the supervisor. Without a supervisor, the evidence is\n"
+       "collected now, which takes about 4 s. + supports the verdict, - names another\n"
+       "rank, ? is not available. Exit code 0: no stall; 1: stalled, or not known; for\n"
+       "a run that has ended: as `status`.\n"
+       + LEGACY, "diagnose.diagnose"),
+    Command("bundle", "Write one archive of a run for a bug report, without secrets.",
+            ("bundle latest", "bundle latest --output run.tar.gz"), (
+        _run(),
+        option("--output", type=path, metavar="FILE",
+               help="new file that ends with .tar.gz (default: bundle-ID-TIME.tar.gz here)"),
+    ), "MANIFEST.json in it lists the size and SHA-256 of each file, and what was cut\n"
+       "off or left out. Nothing is read through links, at most 64 MiB in all.\n" + LEGACY,
+       "bundle.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
     ), (
@@ -211,6 +229,24 @@ LAUNCH = Command(
        "status at the end. Without --wait, 0 means that the launch has started.\n",
     "control.launch",
 )  # fmt: skip
+DRILL = Command(
+    "drill", "Practise a fault: launch a small run with it, and score the reaction.",
+    ("drill", "drill stop", "drill sleep --rank 0 --plain --wait 60"), (
+        option("fault", nargs="?", type=word, metavar="FAULT",
+               help="name of a fault (default: list all)"),
+        option("--list", action="store_true", help="list the faults and start nothing"),
+        option("--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
+               help="the rank that has the fault (default: the last)"),
+        option("--nproc", type=at_least(1, "a number of processes"), default=2, metavar="N",
+               help="processes of the run, 1-16 (default: %(default)s)"),
+        option("--plain", "--no-screen", action="store_true",
+               help="print one sentence per change, no screen"),
+        option("--wait", type=seconds, default=300.0, metavar="SECONDS",
+               help="longest wait for the verdict, and then for an action (default: %(default)g)"),
+    ), "React on the screen, or from another shell: stop RUN, or kill -CONT PID. The run\n"
+       "is stopped at the end. Exit code 0: verdict and reaction were right; else 1.\n",
+    "drill.drill",
+)  # fmt: skip
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(), option("--yes", action="store_true", help="confirm after a reboot of the host"),
@@ -254,4 +290,4 @@ def _verbs() -> Iterator[Command]:
         yield Command(verb, actions[0].help, examples, (*options, TIMEOUT), target="control.act")
 
 
-TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, ADOPT, *_verbs(), DO)
+TABLE: tuple[Command, ...] = (*QUERIES, LAUNCH, DRILL, ADOPT, *_verbs(), DO)

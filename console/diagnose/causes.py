@@ -218,6 +218,8 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
         others(case, culprits), exits(case.exited),
     )  # fmt: skip
     action = _action(cause, culprits, frame) if cause else ""
+    if of.where.own and not native:
+        verdict = replace(verdict, place=of.where.own.place)
     return _with_signs(verdict, found, numbers, evidence, action)
 
 

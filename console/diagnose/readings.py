@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from console.diagnose.stall import RankEvidence
+from console.diagnose.truth_history import TruthHistory
 from console.model import Gpu
 from console.sources.pace import Progress
 from trainers.contract import jsonl
@@ -27,7 +28,6 @@ SURE_Z = 6.0
 """A rate has fallen when it fell by this many standard errors of a median."""
 LEAST_SPREAD = 0.02
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
-OWN_RECORDS, OWN_LEAST = 16, 8
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
 JUMP_KEPT_S = 60.0
 
@@ -57,6 +57,8 @@ class Readings:
     """Why the records do not confirm a stall, "" where they do."""
     csv: Progress | None = None
     """The newest row of training.csv."""
+    env: Mapping[str, Any] = field(default_factory=dict)
+    """env.json of this attempt, {} without it."""
 
 
 def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,15 +115,13 @@ class History:
         self.pace_ratio: float | None = None
         """Steps per second of the last minute ÷ those before, by the pulses and our own clock."""
         self.growth_mib_s: dict[int, float] = {}
-        self.own_s: dict[int, float] = {}
-        """Median time of each rank in fetch and forward, in which it waits for no other rank."""
+        self.truth = TruthHistory()
         self.ecc: dict[int, Counter] = {}
         self.xids: dict[int, Counter] = {}
         """Xids by GPU. `at` also covers an Xid that may have ended the attempt before."""
         self.jump_s = 0.0
         self._uniform_since: int | None = None
         self._rates: deque[float] = deque(maxlen=KEPT_RATES)
-        self._own: dict[int, deque[float]] = {}
         self._rss: dict[int, deque[tuple[float, float]]] = {}
         self._rss_at = -math.inf
         self._rated_at, self._unrated = -math.inf, False
@@ -134,11 +134,15 @@ class History:
         found = jsonl.number(self._settings, setting)
         return default if found is None else found
 
+    def value(self, setting: str) -> Any:
+        """Returns a setting of the run as it is in run.json, None without it."""
+        return self._settings.get(setting)
+
     def update(self, now: Readings) -> None:
         """Adds one moment."""
         self._update_clock(now.ts - now.mono, now.mono)
+        self.truth.update(now.fresh, now.ranks, now.gpus, now.mono, (self.rate_ratio or 1.0) < 1)
         for progress in now.fresh:
-            self._update_own(progress)
             if progress.loss is not None:
                 before = self.nonfinite.get(progress.rank, 0)
                 self.nonfinite[progress.rank] = 0 if math.isfinite(progress.loss) else before + 1
@@ -208,16 +212,6 @@ class History:
         if self._uniform_since is None or progress.step < self._uniform_since:
             self._uniform_since = progress.step
         self.uniform_steps = progress.step - self._uniform_since
-
-    def _update_own(self, progress: Progress) -> None:
-        parts = (progress.dt_fetch_s, progress.dt_forward_s)
-        own_s = sum(part for part in parts if part is not None and 0 <= part < math.inf)
-        if own_s <= 0:
-            return
-        times = self._own.setdefault(progress.rank, deque(maxlen=OWN_RECORDS))
-        times.append(own_s)
-        if len(times) >= OWN_LEAST:
-            self.own_s[progress.rank] = median(times)
 
     def _update_rss(self, now: Readings) -> None:
         for rank, rss_mib in now.rss_mib.items():

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import replace
 
-from console.diagnose import corroborate
-from console.diagnose.corroborate import Corroborate
+from console.diagnose import corroborate, truth
 from console.diagnose.readings import History, Readings
+from console.diagnose.rule import Measure, Measured, Rule
 from console.diagnose.stall import limit_s, slowest
 from console.diagnose.verdict import ENDED_STATES, STOPPED_STATES, diagnose
-from console.model import RECENT_XID_S, Gpu, Level
+from console.model import RECENT_XID_S, Gpu
 from console.sources.gpu import xid_words
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.plan import WATCH_ACTIONS as ACTIONS
@@ -28,74 +27,6 @@ STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
 """A strong action needs its condition for this many times the duration of the alert, in all."""
-PURE_NUMBERS = ("limits", "ratio")
-"""Units of a ratio, which `bound` does not write."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A measured value with its sentence; the times are those of a rule with its own limit.
-
-    `limit_s` is how long the condition may last and `lasted_s` how long it has, by its evidence.
-    `counts` has the value's parts by GPU: a raised rule is raised again when one of them rises.
-    """
-
-    value: float
-    text: str = ""
-    limit_s: float = 0.0
-    lasted_s: float = math.inf
-    counts: Mapping[int, int] = field(default_factory=dict)
-
-
-Measure = Callable[[Readings, History, Watch], Measured | None]
-"""Returns None where the value is not measured, which neither raises nor clears the rule."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One row of the table.
-
-    A strong action needs the value `severe`, where one is given, and the second source that
-    `corroborate` reads; a rule without one can only warn or dump. `watchdog --halt` halts a run
-    for the rules that have an `anomaly`, the word that it writes to `.anomaly_type`.
-    """
-
-    name: str
-    help: str
-    unit: str
-    threshold: float
-    clear: float
-    for_s: float
-    measure: Measure
-    corroborate: Corroborate | None = None
-    level: Level = "warn"
-    action: str = "warn"
-    severe: float | None = None
-    anomaly: str = ""
-
-    def is_breached(self, value: float) -> bool:
-        return self._reaches(value, self.threshold)
-
-    def bound(self, value: float) -> str:
-        """Returns a bound with its sign and unit: "≤ 70 %", "≥ 3 consecutive records"."""
-        sign = "≥" if self.threshold >= self.clear else "≤"
-        if self.unit == "share":
-            return f"{sign} {100 * value:g} %"
-        if self.unit in PURE_NUMBERS:
-            return f"{sign} {value:g}"
-        unit = self.unit.removesuffix("s") if value == 1 else self.unit
-        return f"{sign} {value:g} {unit}"
-
-    def is_severe(self, value: float) -> bool:
-        """Returns whether a value is bad enough for a strong action."""
-        return self._reaches(value, self.threshold if self.severe is None else self.severe)
-
-    def is_cleared(self, value: float) -> bool:
-        return value <= self.clear if self.threshold >= self.clear else value >= self.clear
-
-    def _reaches(self, value: float, bound: float) -> bool:
-        return value >= bound if self.threshold >= self.clear else value <= bound
-
 
 # --- measures --------------------------------------------------------------------------------
 
@@ -125,7 +56,8 @@ def _throughput_drop(_now: Readings, history: History, _watch: Watch) -> Measure
     ratio = history.rate_ratio
     if ratio is None:
         return None
-    return Measured(ratio, f"throughput fell to at most {ratio:.0%} of its earlier value")
+    slower = history.truth.slower() if ratio < 1 else ""
+    return Measured(ratio, f"throughput fell to at most {ratio:.0%} of its earlier value{slower}")
 
 
 def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
@@ -286,15 +218,6 @@ _throttle = _gpus_with(
 )  # fmt: skip
 
 
-def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    if len(history.own_s) < 2:
-        return None
-    rank = max(history.own_s, key=lambda rank: history.own_s[rank])
-    ratio = history.own_s[rank] / median(s for other, s in history.own_s.items() if other != rank)
-    text = f"rank {rank} takes {ratio:.1f} times as long as the other ranks in fetch and forward"
-    return Measured(ratio, text)
-
-
 def _disk(now: Readings, _history: History, _watch: Watch) -> Measured | None:
     if now.disk_free_gib is None:
         return None
@@ -341,11 +264,10 @@ TABLE: tuple[Rule, ...] = (
     Rule("ecc", "uncorrected memory errors of a GPU in this attempt", "errors",
          1, 0, 0.0, _ecc, level="crit"),
     Rule("throttle", "GPUs throttled by heat or power", "GPUs", 1, 0, 60.0, _throttle),
-    Rule("imbalance", "fetch and forward of the slowest rank ÷ median of the others", "ratio",
-         1.3, 1.15, 300.0, _imbalance),
     Rule("disk", "free space ÷ max(2 checkpoints, 1 GiB)", "ratio", 1.0, 1.2, 5.0, _disk,
          corroborate.kernel, "crit"),
     Rule("clock", "jump of the wall clock, or records from the future", "s", 5.0, 1.0, 0.0, _clock),
+    *truth.ROWS,
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}

@@ -26,6 +26,7 @@ UNIFORM_NATS = math.log(3)
 """Entropy of a gate with equal weights for the three branches."""
 WARM_UP_STEPS = 2
 KEPT_STEPS, KEPT_FRESH, KEPT_GAPS, LAST_GAPS = 256, 512, 256, 8
+KEPT_DEAD = 64
 TIMED_PHASES = ("fetch", "forward", "backward", "optimizer")
 RHYTHM_OF_ONE = 8
 """Number of consecutive records at every step, after which each step is expected to have one."""
@@ -48,17 +49,25 @@ class Progress:
     gate_collapse_frac: float | None = None
     dt_fetch_s: float | None = None
     dt_forward_s: float | None = None
+    dt_backward_s: float | None = None
+    dt_optimizer_s: float | None = None
+    gpu_mem_reserved: float | None = None
+    skipped_steps: int | None = None
+    batch_crc32: str = ""
+    host: str = ""
     step_s: float | None = None
+    dead: tuple[str, ...] = ()
+    """The parameters of an earlier `dead_parameters` record."""
 
 
-def progress_of(record: Mapping[str, object]) -> Progress:
+def progress_of(record: Mapping[str, object], dead: tuple[str, ...] = ()) -> Progress:
     """Returns the figures of a progress record; fields that are not valid are None."""
     steps_s = _steps_s(record)
     highest = jsonl.number(record, "gate_entropy_max")
     return json_documents.read(
         Progress, record,
         gate_entropy_max=highest if highest and highest > 0 else UNIFORM_NATS,
-        step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None,
+        step_s=math.fsum(steps_s) / len(steps_s) if steps_s else None, dead=dead,
     )  # fmt: skip
 
 
@@ -79,6 +88,7 @@ class Pace:
     def __init__(self, live_since: float = math.inf):
         self.progress: Progress | None = None
         self._fresh: deque[Progress] = deque(maxlen=KEPT_FRESH)
+        self._dead: tuple[str, ...] = ()
         self._live_since = live_since
         self._recorded_s: float | None = None
         """Sum of the step times in its records since `live_since`, without the first record."""
@@ -108,8 +118,10 @@ class Pace:
         self._read_at, self._age_s = mono, _span(ts - written)
         if record["msg"] not in OF_EARLIER_STEPS:
             self._step = step
+        if record["msg"] == "dead_parameters":
+            self._dead = json_documents.words(record, "parameters")[:KEPT_DEAD]
         if record["msg"] == "progress":
-            self.progress = progress_of(record)
+            self.progress = progress_of(record, self._dead)
             self._fresh.append(self.progress)
         if steps_s := self._possible(_steps_s(record), mono):
             self._take_durations(record, steps_s)

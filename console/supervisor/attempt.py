@@ -342,6 +342,7 @@ class Attempt:
         self._learn(halt_file=known.halt_file or news.halt_file)
         if news.disk:
             self._sampler.disk, self._sampler.csv = news.disk, news.csv
+            self._sampler.env = news.env
             self._records_at = time.monotonic() if taken and not news.unread else self._records_at
 
     def _take_records(self, news: Poll) -> bool:

@@ -50,15 +50,20 @@ class Collector:
     """
 
     def __init__(
-        self, directory: Directory, run: Path, gpus: Callable[[], Sequence[Gpu]] = tuple
+        self, directory: Directory, run: Path, gpus: Callable[[], Sequence[Gpu]] = tuple,
+        dumps_since_ts: float | None = None,
     ):  # fmt: skip
+        """Dumps count from `dumps_since_ts` on; None: from the begin of each collection."""
         self._directory, self._run, self._gpus = directory, run, gpus
+        self._dumps_since_ts = dumps_since_ts
         self._places: Places = ()
         self._began_at = -AGAIN_S
         self._since_ts = 0.0
         self._read_at, self._reading = 0.0, False
         self._sampled_at = self._cpu_s = 0.0
         self._found = Evidence()
+        self._is_sampled = False
+        """The processes were sampled for the second time."""
         self._ranks: tuple[RankEvidence, ...] = ()
         self.complete: Evidence | None = None
         """The evidence about the ranks where they are now, None while it is collected."""
@@ -83,12 +88,13 @@ class Collector:
             self._sample_again(self.complete, now)
             return
         waited_s = now - self._began_at
-        if not self._found.after and waited_s >= APART_S:
+        if not self._is_sampled and waited_s >= APART_S:
             self._found = Evidence(self._found.before, _processes(self._ranks))
+            self._is_sampled = True
         if self._reading:
-            if self._found.after and waited_s >= UNREAD_AFTER_S:
+            if self._is_sampled and waited_s >= UNREAD_AFTER_S:
                 self._complete({}, {}, TimeoutError("the run directory does not answer"))
-        elif self._found.after and now - self._read_at >= READ_EVERY_S:
+        elif self._is_sampled and now - self._read_at >= READ_EVERY_S:
             self._read_at, self._reading = now, True
             self._read(waited_s >= DUMPED_AFTER_S)
 
@@ -104,10 +110,11 @@ class Collector:
 
     def _begin(self, ranks: Sequence[RankEvidence], places: Places, now: float) -> None:
         self._places, self._began_at = places, now
-        self._since_ts, self._cpu_s = int(time.time() * 1000) / 1000, 0.0
+        self._since_ts = int((self._dumps_since_ts or time.time()) * 1000) / 1000
+        self._cpu_s = 0.0
         running = [each for each in ranks if each.phase != "exit"]
         self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])
-        self._found = Evidence(_processes(self._ranks))
+        self._found, self._is_sampled = Evidence(_processes(self._ranks)), False
         self.wants_dump = frozenset(each.rank for each in self._ranks if each.phase)
 
     def _read(self, is_last: bool) -> None:

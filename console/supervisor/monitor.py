@@ -79,7 +79,7 @@ class Monitor:
             self._diagnose(seen, halting)
         found = readings(
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
-            stall_doubt=unread or unchanged or why_unconfirmed(seen, self._watch),
+            stall_doubt=unread or unchanged or why_unconfirmed(seen, self._watch), env=now.env,
         )  # fmt: skip
         for change in self._watchdog.update(found):
             if change.kind == "act":
@@ -268,7 +268,7 @@ def _withheld(rule: str) -> str:
 def readings(
     heads: Mapping[int, LatestRecords], seen: Sequence[RankEvidence], rss_mib: Mapping[int, float],
     gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
-    csv: Progress | None = None, stall_doubt: str = "",
+    csv: Progress | None = None, stall_doubt: str = "", env: Mapping[str, Any] | None = None,
 ) -> Readings:  # fmt: skip
     """Returns the readings of one moment from samples and records.
 
@@ -283,7 +283,7 @@ def readings(
         records_only=records_only,
         fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
         progress={r: p for r, head in heads.items() if (p := head.pace.progress)},
-        newest_ts=max(record_ts, default=None), csv=csv, stall_doubt=stall_doubt,
+        newest_ts=max(record_ts, default=None), csv=csv, stall_doubt=stall_doubt, env=env or {},
         rss_mib=rss_mib, host_total_mib=total_mib, host_free_mib=free_mib, gpus=gpus,
         disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from console.sources import crash_log, json_documents, legacy, process
 from console.sources.crash_log import Crash
@@ -31,6 +32,8 @@ class Poll:
     disk: Mapping[str, float] = field(default_factory=dict)
     csv: Progress | None = None
     """The newest row of training.csv."""
+    env: Mapping[str, Any] = field(default_factory=dict)
+    """env.json of this attempt, {} without it."""
     behind: bool = False
     """More records wait than one poll reads."""
     unread: str = ""
@@ -122,6 +125,18 @@ class NewestRow:
         return progress_of(row)
 
 
+class Environment:
+    """The env.json of an attempt, a document that rank 0 writes at its start."""
+
+    def __init__(self, run: Path, attempt: int):
+        self._document, self._attempt = json_documents.Document(run / rundir.ENV), attempt
+
+    def poll(self) -> Mapping[str, Any]:
+        """Returns the document, {} without one or where another attempt wrote it."""
+        record = self._document.read()
+        return record if jsonl.integer(record, "attempt") == self._attempt else {}
+
+
 class Files:
     """Reads the files of one attempt; `poll` and `read_final` run on the directory's thread.
 
@@ -134,6 +149,7 @@ class Files:
         self.watched = (run / rundir.HALT,)
         """Files whose change makes a `poll` due at once."""
         self._disk, self._csv = Disk(run), NewestRow(run)
+        self._env = Environment(run, attempt)
         self._world, self._reading = world, reading
 
     def poll(self, heartbeats: bool) -> Poll:
@@ -144,6 +160,7 @@ class Files:
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
             news.disk, news.csv = self._disk.poll(), self._csv.poll()
+            news.env = self._env.poll()
             news.batches += self._reading.poll(LOOK_BYTES, self._world)
             news.behind = self._reading.has_more
             news.unread = self._reading.unread

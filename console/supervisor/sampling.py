@@ -31,6 +31,7 @@ class Sampler:
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
         self.csv: Progress | None = None
+        self.env: Mapping[str, Any] = {}
         self.gpus: tuple[Gpu, ...] = ()
         self.rss_mib: dict[int, float] = {}
         self.evidence: tuple[RankEvidence, ...] = ()

@@ -24,7 +24,7 @@ from console.sources.pace import RECORDS_LATE_S
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.run import RunSource
 from console.supervisor.monitor import readings
-from console.supervisor.run_files import Disk, NewestRow
+from console.supervisor.run_files import Disk, Environment, NewestRow
 from trainers.contract import jsonl, plan, rundir
 from trainers.contract.errors import UsageError
 from trainers.contract.plan import Watch
@@ -76,7 +76,14 @@ class OfflineRun:
         self.of: tuple[Path, int] | None = None
         """The run and the attempt of the last readings."""
         self.watch, self.settings = Watch(), setting_values({})
+        self.state: RunState | None = None
+        """The state at the last poll."""
         self._settled = False
+
+    @property
+    def heads(self) -> Mapping[int, LatestRecords]:
+        """The newest records of each rank in the attempt of the last readings."""
+        return self._source.reducer.heads(self.of[1]) if self.of else {}
 
     def _open(self, run: Path, attempt: int) -> None:
         """Starts with another run or attempt."""
@@ -86,6 +93,7 @@ class OfflineRun:
         self.settings = setting_values(record)
         self.watch = legacy.WATCH if self._old else _watch_of(record)
         self._disk, self._csv = Disk(run), NewestRow(run)
+        self._env = Environment(run, attempt)
 
     def poll(self) -> Readings | None:
         """Returns the readings of this moment, None before the launch has a run."""
@@ -94,6 +102,7 @@ class OfflineRun:
             state = poll_confirmed(RunSource(self._path))
             self.over = f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
             self.exit_code = status_text.exit_code(state, self._source.is_launch)
+        self.state = state
         if run is None:
             return None
         if self.of != (run, state.attempt):
@@ -125,6 +134,7 @@ class OfflineRun:
         return readings(
             heads, () if idle else pulsed or _recorded(heads, self.watch), rss_mib,
             state.gpus, _disk(self._disk), here, not pulsed, self._csv.poll(), doubt,
+            self._env.poll(),
         )  # fmt: skip
 
 

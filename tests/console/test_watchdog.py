@@ -121,6 +121,13 @@ def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
     assert watchdog_readings.stall_doubt(run) == ""
 
 
+@pytest.mark.parametrize(("attempt", "said"), [(1, ["model_size", "stall"]), (2, ["stall"])])
+def test_env_json_of_this_attempt_is_checked_and_that_of_another_is_not(run, attempt, said):
+    record = {"v": 1, "attempt": attempt, "config": "m7c_125m.yaml", "parameters": 254_499}
+    directory.document(run / rundir.ENV, record)
+    assert sorted(rule for _, rule, _ in changes(run, halt=False)) == said
+
+
 def test_without_halt_it_only_says_so(run):
     assert [found[:2] for found in changes(run, halt=False)] == [("raise", "stall")]
 

@@ -55,6 +55,14 @@ def test_recall_returns_a_span_at_a_drawn_distance_and_scores_exactly_its_bytes(
             )
 
 
+def test_a_batch_has_a_checksum_of_its_own_and_the_same_again():
+    first, again, other = (
+        loader.read_batch(Synthetic(drawn(), 0), 4, rank, 2, CPU).crc32() for rank in (0, 0, 1)
+    )
+    assert first == again != other
+    assert len(first) == 8
+
+
 def test_the_drawn_distances_fill_their_range():
     data = drawn(recall_span=16, recall_distance=20, recall_distance_max=23)
     tokens, scored = Recall(data, 0).read(60, 0, 1)

@@ -46,9 +46,9 @@ def text_run(tmp_path_factory):
 PROGRESS = {
     "loss", "lr", "grad_norm", "toks_per_s", "toks_per_s_rank", "tokens_total", "mfu",
     "steps_dt_s", "dt_fetch_s", "dt_forward_s", "dt_backward_s", "dt_optimizer_s", "fetch_p50_ms",
-    "fetch_p95_ms", "rss_mib", "skipped_steps", "dropped_records", "gate_entropy_mean",
-    "gate_entropy_min", "gate_entropy_layers", "gate_max_gate", "gate_collapse_frac",
-    "gate_branch_shares",
+    "fetch_p95_ms", "rss_mib", "skipped_steps", "dropped_records", "batch_crc32",
+    "gate_entropy_mean", "gate_entropy_min", "gate_entropy_layers", "gate_max_gate",
+    "gate_collapse_frac", "gate_branch_shares",
 }  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def test_progress_carries_every_figure_and_the_figures_agree_with_each_other(tex
     both = zip(text_run.records(0, "progress"), text_run.records(1, "progress"), strict=True)
     for mine, theirs in both:
         assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+        assert mine["batch_crc32"] != theirs["batch_crc32"]
 
 
 def test_held_out_text_is_evaluated_alike_on_every_rank(text_run):

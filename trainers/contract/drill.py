@@ -24,6 +24,27 @@ _WORD = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
+class Truth:
+    """How a fault shows itself in a run of two ranks, and the right reactions of an operator.
+
+    It shows as the `cause` of a verdict in this `phase`, as the state in which the run `ends`, or
+    as an `alert`. One without any of them shows in figures only, or after minutes, and is not
+    scored. `right` are actions, and "resume" for a rank that steps again by itself; () where no
+    reaction is needed.
+    """
+
+    cause: str = ""
+    phase: str = "forward"
+    ends: str = ""
+    alert: str = ""
+    right: tuple[str, ...] = ()
+
+
+STALLS = ("stop", "kill")
+"""Reactions to a rank that does not step: a halt waits for the end of a step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
     """One fault. `amount` is the default of SECONDS; None: the kind accepts none."""
 
@@ -32,27 +53,36 @@ class Kind:
     place: Place = "forward"
     lasts: bool = False
     """True where the fault happens at every step from the first one on."""
+    truth: Truth = Truth()
 
 
 KINDS: dict[str, Kind] = {
-    "raise": Kind("a ValueError in the forward pass"),
-    "exit": Kind("the process exits with code 7 and writes no error record"),
-    "oom": Kind("the exception of a CUDA device that is out of memory"),
-    "kill": Kind("SIGKILL to itself"),
-    "segv": Kind("a segmentation fault in native code"),
-    "abort": Kind("abort() in native code"),
-    "half": Kind("half a heartbeat line, then the process exits with code 7"),
-    "stop": Kind("SIGSTOP to itself; SIGCONT resumes it"),
-    "sleep": Kind("sleeps in the forward pass", FOREVER_S),
-    "spin": Kind("a busy Python loop in the forward pass", FOREVER_S),
-    "gil": Kind("waits in native code and holds the GIL", FOREVER_S),
-    "deaf": Kind("ignores SIGTERM and holds the GIL: only SIGKILL ends it", FOREVER_S),
-    "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits"),
-    "loader": Kind("the loader's thread sleeps in the read for that step", FOREVER_S, "loader"),
+    "raise": Kind("a ValueError in the forward pass", truth=Truth(ends="failed")),
+    "exit": Kind("the process exits with code 7 and writes no error record",
+                 truth=Truth(ends="crashed")),
+    "oom": Kind("the exception of a CUDA device that is out of memory", truth=Truth(ends="failed")),
+    "kill": Kind("SIGKILL to itself", truth=Truth(ends="crashed")),
+    "segv": Kind("a segmentation fault in native code", truth=Truth(ends="crashed")),
+    "abort": Kind("abort() in native code", truth=Truth(ends="crashed")),
+    "half": Kind("half a heartbeat line, then the process exits with code 7",
+                 truth=Truth(ends="crashed")),
+    "stop": Kind("SIGSTOP to itself; SIGCONT resumes it",
+                 truth=Truth("stopped", right=("resume", *STALLS))),
+    "sleep": Kind("sleeps in the forward pass", FOREVER_S, truth=Truth("sleep", right=STALLS)),
+    "spin": Kind("a busy Python loop in the forward pass", FOREVER_S,
+                 truth=Truth("busy", right=STALLS)),
+    "gil": Kind("waits in native code and holds the GIL", FOREVER_S,
+                truth=Truth("native", right=STALLS)),
+    "deaf": Kind("ignores SIGTERM and holds the GIL: only SIGKILL ends it", FOREVER_S,
+                 truth=Truth("native", right=STALLS)),
+    "backward": Kind("sleeps in a hook of the backward pass", FOREVER_S, "logits",
+                     truth=Truth("sleep", "backward", right=STALLS)),
+    "loader": Kind("the loader's thread sleeps in the read for that step", FOREVER_S, "loader",
+                   truth=Truth("loader", "fetch", right=STALLS)),
     "nan": Kind("the loss is NaN", place="logits"),
     "inf_grad": Kind("one gradient is Inf, the loss is finite", place="logits"),
     "slow": Kind("each step from then on takes SECONDS longer in the forward pass", 1.0,
-                 lasts=True),
+                 lasts=True, truth=Truth(alert="imbalance", right=("halt",))),
     "leak": Kind("the process grows by SECONDS MiB in each step from then on", 16.0, lasts=True),
 }  # fmt: skip
 

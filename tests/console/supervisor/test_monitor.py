@@ -20,7 +20,7 @@ from trainers.contract import rundir
 from trainers.contract.plan import Watch
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
-SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None)
+SAMPLE = SimpleNamespace(rss_mib={}, gpus=(), disk={}, csv=None, env={})
 
 
 @pytest.mark.decision("act-on-stall", "lie")

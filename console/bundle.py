@@ -1,0 +1,301 @@
+"""Writes one archive of a run for a bug report, without secrets.
+
+The run directory may come from anybody: no link is followed, only regular files are read, and every
+size is bounded. `TABLE` says which files are taken; secrets are replaced by `REMOVED`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import os
+import platform
+import re
+import tarfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from console.plans import catalog
+from console.sources import launches
+from console.supervisor import launch_spec, launcher
+from trainers.contract import VERSION, environ, jsonl, rundir
+from trainers.contract.errors import ContractError, RefusedError, UsageError
+
+ENDING = ".tar.gz"
+MANIFEST = "MANIFEST.json"
+MAX_TOTAL_BYTES = 64 << 20
+TAIL_BYTES = 1 << 20
+MAX_NAMES = 20_000
+"""Names of one directory that are looked at."""
+LEAST_TAIL_BYTES, MAX_LEFT_OUT = 4 << 10, 1000
+REMOVED = "[removed]"
+KEPT = "host names, user names, process ids, IP addresses, paths below the home directory (as ~)"
+SHELL_PREFIXES = ("NSA_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "HF_")
+PACKAGES = ("torch", "textual", "rich", "psutil", "nvidia-ml-py", "numpy", "pyyaml", "datasets")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,120}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The files of one kind in a folder: the newest `most`, each at most `limit_bytes` of its end.
+
+    All of them together have at most `all_bytes`; more files get less each.
+    """
+
+    folder: str
+    pattern: re.Pattern[str]
+    limit_bytes: int = TAIL_BYTES
+    most: int = 64
+    all_bytes: int = 4 << 20
+
+
+def _row(folder: str, pattern: str, **more: int) -> Row:
+    return Row(folder, re.compile(pattern), **more)
+
+
+LAUNCH: tuple[Row, ...] = (
+    _row("", r"plan\.json|plan_state\.json", limit_bytes=rundir.MAX_DOCUMENT_BYTES),
+    _row("", r"events\.jsonl|supervisor\.log|hooks\.log"),
+)
+TABLE: tuple[Row, ...] = (
+    _row("", r"(run|env|supervisor|gates|metrics|metrics_fsdp)\.json", all_bytes=8 << 20,
+         limit_bytes=rundir.MAX_DOCUMENT_BYTES),
+    _row("", r"events\.jsonl|snapshot\.json|\.HALT.*|\.anomaly_type"),
+    _row("verdicts", r"\d+\.json", limit_bytes=1 << 16, most=256),
+    _row("requests", r".*\.json", limit_bytes=1 << 14),
+    _row("", r"stackdump_rank\d+(_\d+)?\.txt|oom_rank\d+\.txt", most=2048, all_bytes=8 << 20),
+    _row("", r"flight_rank\d+_\d+\.json", limit_bytes=4 << 20, all_bytes=12 << 20),
+    _row("", r"heartbeat_rank\d+\.jsonl", most=2048, all_bytes=8 << 20),
+    _row("", r"samples_.*\.jsonl", most=16),
+    _row("logs/attempt*", r"(rank\d+|torchrun)\.log", most=2048, all_bytes=8 << 20),
+    _row("", r"(git_sha|collect_env|dtypes_report|opt_state_mb)\.txt|.*\.(csv|log)|report\.md"),
+    _row("checkpoints", r"latest", limit_bytes=200),
+)  # fmt: skip
+"""In the order in which they use up `MAX_TOTAL_BYTES`."""
+
+# --- secrets -------------------------------------------------------------------------------------
+
+_WORD = (
+    r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|"
+    r"credentials?|cookie|authorization)"
+)
+_FORM = r"hf_|sk-|gh[pousr]_|github_pat_|xox[bap]-|AKIA|glpat-"
+_VALUE = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;&"'}\])]+)"""
+_SECRETS: tuple[tuple[str, str], ...] = (
+    (r"""([a-z][a-z0-9+.-]{1,20}://)[^/@\s"']{1,400}@""", r"\1{}@"),
+    (r"\b(bearer|basic) +(?=[\w.~-]*[\d=+/])[\w.~+/=-]{8,}", r"\1 {}"),
+    (rf"\b(?:{_FORM})[\w-]{{12,}}", "{}"),
+    (rf"""(?<![\w.-])("?{_WORD}"?\s?[:=]\s?\{{\s?"value"\s?:\s?){_VALUE}""", r'\1"{}"'),
+    (rf"""(?<![\w.-])("{_WORD}"\s?:\s?)(?![\[{{]){_VALUE}""", r'\1"{}"'),
+    (rf"""(?<![\w.-])(--?{_WORD}(?:"\s?,\s?"|=| +))[^\s",]+""", r"\1{}"),
+    (rf"(?<![\w.-])({_WORD}\s?[=:]\s?)(?![\[{{]){_VALUE}", r"\1{}"),
+)
+"""The forms of secrets on one line: first whole values, then values of secret names."""
+_FORMS = [(re.compile(form.encode(), re.IGNORECASE), instead.format(REMOVED).encode())
+          for form, instead in _SECRETS]  # fmt: skip
+_HINT = re.compile(
+    rb"(?:token|secret|passw|password|passphrase|key|credentials?|cookie|authorization)[\"']?\s?"
+    rb"[=:, ]|://[^/@\s]{1,400}@|bearer |basic |" + _FORM.lower().encode()
+)
+"""Every line with a secret has one of these in lower case: it is faster than the forms."""
+_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)", re.DOTALL)
+_SECRET_NAME = re.compile(_WORD + r"|.*(?:^|_)(?:key|auth|pass)", re.I)
+LEAST_SECRET_CHARS = 6
+
+
+def is_secret(name: str) -> bool:
+    """Returns whether the name of a variable or setting says that its value is a secret."""
+    return bool(_SECRET_NAME.fullmatch(name))
+
+
+class Redactor:
+    """Removes secrets from bytes: by their form, and those in the `variables` of this shell."""
+
+    def __init__(self, variables: Mapping[str, str]):
+        values = {os.fsencode(value) for name, value in variables.items()
+                  if is_secret(name) and len(value) >= LEAST_SECRET_CHARS}  # fmt: skip
+        self._values = sorted(values, key=len, reverse=True)
+        home = os.fsencode(variables.get("HOME", "").rstrip("/"))
+        self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
+
+    def redact(self, data: bytes) -> tuple[bytes, int]:
+        """Returns the bytes without secrets, and the number of values that were removed."""
+        removed = 0
+        for value in self._values:
+            removed += data.count(value)
+            data = data.replace(value, REMOVED.encode())
+        data, count = _KEY.subn(REMOVED.encode(), data)
+        removed, parts, at = removed + count, list[bytes](), 0
+        for hint in _HINT.finditer(data.lower()):
+            if hint.start() < at:
+                continue
+            begin, end = data.rfind(b"\n", at, hint.start()) + 1 or at, data.find(b"\n", hint.end())
+            end = len(data) if end < 0 else end
+            line = data[begin:end]
+            for pattern, instead in _FORMS:
+                line, count = pattern.subn(instead, line)
+                removed += count
+            parts += [data[at:begin], line]
+            at = end
+        data = b"".join((*parts, data[at:]))
+        return (self._home.sub(b"~", data) if self._home else data), removed
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Archive:
+    """The members so far, and their manifest."""
+
+    tar: tarfile.TarFile
+    redactor: Redactor
+    top: str
+    files: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    bytes: int = 0
+
+    def add(self, name: str, data: bytes, of_bytes: int) -> None:
+        """Adds a member; `of_bytes` is the size of the file that `data` is the end of."""
+        taken, (data, removed) = len(data), self.redactor.redact(data)
+        if self.bytes + len(data) > MAX_TOTAL_BYTES:
+            self.leave_out(name, "the bundle has reached its size limit")
+            return
+        self.files.append({
+            "name": name, "size_bytes": len(data), "of_bytes": of_bytes,
+            "truncated": taken < of_bytes, "removed": removed,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        })  # fmt: skip
+        self._write(name, data)
+
+    def _write(self, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(f"{self.top}/{name}")
+        member.size, member.mtime, member.mode = len(data), int(time.time()), 0o600
+        self.bytes += len(data)
+        self.tar.addfile(member, io.BytesIO(data))
+
+    def leave_out(self, name: str, why: str) -> None:
+        if len(self.left_out) < MAX_LEFT_OUT:
+            self.left_out.append({"name": name, "why": why})
+
+    def finish(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds the manifest, and returns it."""
+        record = {**about, "files": self.files, "left_out": self.left_out}
+        self._write(MANIFEST, jsonl.encode(record))
+        return record
+
+
+def _listed(folder: Path, top: Path) -> list[str]:
+    """Returns the names in a directory that no link leads to, the newest first."""
+    fd = jsonl.open_inside(folder, None if folder == top else top)
+    if fd is None:
+        return []
+    found: list[tuple[float, str]] = []
+    try:
+        for name in filter(_NAME.fullmatch, os.listdir(fd)[:MAX_NAMES]):
+            with contextlib.suppress(OSError):  # it is gone by now
+                found += [(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime, name)]
+    except NotADirectoryError:
+        return []
+    finally:
+        os.close(fd)
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _names(top: Path, row: Row) -> list[str]:
+    """Returns the files of a row; the last part of its folder may end with `*`."""
+    parent, _, last = row.folder.rpartition("/")
+    folders = [row.folder]
+    if last.endswith("*"):
+        folders = [f"{parent}/{name}" for name in _listed(top / parent, top)
+                   if name.startswith(last[:-1])]  # fmt: skip
+    return [f"{folder}/{name}".lstrip("/") for folder in folders
+            for name in _listed(top / folder, top) if row.pattern.fullmatch(name)]  # fmt: skip
+
+
+def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
+    names = _names(top, row)
+    for name in names[row.most :]:
+        archive.leave_out(into + name, f"only the newest {row.most} are taken")
+    names = names[: row.most]
+    limit = min(row.limit_bytes, max(LEAST_TAIL_BYTES, row.all_bytes // max(1, len(names))))
+    for name in names:
+        try:
+            with jsonl.opened(top / name, below=top) as fd:
+                size = os.fstat(fd).st_size
+                data = os.pread(fd, limit, max(0, size - limit))
+        except OSError as error:
+            archive.leave_out(into + name, error.strerror or "cannot be read")
+            continue
+        if len(data) < size and name.endswith((".jsonl", ".log")):
+            data = data.partition(b"\n")[2] or data  # begins with a whole line
+        archive.add(into + name, data, size)
+
+
+# --- the archive ---------------------------------------------------------------------------------
+
+
+def facts(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Returns versions, host, commit, and the variables of this shell that a training may read."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "v": VERSION, "host": launcher.host_facts(), "git": launch_spec.git_facts(catalog.PROJECT),
+        "packages": versions, "console": {"python": platform.python_version()},
+        "shell": {name: REMOVED if is_secret(name) else value
+                  for name, value in sorted(variables.items()) if name.startswith(SHELL_PREFIXES)},
+    }  # fmt: skip
+
+
+def check(output: Path) -> None:
+    """Raises UsageError where a bundle cannot have this name, RefusedError where it exists."""
+    if not output.name.endswith(ENDING) or not output.parent.is_dir():
+        raise UsageError(f"--output {output}: it must end with {ENDING}, in an existing directory")
+    if os.path.lexists(output):
+        raise RefusedError(f"{output} exists; nothing was written")
+
+
+def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:
+    """Writes the bundle of a launch or run with documents `made` for it; returns its manifest.
+
+    Raises UsageError, RefusedError and ContractError.
+    """
+    check(output)
+    launch, variables = launches.launch_of(path), environ.snapshot()
+    made = {"facts.json": jsonl.encode(facts(variables)), **made}
+    about = {
+        "v": VERSION, "created_ts": time.time(), "id": launches.launch_id(launch or path),
+        "run": run.name if run else "", "kept": KEPT,
+        "removed": "values of secret-looking names, secret variables of this shell, passwords in "
+        "URLs, keys and tokens of known forms",
+    }  # fmt: skip
+    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+                archive = _Archive(tar, Redactor(variables), output.name.removesuffix(ENDING))
+                for name, data in made.items():
+                    archive.add(name, data, len(data))
+                for row in LAUNCH if launch else ():
+                    _add_row(archive, cast(Path, launch).absolute(), row, "")
+                for row in TABLE if run else ():
+                    _add_row(archive, cast(Path, run).absolute(), row, "run/")
+                manifest = archive.finish(about)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, output)  # fails where `output` exists
+    except FileExistsError:
+        raise RefusedError(f"{output} exists; nothing was written") from None
+    except OSError as error:
+        raise ContractError(f"cannot write {output}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return manifest

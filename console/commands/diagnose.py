@@ -1,0 +1,130 @@
+"""`nsa-console diagnose`: prints the verdict on a run now, with its evidence and the next step."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from console import actions, status_text
+from console.commands.output import show
+from console.diagnose.stall import limit_s
+from console.model import RunState
+from console.sources import launches, verdicts
+from console.sources.sanitize import clean
+from console.sources.verdicts import Seen
+from console.supervisor.diagnosis import Diagnoser, Diagnosis, is_supervised
+from console.supervisor.inbox import Outcome
+from console.supervisor.watchdog_readings import OfflineRun
+from trainers.contract.errors import RefusedError
+
+DUMPED_S = 15.0
+ENDS_RUN = frozenset(("exited", "exited-early", "mismatch"))
+"""Causes that only the end of the attempt removes."""
+MAX_RANK_LINES = 64
+
+
+def diagnose(options: argparse.Namespace) -> int:
+    """Prints the verdict on a run; returns 1 for a stall, or where it is not known."""
+    path = launches.find(options.run, options.root, act=options.dump)
+    diagnoser, dumped = Diagnoser(path), None
+    if options.dump:
+        dumped = _requested_dump(path)
+    found = diagnoser.diagnose(dump=options.dump and dumped is None)
+    record = as_json(found, options.root, dumped or diagnoser.dumped)
+    show(options.json, record, map(clean, lines(found, record)))
+    return found.exit_code
+
+
+def _requested_dump(path: Path) -> Outcome | None:
+    """Sends the dump to the supervisor; None where there is none. Raises RefusedError."""
+    launches.check_in_place(path)
+    source = OfflineRun(path)
+    source.poll()
+    if source.over:
+        raise RefusedError(f"{source.over}; there is no stack to dump")
+    if source.state is None or not is_supervised(source.state):
+        return None
+    event = actions.answer(path, actions.send(path, "dump", {}, actions.who()), DUMPED_S)
+    if event is None:
+        return False, f"no answer from the supervisor within {DUMPED_S:g} s", []
+    detail = [str(line) for line in event.get("detail") or ()]
+    return event.get("ok") is True, str(event.get("text", "")), detail
+
+
+def cost(state: RunState, cause: str) -> tuple[int | None, str]:
+    """Returns the steps that a stop loses, and a sentence on what the next step costs."""
+    saved = state.checkpoint.removeprefix("step_")
+    if state.step is None:
+        lost, words = None, "an unknown number of steps"
+    else:
+        lost = max(0, state.step - (int(saved) if saved.isdecimal() else 0))
+        words = status_text.counted(lost, "step")
+    since = f"since the checkpoint of step {int(saved)}" if saved.isdecimal() else "no checkpoint"
+    stop = f"stopping the run loses {words} ({since})"
+    if cause in ENDS_RUN:
+        return lost, stop
+    return lost, f"no step is lost if the run then continues; {stop}"
+
+
+def as_json(found: Diagnosis, root: Path, dumped: Outcome | None) -> dict[str, Any]:
+    """Returns a diagnosis as JSON data; its keys are documented and stable."""
+    state, verdict = found.state, found.verdict
+    seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
+    lost, text = cost(state, verdict.cause) if verdict and found.outlook != "ended" else (None, "")
+    ranks = [
+        {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,
+         "phase": each.phase, "unchanged_s": round(each.unchanged_s, 1) if each.phase else None,
+         "limit_s": limit_s(each, found.watch)}
+        for each in found.ranks
+    ]  # fmt: skip
+    return {
+        "id": state.id, "outlook": found.outlook, "state": state.state, "why": found.why,
+        "step": state.step, "attempt": state.attempt, "source": found.source if verdict else "",
+        "age_s": verdict and max(0.0, time.time() - verdict.ts),
+        "verdict": verdict and asdict(verdict), "missing": list(found.missing),
+        "lost_steps": lost, "cost": text, "seen_before": seen and _seen(seen), "ranks": ranks,
+        "dump": dumped and {"ok": dumped[0], "text": dumped[1], "detail": list(dumped[2])},
+        "exit_code": found.exit_code,
+    }  # fmt: skip
+
+
+def _seen(seen: Seen) -> dict[str, Any]:
+    return {"run": seen.run, "ts": seen.verdict.ts, "cause": seen.verdict.cause,
+            "place": seen.verdict.place}  # fmt: skip
+
+
+def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
+    """Yields a diagnosis as text."""
+    state, verdict = found.state, found.verdict
+    yield f"{state.id}  {found.outlook.upper()}  {status_text.progress(state)}"
+    if record["dump"]:
+        yield f"  dump: {record['dump']['text']}"
+        yield from (f"    {line}" for line in record["dump"]["detail"])
+    if found.why:
+        yield f"  {found.why}"
+    if verdict:
+        aged = f"{found.source}, {status_text.age(record['age_s'])} ago"
+        yield f"  verdict ({verdict.sure}; {aged}): {verdict.sentence}"
+        yield from (f"    + {line}" for line in verdict.evidence)
+        yield from (f"    - {line}" for line in verdict.against)
+    yield from (f"    ? {line}" for line in found.missing)
+    if verdict and verdict.action:
+        yield f"  next: {verdict.action}"
+    if record["cost"]:
+        yield f"  cost: {record['cost']}"
+    if seen := record["seen_before"]:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen["ts"]))
+        yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"
+    if not verdict:
+        for each in record["ranks"][:MAX_RANK_LINES]:
+            where = "no pulse"
+            if each["phase"]:
+                where = f"step {each['step']} {each['phase']} for {each['unchanged_s']:.0f} s"
+            yield (
+                f"  rank {each['rank']} pid {each['pid'] or '?'} {each['state']}  {where}, "
+                f"stall limit {each['limit_s']:.0f} s"
+            )

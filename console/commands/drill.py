@@ -1,0 +1,285 @@
+"""`nsa-console drill`: a small run with one fault, and the score of the operator's reaction."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from console import actions, status_text
+from console.actions import LaunchOptions
+from console.commands.output import is_terminal, print_line, program, show
+from console.plans import catalog
+from console.sources import launches, liveness, process, verdicts
+from console.sources.run import RunSource
+from console.sources.sanitize import clean
+from trainers.contract import environ, jsonl, rundir
+from trainers.contract.drill import KINDS, Drill, Truth
+from trainers.contract.errors import ContractError, UsageError, did_you_mean
+
+PLAN = catalog.PROJECT / "configs" / "drill.yaml"
+FOLDER = "drills"
+"""Below the root: a drill is not the `latest` launch, nor evidence about another run."""
+STEP = 10
+POLL_S = 0.5
+MAX_PROCESSES = 16
+READ_BYTES = 1 << 20
+MAX_VERDICTS = 256
+NEUTRAL = frozenset(("dump", "note", "checkpoint", "profile"))
+"""Requests that look or keep: they are neither right nor wrong."""
+STARTUP_S, ENDED_S, ANSWER_S = 300.0, 30.0, 15.0
+BY = "drill"
+"""Begin of the sender of the drill's own requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the files of a drill show so far; times are in seconds after the fault."""
+
+    drill: Drill
+    truth: Truth
+    fault_ts: float | None = None
+    said: str = ""
+    """The verdict, end or alert that showed the fault, "" for none."""
+    shown_s: float | None = None
+    right_rank: bool = False
+    right_phase: bool = False
+    right_cause: bool = False
+    actions: tuple[tuple[str, float], ...] = ()
+    over: bool = False
+
+    @property
+    def reaction(self) -> tuple[str, float] | None:
+        """The first action that is not neutral."""
+        return next((each for each in self.actions if each[0] not in NEUTRAL), None)
+
+    @property
+    def right_reaction(self) -> bool:
+        return not self.truth.right or (
+            self.reaction is not None and self.reaction[0] in self.truth.right
+        )
+
+    @property
+    def right_verdict(self) -> bool:
+        return self.right_rank and self.right_phase and self.right_cause
+
+    @property
+    def passed(self) -> bool:
+        return self.right_verdict and self.right_reaction
+
+    @property
+    def done(self) -> bool:
+        return self.over or (self.right_verdict and (not self.truth.right or bool(self.reaction)))
+
+    def lines(self) -> Iterator[str]:
+        """Yields the score as text."""
+        yes = {True: "yes", False: "no"}
+        if self.fault_ts is None:
+            yield "fault     did not happen"
+            return
+        at = time.strftime("%H:%M:%S", time.localtime(self.fault_ts))
+        yield f"fault     {self.drill} at {at}"
+        after = "not shown" if self.shown_s is None else f"right after {self.shown_s:.1f} s"
+        yield f"verdict   {after}: {self.said or 'none'}"
+        yield (f"named     rank {yes[self.right_rank]}, phase {yes[self.right_phase]}, "
+               f"cause {yes[self.right_cause]}")  # fmt: skip
+        if not self.truth.right:
+            yield "reaction  none is needed"
+        else:
+            found = (
+                f"{self.reaction[0]} after {self.reaction[1]:.1f} s" if self.reaction else "none"
+            )
+            wanted = " or ".join(self.truth.right)
+            yield f"reaction  {found}: {'right' if self.right_reaction else f'right is {wanted}'}"
+        yield f"score     {'passed' if self.passed else 'failed'}"
+
+
+def drill(options: argparse.Namespace) -> int:
+    """Launches a run with a fault, follows it, stops it and prints the score."""
+    if options.list or options.fault is None:
+        rows = [{"name": name, "about": kind.about, "truth": asdict(kind.truth)}
+                for name, kind in KINDS.items()]  # fmt: skip
+        show(
+            options.json, rows, (f"{n:<9} {k.about}{_unscored(k.truth)}" for n, k in KINDS.items())
+        )
+        return 0
+    fault = _chosen(options)
+    launch_options = LaunchOptions(
+        plan=str(PLAN), flags={"NSA_DRILL": str(fault)}, nproc=options.nproc,
+        root=options.root / FOLDER,
+    )  # fmt: skip
+    prepared = actions.prepare(launch_options)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    path = actions.begin(prepared, f"{BY} {actions.who()}")
+    try:
+        plain = options.plain or options.json
+        if not options.json:
+            print_line(f"drill {fault} is launched in {path}")
+        score = _follow(path, fault, options) if plain else _on_screen(path, fault, options)
+    except KeyboardInterrupt:
+        score = read_score(path, fault)
+    finally:
+        _clean(path)
+    record = asdict(score) | {
+        "drill": str(fault), "id": launches.launch_id(path), "path": str(path),
+        "reaction": score.reaction and score.reaction[0], "passed": score.passed,
+        "right_reaction": score.right_reaction, "exit_code": int(not score.passed),
+    }  # fmt: skip
+    show(options.json, record, map(clean, score.lines()))
+    return int(not score.passed)
+
+
+def _unscored(truth: Truth) -> str:
+    return "" if truth.cause or truth.ends or truth.alert else " (not scored: use NSA_DRILL)"
+
+
+def _chosen(options: argparse.Namespace) -> Drill:
+    """Returns the fault of the options. Raises UsageError."""
+    kind = KINDS.get(options.fault)
+    if kind is None:
+        raise UsageError(f"there is no drill {options.fault!r}{did_you_mean(options.fault, KINDS)}")
+    if _unscored(kind.truth):
+        raise UsageError(f"{options.fault} cannot be scored; launch a run with NSA_DRILL")
+    rank = options.nproc - 1 if options.rank is None else options.rank
+    if options.nproc > MAX_PROCESSES or rank >= options.nproc:
+        raise UsageError(
+            f"--rank {rank} --nproc {options.nproc}: at most {MAX_PROCESSES} processes, and a rank "
+            "below their number"
+        )
+    if not (options.plain or options.json or is_terminal()):
+        raise UsageError("the screen needs a terminal; use drill FAULT --plain")
+    return Drill(options.fault, STEP, rank, kind.amount)
+
+
+def _on_screen(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
+    """Runs the screen in a process of its own: it may end its process without any clean-up."""
+    command = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
+    subprocess.run(command, check=False)
+    return read_score(path, fault)
+
+
+def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
+    """Prints each change until the reaction, the end, or the longest wait."""
+    source, changes = RunSource(path), status_text.Changes()
+    until, reached = time.monotonic() + STARTUP_S, 0
+    while True:
+        state = source.poll()
+        for sentence in changes.sentences(state, time.monotonic()) if not options.json else ():
+            print_line(sentence)
+        score = read_score(path, fault)
+        stage = (score.fault_ts is not None) + score.right_verdict
+        if stage > reached:
+            reached, until = stage, time.monotonic() + options.wait
+        if score.done or time.monotonic() >= until:
+            return score
+        time.sleep(POLL_S)
+
+
+# --- the score -----------------------------------------------------------------------------------
+
+
+def read_score(path: Path, fault: Drill) -> Score:
+    """Returns the score of a drill by the files of its launch."""
+    source = RunSource(path)
+    state, run, truth = source.poll(), source.run_path, KINDS[fault.kind].truth
+    over = status_text.is_over(state)
+    rank = fault.rank or 0
+    beats = _records(rundir.heartbeat(run, rank)) if run else []
+    fault_ts = next((ts for each in beats if each.get("state") == "fires"
+                     and (ts := jsonl.number(each, "ts"))), None)  # fmt: skip
+    if run is None or fault_ts is None:
+        return Score(fault, truth, over=over)
+    events = [each for each in (*_records(path / rundir.EVENTS), *_records(run / rundir.EVENTS))
+              if (jsonl.number(each, "ts") or 0.0) >= fault_ts]  # fmt: skip
+    given = tuple(sorted(_actions(events, fault_ts), key=lambda each: each[1]))
+    score = Score(fault, truth, fault_ts, actions=given, over=over)
+    said, shown_ts, right = "", None, (False, False, False)
+    if truth.cause:
+        for found, _ in verdicts.stored(run, MAX_VERDICTS):  # the newest first
+            if found.ts >= fault_ts and (not score.reaction or _is_before(found.ts, score)):
+                marks = (found.rank == rank, found.phase == truth.phase, found.cause == truth.cause)
+                said, right = (said, right) if said else (found.sentence, marks)
+                shown_ts = found.ts if all(marks) else shown_ts
+    elif truth.ends and over:
+        said, named = f"{state.state}: {state.why}", f"rank {rank}" in state.why
+        right = (named, named, state.state == truth.ends)
+        shown_ts = state.since_ts
+    elif truth.alert:
+        alerts = [each for each in events if each.get("kind") == "alert"
+                  and each.get("alert") == truth.alert]  # fmt: skip
+        for each in alerts[:1]:
+            said, right = jsonl.text(each, "text"), (True, True, True)
+            shown_ts = jsonl.number(each, "ts")
+    return Score(
+        fault,
+        truth,
+        fault_ts,
+        said,
+        shown_ts and max(0.0, shown_ts - fault_ts),
+        *right,
+        given,
+        over,
+    )
+
+
+def _is_before(ts: float, score: Score) -> bool:
+    reaction, fault_ts = score.reaction, score.fault_ts
+    return reaction is None or fault_ts is None or ts <= fault_ts + reaction[1]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    lines = jsonl.read_bytes(path, READ_BYTES, None, below=path.parent).splitlines()
+    return [record for line in lines if (record := jsonl.decode(line)) is not None]
+
+
+def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[str, float]]:
+    """Yields the actions of an operator after the fault, and "resume" for a stall that ended."""
+    for each in events:
+        after_s = (jsonl.number(each, "ts") or 0.0) - fault_ts
+        kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)
+        if kind == "request" and name and not jsonl.text(each, "by").startswith(BY):
+            yield name, after_s
+        elif kind == "clear" and each.get("alert") == "stall" and "step again" in str(each["text"]):
+            yield "resume", after_s
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def _clean(path: Path) -> None:
+    """Stops the run; then ends every process of the launch that is still there."""
+    source, until = RunSource(path), time.monotonic() + ENDED_S
+    if not status_text.is_over(source.poll()):
+        with contextlib.suppress(ContractError, OSError):
+            actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
+    while not status_text.is_over(source.poll()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
+    owner = jsonl.mapping(state, "supervisor")
+    while rundir.is_alive(owner) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    for run in launches.run_directories(path):
+        for identity in (owner, jsonl.mapping(owner, "child")):
+            _kill(process.open_named(identity, run, None))
+        born = rundir.read_json(run / rundir.RUN, below=run) or {}
+        token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
+        for pid in process.with_token(token) if token else ():
+            _kill(process.open_process(pid, token))
+        named = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
+        if live := liveness.live_directory(named):
+            rundir.remove_tree(live)
+
+
+def _kill(handle: process.Handle | None) -> None:
+    if handle is not None:
+        handle.send(signal.SIGKILL)
+        handle.close()

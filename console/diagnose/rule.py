@@ -1,0 +1,80 @@
+"""A watch rule: its bound, its time, and the function that measures its value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from console.diagnose.corroborate import Corroborate
+from console.diagnose.readings import History, Readings
+from console.model import Level
+from trainers.contract.plan import Watch
+
+PURE_NUMBERS = ("limits", "ratio")
+"""Units of a ratio, which `bound` does not write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measured value with its sentence; the times are those of a rule with its own limit.
+
+    `limit_s` is how long the condition may last and `lasted_s` how long it has, by its evidence.
+    `counts` has the value's parts by GPU: a raised rule is raised again when one of them rises.
+    """
+
+    value: float
+    text: str = ""
+    limit_s: float = 0.0
+    lasted_s: float = math.inf
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+
+Measure = Callable[[Readings, History, Watch], Measured | None]
+"""Returns None where the value is not measured, which neither raises nor clears the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table.
+
+    A strong action needs the value `severe`, where one is given, and the second source that
+    `corroborate` reads; a rule without one can only warn or dump. `watchdog --halt` halts a run
+    for the rules that have an `anomaly`, the word that it writes to `.anomaly_type`.
+    """
+
+    name: str
+    help: str
+    unit: str
+    threshold: float
+    clear: float
+    for_s: float
+    measure: Measure
+    corroborate: Corroborate | None = None
+    level: Level = "warn"
+    action: str = "warn"
+    severe: float | None = None
+    anomaly: str = ""
+
+    def is_breached(self, value: float) -> bool:
+        return self._reaches(value, self.threshold)
+
+    def bound(self, value: float) -> str:
+        """Returns a bound with its sign and unit: "≤ 70 %", "≥ 3 consecutive records"."""
+        sign = "≥" if self.threshold >= self.clear else "≤"
+        if self.unit == "share":
+            return f"{sign} {100 * value:g} %"
+        if self.unit in PURE_NUMBERS:
+            return f"{sign} {value:g}"
+        unit = self.unit.removesuffix("s") if value == 1 else self.unit
+        return f"{sign} {value:g} {unit}"
+
+    def is_severe(self, value: float) -> bool:
+        """Returns whether a value is bad enough for a strong action."""
+        return self._reaches(value, self.threshold if self.severe is None else self.severe)
+
+    def is_cleared(self, value: float) -> bool:
+        return value <= self.clear if self.threshold >= self.clear else value >= self.clear
+
+    def _reaches(self, value: float, bound: float) -> bool:
+        return value >= bound if self.threshold >= self.clear else value <= bound

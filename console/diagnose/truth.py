@@ -1,0 +1,256 @@
+"""Watch rules that check what a healthy-looking run says about itself; they can only warn.
+
+A rule whose figures are missing, or contradict each other, measures nothing and raises nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from console.diagnose.readings import History, Readings
+from console.diagnose.rule import Measured, Rule
+from console.diagnose.truth_history import LEAST_BUSY, SURELY, spent
+from console.sources.pace import TIMED_PHASES
+from console.sources.sanitize import clean
+from trainers.contract import jsonl
+from trainers.contract.plan import Watch
+
+RANDOM_SOURCE = "synthetic"
+"""The `data.source` of uniform random bytes."""
+LEAK_TOKENS, LEAST_RECORDS = 16_384, 3
+"""Tokens and records over which a loss is compared with chance."""
+SKIP_STEPS, SKIP_AFTER = 200, 50
+"""The window of the skipped steps; the first steps of an attempt calibrate the loss scale."""
+SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
+LEAST_SIZE_OF_NAME = 1e8
+"""A smaller size in the name of a plan may be another number, for instance minutes."""
+SIZES_DIFFER = 0.01
+BUSY = 0.9
+HOST_BOUND_SHARE = 0.7
+
+
+def _random_loss(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns how far the loss on uniform random bytes is below chance, in nats."""
+    batch = math.prod(history.number(f"train.{key}", 0) for key in ("batch_size", "accumulate"))
+    tokens = batch * history.number("data.seq_len", 0) * len(now.progress)
+    vocabulary = history.number("model.vocab_size", 0)
+    if history.value("data.source") != RANDOM_SOURCE or not (tokens >= 1 and vocabulary >= 2):
+        return None
+    needed = max(LEAST_RECORDS, math.ceil(LEAK_TOKENS / tokens))
+    losses = list(history.truth.losses)[-needed:]
+    if len(losses) < needed:
+        return None
+    loss, chance = math.fsum(losses) / needed, math.log(vocabulary)
+    text = (
+        f"the loss on uniform random bytes is {loss:.4f} nats over {needed} records and chance is "
+        f"{chance:.4f}: the model sees what it has to predict; check the attention mask and targets"
+    )
+    return Measured(chance - loss, text)
+
+
+def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns the difference of the first loss from that of a uniform guess, in nats."""
+    first, vocabulary = history.truth.first, history.number("model.vocab_size", 0)
+    if first is None or first.loss is None or not math.isfinite(first.loss) or not vocabulary >= 2:
+        return None
+    chance = math.log(vocabulary)
+    side, check = "below", "targets, attention mask and the weights it starts from"
+    if first.loss > chance:
+        side, check = "above", "the initialisation, and whether the loss is a mean over tokens"
+    text = (
+        f"the loss of step 1 is {first.loss:.2f} nats, {abs(first.loss - chance):.2f} {side} "
+        f"ln({vocabulary:.0f}) = {chance:.2f} of an untrained model: check {check}"
+    )
+    return Measured(abs(first.loss - chance), text)
+
+
+def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Counts the consecutive records of a rank without gradient while another rank has one."""
+    counts = {r: n for r, n in history.truth.zero_norms.items() if r in now.progress}
+    if len(counts) < 2 or min(counts.values()):
+        return None if len(counts) < 2 else Measured(0.0)
+    rank = max(counts, key=lambda each: counts[each])
+    text = (
+        f"the gradient norm of rank {rank} is zero in {counts[rank]} consecutive records and that "
+        f"of rank {min(counts, key=lambda each: counts[each])} is not: check the data and the loss "
+        f"mask of rank {rank}"
+    )
+    return Measured(float(counts[rank]), text)
+
+
+def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Counts the parameters without gradient; an ablation of the attention has some on purpose."""
+    if 0 not in now.progress:
+        return None
+    dead = now.progress[0].dead
+    forced = history.value("attention.force_branch") not in (None, "none")
+    if forced or history.value("attention.uniform_gate"):
+        return None
+    names = ", ".join(dead[:4]) + (f" and {len(dead) - 4} more" if len(dead) > 4 else "")
+    text = (
+        f"no gradient in step 1 for {names}: these parameters do not train; check that the branch "
+        "which uses them contributes to the loss"
+    )
+    return Measured(float(len(dead)), text)
+
+
+def _same_batch(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    if not history.truth.has_batches():
+        return None
+    count, ranks = history.truth.same_batches()
+    text = (
+        f"ranks {', '.join(map(str, ranks))} read the same batch in {count} consecutive records: "
+        "the data is not divided by rank; check rank and world size in the sampler"
+    )
+    return Measured(float(count), text)
+
+
+def _constant_figure(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    if 0 not in now.progress:
+        return None
+    name, same = max(history.truth.same.items(), key=lambda item: item[1].count)
+    text = (
+        f"{name} is exactly {same.value} in {same.count} consecutive records: weights or data do "
+        "not change, or another figure is recorded; check optimizer, learning rate and the record"
+    )
+    return Measured(float(same.count), text)
+
+
+def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    found = history.truth.skipped_share(SKIP_STEPS, SKIP_AFTER)
+    if found is None:
+        return None
+    text = (
+        f"{found[0]:.0%} of the last {found[1]} steps were skipped and changed no weight: check "
+        "train.lr, train.precision and optim.skip_spikes_sigma"
+    )
+    return Measured(found[0], text)
+
+
+def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None:
+    """Counts the branches of the attention that do not follow a switch of the operator."""
+    routes = jsonl.mapping(now.env, "backend")
+    if not routes:
+        return None
+    others = {
+        clean(str(branch), 20): clean(str(route), 120) for branch, route in list(routes.items())[:8]
+        if isinstance(route, str) and route.endswith(")")
+    }  # fmt: skip
+    found = "; ".join(f"{branch} runs {route}" for branch, route in others.items())
+    text = f"the attention does not follow its switches: {found}; unset the switch or install it"
+    return Measured(float(len(others)), text)
+
+
+def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
+    """Returns the ratio of the named number of parameters and the counted one, at least 1."""
+    count = jsonl.number(now.env, "parameters") or 0.0
+    counted = jsonl.number(now.env, "parameters_counted") or count
+    found = _named_size(now.env)
+    if not 1 <= count < math.inf or abs(counted - count) > SIZES_DIFFER * count or found is None:
+        return None
+    where, size = found
+    text = (
+        f"{clean(where, 80)} names {size / 1e6:,.0f} M parameters and the model has {count:,.0f}: "
+        "check --config and $CONFIG"
+    )
+    return Measured(max(size / count, count / size), text)
+
+
+def _named_size(env: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Returns the text that names one size, and that size.
+
+    A configuration names it, or, for a run without one, phase or plan in the id of the run.
+    """
+    if "config" not in env:
+        return None
+    config = jsonl.text(env, "config")
+    launch, _, phase = jsonl.text(env, "run").partition("/")
+    names = [("the config", config.rpartition("/")[2], 0.0)]
+    if not config:
+        names = [("the phase", phase, LEAST_SIZE_OF_NAME), ("the plan", launch, LEAST_SIZE_OF_NAME)]
+    for kind, name, least in names:
+        sizes = {
+            float(number) * (1e6 if unit == "m" else 1e9)
+            for number, unit in SIZE.findall(re.sub(r"[-_]", " ", name[:200].lower()))
+        }
+        sizes = {size for size in sizes if size > least}
+        if sizes:
+            without = "" if config else ", which has no config,"
+            return (f"{kind} {name}{without}", sizes.pop()) if len(sizes) == 1 else None
+    return None
+
+
+def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns the share of the steps in which the GPUs are busy, where the phases fill the step."""
+    busy, progress = history.truth.busy, now.progress.get(0)
+    if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
+        return None
+    shares = {phase: spent(progress, (phase,)) / progress.step_s for phase in TIMED_PHASES}
+    if not HOST_BOUND_SHARE <= math.fsum(shares.values()) <= 1 + SIZES_DIFFER:
+        return None
+    phase = max(shares, key=lambda each: shares[each])
+    used = median(busy)
+    text = (
+        f"the GPUs are busy for {used:.0%} of a step, of which {phase} takes {shares[phase]:.0%}: "
+        "they wait for the host; try train.compile, a larger batch or a faster data source"
+    )
+    return Measured(used, text)
+
+
+def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns the share of their power limit that GPUs draw which report to be busy."""
+    busy, power = history.truth.busy, history.truth.power
+    if len(power) < LEAST_BUSY or len(power) < len(busy):
+        return None
+    used, drawn = median(busy), median(power)
+    text = (
+        f"the GPUs report {used:.0%} utilisation and draw {drawn:.0%} of their power limit, median "
+        f"of {len(power)} steps: their kernels wait or are tiny; profile a step"
+    )
+    return Measured(drawn if used >= BUSY else 1.0, text)
+
+
+def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns the slowest rank's own time ÷ that of the other ranks, once a difference is sure.
+
+    In fetch and forward a rank waits for no other one, except in the forward of FSDP. The forward
+    of a foreign program on a GPU is only the time in which the host starts it.
+    """
+    truth, strategy = history.truth, history.value("train.strategy")
+    own = ("fetch", "forward")
+    if strategy == "fsdp" or (strategy is None and truth.on_gpus()):
+        own = ("fetch",)
+    slow = truth.slow(own)
+    return Measured(*slow) if slow else None
+
+
+ROWS: tuple[Rule, ...] = (
+    Rule("imbalance", "fetch and forward of the slowest rank ÷ median of the others",
+         "ratio", 1.3, SURELY, 300.0, _imbalance),
+    Rule("random_loss", "loss on uniform random bytes below ln(vocabulary)", "nats",
+         0.02, 0.01, 0.0, _random_loss),
+    Rule("first_loss", "difference of the loss of step 1 from ln(vocabulary)", "nats",
+         1.0, 0.99, 0.0, _first_loss),
+    Rule("rank_zero_gradient", "gradient norm of exactly zero on a rank, not on all",
+         "consecutive records", 3, 0, 0.0, _rank_zero_gradient),
+    Rule("dead_parameters", "parameters without a gradient in step 1", "parameters",
+         1, 0, 0.0, _dead_parameters),
+    Rule("same_batch", "the same batch on several ranks", "consecutive records",
+         3, 0, 0.0, _same_batch),
+    Rule("constant_figure", "loss or gradient norm with exactly the same value",
+         "consecutive records", 20, 1, 0.0, _constant_figure),
+    Rule("skipped_steps", "share of skipped steps in the last 200 or more", "share",
+         0.1, 0.05, 0.0, _skipped_steps),
+    Rule("backend", "branches of the attention that do not follow a switch", "routes",
+         1, 0, 0.0, _backend),
+    Rule("model_size", "parameters ÷ the number that config, phase or plan names, or its inverse",
+         "ratio", 2.0, 1.9, 0.0, _model_size),
+    Rule("host_bound", "share of a step in which the GPUs are busy", "share",
+         0.3, 0.4, 60.0, _host_bound),
+    Rule("no_power", "share of the power limit that GPUs with utilisation ≥ 90 % draw", "share",
+         0.25, 0.3, 60.0, _no_power),
+)  # fmt: skip

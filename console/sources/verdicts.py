@@ -1,0 +1,70 @@
+"""Reads the verdicts that supervisors wrote into `verdicts/` of their runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.model import Verdict
+from console.sources import json_documents, launches
+from trainers.contract import jsonl, rundir
+
+MAX_VERDICT_BYTES = 1 << 16
+MAX_LAUNCHES, MAX_RUNS, MAX_PER_RUN, MAX_SEARCH_BYTES = 50, 16, 8, 4 << 20
+"""Bounds of the search for a verdict that another run had."""
+_NAME = re.compile(r"([0-9]{1,16})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A verdict of another run with the same cause at the same line."""
+
+    run: str
+    verdict: Verdict
+
+
+def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[tuple[Verdict, int]]:
+    """Yields the verdicts of a run, the newest first, each with the size of its file in bytes."""
+    folder = jsonl.open_inside(run / rundir.VERDICTS, run)
+    if folder is None:
+        return
+    try:
+        found = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    except OSError:
+        return
+    finally:
+        os.close(folder)
+    for match in sorted(found, key=lambda each: int(each[1]), reverse=True)[:limit]:
+        path = run / rundir.VERDICTS / match[0]
+        data = jsonl.read_bytes(path, MAX_VERDICT_BYTES + 1, 0, below=run)
+        record = jsonl.decode(data) if len(data) <= MAX_VERDICT_BYTES else None
+        if record is not None:
+            yield json_documents.read(Verdict, record), len(data)
+
+
+def newest(run: Path) -> Verdict | None:
+    """Returns the newest verdict of a run, None without one."""
+    return next((verdict for verdict, _ in stored(run)), None)
+
+
+def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
+    """Returns the newest verdict of another run below `root` with the same cause and line.
+
+    The newest `MAX_LAUNCHES` launches are searched, at most `MAX_SEARCH_BYTES` in all. A verdict
+    without a line is never the same as another one.
+    """
+    left = MAX_SEARCH_BYTES
+    for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():
+        for other in reversed(launches.run_directories(launch)[:MAX_RUNS]):
+            if other.is_symlink() or other.samefile(run):
+                continue
+            for found, size_bytes in stored(other):
+                if (found.cause, found.place) == (verdict.cause, verdict.place):
+                    return Seen(f"{launches.launch_id(launch)}/{other.name}", found)
+                left -= size_bytes
+                if left <= 0:
+                    return None
+    return None

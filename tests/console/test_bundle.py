@@ -1,0 +1,157 @@
+"""`nsa-console bundle`: what is in the archive, what is removed, and hostile run directories."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from console import bundle
+from console.bundle import Redactor
+from tests.console.sources import directory
+from tests.console.test_cli import cli
+from trainers.contract import rundir
+
+SECRETS = (
+    "HF_TOKEN=hf_abcdefghijklmnop", '"HF_TOKEN": "abc\\"def"', "wandb_api_key: 0123456789",
+    '"s3.secret": {"value": "abc def", "origin": "plan"}', "https://ann:hunter22@host/x",
+    "--password hunter22", '["--api-key","hunter22"]', "Authorization: Bearer abc123def456",
+    "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----",
+    "x hf_abcdefghijklmnop y",
+)  # fmt: skip
+PARTS = ("abc", "hunter22", "0123456789", "def456")
+PLAIN = (
+    '{"tokens_total": 4096, "toks_per_s": 7.5}', '"data.tokenizer": {"value": "byte"}',
+    "all_reduce 54 ([450712] float32), in which rank 0 waits", "https://huggingface.co/datasets/x",
+    "basic attention without tokens", 'File "/job/train.py", line 41 in tokenize',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_a_secret_is_removed_and_counted(text):
+    found, count = Redactor({}).redact(text.encode())
+    assert count >= 1
+    assert not any(part.encode() in found for part in PARTS), found
+    assert b"[removed]" in found
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_text_without_a_secret_stays(text):
+    assert Redactor({"HOME": "/root"}).redact(text.encode()) == (text.encode(), 0)
+
+
+def test_values_of_secret_variables_and_the_home_directory_are_removed_anywhere():
+    variables = {"MY_KEY": "correct horse", "HOME": "/home/ann", "NSA_LR": "0.0005"}
+    found, _ = Redactor(variables).redact(b"correct horse in /home/ann/x, /home/annabel, 0.0005")
+    assert found == b"[removed] in ~/x, /home/annabel, 0.0005"
+
+
+def test_documents_stay_json_without_their_secrets():
+    record = {"environment": {"A_TOKEN": "x\"y", "B": 1, "C_SECRET": None}, "token": 7,
+              "passwords": ["a"], "argv": ["--token", "abc", "z"]}  # fmt: skip
+    found, _ = Redactor({}).redact(json.dumps(record).encode())
+    parsed = json.loads(found)
+    assert parsed["environment"] == {"A_TOKEN": "[removed]", "B": 1, "C_SECRET": "[removed]"}
+    assert parsed["argv"] == ["--token", "[removed]", "z"]
+
+
+def opened(path: Path) -> tuple[dict[str, bytes], dict]:
+    """Returns the members of a bundle without its top directory, and its manifest."""
+    with tarfile.open(path) as tar:
+        assert all(member.isreg() for member in tar)
+        files = {
+            member.name.partition("/")[2]: tar.extractfile(member).read() for member in tar
+        }  # fmt: skip
+    manifest = json.loads(files.pop(bundle.MANIFEST))
+    assert {each["name"]: each["sha256"] for each in manifest["files"]} == {
+        name: hashlib.sha256(data).hexdigest() for name, data in files.items()
+    }
+    return files, manifest
+
+
+@pytest.fixture
+def hostile(tmp_path) -> Path:
+    """A run with links, a FIFO, odd names, a secret, and files that are too large."""
+    launch = directory.launch(tmp_path / "artifacts")
+    run = directory.run(launch / "0-first", state="crashed")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "rank0.log").write_text("private words")
+    logs = run / "logs" / "attempt1"
+    logs.mkdir(parents=True)
+    with (logs / "rank0.log").open("wb") as file:
+        file.truncate(3 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(b"half of a line\nHF_TOKEN=hunter22\nthe last line\n")
+    (logs / "rank1.log").symlink_to(tmp_path / "outside" / "rank0.log")
+    (run / "logs" / "attempt2").symlink_to(tmp_path / "outside")
+    os.mkfifo(run / "gates.json")
+    (run / "verdicts").symlink_to(tmp_path / "outside")
+    (run / "env.json").mkdir()
+    (run / "samples_a\nb.jsonl").write_text("{}")
+    for rank in range(8):
+        count = 40 if rank else 1200
+        rundir.heartbeat(run, rank).write_bytes(b'{"msg":"%s"}\n' % (b"x" * 1000) * count)
+    return launch
+
+
+def test_a_hostile_directory_gives_a_bounded_bundle_without_foreign_files(hostile, tmp_path):
+    output = tmp_path / "x.tar.gz"
+    done = cli(tmp_path, "bundle", str(hostile), "--output", str(output), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    files, manifest = opened(output)
+    assert json.loads(done.stdout)["files"] == len(files)
+    assert b"private words" not in b"".join(files.values())
+    assert files["run/logs/attempt1/rank0.log"].endswith(b"HF_TOKEN=[removed]\nthe last line\n")
+    cut = {each["name"] for each in manifest["files"] if each["truncated"]}
+    assert {"run/logs/attempt1/rank0.log", "run/heartbeat_rank0.jsonl"} <= cut
+    beats = {name: data for name, data in files.items() if "heartbeat" in name}
+    assert len(beats) == 8
+    assert max(map(len, beats.values())) <= bundle.TAIL_BYTES
+    assert all(data.startswith(b'{"msg"') for data in beats.values())
+    left = {each["name"] for each in manifest["left_out"]}
+    assert {"run/gates.json", "run/env.json", "run/logs/attempt1/rank1.log"} <= left
+    assert sum(map(len, files.values())) < bundle.MAX_TOTAL_BYTES
+    assert {"status.json", "diagnosis.txt", "diagnosis.json", "facts.json", "plan.json",
+            "run/run.json", "run/supervisor.json"} <= files.keys()  # fmt: skip
+    assert output.stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_is_overwritten_and_no_part_stays(hostile, tmp_path):
+    output = tmp_path / "x.tar.gz"
+    output.symlink_to(tmp_path / "target")
+    for words, code in (("x.tar.gz", 4), ("x.zip", 2), ("nowhere/x.tar.gz", 2)):
+        given = ("bundle", str(hostile), "--output", str(tmp_path / words))
+        assert cli(tmp_path, *given).returncode == code
+    assert not (tmp_path / "target").exists()
+    output.unlink()
+    output.write_text("mine")
+    with pytest.raises(bundle.RefusedError):
+        bundle.write(hostile, None, output, {})
+    assert output.read_text() == "mine"
+    assert not list(tmp_path.glob(".*tmp*"))
+
+
+def test_the_size_of_a_bundle_is_bounded_by_kind_and_in_total(hostile, tmp_path, monkeypatch):
+    beats = bundle.Row("", re.compile(r"heartbeat_rank\d+\.jsonl"), all_bytes=80_000)
+    monkeypatch.setattr(bundle, "TABLE", (beats,))
+    manifest = bundle.write(hostile, hostile / "0-first", tmp_path / "x.tar.gz", {})
+    sizes = [each["size_bytes"] for each in manifest["files"] if "heartbeat" in each["name"]]
+    assert len(sizes) == 8
+    assert max(sizes) <= 10_000
+    monkeypatch.setattr(bundle, "MAX_TOTAL_BYTES", 40_000)
+    manifest = bundle.write(hostile, hostile / "0-first", tmp_path / "y.tar.gz", {})
+    assert sum(each["size_bytes"] for each in manifest["files"]) <= 40_000
+    assert any("size limit" in each["why"] for each in manifest["left_out"])
+
+
+def test_a_legacy_run_gives_a_bundle(tmp_path):
+    run = directory.legacy(tmp_path / "old", 10.0, 1000.0)
+    done = cli(tmp_path, "bundle", str(run), "--output", str(tmp_path / "old.tar.gz"))
+    assert done.returncode == 0, done.stderr
+    files, _ = opened(tmp_path / "old.tar.gz")
+    assert {"run/heartbeat_rank0.jsonl", "run/training.csv"} <= files.keys()

@@ -1,0 +1,180 @@
+"""`nsa-console diagnose`: with a supervisor, after its death, and for a program started by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.console.sources import directory
+from tests.console.test_cli import ROOT, cli
+from tests.launches import PROGRAMS, STUB, Begin, Started, phase
+from trainers.contract import rundir
+
+HANG_GUARD_S = 30
+STALLS_AT = next(
+    number for number, line in enumerate((PROGRAMS / "member.py").read_text().splitlines(), 1)
+    if "time.sleep(3600)" in line
+)  # fmt: skip
+WATCH = {"stall_floor_s": 1, "startup_s": 60, "grace_s": 1}
+
+
+def diagnosed(path: Path, *words: str, root: Path | None = None) -> tuple[int, dict]:
+    done = cli(root or path.parent, "diagnose", str(path), "--json", *words)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def stalled(begin: Begin, tmp_path_factory) -> list[Started]:
+    """Two launches under one root that stall at the same line."""
+    root = tmp_path_factory.mktemp("root") / "artifacts"
+    hang = phase("one", "member.py", 100_000, "hang")
+    found = [begin(hang, root=root, watch=WATCH, shell=STUB) for _ in range(2)]
+    for each in found:
+        each.wait(lambda each=each: any(
+            (rundir.read_json(path) or {}).get("place")
+            for path in each.path.glob("0-one/verdicts/*.json")
+        ))  # fmt: skip
+    return found
+
+
+def test_the_verdict_of_the_supervisor_has_its_cost_and_the_run_that_had_it_before(stalled):
+    code, found = diagnosed(stalled[1].path, root=stalled[1].path.parents[1])
+    assert (code, found["outlook"], found["source"]) == (1, "stalled", "supervisor")
+    assert (found["verdict"]["rank"], found["verdict"]["cause"]) == (1, "sleep")
+    assert found["verdict"]["place"] == f"member.py:{STALLS_AT}"
+    assert "no checkpoint" in found["cost"]
+    assert found["lost_steps"] == 30
+    seen = found["seen_before"]
+    assert seen["run"] == stalled[0].state()["run"]
+    assert (seen["cause"], seen["place"]) == ("sleep", f"member.py:{STALLS_AT}")
+
+
+def test_the_bundle_of_a_live_run_has_its_verdict_and_its_stacks(stalled, tmp_path):
+    output = tmp_path / "live.tar.gz"
+    done = cli(tmp_path, "bundle", str(stalled[1].path), "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(output) as tar:
+        names = [name.partition("/")[2] for name in tar.getnames()]
+        said = tar.extractfile("live/diagnosis.txt").read().decode()
+    assert "rank 1 has been stalled" in said
+    assert any(name.startswith("run/verdicts/") for name in names)
+    assert any(name.startswith("run/stackdump_rank1_") for name in names)
+
+
+def test_without_a_supervisor_the_evidence_is_collected_and_only_the_handler_is_signalled(stalled):
+    run = stalled[0]
+    run.kill_supervisor()
+    code, found = diagnosed(run.path, "--dump")
+    assert (code, found["source"]) == (1, "evidence collected now")
+    assert found["dump"]["ok"], found["dump"]
+    verdict = found["verdict"]
+    assert (verdict["rank"], verdict["cause"]) == (1, "sleep"), verdict
+    assert verdict["place"] == f"member.py:{STALLS_AT}"
+    assert len(list(run.run().glob("stackdump_rank1_*.txt"))) >= 2
+    words = cli(run.path.parent, "diagnose", str(run.path))
+    assert "  next: see " in words.stdout
+    assert "    ? no flight record of rank 1, 0" in words.stdout
+
+
+def test_an_ended_run_shows_its_last_verdict_and_a_dump_is_rejected(stalled):
+    run = stalled[1]
+    run.ask("stop")
+    run.wait_end()
+    code, found = diagnosed(run.path)
+    assert (code, found["outlook"]) == (4, "ended")
+    assert found["verdict"]["cause"] == "sleep"
+    assert found["age_s"] > 0
+    assert diagnosed(run.path, "--dump")[0] == 4
+
+
+@pytest.fixture
+def by_hand(tmp_path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A contract process that no launcher and no supervisor knows."""
+    run = tmp_path / "byhand"
+    run.mkdir(mode=0o700)
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "RANK": "0",
+                 "WORLD_SIZE": "1", "NSA_CONSOLE_RUN_DIR": str(run)}  # fmt: skip
+    words = [sys.executable, str(PROGRAMS / "member.py"), "100000"]
+    program = subprocess.Popen(words, env=variables, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + HANG_GUARD_S
+    while not (run / "pulse_rank0").exists() or not rundir.heartbeat(run, 0).exists():
+        assert program.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    yield run, program
+    program.kill()
+    program.wait()
+
+
+def test_a_program_started_by_hand_is_no_stall_while_it_steps_and_stopped_when_it_is(by_hand):
+    run, program = by_hand
+    code, found = diagnosed(run)
+    assert (code, found["outlook"]) == (0, "no stall")
+    assert found["ranks"][0]["pid"] == program.pid
+    assert found["ranks"][0]["phase"] in ("step", "forward", "backward")  # of the copied pulse
+    program.send_signal(signal.SIGSTOP)
+    time.sleep(3.3)
+    code, found = diagnosed(run)
+    assert (code, found["verdict"]["cause"], found["verdict"]["rank"]) == (1, "stopped", 0)
+    assert f"kill -CONT {program.pid}" in found["verdict"]["action"]
+
+
+def test_a_record_that_names_another_process_is_no_proof_and_gets_no_signal(tmp_path):
+    """The process catches SIGUSR1, but has no file of the run open."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    code = "import signal,time; signal.signal(signal.SIGUSR1, lambda *_: exit(9)); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        for step in (1, 2, 3):
+            directory.beat(run, 0, step, pid=other.pid, ts=time.time() - 1000)
+        code, found = diagnosed(run, "--dump")
+        assert code == 1
+        assert not found["dump"]["ok"]
+        assert [each["pid"] for each in found["ranks"]] == [None]
+        assert "no process evidence of rank 0" in found["missing"]
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_legacy_run_is_stalled_by_its_records_and_a_silent_program_is_not_known(tmp_path):
+    code, found = diagnosed(directory.legacy(tmp_path / "old", 10.0, 1000.0))
+    assert (code, found["outlook"], found["verdict"]["sure"]) == (1, "stalled", "low")
+    launch = directory.launch(tmp_path / "artifacts")
+    directory.run(launch / "0-first", state="starting", since_ts=time.time() - 1000)
+    code, found = diagnosed(launch)
+    assert (code, found["outlook"]) == (1, "unknown")
+    assert "ranks 0-1: no pulse and no record shows progress" in found["why"]
+
+
+def test_any_verdict_file_of_another_run_is_harmless(tmp_path):
+    for stamp, text in (
+        ("20261121-030001", "[" * 9000),
+        ("20261121-030002", '{"ts": [], "rank": {}}'),
+    ):
+        other = directory.run(directory.launch(tmp_path, stamp=stamp) / "0-first")
+        (other / "verdicts").mkdir()
+        (other / "verdicts" / "1.json").write_text(text)
+        os.mkfifo(other / "verdicts" / "2.json")
+        (other / "verdicts" / "3.json").symlink_to("/dev/zero")
+    run = directory.run(tmp_path / "0-single", state="crashed")
+    (run / "verdicts").mkdir()
+    directory.document(run / "verdicts" / "9.json", {"ts": 9.0, "cause": "lock", "place": "a.py:1",
+                                                     "sentence": "\x1b[31mred"})  # fmt: skip
+    done = cli(tmp_path, "diagnose", str(run))
+    assert done.returncode == 5
+    assert "red" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

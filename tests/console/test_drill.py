@@ -1,0 +1,177 @@
+"""`nsa-console drill`: the truth of each fault, the score by files of a run, and the clean-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from console import cli
+from console.action_table import ACTIONS
+from console.commands import drill
+from console.diagnose.causes import CAUSES
+from console.diagnose.rules import RULES
+from console.model import EXIT_CODES
+from console.sources import process
+from tests.console.sources import directory
+from tests.console.test_cli import cli as command
+from tests.launches import STUB, Begin, phase, write_plan
+from trainers.contract import rundir
+from trainers.contract.drill import KINDS, Drill
+
+FAULT_TS = 1_800_000_000.0
+
+
+def test_the_truth_of_each_drill_is_one_that_the_console_can_show():
+    for name, kind in KINDS.items():
+        truth = kind.truth
+        assert sum(map(bool, (truth.cause, truth.ends, truth.alert))) <= 1, name
+        assert truth.cause in {"", *(cause.name for cause in CAUSES)}, name
+        assert truth.ends in {"", *EXIT_CODES}, name
+        assert truth.alert in {"", *RULES}, name
+        assert set(truth.right) <= {"resume", *ACTIONS} - drill.NEUTRAL, name
+
+
+@pytest.fixture
+def launched(tmp_path) -> Path:
+    """A launch whose rank 1 has had the fault `stop`."""
+    launch = directory.launch(tmp_path / "artifacts")
+    run = directory.run(launch / "0-first", state="stalled")
+    directory.beat(run, 1, 10, "drill", state="fires", drill="stop@10:1", ts=FAULT_TS)
+    (run / "verdicts").mkdir()
+    return launch
+
+
+def say(launch: Path, after_s: float, rank: int, cause: str, of: str = "forward") -> None:
+    ts = FAULT_TS + after_s
+    record = {"ts": ts, "rank": rank, "phase": of, "cause": cause, "sentence": f"{cause} {rank}"}
+    directory.document(launch / "0-first" / "verdicts" / f"{int(ts * 1000)}.json", record)
+
+
+def ask(launch: Path, after_s: float, action: str, by: str = "ann") -> None:
+    directory.event(launch, "request", action=action, by=by, ts=FAULT_TS + after_s)
+
+
+def score(launch: Path) -> drill.Score:
+    return drill.read_score(launch, Drill("stop", 10, 1))
+
+
+def test_a_right_verdict_and_a_right_reaction_pass_with_their_times(launched):
+    say(launched, 4.0, 1, "slowest-rank")
+    assert not score(launched).right_verdict
+    say(launched, 9.0, 1, "stopped")
+    found = score(launched)
+    assert (found.right_verdict, found.shown_s, found.done, found.passed) == (
+        True,
+        9.0,
+        False,
+        False,
+    )
+    ask(launched, 12.0, "dump")
+    assert not score(launched).done
+    directory.event(launched / "0-first", "clear", alert="stall", text="the ranks step again",
+                    ts=FAULT_TS + 20.0)  # fmt: skip
+    found = score(launched)
+    assert (found.reaction, found.passed, found.done) == (("resume", 20.0), True, True)
+    assert "score     passed" in found.lines()
+
+
+@pytest.mark.parametrize(
+    ("rank", "cause", "of", "marks"),
+    [(0, "stopped", "forward", "rank no, phase yes, cause yes"),
+     (1, "sleep", "forward", "rank yes, phase yes, cause no"),
+     (1, "stopped", "backward", "rank yes, phase no, cause yes")],
+)  # fmt: skip
+def test_each_part_of_a_wrong_verdict_is_named(launched, rank, cause, of, marks):
+    say(launched, 9.0, rank, cause, of)
+    ask(launched, 12.0, "stop")
+    found = score(launched)
+    assert not found.passed
+    assert f"named     {marks}" in found.lines()
+
+
+def test_a_wrong_reaction_and_the_stop_of_the_drill_itself_do_not_pass(launched):
+    say(launched, 9.0, 1, "stopped")
+    ask(launched, 11.0, "stop", by="drill ann@host pid 1")
+    assert score(launched).reaction is None
+    ask(launched, 12.0, "halt")
+    ask(launched, 14.0, "stop")
+    found = score(launched)
+    assert (found.reaction, found.passed) == (("halt", 12.0), False)
+    assert "reaction  halt after 12.0 s: right is resume or stop or kill" in found.lines()
+
+
+def test_a_verdict_after_the_reaction_or_before_the_fault_does_not_count(launched):
+    say(launched, -5.0, 1, "stopped")
+    ask(launched, 3.0, "stop")
+    say(launched, 9.0, 1, "stopped")
+    assert score(launched).said == ""
+
+
+def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_stopped(
+    begin: Begin, monkeypatch
+):
+    monkeypatch.setattr(drill, "ENDED_S", 1.0)
+    monkeypatch.setattr(drill, "ANSWER_S", 0.5)
+    started = begin(phase("one", "member.py", 100_000, "hang"), shell=STUB)
+    started.wait_steps(5)
+    for pid in (started.owner["pid"], started.child()):
+        os.kill(pid, signal.SIGSTOP)
+    drill._clean(started.path)
+    started.wait_gone(10)
+    started.wait(lambda: not rundir.is_alive(started.owner), 10)
+    assert not Path(started.state()["live_dir"]).exists()
+
+
+def practised(capsys, *words: str) -> tuple[int, dict]:
+    """Runs a drill in this process, and restores its signal handlers."""
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    code = cli.main([*words, "--json"])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    out, err = capsys.readouterr()
+    assert out, err
+    return code, json.loads(out)
+
+
+def test_a_run_whose_fault_does_not_happen_fails_the_drill_and_is_ended(
+    tmp_path, capsys, monkeypatch
+):
+    """With a foreign program, which has no drills."""
+    plan = write_plan(tmp_path, phases=[phase("drill", "member.py", 100_000)])
+    monkeypatch.setattr(drill, "PLAN", plan)
+    monkeypatch.setattr(drill, "STARTUP_S", 2.0)
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+    root = ("--root", str(tmp_path / "artifacts"))
+    code, found = practised(capsys, *root, "drill", "kill", "--wait", "1")
+    assert (code, found["fault_ts"], found["over"], found["passed"]) == (1, None, False, False)
+    assert (rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {})["state"] == "ended"
+
+
+@pytest.mark.slow
+def test_a_real_drill_is_scored_without_a_terminal_and_leaves_nothing(tmp_path, capsys):
+    root = ("--root", str(tmp_path))
+    code, found = practised(capsys, *root, "drill", "kill", "--nproc", "1", "--wait", "50")
+    assert (code, found["passed"]) == (0, True), found
+    assert "rank 0 was killed by SIGKILL" in found["said"]
+    assert 0 <= found["shown_s"] < 30
+    run = Path(found["path"]) / "0-drill"
+    token = (rundir.read_json(run / rundir.RUN) or {})["environment"]["NSA_CONSOLE_TOKEN"]
+    assert not process.with_token(token)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("nope", "no drill 'nope'"), ("leak --plain", "NSA_DRILL"), ("stop", "needs a terminal"),
+     ("stop --plain --rank 2", "--rank 2 --nproc 2"), ("stop --plain --nproc 17", "at most 16")],
+)  # fmt: skip
+def test_a_drill_that_cannot_be_is_one_sentence(tmp_path, words, said):
+    before = time.monotonic()
+    done = command(tmp_path, "drill", *words.split())
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "drill").exists()
+    assert time.monotonic() - before < 60
