@@ -136,7 +136,11 @@ def _device(of: Suspect) -> str:
     if of.where.kind != "device":
         return ""
     kernel = gpu_signs.kernel_words(of.gpus)
-    return of.where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
+    return _device_words(of.where, kernel)
+
+
+def _device_words(where: Where, kernel: str) -> str:
+    return where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
 
 
 def _busy(of: Suspect) -> str:
@@ -207,6 +211,8 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
     sure = _sure(agree, max(len(contrary), unlike), cause is not None)
     if sure == "high" and (cause is None or _is_unsure(of, cause, evidence)):
         sure = "medium"
+    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus):
+        sure = "low"
     calls = difference.text if difference.kind in ("behind", "mismatch") else ""
     name = cause.name if cause else "slowest-rank" if len(case.running) > 1 else base.cause
     native = of.where.kind == "native" and of.main.kind == "futex"
@@ -269,7 +275,8 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
     elsewhere = cause.name == "mismatch" and of.difference.number is None
-    return lies or is_loader or native or elsewhere or of.main.unsure
+    # Seen with one GPU only.
+    return lies or is_loader or native or elsewhere or cause.name == "device" or of.main.unsure
 
 
 def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:
@@ -297,9 +304,12 @@ def _alike(
         rule, sure = next(each for each in CAUSES if each.name == "device"), "medium"
     else:
         return _with_signs(base, found, set(), evidence)
-    why = f": each {_device(_suspect(case.running[0], evidence, difference))}" * (
-        rule.name == "device"
-    )
+    why = ""
+    if rule.name == "device":
+        rows = [evidence.gpus.get(each.rank, ()) for each in case.running]
+        kernels = set(map(gpu_signs.kernel_words, rows))
+        place = evidence.places()[case.running[0].rank]
+        why = f": each {_device_words(place, kernels.pop() if len(kernels) == 1 else '')}"
     verdict = case.verdict(
         None, rule.name, sure, stalled(case, case.running) + why, lost, difference.text
     )  # fmt: skip
