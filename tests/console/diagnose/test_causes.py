@@ -536,7 +536,7 @@ def test_any_evidence_gives_a_verdict_and_less_of_it_never_more_confidence(
 
 STATES = [*"RSDTt"]
 """No end: the kernel reports it through a pidfd, which is a fact."""
-BUSY = replace(IDLE, state="R", main=BlockedOn("none", ""))
+BUSY = working(25.0)[0]
 TRUTHS = {
     "sleep": ((OWN,), ASLEEP), "busy": ((OWN,), BUSY), "stopped": (None, replace(IDLE, state="T")),
     "disk": (None, replace(IDLE, state="D", main=BlockedOn("disk", "a disk"))),
@@ -598,7 +598,10 @@ def one_source_lies(draw):
         stacks |= {number: found} if found else {}
         flights |= {number: record} if record else {}
         ranks.append(rank(number, phase, step, state))
-    after = {n: replace(p, mono=2.0) for n, p in processes.items()}
+    after = {
+        n: replace(working(25.0)[1] if p.threads else p, state=p.state, mono=2.0)
+        for n, p in processes.items()
+    }
     found = Evidence(processes, after, stacks, flights)
     return f"{name}, {lies} lie", None if name == "transport" else guilty, found, ranks
 
