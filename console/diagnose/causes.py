@@ -266,8 +266,7 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     # A data loader of the program's own waits for a queue, a thread or a lock too.
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
-    elsewhere = cause.name == "mismatch" and of.difference.number is None
-    return lies or is_loader or native or elsewhere or of.main.unsure
+    return lies or is_loader or native or of.main.unsure
 
 
 def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:
