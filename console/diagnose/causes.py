@@ -21,6 +21,8 @@ from console.sources.flight import Difference
 from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Frame
 
+WORKER = "pt_data_worker"
+"""Beginning of the name that torch gives its loader's worker processes."""
 NO_PROCESS_WAIT = BlockedOn("none", "")
 
 
@@ -95,9 +97,12 @@ def _loader(of: Suspect) -> str:
     )  # fmt: skip
     if not (kind == "loader" or waits or by_thread):
         return ""
-    workers = of.process.children if of.process else ()
+    # An ended child is no worker where its name is another program's: many are never waited for.
+    names = {thread.name for thread in of.process.threads[:1]} if of.process else set()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
-           for child in workers if child.state in "TtZXD"]  # fmt: skip
+           for child in (of.process.children if of.process else ())
+           if child.state in "TtD" or (child.state in "ZX" and (
+               child.name in names or child.name.startswith(WORKER)))]  # fmt: skip
     return ", ".join(["waits for its data loader", *ill[:4], *([fed] if fed and not ill else [])])
 
 
@@ -274,9 +279,9 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     # A data loader of the program's own waits for a queue, a thread or a lock too.
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
-    elsewhere = cause.name == "mismatch" and of.difference.number is None
-    # Seen with one GPU only.
-    return lies or is_loader or native or elsewhere or cause.name == "device" or of.main.unsure
+    # Of two ranks, one may skip a call, or the other forget a new one. GPUs: seen with one only.
+    no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
+    return lies or is_loader or native or no_majority or cause.name == "device" or of.main.unsure
 
 
 def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:

@@ -29,6 +29,8 @@ T = TypeVar("T")
 MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
 MAX_TRIES = 8
+MAX_TOTAL_BYTES = 64 << 20
+"""Most bytes that one call of `latest` reads: a rank without a record is a gap in the evidence."""
 MIN_PAST = MAX_SKIPPED = 8
 """The fewest calls that show what is usual, and the calls after the usual one among which a rank
 that skipped calls one."""
@@ -165,7 +167,7 @@ def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, FlightRecord]:
     """Returns the newest readable record of each rank that has one of that time (unix s)."""
-    left = dict.fromkeys(ranks, MAX_TRIES)
+    left, total = dict.fromkeys(ranks, MAX_TRIES), MAX_TOTAL_BYTES
     found: dict[int, FlightRecord] = {}
     try:
         names = filter(None, map(_NAME.fullmatch, os.listdir(run)))
@@ -177,7 +179,9 @@ def latest(
             continue
         left[rank] -= 1
         path = run / name[0]
-        record = parse(jsonl.read_bytes(path, MAX_RECORD_BYTES, 0), rank, ts, str(path))
+        data = jsonl.read_bytes(path, min(MAX_RECORD_BYTES, total), 0)
+        total -= len(data)
+        record = parse(data, rank, ts, str(path))
         if record is not None:
             found[rank] = record
     return found

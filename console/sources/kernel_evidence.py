@@ -105,7 +105,8 @@ class ChildEvidence:
     state: str
 
 
-_Children, _Threads = tuple[ChildEvidence, ...], tuple[ThreadEvidence, ...]
+_Children = tuple[ChildEvidence, ...]
+_Threads = tuple[ThreadEvidence, ...]
 _TIMER = BlockedOn("timer", "a timer")
 _FUTEX = BlockedOn("futex", "a lock, an event or a future (futex)")
 

@@ -120,13 +120,14 @@ class Collector:
 
     def _read(self, is_last: bool) -> None:
         numbers, run, since_ts = [r.rank for r in self._ranks], self._run, self._since_ts
-        begun = self._began_at
+        begun, former = self._began_at, self._found
 
         def work() -> tuple[dict[int, stacks.Stack], dict[int, flight.FlightRecord]]:
             until_ts = time.time() + CLOCKS_APART_S
+            without = [rank for rank in numbers if rank not in former.flights]
             return (
                 stacks.latest(run, numbers, since_ts, until_ts),
-                flight.latest(run, numbers, since_ts, until_ts),
+                {**former.flights, **flight.latest(run, without, since_ts, until_ts)},
             )
 
         def then(found: object, error: Exception | None) -> None:
@@ -134,6 +135,7 @@ class Collector:
             if begun != self._began_at:
                 return
             dumps, records = found if isinstance(found, tuple) else ({}, {})
+            self._found = replace(self._found, flights=records)
             everyone = len(dumps) == len(numbers) == len(records)
             if everyone or is_last or error is not None:
                 self._complete(dumps, records, error)

@@ -159,8 +159,9 @@ class LastPulses:
     def phase(self, rank: int, step: int) -> str:
         """Returns the reported phase of `step` in which a rank ended, "" where it is not known."""
         last = self._found.get(rank)
-        known = last is not None and last.step == step and last.phase not in ("step", "exit")
-        return last.phase if known else ""
+        if last is None or last.step != step or last.phase in ("step", "exit"):
+            return ""
+        return last.phase
 
     @property
     def newest(self) -> int:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from console.diagnose.causes import CAUSES, explain
 from console.diagnose.evidence import Evidence
+from console.diagnose.stack_classes import _DATA
 from console.diagnose.stall import RankEvidence
 from console.diagnose.verdict import case_of, diagnose
 from console.sources.descriptors import BlockedOn
@@ -409,7 +410,7 @@ def called(number, *ops, waits=True):
 GATHER = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 99, "all_gather"), *PEERS[1:])
 
 
-@pytest.mark.parametrize(("odd", "sure"), [("barrier", "high"), ("reduce", "medium")])
+@pytest.mark.parametrize(("odd", "sure"), [("barrier", "medium"), ("reduce", "medium")])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd, sure):
     """The one that skips a call is ahead, and may be in a later phase than the other one."""
     found = replace(
@@ -536,7 +537,7 @@ def test_any_evidence_gives_a_verdict_and_less_of_it_never_more_confidence(
 
 STATES = [*"RSDTt"]
 """No end: the kernel reports it through a pidfd, which is a fact."""
-BUSY = replace(IDLE, state="R", main=BlockedOn("none", ""))
+BUSY = working(25.0)[0]
 TRUTHS = {
     "sleep": ((OWN,), ASLEEP), "busy": ((OWN,), BUSY), "stopped": (None, replace(IDLE, state="T")),
     "disk": (None, replace(IDLE, state="D", main=BlockedOn("disk", "a disk"))),
@@ -598,7 +599,10 @@ def one_source_lies(draw):
         stacks |= {number: found} if found else {}
         flights |= {number: record} if record else {}
         ranks.append(rank(number, phase, step, state))
-    after = {n: replace(p, mono=2.0) for n, p in processes.items()}
+    after = {
+        n: replace(working(25.0)[1] if p.threads else p, state=p.state, mono=2.0)
+        for n, p in processes.items()
+    }
     found = Evidence(processes, after, stacks, flights)
     return f"{name}, {lies} lie", None if name == "transport" else guilty, found, ranks
 
@@ -610,3 +614,21 @@ def test_one_lying_source_among_consistent_ones_never_blames_an_innocent_rank_wi
     what, guilty, found, ranks = drawn
     verdict = explained(found, *ranks)
     assert verdict.rank in (guilty, None) or verdict.sure != "high", (what, guilty, verdict)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_data"),
+    [("nsa-loader", True), ("DataReader", True), ("prefetcher", True), ("data_0", True),
+     ("uploader", False), ("Thread-1", False), ("already", False), ("metrics", False)],
+)  # fmt: skip
+def test_a_thread_reads_data_by_a_whole_word_of_its_name(name, is_data):
+    assert bool(_DATA.search(name)) is is_data
+
+
+def test_an_ended_child_of_another_program_is_no_worker_of_the_loader():
+    """Programs leave ended children without waiting for them."""
+    for child, words in ((ChildEvidence(9, "nvidia-smi", "Z"), False),
+                         (ChildEvidence(9, "pt_data_worker", "Z"), True)):  # fmt: skip
+        found = explained(evidence((LOADER, OWN), children=(child,)), rank(0), rank(1))
+        assert found.cause == "loader"
+        assert ("worker 9" in found.sentence) is words
