@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import io
+import json
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 from console.plans import catalog
 from console.sources import launches
@@ -81,29 +83,50 @@ TABLE: tuple[Row, ...] = (
 # --- secrets -------------------------------------------------------------------------------------
 
 _WORD = (
-    r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|"
-    r"credentials?|cookie|authorization)"
+    r"[\w.-]*(?:(?<!per[_.-])token|secret|passw(?:or)?d|passphrase|(?:api|access|private)[_ -]?key|"
+    r"credentials?|cookie|authorization|signature|(?<=[_.-])(?:pass|pwd|auth|key))"
 )
-_FORM = r"hf_|sk-|gh[pousr]_|github_pat_|xox[bap]-|AKIA|glpat-"
+_FORM = (
+    r"hf_|sk-|gh[pousr]_|github_pat_|xox[bap]-|AKIA|ASIA(?=[A-Z0-9]{16}\b)|glpat-|AIza|nvapi-|"
+    r"npm_|pypi-|ya29\.|eyJ[\w-]{8,400}\."
+)
 _VALUE = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;&"'}\])]+)"""
+_QUOTE = r"""\\{0,8}["']"""
+"""Also escaped: a log line in a record, or the text of a Python value in a log."""
+_IS = r"\s{0,8}(?:=>|[:=])\s{0,8}"
 _SECRETS: tuple[tuple[str, str], ...] = (
-    (r"""([a-z][a-z0-9+.-]{1,20}://)[^/@\s"']{1,400}@""", r"\1{}@"),
+    (r"""([a-z][a-z0-9+.-]{1,20}://)[^/\s"']{1,400}@""", r"\1{}@"),
+    (r"(hooks\.slack\.com/services/|/api/webhooks/)[\w/-]+", r"\1{}"),
+    (
+        rf"""((?:authorization|cookie)(?:{_IS}|{_QUOTE}{_IS}{_QUOTE}))(?![\[{{"'])[^"'\\\n]+""",
+        r"\1{}",
+    ),
     (r"\b(bearer|basic) +(?=[\w.~-]*[\d=+/])[\w.~+/=-]{8,}", r"\1 {}"),
-    (rf"\b(?:{_FORM})[\w-]{{12,}}", "{}"),
+    (rf"\b(?:{_FORM})[\w-]{{12,}}(?:\.[\w-]+)?", "{}"),
     (rf"""(?<![\w.-])("?{_WORD}"?\s?[:=]\s?\{{\s?"value"\s?:\s?){_VALUE}""", r'\1"{}"'),
+    (
+        rf"""((?:\({_QUOTE}{_WORD}{_QUOTE},\s?|{_QUOTE}{_WORD}{_QUOTE}{_IS})b?{_QUOTE})[^"'\\\n]+""",
+        r"\1{}",
+    ),
     (rf"""(?<![\w.-])("{_WORD}"\s?:\s?)(?![\[{{]){_VALUE}""", r'\1"{}"'),
-    (rf"""(?<![\w.-])(--?{_WORD}(?:"\s?,\s?"|=| +))[^\s",]+""", r"\1{}"),
-    (rf"(?<![\w.-])({_WORD}\s?[=:]\s?)(?![\[{{]){_VALUE}", r"\1{}"),
+    (rf"""(?<![\w.-])(--?{_WORD}(?:{_QUOTE}\s?,\s?{_QUOTE}|=| +))[^\s"'\\,]+""", r"\1{}"),
+    (rf"(?<![\w.-])({_WORD}{_IS})(?![\[{{]){_VALUE}", r"\1{}"),
 )
 """The forms of secrets on one line: first whole values, then values of secret names."""
 _FORMS = [(re.compile(form.encode(), re.IGNORECASE), instead.format(REMOVED).encode())
           for form, instead in _SECRETS]  # fmt: skip
 _HINT = re.compile(
-    rb"(?:token|secret|passw|password|passphrase|key|credentials?|cookie|authorization)[\"']?\s?"
-    rb"[=:, ]|://[^/@\s]{1,400}@|bearer |basic |" + _FORM.lower().encode()
+    rb"(?:token|secret|passw|password|passphrase|pass|pwd|auth|key|credentials?|cookie|signature|"
+    rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
+    rb"hooks\.slack\.com/|/api/webhooks/|" + _FORM.lower().encode()
 )
 """Every line with a secret has one of these in lower case: it is faster than the forms."""
-_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)", re.DOTALL)
+_KEY = re.compile(
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
+    rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
+    re.DOTALL,
+)
+"""Also the end of a key whose begin was cut off."""
 _SECRET_NAME = re.compile(_WORD + r"|.*(?:^|_)(?:key|auth|pass)", re.I)
 LEAST_SECRET_CHARS = 6
 
@@ -117,8 +140,9 @@ class Redactor:
     """Removes secrets from bytes: by their form, and those in the `variables` of this shell."""
 
     def __init__(self, variables: Mapping[str, str]):
-        values = {os.fsencode(value) for name, value in variables.items()
-                  if is_secret(name) and len(value) >= LEAST_SECRET_CHARS}  # fmt: skip
+        values = {os.fsencode(form) for name, value in variables.items()
+                  if is_secret(name) and len(value) >= LEAST_SECRET_CHARS
+                  for form in (value, json.dumps(value)[1:-1], quote(value, safe=""))}  # fmt: skip
         self._values = sorted(values, key=len, reverse=True)
         home = os.fsencode(variables.get("HOME", "").rstrip("/"))
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None
@@ -232,7 +256,7 @@ def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
         except OSError as error:
             archive.leave_out(into + name, error.strerror or "cannot be read")
             continue
-        if len(data) < size and name.endswith((".jsonl", ".log")):
+        if len(data) < size:
             data = data.partition(b"\n")[2] or data  # begins with a whole line
         archive.add(into + name, data, size)
 
@@ -256,8 +280,9 @@ def facts(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def check(output: Path) -> None:
     """Raises UsageError where a bundle cannot have this name, RefusedError where it exists."""
-    if not output.name.endswith(ENDING) or not output.parent.is_dir():
-        raise UsageError(f"--output {output}: it must end with {ENDING}, in an existing directory")
+    name = output.name.removesuffix(ENDING)
+    if name in ("", output.name) or not output.parent.is_dir():
+        raise UsageError(f"--output {output}: it must be NAME{ENDING}, in an existing directory")
     if os.path.lexists(output):
         raise RefusedError(f"{output} exists; nothing was written")
 
@@ -297,5 +322,6 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
     except OSError as error:
         raise ContractError(f"cannot write {output}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the error that is raised says why
+            temporary.unlink()
     return manifest

@@ -7,9 +7,8 @@ import contextlib
 import shlex
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ NEUTRAL = frozenset(("dump", "note", "checkpoint", "profile"))
 STARTUP_S, ENDED_S, ANSWER_S = 300.0, 30.0, 15.0
 BY = "drill"
 """Begin of the sender of the drill's own requests."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SCREEN_ENDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Score:
             return
         at = time.strftime("%H:%M:%S", time.localtime(self.fault_ts))
         yield f"fault     {self.drill} at {at}"
-        after = "not shown" if self.shown_s is None else f"right after {self.shown_s:.1f} s"
+        after = "not shown" if self.shown_s is None else f"correct after {self.shown_s:.1f} s"
         yield f"verdict   {after}: {self.said or 'none'}"
         yield (f"named     rank {yes[self.right_rank]}, phase {yes[self.right_phase]}, "
                f"cause {yes[self.right_cause]}")  # fmt: skip
@@ -117,18 +118,16 @@ def drill(options: argparse.Namespace) -> int:
         root=options.root / FOLDER,
     )  # fmt: skip
     prepared = actions.prepare(launch_options)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
+    signals = _Signals()
+    for number in SIGNALS:
+        signal.signal(number, signals)
     path = actions.begin(prepared, f"{BY} {actions.who()}")
+    owner = _owner(path)
     try:
-        plain = options.plain or options.json
-        if not options.json:
-            print_line(f"drill {fault} is launched in {path}")
-        score = _follow(path, fault, options) if plain else _on_screen(path, fault, options)
-    except KeyboardInterrupt:
-        score = read_score(path, fault)
+        score = signals.until_one(lambda: _practise(path, fault, options))
     finally:
-        _clean(path)
+        _clean(path, owner)
+    score = score or read_score(path, fault)
     record = asdict(score) | {
         "drill": str(fault), "id": launches.launch_id(path), "path": str(path),
         "reaction": score.reaction and score.reaction[0], "passed": score.passed,
@@ -136,6 +135,30 @@ def drill(options: argparse.Namespace) -> int:
     }  # fmt: skip
     show(options.json, record, map(clean, score.lines()))
     return int(not score.passed)
+
+
+class _Signals:
+    """Handles the signals that end a drill: they are noted, and never end its launch or clean-up.
+
+    Within `until_one`, the first one raises KeyboardInterrupt.
+    """
+
+    noted = raises = False
+
+    def __call__(self, *_: object) -> None:
+        self.noted, self.raises, raises = True, False, self.raises
+        if raises:
+            raise KeyboardInterrupt
+
+    def until_one(self, work: Callable[[], Score]) -> Score | None:
+        """Returns the result of `work`, None where a signal ended it."""
+        try:
+            self.raises = True
+            return None if self.noted else work()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            self.raises = False
 
 
 def _unscored(truth: Truth) -> str:
@@ -160,10 +183,22 @@ def _chosen(options: argparse.Namespace) -> Drill:
     return Drill(options.fault, STEP, rank, kind.amount)
 
 
-def _on_screen(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Runs the screen in a process of its own: it may end its process without any clean-up."""
+def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
+    """Follows the drill, or runs the screen in a process of its own, which may end in any way."""
+    if not options.json:
+        print_line(f"drill {fault} is launched in {path}")
+    if options.plain or options.json:
+        return _follow(path, fault, options)
     command = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
-    subprocess.run(command, check=False)
+    with subprocess.Popen(command) as screen:
+        try:
+            screen.wait()
+        except BaseException:
+            screen.terminate()  # it restores the terminal
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                screen.wait(SCREEN_ENDS_S)
+            screen.kill()
+            raise
     return read_score(path, fault)
 
 
@@ -179,7 +214,7 @@ def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
         stage = (score.fault_ts is not None) + score.right_verdict
         if stage > reached:
             reached, until = stage, time.monotonic() + options.wait
-        if score.done or time.monotonic() >= until:
+        if score.done or not path.is_dir() or time.monotonic() >= until:
             return score
         time.sleep(POLL_S)
 
@@ -255,21 +290,30 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 # --- the end -------------------------------------------------------------------------------------
 
 
-def _clean(path: Path) -> None:
-    """Stops the run; then ends every process of the launch that is still there."""
+def _owner(path: Path) -> dict[str, Any]:
+    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
+    return jsonl.mapping(state, "supervisor")
+
+
+def _clean(path: Path, owner: dict[str, Any]) -> None:
+    """Stops the run; then ends every process of the launch that is still there.
+
+    `owner` is the supervisor at the start: it ends its run on TERM where the directory is gone.
+    """
     source, until = RunSource(path), time.monotonic() + ENDED_S
-    if not status_text.is_over(source.poll()):
+    if not path.is_dir():
+        _kill(process.open_named(owner, path, None), signal.SIGTERM)
+    elif not status_text.is_over(source.poll()):
         with contextlib.suppress(ContractError, OSError):
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
-    while not status_text.is_over(source.poll()) and time.monotonic() < until:
+    while path.is_dir() and not status_text.is_over(source.poll()) and time.monotonic() < until:
         time.sleep(POLL_S)
-    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
-    owner = jsonl.mapping(state, "supervisor")
+    owner = _owner(path) or owner
     while rundir.is_alive(owner) and time.monotonic() < until:
         time.sleep(POLL_S)
+    for identity in (owner, jsonl.mapping(owner, "child")):
+        _kill(process.open_named(identity, path, None))
     for run in launches.run_directories(path):
-        for identity in (owner, jsonl.mapping(owner, "child")):
-            _kill(process.open_named(identity, run, None))
         born = rundir.read_json(run / rundir.RUN, below=run) or {}
         token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
         for pid in process.with_token(token) if token else ():
@@ -279,7 +323,7 @@ def _clean(path: Path) -> None:
             rundir.remove_tree(live)
 
 
-def _kill(handle: process.Handle | None) -> None:
+def _kill(handle: process.Handle | None, number: int = signal.SIGKILL) -> None:
     if handle is not None:
-        handle.send(signal.SIGKILL)
+        handle.send(number)
         handle.close()

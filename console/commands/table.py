@@ -243,8 +243,9 @@ DRILL = Command(
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="longest wait for the verdict, and then for an action (default: %(default)g)"),
-    ), "React on the screen, or from another shell: stop RUN, or kill -CONT PID. The run\n"
-       "is stopped at the end. Exit code 0: verdict and reaction were right; else 1.\n",
+    ), "React on the screen, or from another shell: stop RUN (the path that is printed),\n"
+       "or kill -CONT PID. Then q leaves the screen: the drill stops the run and prints\n"
+       "the score. Exit code 0: verdict and reaction were right; else 1.\n",
     "drill.drill",
 )  # fmt: skip
 ADOPT = Command(

@@ -93,6 +93,8 @@ class Diagnoser:
         state, run, now = self._poll()
         if self._source.over:
             return self._of_ended(state, run)
+        if state.launch and state.launch.state == "waiting" and is_supervised(state):
+            return Diagnosis("no stall", state, f"the plan waits: {state.launch.why}", run=run)
         if run is None or now is None:
             return Diagnosis("unknown", state, f"there is no run yet: {state.why}", exit_code=1)
         if state.state in ENDING:

@@ -16,17 +16,25 @@ from console.bundle import Redactor
 from tests.console.sources import directory
 from tests.console.test_cli import cli
 from trainers.contract import rundir
+from trainers.contract.errors import ContractError, UsageError
 
 SECRETS = (
     "HF_TOKEN=hf_abcdefghijklmnop", '"HF_TOKEN": "abc\\"def"', "wandb_api_key: 0123456789",
     '"s3.secret": {"value": "abc def", "origin": "plan"}', "https://ann:hunter22@host/x",
     "--password hunter22", '["--api-key","hunter22"]', "Authorization: Bearer abc123def456",
     "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----",
-    "x hf_abcdefghijklmnop y",
+    "x hf_abcdefghijklmnop y", "{'password': 'hunter22'}", "environ({'DB_PASS': 'hunter22'})",
+    r'{"text":"{\"password\": \"hunter22\"}"}', "('HF_TOKEN', 'hunter22')",
+    "Proxy-Authorization: Basic abcDEFgh", '-H "Authorization: token hunter22"',
+    "Cookie: sid=1; id=hunter22", "aws_secret_access_key   =   abc", "ASIAABC4HUNTER22DEFG",
+    "https://ann:p@hunter22@host/x", "https://hooks.slack.com/services/T0/B0/hunter22",
+    "nvapi-abcdefghijklmnop", "eyJhbGciOiJIUzI1.hunter22abcd.hunter22", "password => hunter22",
+    "MIIabc\nabc\n-----END RSA PRIVATE KEY-----",
 )  # fmt: skip
-PARTS = ("abc", "hunter22", "0123456789", "def456")
+PARTS = ("abc", "ABC4", "hunter22", "0123456789", "def456")
 PLAIN = (
-    '{"tokens_total": 4096, "toks_per_s": 7.5}', '"data.tokenizer": {"value": "byte"}',
+    '{"tokens_total": 4096, "toks_per_s": 7.5, "flops_per_token": 1.5}', "PWD=/job",
+    '"data.tokenizer": {"value": "byte"}',
     "all_reduce 54 ([450712] float32), in which rank 0 waits", "https://huggingface.co/datasets/x",
     "basic attention without tokens", 'File "/job/train.py", line 41 in tokenize',
 )  # fmt: skip
@@ -49,6 +57,12 @@ def test_values_of_secret_variables_and_the_home_directory_are_removed_anywhere(
     variables = {"MY_KEY": "correct horse", "HOME": "/home/ann", "NSA_LR": "0.0005"}
     found, _ = Redactor(variables).redact(b"correct horse in /home/ann/x, /home/annabel, 0.0005")
     assert found == b"[removed] in ~/x, /home/annabel, 0.0005"
+
+
+def test_a_secret_of_this_shell_is_removed_in_its_escaped_forms_too():
+    value = 'horse "battery" staple'
+    text = f"{json.dumps([value])} horse%20%22battery%22%20staple".encode()
+    assert Redactor({"MY_KEY": value}).redact(text)[0] == b'["[removed]"] [removed]'
 
 
 def test_documents_stay_json_without_their_secrets():
@@ -124,10 +138,14 @@ def test_a_hostile_directory_gives_a_bounded_bundle_without_foreign_files(hostil
 def test_nothing_is_overwritten_and_no_part_stays(hostile, tmp_path):
     output = tmp_path / "x.tar.gz"
     output.symlink_to(tmp_path / "target")
-    for words, code in (("x.tar.gz", 4), ("x.zip", 2), ("nowhere/x.tar.gz", 2)):
+    for words, code in (("x.tar.gz", 4), ("x.zip", 2), (".tar.gz", 2)):
         given = ("bundle", str(hostile), "--output", str(tmp_path / words))
         assert cli(tmp_path, *given).returncode == code
     assert not (tmp_path / "target").exists()
+    with pytest.raises(UsageError):
+        bundle.check(tmp_path / "nowhere" / "x.tar.gz")
+    with pytest.raises(ContractError, match=r"cannot write /proc/self/x\.tar\.gz"):
+        bundle.write(hostile, None, Path("/proc/self/x.tar.gz"), {})
     output.unlink()
     output.write_text("mine")
     with pytest.raises(bundle.RefusedError):

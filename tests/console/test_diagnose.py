@@ -97,6 +97,18 @@ def test_an_ended_run_shows_its_last_verdict_and_a_dump_is_rejected(stalled):
     assert diagnosed(run.path, "--dump")[0] == 4
 
 
+def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):
+    launch = directory.launch(tmp_path)
+    directory.run(launch / "0-first", state="completed")
+    held = rundir.read_json(launch / rundir.PLAN_STATE) or {}
+    why = "first is done; the action proceed starts second"
+    directory.document(launch / rundir.PLAN_STATE, held | {"state": "waiting", "why": why})
+    with directory.owned(launch):
+        code, found = diagnosed(launch)
+    assert (code, found["why"], found["ranks"]) == (0, f"the plan waits: {why}", [])
+    assert "known" not in cli(tmp_path / "none", "diagnose", "nope").stderr
+
+
 @pytest.fixture
 def by_hand(tmp_path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """A contract process that no launcher and no supervisor knows."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -121,7 +123,7 @@ def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_
     started.wait_steps(5)
     for pid in (started.owner["pid"], started.child()):
         os.kill(pid, signal.SIGSTOP)
-    drill._clean(started.path)
+    drill._clean(started.path, {})
     started.wait_gone(10)
     started.wait(lambda: not rundir.is_alive(started.owner), 10)
     assert not Path(started.state()["live_dir"]).exists()
@@ -129,7 +131,7 @@ def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_
 
 def practised(capsys, *words: str) -> tuple[int, dict]:
     """Runs a drill in this process, and restores its signal handlers."""
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in drill.SIGNALS}
     code = cli.main([*words, "--json"])
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -150,6 +152,42 @@ def test_a_run_whose_fault_does_not_happen_fails_the_drill_and_is_ended(
     code, found = practised(capsys, *root, "drill", "kill", "--wait", "1")
     assert (code, found["fault_ts"], found["over"], found["passed"]) == (1, None, False, False)
     assert (rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {})["state"] == "ended"
+
+
+@pytest.mark.parametrize("seen", ["plan.json", "plan_state.json", "0-drill/supervisor.json"])
+def test_signals_during_the_start_and_the_clean_up_leave_no_process(
+    tmp_path, capsys, monkeypatch, seen
+):
+    """The first one comes when a file appears, the others while the drill ends its run."""
+    plan = write_plan(tmp_path, phases=[phase("drill", "member.py", 100_000)])
+    monkeypatch.setattr(drill, "PLAN", plan)
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
+
+    def interrupt() -> None:
+        while not list(tmp_path.glob(f"artifacts/drills/*/*/{seen}")):
+            time.sleep(0.002)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    root = ("--root", str(tmp_path / "artifacts"))
+    code, found = practised(capsys, *root, "drill", "kill", "--wait", "9")
+    thread.join()
+    assert (code, found["passed"]) == (1, False)
+    state = rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {}
+    assert (state["state"], rundir.is_alive(state["supervisor"])) == ("ended", False)
+
+
+def test_a_drill_whose_directory_is_removed_ends_its_run(begin: Begin):
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
+    started.wait_steps(2)
+    owner, pids = started.owner, started.pids()
+    shutil.rmtree(started.path)
+    drill._clean(started.path, owner)
+    assert not rundir.is_alive(owner)
+    assert [rundir.start_ticks(pid) for pid in pids.values()] == [None] * len(pids)
 
 
 @pytest.mark.slow

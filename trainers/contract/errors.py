@@ -31,10 +31,10 @@ class RefusedError(ContractError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?` or, without a near match, the known words."""
+    """Returns `; did you mean X?` or, without a near match, the known words, "" without any."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-    return f"; known: {shown}"
+    return f"; known: {shown}" if names else ""
