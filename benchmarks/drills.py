@@ -43,8 +43,9 @@ START_S, BOOT_START_S = 120, 30
 VERDICT_S, STABLE_S = 25.0, 6.0
 """Longest wait for a verdict, and the time after which one that does not change is final."""
 REACH_S, LOOK_EVERY_S, CLEAN_S = 180.0, 0.1, 15.0
-ENDED_BY = re.compile(r"\brank (\d+)\b.*?\b(?:killed|exited|crashed|SIG[A-Z]+)\b")
-"""A reason for the end of a run that names a rank that exited."""
+ENDED_BY = re.compile(r"\brank (\d+)(?:: |\b.*?\b(?:killed|exited|crashed|SIG[A-Z]+)\b)")
+ENDED_IN = re.compile(r" at step \d+ in (\w+)")
+"""A reason for the end of a run that names a rank that exited or failed, and its phase."""
 
 FAILED = (
     OSError, AssertionError, LookupError, ValueError, RuntimeError, ContractError,
@@ -151,10 +152,14 @@ class Drill:
         """Returns the rank that the console names as the reason for the end of the run."""
         if not self._ended():
             return None
-        why = RunSource(self._started.path).poll().why
-        named = ENDED_BY.search(why)
-        cause, rank = ("exited", int(named[1])) if named else ("unknown", None)
-        return {"cause": cause, "rank": rank, "sentence": why}
+        return ended_by(RunSource(self._started.path).poll().why)
+
+
+def ended_by(why: str) -> dict[str, Any]:
+    """Returns the rank, and its phase, to which a reason for the end of a run gives the blame."""
+    named, phase = ENDED_BY.search(why), ENDED_IN.search(why)
+    cause, rank = ("exited", int(named[1])) if named else ("unknown", None)
+    return {"cause": cause, "rank": rank, "phase": phase[1] if phase else "", "sentence": why}
 
 
 def same(said: Said) -> tuple[object, ...]:

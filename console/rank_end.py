@@ -47,6 +47,8 @@ class RankEnd:
     """The kernel reported the exit code or signal; otherwise only a record or a log claims it."""
     doubt: str = ""
     """The evidence against the success that its exit record claims, "" for none."""
+    phase: str = ""
+    """The phase of its last pulse, "" where it is not known."""
 
     @property
     def unknown(self) -> bool:
@@ -74,6 +76,12 @@ class RankEnd:
         return found and self.signal in (None, "SIGABRT")
 
     @property
+    def at(self) -> str:
+        """Returns " at step 41 in forward", as far as it is known."""
+        inside = f" in {self.phase}" if self.phase else ""
+        return f" at step {self.step}{inside}" if self.step else ""
+
+    @property
     def place(self) -> str:
         """The place of the error in the code, "" where the log has another error."""
         same = self.error[:100] in self.log or (bool(self.log) and self.log[:100] in self.error)
@@ -81,8 +89,7 @@ class RankEnd:
 
     def sentence(self) -> str:
         """Returns how the rank ended, as a sentence that blames it."""
-        who = f"rank {self.rank}"
-        at = f" at step {self.step}" if self.step else ""
+        who, at = f"rank {self.rank}", self.at
         if self.signal in NATIVE:
             inside = f", in {self.crashed_in}" if self.crashed_in else ""
             thrown = f": {self.log}" if self.signal == "SIGABRT" and self.log else ""

@@ -162,8 +162,9 @@ class Facts:
         lost_peer = [end for end in failed if end.lost_peer]
         if not lost_peer or not all(end.secondary for end in failed):
             return None
-        first = min(self.position(end) for end in failed)
-        early = [end for end in self.ends if end.code == 0 and self.position(end) < first]
+        first, ts = min(self.position(end) for end in failed), min(e.ts or 0.0 for e in failed)
+        early = [end for end in self.ends if end.code == 0 and (
+            self.position(end) < first or (end.ts and abs(end.ts - ts) < TOGETHER_S))]  # fmt: skip
         return min(early, key=self.position, default=None)
 
     def culprit(self) -> RankEnd | None:
@@ -217,8 +218,7 @@ def _failure_words(facts: Facts) -> str:
     if facts.killed_together:
         return _killed_together_words(facts)
     if end == facts.exited_early():
-        at = f" at step {end.step}" if end.step else ""
-        sentence = f"rank {end.rank} exited first (code 0){at}, while the others continued"
+        sentence = f"rank {end.rank} exited first (code 0){end.at}, while the others continued"
     else:
         sentence = _culprit_words(facts, end)
     others = [e for e in facts.ends if e.rank != end.rank and e.failed and e.secondary]
@@ -252,8 +252,9 @@ def _culprit_words(facts: Facts, end: RankEnd) -> str:
         return sentence
     killed = end.signal == "SIGKILL"
     if oom.here and killed:
-        at = f" at step {end.step}" if end.step else ""
-        return f"rank {end.rank} was killed by the kernel{at}: out of host memory ({oom.words()})"
+        return (
+            f"rank {end.rank} was killed by the kernel{end.at}: out of host memory ({oom.words()})"
+        )
     if oom.here:
         return f"{sentence}; the kernel killed a process for host memory ({oom.words()})"
     if oom.perhaps and killed:

@@ -16,10 +16,13 @@ from console.diagnose.stack_classes import Where, loader_thread
 from console.diagnose.stall import UNREPORTED, RankEvidence
 from console.diagnose.verdict import ENDED_STATES, Case, exits, others, resume, stalled
 from console.model import Gpu, Sure, Verdict
+from console.sources.descriptors import BlockedOn
 from console.sources.flight import Difference
-from console.sources.kernel_evidence import BlockedOn, ProcessEvidence
+from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.stacks import Frame
 
+WORKER = "pt_data_worker"
+"""Beginning of the name that torch gives its loader's worker processes."""
 NO_PROCESS_WAIT = BlockedOn("none", "")
 
 
@@ -37,6 +40,10 @@ class Suspect:
     loader: tuple[str, bool]
     """What the thread that reads its data does, as `loader_thread` returns it."""
     gpus: Sequence[Gpu] = ()
+    uses_a_core: bool = False
+    """Runs, in code of its own or not."""
+    python: bool | None = None
+    """Of one that runs: whether it is in Python code, None where that is not known."""
 
     @property
     def state(self) -> str:
@@ -82,15 +89,20 @@ def _disk(of: Suspect) -> str:
 
 def _loader(of: Suspect) -> str:
     kind, in_fetch, fed = of.where.kind, of.rank.phase == "fetch", of.loader[0]
-    waits = in_fetch and kind in ("queue", "thread", "pipe", "process")
+    blocked = kind == "lock" and of.main.kind in ("futex", "none")
+    waits = in_fetch and (blocked or kind in ("queue", "thread", "pipe", "process"))
+    waits = waits and of.main.kind not in ("network", "timer")
     by_thread = fed and kind in ("queue", "thread", "lock") and (
         in_fetch or of.rank.phase == UNREPORTED
     )  # fmt: skip
     if not (kind == "loader" or waits or by_thread):
         return ""
-    workers = of.process.children if of.process else ()
+    # An ended child is no worker where its name is another program's: many are never waited for.
+    names = {thread.name for thread in of.process.threads[:1]} if of.process else set()
     ill = [f"worker {child.pid} ({child.name}) is in state {child.state}"
-           for child in workers if child.state in "TtZXD"]  # fmt: skip
+           for child in (of.process.children if of.process else ())
+           if child.state in "TtD" or (child.state in "ZX" and (
+               child.name in names or child.name.startswith(WORKER)))]  # fmt: skip
     return ", ".join(["waits for its data loader", *ill[:4], *([fed] if fed and not ill else [])])
 
 
@@ -104,18 +116,22 @@ def _startup(of: Suspect) -> str:
     starting = not of.rank.phase or of.rank.phase == "boot" or of.where.kind == "store"
     if not starting or of.main.kind in ("lock", "child", "pipe"):
         return ""
-    return "has not joined the other ranks" + (f" and waits{_on(of)}" if of.main.text else "")
+    does = f" and runs{_used(of)}" * of.uses_a_core or f" and waits{_on(of)}" * bool(of.main.text)
+    return f"has not joined the other ranks{does}"
 
 
 def _lock(of: Suspect) -> str:
     if of.main.kind == "lock" or (of.main.kind == "futex" and of.where.kind == "own"):
         return f"waits{_on(of)}"
+    if of.main.kind in ("pipe", "network", "child", "disk"):
+        return ""  # the queue that the stack shows is one of these
     return of.where.text if of.where.kind in ("lock", "queue", "thread", "file") else ""
 
 
 def _native(of: Suspect) -> str:
     if of.where.kind != "native":
-        return ""
+        alone = of.runs and of.python is False
+        return f"runs native code{_used(of)} and makes no progress" if alone else ""
     if of.main.kind == "futex":
         return "waits for the GIL, which native code holds, perhaps in another thread"
     return of.where.text
@@ -125,12 +141,16 @@ def _device(of: Suspect) -> str:
     if of.where.kind != "device":
         return ""
     kernel = gpu_signs.kernel_words(of.gpus)
-    return of.where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
+    return _device_words(of.where, kernel)
+
+
+def _device_words(where: Where, kernel: str) -> str:
+    return where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
 
 
 def _busy(of: Suspect) -> str:
-    used = "" if of.share is None else f" at {of.share:.0%} of a core"
-    return f"runs{used} and makes no progress" if of.runs else ""
+    code = " Python code" if of.python else ""
+    return f"runs{code}{_used(of)} and makes no progress" if of.runs else ""
 
 
 def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
@@ -139,7 +159,9 @@ def _waiting(kind: str, *stacks: str) -> Callable[[Suspect], str]:
     def explain(of: Suspect) -> str:
         if of.main.kind == kind and of.where.kind != "peers":
             return f"waits{_on(of)}"
-        return of.where.text if of.where.kind in stacks else ""
+        # A subprocess is waited for with a timer too.
+        is_timed = of.main.kind == "timer" and kind != "child"
+        return of.where.text if of.where.kind in stacks and not is_timed else ""
 
     return explain
 
@@ -188,21 +210,21 @@ def explain(base: Verdict, case: Case, evidence: Evidence) -> Verdict:
     contrary = [sign for sign in found if sign.ranks and first.rank not in sign.ranks]
     # Incomplete flight records name nobody, but count where they show another rank.
     unlike = bool(difference.ranks) and first.rank not in difference.ranks
-    agree = len(why) + (difference.confirmed and evidence.calls_differ(numbers))
+    everyone = len(culprits) == len(case.running) > 1
+    stopped = everyone and all(evidence.is_abnormal(each.rank) for each in culprits)
+    agree = len(why) + stopped + (difference.confirmed and evidence.calls_differ(numbers))
     sure = _sure(agree, max(len(contrary), unlike), cause is not None)
-    in_queue = of.where.kind in ("queue", "thread") and of.rank.phase == UNREPORTED
-    # A data loader of the program's own waits for a queue or a thread too. A process that cannot
-    # run writes no stack.
-    lies = evidence.is_abnormal(first.rank) and first.rank in evidence.stacks
-    if sure == "high" and (lies or (in_queue and not of.loader[1])):
+    if sure == "high" and (cause is None or _is_unsure(of, cause, evidence)):
         sure = "medium"
+    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus):
+        sure = "low"
     calls = difference.text if difference.kind in ("behind", "mismatch") else ""
     name = cause.name if cause else "slowest-rank" if len(case.running) > 1 else base.cause
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
     verdict = case.verdict(
-        first, name, sure,
+        None if everyone else first, name, sure,
         stalled(case, culprits) + (f": {who} {cause.explain(of)}" if cause else "") + at, calls,
         others(case, culprits), exits(case.exited),
     )  # fmt: skip
@@ -218,7 +240,8 @@ def _suspect(rank: RankEvidence, evidence: Evidence, difference: Difference) -> 
         rank, evidence.after.get(number), evidence.places().get(number, NO_WHERE),
         evidence.share(number), evidence.runs(number), difference,
         loader_thread(number, stacks) if number in stacks else ("", False),
-        evidence.gpus.get(number, ()),
+        evidence.gpus.get(number, ()), evidence.uses_a_core(number),
+        evidence.runs_python(number),
     )  # fmt: skip
 
 
@@ -243,6 +266,22 @@ def _culprits(
     for other in named:  # what the agreeing sources have in common
         best = best & other or best
     return [each for each in case.running if each.rank in best]
+
+
+def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
+    """Returns whether evidence that names the right rank may still mean another cause."""
+    number, kind = of.rank.rank, of.where.kind
+    # A process that cannot run writes no stack.
+    lies = evidence.is_abnormal(number) and number in evidence.stacks
+    waits = (
+        ("queue", "thread", "lock") if of.main.kind in ("futex", "none") else ("queue", "thread")
+    )
+    # A data loader of the program's own waits for a queue, a thread or a lock too.
+    is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
+    native = cause.name == "busy" and not of.python
+    # Of two ranks, one may skip a call, or the other forget a new one. GPUs: seen with one only.
+    no_majority = cause.name == "mismatch" and len(evidence.flights) == 2
+    return lies or is_loader or native or no_majority or cause.name == "device" or of.main.unsure
 
 
 def _sure(agree: int, disagree: int, has_cause: bool) -> Sure:
@@ -270,9 +309,12 @@ def _alike(
         rule, sure = next(each for each in CAUSES if each.name == "device"), "medium"
     else:
         return _with_signs(base, found, set(), evidence)
-    why = f": each {_device(_suspect(case.running[0], evidence, difference))}" * (
-        rule.name == "device"
-    )
+    why = ""
+    if rule.name == "device":
+        rows = [evidence.gpus.get(each.rank, ()) for each in case.running]
+        kernels = set(map(gpu_signs.kernel_words, rows))
+        place = evidence.places()[case.running[0].rank]
+        why = f": each {_device_words(place, kernels.pop() if len(kernels) == 1 else '')}"
     verdict = case.verdict(
         None, rule.name, sure, stalled(case, case.running) + why, lost, difference.text
     )  # fmt: skip
@@ -297,6 +339,10 @@ def _with_signs(
 def _action(cause: Cause, culprits: Sequence[RankEvidence], frame: Frame | None) -> str:
     place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
     return cause.action.format(pid=culprits[0].pid, place=place, resume=resume(culprits))
+
+
+def _used(of: Suspect) -> str:
+    return "" if of.share is None else f" at {of.share:.0%} of a core"
 
 
 def _on(of: Suspect) -> str:

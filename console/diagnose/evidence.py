@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from console.diagnose import gpu_signs
 from console.diagnose.stack_classes import Where, is_of_torch, where
-from console.diagnose.stall import RankEvidence, names, slowest
+from console.diagnose.stall import STARTING_PHASES, RankEvidence, names, slowest
 from console.model import Gpu
 from console.sources import flight
 from console.sources.flight import Difference, FlightRecord
@@ -19,11 +21,24 @@ from console.sources.tcp import Connection
 ENDED_STATES = ("Z", "X", "gone")
 LASTING_STATES = ("T", "t", *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
+SPIN_SHARE = 0.5
+"""A main thread that waits for its GPU spins; where ranks share cores it has at least half of one.
+"""
 BUSY_SHARE = 0.7
 """A process that uses at least this much of one core runs; one that waits uses far less."""
+ALONE_SHARE = 0.8
+"""Share of a process's CPU time that its main thread used where no other thread computes."""
+GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
+"""Waits of a main thread that runs Python code, which hands the GIL to the watcher of the contract;
+of a watcher that polls 20 times a second and never waits for the GIL; and of one that asks for it
+every 5 ms and never gets it."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """System calls in which no rank waits for its peers."""
+HELD = ("disk", "lock", "pipe", "child")
+"""Waits of a rank that works; others are waits for it."""
 NO_WHERE = Where("none", None, None, "")
+UNRECORDED = re.compile(r"i?(send|recv)(_object_list)?$|batch_isend_irecv$|monitored_barrier$")
+"""Calls that the flight records do not show."""
 FOR_PEERS = ("peers", "device", "none")
 """Stacks that name nobody: they wait for peers or the device, or are not available."""
 
@@ -53,9 +68,13 @@ class Evidence:
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
-    """The GPUs that the process of a rank has open; no key for a rank that uses none."""
+    """The row of each rank's own GPU, () where that is not known; no key without a GPU."""
     ts: float = 0.0
     """Time of the second sample (unix s)."""
+    _known: dict[object, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # fmt: skip
+    """What was computed from this evidence."""
 
     def is_abnormal(self, rank: int) -> bool:
         """Returns whether the kernel shows in both samples that a rank's process cannot run."""
@@ -74,9 +93,34 @@ class Evidence:
     def runs(self, rank: int) -> bool:
         """Returns whether a rank runs in code of its own; CUDA and NCCL wait with a core too."""
         kind = self.places()[rank].kind if rank in self.stacks else "none"
-        return kind not in FOR_PEERS and self._uses_a_core(rank)
+        after = self.after.get(rank)
+        blocked = after is not None and after.main.kind not in ("none", "futex")
+        return kind not in FOR_PEERS and not blocked and self.uses_a_core(rank)
 
-    def _uses_a_core(self, rank: int) -> bool:
+    def runs_python(self, rank: int) -> bool | None:
+        """Returns whether a main thread that runs is in Python code, None where that is not known.
+
+        Native code never waits for the GIL: it lets the watcher run, or holds the GIL. The
+        threads of Python have the name of the main thread, those of libraries mostly their own.
+        """
+        before, after = self.before.get(rank), self.after.get(rank)
+        if before is None or after is None or after.mono <= before.mono or not after.threads:
+            return None
+        seconds, first = after.mono - before.mono, {each.tid: each for each in before.threads}
+        pairs = [(first[each.tid], each) for each in after.threads if each.tid in first]
+        waits = {b.tid: (b.waits - a.waits) / seconds for a, b in pairs
+                 if b.name == after.threads[0].name and min(a.waits, b.waits) >= 0}  # fmt: skip
+        ticks = {b.tid: b.cpu_ticks - a.cpu_ticks for a, b in pairs}
+        own = waits.pop(after.pid, None)
+        if own is None or ticks[after.pid] < ALONE_SHARE * sum(ticks.values()):
+            return None
+        if own >= GIL_WAITS_PER_S:
+            return True
+        most, (low, high) = max(waits.values(), default=0.0), WATCHER_PER_S
+        return False if own == 0 and (low <= most <= high or most >= GIL_HELD_PER_S) else None
+
+    def uses_a_core(self, rank: int) -> bool:
+        """Returns whether a rank's process runs in both samples."""
         running = all(rank in of and of[rank].state == "R" for of in (self.before, self.after))
         return running or (self.share(rank) or 0.0) >= BUSY_SHARE
 
@@ -135,34 +179,74 @@ class Evidence:
                     found[min(rank, other), max(rank, other)] = each
         return found
 
+    def main_runs(self, rank: int) -> bool:
+        """Returns whether the main thread of a rank runs in both samples, or uses most of a core.
+
+        Its own time counts: the time of the process has that of all threads.
+        """
+        before, after = self.before.get(rank), self.after.get(rank)
+        if before is None or after is None or after.main.kind != "none":
+            return False
+        if before.state == after.state == "R":
+            return True
+        ticks = [next((t.cpu_ticks for t in of.threads if t.tid == of.pid), None)
+                 for of in (before, after)]  # fmt: skip
+        if None in ticks or after.mono <= before.mono:
+            return False
+        alone = replace(before, cpu_ticks=ticks[0]), replace(after, cpu_ticks=ticks[1])
+        return (cpu_share(*alone) or 0.0) >= SPIN_SHARE
+
     def places(self) -> dict[int, Where]:
         """Returns the place of each rank's main thread.
 
-        One that uses a core in code of its own may wait for its GPU, unless that is idle: the calls
-        of CUDA have no Python frame.
+        One that runs in code of its own may wait for its GPU, unless that is idle: the calls of
+        CUDA have no Python frame. So does one in the same frame as a rank that waits for its GPU.
         """
+        if "places" not in self._known:
+            self._known["places"] = self._find_places()
+        return self._known["places"]
+
+    def _find_places(self) -> dict[int, Where]:
         found = {rank: where(stack) for rank, stack in self.stacks.items()}
-        for rank, rows in self.gpus.items():
-            place = found.get(rank)
-            if place is None or place.kind != "own" or place.frame is None:
-                continue
-            if self._uses_a_core(rank) and not gpu_signs.is_idle(rows):
-                doubt = (
-                    "waits for its GPU"
-                    if gpu_signs.is_running(rows)
-                    else "runs, or waits for its GPU,"
-                )
-                found[rank] = replace(place, kind="device", text=f"{doubt} in {place.frame.short}")
+        own = {
+            rank: rows
+            for rank, rows in self.gpus.items()
+            if rank in found and found[rank].kind == "own" and not gpu_signs.is_idle(rows)
+        }
+        runs = {rank for rank in own if self.main_runs(rank)}
+        frames = {found[rank].frame for rank in runs if gpu_signs.is_running(own[rank])}
+        for rank, rows in own.items():
+            place = found[rank]
+            if rank in runs or place.frame in frames:
+                is_known = gpu_signs.is_running(rows)
+                text = "waits for its GPU" if is_known else "runs, or waits for its GPU,"
+                found[rank] = replace(place, kind="device", text=f"{text} in {place.text[8:]}")
         return found
 
     def difference(self, ranks: Sequence[RankEvidence]) -> Difference:
         """Returns the first difference between the flight records of these ranks.
 
-        A rank whose stack waits in a call that all ranks have made is not behind.
+        A rank whose stack waits in a call that all ranks have made is not behind. One that waits in
+        a call that is never recorded, while all others wait for it, calls another thing than they.
         """
+        key = "difference", *(each.rank for each in ranks)
+        if key not in self._known:
+            self._known[key] = self._find_difference(ranks)
+        return self._known[key]
+
+    def _find_difference(self, ranks: Sequence[RankEvidence]) -> Difference:
         found, places = flight.compare(self.flights, [each.rank for each in ranks]), self.places()
-        if found.inside and all(places.get(r, NO_WHERE).kind == "peers" for r in found.ranks):
+        late = {rank: places.get(rank, NO_WHERE) for rank in found.ranks}
+        if found.kind != "behind" or any(place.kind != "peers" for place in late.values()):
+            return found
+        if found.inside:
             return replace(found, kind="same", ranks=())
+        waits = all(places.get(each.rank, NO_WHERE).kind == "peers" for each in ranks)
+        if waits and all(p.frame and UNRECORDED.match(p.frame.function) for p in late.values()):
+            others = tuple(each.rank for each in ranks if each.rank not in late)
+            odd = others if len(others) < len(late) else found.ranks
+            text = "; ".join(f"rank {rank} {place.text}" for rank, place in [*late.items()][:4])
+            return replace(found, kind="mismatch", ranks=odd, text=f"{found.text}; {text}")
         return found
 
 
@@ -208,18 +292,24 @@ def _of_stacks(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
     joining = [rank for rank, place in sorted(places.items()) if place.kind == "store"]
     own = [rank for rank, place in sorted(places.items())
            if place.kind not in (*FOR_PEERS, "store")]  # fmt: skip
+    own = own or [  # a rank that may wait for its GPU, while the others wait for peers
+        rank
+        for rank, place in sorted(places.items())
+        if place.kind == "device" and not gpu_signs.is_running(evidence.gpus.get(rank, ()))
+    ]
     odd = native or own or (joining if all(each.rank in places for each in ranks) else [])
     if places and not odd and all(place.kind == "peers" for place in places.values()):
         odd = list(evidence.silent(ranks, places))
     texts = {text: [r for r, place in places.items() if place.text == text]
              for text in dict.fromkeys(place.text for place in places.values())}  # fmt: skip
-    said = "; ".join(f"{_named(ranks, numbers)} {text}" for text, numbers in texts.items() if text)
+    said = "; ".join(f"{_named(ranks, numbers)}: {text}" for text, numbers in texts.items() if text)
     return Sign("stacks", _odd(odd, ranks), said)
 
 
 def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
     odd, said = [], []
     abnormal = [each.rank for each in ranks if evidence.is_abnormal(each.rank)]
+    abnormal = abnormal or _starting(ranks, evidence)
     for each in ranks:
         found, share = evidence.after.get(each.rank), evidence.share(each.rank)
         if found is None:
@@ -232,6 +322,17 @@ def _of_processes(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
             said.append(f"rank {each.rank} in state {found.state}{used}{what}")
     none = "no process is in an unusual state" if evidence.after else ""
     return Sign("processes", _odd(odd, ranks), "; ".join(said[:8]) or none)
+
+
+def _starting(ranks: Sequence[RankEvidence], evidence: Evidence) -> list[int]:
+    """Returns the ranks for which the others wait during the start: those that compute or read."""
+    if any(each.phase and each.phase not in STARTING_PHASES for each in ranks):
+        return []
+    places = evidence.places()
+    works = [each.rank for each in ranks if evidence.uses_a_core(each.rank)
+             and places.get(each.rank, NO_WHERE).kind not in ("peers", "store")]  # fmt: skip
+    held = [rank for rank, found in evidence.after.items() if found.main.kind in HELD]
+    return works or held
 
 
 def _of_gpus(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:

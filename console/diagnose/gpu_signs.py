@@ -7,14 +7,40 @@ wait from an endless loop: measured on an H100, a kernel that never ends shows 1
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from console.model import Gpu
+from console.sources.ranks import gpu_index
 
 IDLE_PCT, RUNNING_PCT = 5.0, 90.0
 """NVML's utilisation is the share of time in which a kernel ran, however little it computed."""
 SPINS_SHARE = 0.3
 """A GPU that runs a kernel below this share of its power limit computes little."""
+
+
+def own_gpus(
+    opened: Mapping[int, frozenset[int] | None], visible: Mapping[int, str], rows: Sequence[Gpu]
+) -> dict[int, tuple[Gpu, ...]]:
+    """Returns the row of each rank's own GPU, () where that is not known; no key without a GPU.
+
+    `opened` has N of the device files /dev/nvidiaN that a rank has open, None if not available;
+    `visible` its CUDA_VISIBLE_DEVICES. CUDA opens the files of all GPUs that it sees: of several,
+    a rank uses that of its number, as torchrun's programs do. The GPU of several ranks is no
+    evidence about one of them.
+    """
+    found = dict[int, tuple[Gpu, ...]]()
+    for rank, minors in opened.items():
+        if (minors is None and not rows) or (minors is not None and not minors):
+            continue
+        mine = [gpu for gpu in rows if minors is None or gpu.minor in minors]
+        if len(mine) != 1:
+            index = gpu_index(visible[rank], rank)
+            mine = [gpu for gpu in mine if gpu.index == index]
+        found[rank] = tuple(mine)
+    owners = Counter(gpu.index for mine in found.values() for gpu in mine)
+    return {rank: () if any(owners[gpu.index] > 1 for gpu in mine) else mine
+            for rank, mine in found.items()}  # fmt: skip
 
 
 def is_idle(rows: Sequence[Gpu]) -> bool:
@@ -55,20 +81,20 @@ def kernel_words(rows: Sequence[Gpu]) -> str:
     if not is_running(rows) or not shares:
         return ""
     if max(shares) < SPINS_SHARE:
-        return "runs a kernel that computes little, as one that waits for a peer"
+        return "runs a kernel that computes little"
     return "computes"
 
 
 def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
-    """Returns the ranks whose GPU is lost, else those whose GPU is idle while the others' run.
-
-    Ranks that share a GPU cannot be told apart.
-    """
-    indices = [gpu.index for rows in gpus.values() for gpu in rows]
-    if len(indices) != len(set(indices)):
+    """Returns the ranks whose GPU differs: lost, else idle where all others run, else computing
+    where all others run a kernel that computes little: one that waits for a peer."""
+    groups: dict[str, list[int]] = {}
+    for rank, rows in gpus.items():
+        kind = "idle" if is_idle(rows) else kernel_words(rows)
+        kind = "lost" if any(gpu.state == "lost" for gpu in rows) else kind
+        groups.setdefault(kind, []).append(rank)
+    if "lost" in groups:
+        return tuple(sorted(groups["lost"]))
+    if "" in groups or len(groups) < 2:
         return ()
-    if lost := [rank for rank, rows in gpus.items() if any(gpu.state == "lost" for gpu in rows)]:
-        return tuple(sorted(lost))
-    idle = [rank for rank, rows in gpus.items() if is_idle(rows)]
-    running = [rank for rank, rows in gpus.items() if is_running(rows)]
-    return tuple(sorted(idle)) if idle and len(idle) + len(running) == len(gpus) > 1 else ()
+    return tuple(sorted(groups.get("idle") or groups.get("computes", ())))

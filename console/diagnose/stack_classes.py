@@ -72,7 +72,10 @@ DECISIVE = frozenset[Kind](("peers", "store", "loader", "device"))
 """Kinds of which the innermost frame counts; of others it is the outermost: a queue uses a lock."""
 _MACHINERY = re.compile(r"^<|/(?:contextlib|functools)\.py$")
 _HELPERS = re.compile(r"/trainers/(?:contract/|timeout\.py$)")
-_DATA = re.compile(r"data|batch|load|fetch|read|produce|__getitems?__|collate", re.IGNORECASE)
+_DATA = re.compile(
+    r"(?<![A-Za-z])(?i:data|batch|load|pre_?fetch|fetch|read|produce|collate)|__getitems?__"
+    r"|Data|Batch|Load|Fetch|Read(?!y)|Produce|Collate"
+)
 """A thread with such a name, or a frame of the program with one, reads the program's data."""
 _TORCH = re.compile(r"-packages/torch/")
 MAX_THREADS = 99

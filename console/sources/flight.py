@@ -16,6 +16,7 @@ import itertools
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,15 +29,22 @@ T = TypeVar("T")
 MAX_RECORD_BYTES = 16 << 20
 MAX_COLLECTIVES = 2048
 MAX_TRIES = 8
+MAX_TOTAL_BYTES = 64 << 20
+"""Most bytes that one call of `latest` reads: a rank without a record is a gap in the evidence."""
 MIN_PAST = MAX_SKIPPED = 8
 """The fewest calls that show what is usual, and the calls after the usual one among which a rank
 that skipped calls one."""
+RARE = 2
+"""What came this many times less often is unusual, but not certainly wrong."""
 DEFAULT_GROUP = "default_pg"
 """What torch calls the group of all ranks."""
 _SAME_SIZE = re.compile(
     r"all_reduce|broadcast|reduce|_?all_?gather_(?:base|into_tensor)|_?reduce_scatter_(?:base|tensor)"
 )
-"""Operations that need as many elements from every rank."""
+_SAME_SIZE_GLOO = re.compile(rf"{_SAME_SIZE.pattern}|all_gather|gather")
+"""Operations that need as many elements from every rank; with gloo some more do."""
+_ROOT_HAS = {"gather": "output_sizes", "scatter": "input_sizes"}
+"""Operations of which only the root has these tensors."""
 _NAME = re.compile(r"flight_rank(?P<rank>[0-9]{1,9})_(?P<ms>[0-9]{1,16})\.json")
 _SHAPE = re.compile(r"\[([\d, ]*)\]")
 _POINT_TO_POINT = re.compile(r"(?:send|recv)\b")
@@ -56,6 +64,8 @@ class Collective:
     op: str
     sizes: str
     done: bool
+    is_root: bool = False
+    """It gathers from the other ranks, or scatters to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +104,14 @@ class Difference:
 
 
 @functools.lru_cache(4096)
-def _signature(op: str, sizes: str) -> str:
+def _signature(op: str, sizes: str, group: str) -> str:
     """Returns what all ranks have in common: the operation, and the elements where they matter."""
-    return op + (_SHAPE.sub(_elements, sizes) if _SAME_SIZE.fullmatch(op) else "")
+    same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
+    return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
+
+
+def _kind(call: Collective) -> str:
+    return _signature(call.op, call.sizes, call.group)
 
 
 def _elements(shape: re.Match[str]) -> str:
@@ -133,7 +148,8 @@ def _collective(entry: Mapping[str, Any]) -> Collective | None:
     group = " ".join((backend, *_items(entry, "process_group", str)[:2]))
     done = jsonl.text(entry, "state") == "completed"
     done = done or (entry.get("retired") is True and backend != "nccl")
-    return Collective(clean(group, 200), number, clean(op, 60), _sizes(entry), done)
+    is_root = bool(_items(entry, _ROOT_HAS.get(op, ""), list))
+    return Collective(clean(group, 200), number, clean(op, 60), _sizes(entry), done, is_root)
 
 
 def parse(data: bytes, rank: int, ts: float, path: str) -> FlightRecord | None:
@@ -151,7 +167,7 @@ def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, FlightRecord]:
     """Returns the newest readable record of each rank that has one of that time (unix s)."""
-    left = dict.fromkeys(ranks, MAX_TRIES)
+    left, total = dict.fromkeys(ranks, MAX_TRIES), MAX_TOTAL_BYTES
     found: dict[int, FlightRecord] = {}
     try:
         names = filter(None, map(_NAME.fullmatch, os.listdir(run)))
@@ -163,7 +179,9 @@ def latest(
             continue
         left[rank] -= 1
         path = run / name[0]
-        record = parse(jsonl.read_bytes(path, MAX_RECORD_BYTES, 0), rank, ts, str(path))
+        data = jsonl.read_bytes(path, min(MAX_RECORD_BYTES, total), 0)
+        total -= len(data)
+        record = parse(data, rank, ts, str(path))
         if record is not None:
             found[rank] = record
     return found
@@ -217,12 +235,16 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
     """Returns the first number as which the ranks call different collectives."""
     for number in sorted({number for member in members.values() for number in member.calls}):
         calls = {r: m.calls[number] for r, m in members.items() if number in m.calls}
-        kinds = ({_signature(each.op, each.sizes) for each in call} for call in calls.values())
+        roots = [rank for rank, call in calls.items() if any(each.is_root for each in call)]
+        if len(roots) > 1:
+            text = f"{_named(roots)} are each the root of {_call(group, number, members)}"
+            return Difference("mismatch", tuple(roots[1:]), number, text)
+        kinds = ({_kind(each) for each in call} for call in calls.values())
         if set.intersection(*kinds):
             continue
         callers: dict[str, list[int]] = {}
         for rank, (first, *_) in calls.items():
-            callers.setdefault(_signature(first.op, first.sizes), []).append(rank)
+            callers.setdefault(_kind(first), []).append(rank)
         sides = sorted(callers.values())
         most = max(sides, key=len)
         few = sorted(set(calls) - set(most)) if 2 * len(most) > len(calls) else []
@@ -235,7 +257,7 @@ def _mismatch(group: str, members: _Members) -> Difference | None:
             called.append(f"{_named(side, *verbs)} {call.op} {call.sizes}".rstrip())
         text = f"collective {number:,}{_of_group(group)}: {', '.join(called)}"
         if odd:
-            text += f"; {_named(odd, 'does', 'do')} not call what came here before"
+            text += f"; {_named(odd, 'does', 'do')} not call what usually comes here"
         return Difference("mismatch", tuple(few or odd), number, text, bool(odd) and confirmed)
     return None
 
@@ -251,15 +273,19 @@ def _unusual(
     """
     earlier: dict[int, str] = {}
     for member in members.values():
-        earlier |= {
-            n: _signature(c[0].op, c[0].sizes) for n, c in member.calls.items() if n < number
-        }
+        earlier |= {n: _kind(c[0]) for n, c in member.calls.items() if n < number}
     past = [earlier[n] for n in sorted(earlier)]
     after = [at for at in range(1, len(past)) if past[at - 1] == past[-1]]
-    usual = {past[at] for at in after}
+    usual = Counter(past[at] for at in after)
     odd = {side: ranks for side, ranks in callers.items() if side not in usual}
-    if len(past) < MIN_PAST or not odd or len(odd) == len(callers):
+    if len(past) < MIN_PAST or len(odd) == len(callers):
         return [], False
+    if not odd:  # each came here before, but one of them far less often
+        if 2 * max(map(len, callers.values())) > sum(map(len, callers.values())):
+            return [], False  # there is a minority
+        most = max(usual[side] for side in callers)
+        rare = {side for side in callers if RARE * usual[side] <= most}
+        return sorted(rank for side in rare for rank in callers[side]), False
     later = {each for at in after for each in past[at + 1 : at + 1 + MAX_SKIPPED]}
     return sorted(r for ranks in odd.values() for r in ranks), set(odd) <= later
 
@@ -321,10 +347,11 @@ def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]
     return dict(sorted(groups.items(), key=lambda each: -len(each[1])))
 
 
-def _settled(groups: Mapping[str, _Members]) -> Difference:
+def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the others: that of ranks that wait in no other group.
 
-    Ranks that wait for each other in different groups are a mismatch without a minority.
+    Ranks that wait for each other in different groups are a mismatch without a minority. Where all
+    ranks have a record, one that waits alone in its group is the minority.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}
@@ -340,8 +367,12 @@ def _settled(groups: Mapping[str, _Members]) -> Difference:
     waits = [each for each in found.values() if each.number is not None]
     stuck = [each for each in waits if each.kind == "same"]
     alone = [each for each in waits if each.kind == "unknown"]
-    if circular and not stuck and not alone:
-        return Difference("mismatch", (), None, "; ".join(circular[:4]))
+    if circular and not stuck and (is_complete or not alone):
+        single = tuple(sorted({rank for group, each in found.items() if each in alone
+                               for rank in groups[group]}))  # fmt: skip
+        few = single if 2 * len(single) < max(map(len, groups.values())) else ()
+        texts = [*circular[:4], *(each.text for each in alone[:4])]
+        return Difference("mismatch", few, None, "; ".join(texts))
     return next(iter(stuck or alone or found.values()))
 
 
@@ -352,6 +383,6 @@ def compare(records: Mapping[int, FlightRecord], world: Sequence[int]) -> Differ
     groups = _groups(known)
     found = Difference("unknown", (), None, "fewer than two ranks have a record of the same group")
     if any(len(members) > 1 for members in groups.values()):
-        found = _settled(groups)
+        found = _settled(groups, not absent)
     text = found.text.replace("all ranks have", _named(known, "has", "have"))
     return replace(found, text=f"{text}; no record of {_named(absent)}") if absent else found

@@ -30,7 +30,7 @@ THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal", 0x40: "hardwar
              0x80: "power brake"}  # fmt: skip
 """Bits of nvmlDeviceGetCurrentClocksThrottleReasons that protect the GPU; a power cap does not."""
 DEVICE_FILE = re.compile(r"/dev/nvidia([0-9]{1,4})")
-MAX_DESCRIPTORS = 1024
+MAX_DESCRIPTORS, MAX_ENVIRONMENT_BYTES = 1024, 1 << 18
 KEPT = 8
 WAIT_MS = 1000
 TIMEOUT_CODE = 10
@@ -53,21 +53,37 @@ def words_of(error: BaseException) -> str:
     return str(error)
 
 
-def opened_by(pid: int) -> frozenset[int]:
-    """Returns N of each device file /dev/nvidiaN that a process has open, empty if not available.
+def opened_by(pid: int) -> frozenset[int] | None:
+    """Returns N of each device file /dev/nvidiaN that a process has open, None if not available.
 
-    A process without one uses no GPU. Its descriptors are resolved without asking the driver.
+    CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
+    use. A GPU that has no such file, as in WSL, is -1. No driver is asked.
     """
     try:
-        names = os.listdir(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS]
+        names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
-        return frozenset()
+        return None
     found = set()
-    for name in names:
+    for name in names[:MAX_DESCRIPTORS]:
         with contextlib.suppress(OSError):
-            if file := DEVICE_FILE.fullmatch(str(Path(f"/proc/{pid}/fd/{name}").readlink())):
+            link = str(Path(f"/proc/{pid}/fd/{name}").readlink())
+            if file := DEVICE_FILE.fullmatch(link):
                 found.add(int(file[1]))
-    return frozenset(found)
+            elif link == "/dev/dxg":
+                found.add(-1)
+    return frozenset(found) if found or len(names) <= MAX_DESCRIPTORS else None
+
+
+def visible_devices(pid: int) -> str:
+    """Returns CUDA_VISIBLE_DEVICES with which a process was started, "" if not available."""
+    try:
+        with Path(f"/proc/{pid}/environ").open("rb") as file:
+            variables = file.read(MAX_ENVIRONMENT_BYTES).split(b"\0")
+    except OSError:
+        return ""
+    name = b"CUDA_VISIBLE_DEVICES="
+    found = next((each for each in variables if each.startswith(name)), name)
+    return found.removeprefix(name).decode("ascii", "replace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def read_ranks(
     gpus = {gpu.index: gpu for gpu in records.gpus}
     ranks = []
     for sources in _by_rank(supervisor, records):
-        index = _gpu_index(devices, sources.local_rank)
+        index = gpu_index(devices, sources.local_rank)
         gpu = None if index is None else gpus.get(index)
         rank = _rank(sources, live, gpu)
         if ended or sources.sample_age_s is None or sources.sample_age_s > FRESH_SAMPLE_S:
@@ -108,7 +108,7 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None) -> Rank:
     )
 
 
-def _gpu_index(devices: str, local: int) -> int | None:
+def gpu_index(devices: str, local: int) -> int | None:
     """Returns NVML's index of a rank's GPU; None where CUDA_VISIBLE_DEVICES has no number."""
     if not devices:
         return local

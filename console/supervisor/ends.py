@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from console.rank_end import RankEnd
@@ -32,7 +33,8 @@ class Ends:
         """Returns how a rank ended."""
         step = self._pulses.step(worker.rank, worker.handle.pid)
         head = self._heads().get(worker.rank, NO_RECORDS)
-        return end_of(worker, head, self.crashes.get(worker.rank), step)
+        found = end_of(worker, head, self.crashes.get(worker.rank), step)
+        return replace(found, phase=self._pulses.phase(worker.rank, found.step))
 
     def so_far(self) -> list[RankEnd]:
         """Returns the ends of the ranks that have ended."""

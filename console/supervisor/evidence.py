@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from console.diagnose import gpu_signs
 from console.diagnose.evidence import LASTING_STATES, Evidence
 from console.diagnose.stall import RankEvidence
 from console.model import Gpu
 from console.sources import flight, kernel_evidence, stacks
-from console.sources.gpu import opened_by
+from console.sources.gpu import opened_by, visible_devices
 from console.sources.kernel_evidence import ProcessEvidence
 from console.supervisor.rundir_io import Directory
 
@@ -104,7 +105,7 @@ class Collector:
             begun, self._sampled_at = time.thread_time(), now
             self.complete = replace(
                 known, before=known.after, after=_processes(self._ranks), ts=time.time(),
-                gpus=self._gpus_used(),
+                gpus=self._own_gpus(),
             )  # fmt: skip
             self._cpu_s += time.thread_time() - begun
 
@@ -119,13 +120,14 @@ class Collector:
 
     def _read(self, is_last: bool) -> None:
         numbers, run, since_ts = [r.rank for r in self._ranks], self._run, self._since_ts
-        begun = self._began_at
+        begun, former = self._began_at, self._found
 
         def work() -> tuple[dict[int, stacks.Stack], dict[int, flight.FlightRecord]]:
             until_ts = time.time() + CLOCKS_APART_S
+            without = [rank for rank in numbers if rank not in former.flights]
             return (
                 stacks.latest(run, numbers, since_ts, until_ts),
-                flight.latest(run, numbers, since_ts, until_ts),
+                {**former.flights, **flight.latest(run, without, since_ts, until_ts)},
             )
 
         def then(found: object, error: Exception | None) -> None:
@@ -133,6 +135,7 @@ class Collector:
             if begun != self._began_at:
                 return
             dumps, records = found if isinstance(found, tuple) else ({}, {})
+            self._found = replace(self._found, flights=records)
             everyone = len(dumps) == len(numbers) == len(records)
             if everyone or is_last or error is not None:
                 self._complete(dumps, records, error)
@@ -151,18 +154,19 @@ class Collector:
             if missing:
                 gaps.append(f"no {name} of rank {', '.join(missing[:16])}")
         self._sampled_at = time.monotonic()
+        gpus = self._own_gpus()
+        if without := [str(rank) for rank, rows in gpus.items() if not rows]:
+            gaps.append(f"no GPU figures of rank {', '.join(without[:16])}")
         self.complete = replace(
-            self._found, stacks=dumps, flights=records, gaps=tuple(gaps), ts=time.time(),
-            gpus=self._gpus_used(),
+            self._found, stacks=dumps, flights=records, gaps=tuple(gaps), ts=time.time(), gpus=gpus
         )  # fmt: skip
 
-    def _gpus_used(self) -> dict[int, tuple[Gpu, ...]]:
-        """Returns the newest rows of the GPUs that each rank has open."""
-        rows, found = self._gpus(), {}
-        for each in self._ranks:
-            if minors := opened_by(each.pid):
-                found[each.rank] = tuple(gpu for gpu in rows if gpu.minor in minors)
-        return found
+    def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
+        """Returns the newest row of each rank's own GPU."""
+        pids = {each.rank: each.pid for each in self._ranks}
+        opened = {rank: opened_by(pid) for rank, pid in pids.items()}
+        visible = {rank: visible_devices(pid) for rank, pid in pids.items()}
+        return gpu_signs.own_gpus(opened, visible, self._gpus())
 
 
 def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:

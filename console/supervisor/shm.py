@@ -156,6 +156,13 @@ class LastPulses:
         last = self._found[rank]
         return last.step if last is not None else 0
 
+    def phase(self, rank: int, step: int) -> str:
+        """Returns the reported phase of `step` in which a rank ended, "" where it is not known."""
+        last = self._found.get(rank)
+        if last is None or last.step != step or last.phase in ("step", "exit"):
+            return ""
+        return last.phase
+
     @property
     def newest(self) -> int:
         """The newest last step of the ended ranks, 0 without a pulse."""

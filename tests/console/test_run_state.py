@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,7 @@ def test_a_stalled_run_shows_its_pending_halt():
           "order": (0, 1)}, "failed", "rank 1: loss is not finite at step 7 (code 10)"),
         ({"ends": (RankEnd(0, 7, None, 3), RankEnd(1, 9, None, 3)), "order": (1, 0)}, "crashed",
          "rank 1"),
+        ({"ends": (replace(KILLED, phase="backward"),)}, "crashed", f"{BLAMED} in backward"),
         ({"ends": (RankEnd(1, None, "SIGSEGV", 3),)}, "crashed",
          "rank 1 crashed in native code (SIGSEGV)"),
         ({"ends": (RankEnd(1, 12, None, 3),)}, "failed", "rank 1: data error at step 3 (code 12)"),

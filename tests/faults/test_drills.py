@@ -32,7 +32,7 @@ from benchmarks.drill_score import (
     share,
     wilson,
 )
-from benchmarks.drills import drill, drill_all, newest
+from benchmarks.drills import drill, drill_all, ended_by, newest
 from tests.launches import PROGRAMS
 from trainers.contract import rundir
 
@@ -110,6 +110,22 @@ def test_two_ranks_that_do_not_agree_may_both_be_named_and_four_show_who_is_odd(
 
 def test_a_rank_that_exited_early_counts_as_exited():
     assert said_by({"cause": "exited-early", "rank": 0}, 1.0, 2.0).cause == "exited"
+
+
+@pytest.mark.parametrize(
+    ("why", "cause", "rank", "phase"),
+    [
+        ("rank 0: ValueError: no column (train.py:176) at step 6 (code 1); ranks 1, 3 ended "
+         "because of it", "exited", 0, ""),
+        ("rank 3 crashed in native code (SIGABRT) at step 6 in backward, in f (a.py:2); rank 1 "
+         "ended because of it", "exited", 3, "backward"),
+        ("rank 1 exited first (code 0) at step 6, while the others continued", "exited", 1, ""),
+        ("halted at step 6 by an operator", "unknown", None, ""),
+    ],
+)  # fmt: skip
+def test_the_reason_of_an_end_gives_the_blame_as_an_operator_reads_it(why, cause, rank, phase):
+    found = ended_by(why)
+    assert (found["cause"], found["rank"], found["phase"]) == (cause, rank, phase)
 
 
 @given(

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from console.diagnose.causes import CAUSES, explain
 from console.diagnose.evidence import Evidence
+from console.diagnose.stack_classes import _DATA
 from console.diagnose.stall import RankEvidence
 from console.diagnose.verdict import case_of, diagnose
+from console.sources.descriptors import BlockedOn
 from console.sources.flight import Collective, FlightRecord
-from console.sources.kernel_evidence import BlockedOn, ChildEvidence, ProcessEvidence
+from console.sources.kernel_evidence import ChildEvidence, ProcessEvidence, ThreadEvidence
 from console.sources.stacks import Frame, Stack, Thread
 from console.sources.tcp import Connection
 from trainers.contract.plan import Watch
@@ -31,6 +33,25 @@ IDLE = ProcessEvidence(
     frozen=False, main=BlockedOn("futex", "a lock, an event or a future (futex)"), threads=(),
     children=(),
 )  # fmt: skip
+
+
+def working(waits, others=(20.0,), ticks=190):
+    """Returns a process that runs for two seconds: the waits a second of its main thread, and of
+    its other threads, whose first is the watcher of the contract."""
+
+    def sample(mono):
+        threads = [
+            ThreadEvidence(1000, "python", "R", "", int(ticks * mono / 2), int(waits * mono) + 5)
+        ]
+        threads += [ThreadEvidence(1001 + at, "python", "S", "", 0, int(each * mono) + 5)
+                    for at, each in enumerate(others)]  # fmt: skip
+        threads += [ThreadEvidence(1009, "gloo_tcp_loop", "S", "", 0, int(98 * mono) + 5)]
+        return replace(
+            IDLE, state="R", wchan="", main=BlockedOn("none", ""), mono=mono,
+            cpu_ticks=100 + int(ticks * mono / 2), threads=tuple(threads),
+        )  # fmt: skip
+
+    return sample(0.0), sample(2.0)
 
 
 def rank(number, phase="backward", step=41, state="S", **more):
@@ -63,6 +84,12 @@ def explained(found, *ranks):
     return explain(diagnose(ranks, WATCH, NOW), case, found)
 
 
+def runs(*given, **more):
+    before, after = working(*given, **more)
+    found = evidence((OWN,))
+    return replace(found, before={0: IDLE, 1: before}, after={0: found.after[0], 1: after})
+
+
 LOADER = Frame(f"{TORCH}/utils/data/dataloader.py", 1131, "_try_get_data")
 CASES = {
     "stopped": evidence(None, state="T"),
@@ -75,7 +102,8 @@ CASES = {
     "pipe": evidence((OWN,), main=BlockedOn("pipe", "the FIFO /run/q, which has no writer")),
     "network": evidence((OWN,), main=BlockedOn("network", "a socket to 10.0.0.7:443")),
     "sleep": evidence((OWN,), main=BlockedOn("timer", "a timer")),
-    "busy": evidence((OWN,), ticks=290, state="R", main=BlockedOn("none", "")),
+    "busy": runs(25.0, (60.0,)),
+    "native": runs(0.0),
 }
 
 
@@ -89,6 +117,107 @@ def test_a_cause_is_named_with_the_rank_that_blocks_in_the_phase_of_its_peers(ca
     assert found.sure == "high"
     assert "rank 1 has been stalled in backward of step 41" in found.sentence
     assert found.sentence.endswith("rank 0 waits in backward")
+
+
+@pytest.mark.parametrize(
+    ("waits", "others", "cause", "words", "sure"),
+    [
+        (25.0, (60.0,), "busy", "runs Python code at 95% of a core", "high"),
+        (0.0, (20.0,), "native", "runs native code at 95% of a core", "high"),
+        (0.0, (190.0,), "native", "runs native code at 95% of a core", "high"),  # with the GIL
+        (0.0, (40.0,), "busy", "runs at 95% of a core", "medium"),  # the watcher waits for the GIL
+        (0.0, (), "busy", "runs at", "medium"),  # no watcher that would need the GIL
+        (0.0, (0.0,), "busy", "runs at", "medium"),  # or one that is blocked
+        (1.5, (20.0,), "busy", "runs at", "medium"),
+    ],
+)
+def test_a_main_thread_that_never_waits_for_the_gil_runs_native_code(
+    waits, others, cause, words, sure
+):
+    found = explained(runs(waits, others), rank(0), rank(1))
+    assert (found.cause, found.rank, found.sure) == (cause, 1, sure), found
+    assert words in found.sentence
+
+
+def test_a_computation_in_other_threads_says_nothing_about_the_main_thread():
+    before, after = working(25.0)
+    threads = after.threads[0], replace(after.threads[1], cpu_ticks=150)
+    found = replace(runs(25.0), before={1: before}, after={1: replace(after, threads=threads)})
+    assert explained(found, rank(0), rank(1)).sure == "medium"
+
+
+def test_all_ranks_that_are_stopped_are_named_together():
+    all_stopped = {n: replace(IDLE, state="T") for n in range(2)}
+    after = {n: replace(each, mono=2.0) for n, each in all_stopped.items()}
+    found = explained(Evidence(all_stopped, after), *(rank(n, state="T") for n in range(2)))
+    assert (found.cause, found.rank, found.sure) == ("stopped", None, "medium")
+    assert "ranks 0-1 have been stalled" in found.sentence
+
+
+ACQUIRES = (Frame("/usr/lib/python3.11/threading.py", 327, "acquire"), OWN)
+PUTS = (Frame("/usr/lib/python3.11/multiprocessing/queues.py", 377, "put"), OWN)
+SELECTS = (Frame("/usr/lib/python3.11/selectors.py", 468, "select"), OWN)
+FULL = BlockedOn("pipe", "a pipe that is full")
+TCP = BlockedOn("network", "a socket to 10.0.0.7:443")
+
+
+@pytest.mark.parametrize(
+    ("frames", "main", "phase", "cause", "sure"),
+    [
+        (ACQUIRES, IDLE.main, "fetch", "loader", "high"),
+        (ACQUIRES, IDLE.main, "log", "lock", "high"),
+        (ACQUIRES, IDLE.main, "step", "lock", "medium"),
+        (PUTS, FULL, "optimizer", "pipe", "high"),
+        (PUTS, FULL, "fetch", "loader", "high"),
+        (SELECTS, TCP, "log", "network", "high"),
+        (SELECTS, TCP, "fetch", "network", "high"),
+        (SELECTS, BlockedOn("timer", "a timer of its event loop"), "log", "sleep", "high"),
+        (SELECTS, BlockedOn("child", "child 5 (tail, sleeping)", True), "log", "child", "medium"),
+        ((OWN,), BlockedOn("timer", "a timer", True), "log", "sleep", "medium"),
+        ((OWN,), BlockedOn("lock", "a timer, while pid 5 holds a lock of /x", True), "log", "lock",
+         "medium"),
+    ],
+)  # fmt: skip
+def test_the_object_of_the_kernel_counts_more_than_the_class_of_the_stack(
+    frames, main, phase, cause, sure
+):
+    process = replace(IDLE, main=main)
+    found = four(stacks=(PEERS, PEERS, PEERS, frames), before={3: process}, after={3: process})
+    verdict = explained(found, *(rank(number, phase) for number in range(4)))
+    assert (verdict.cause, verdict.rank, verdict.sure) == (cause, 3, sure), verdict
+
+
+@pytest.mark.parametrize("phase", ["", "boot"])
+def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wait(phase):
+    """A rank without a pulse writes no stack."""
+    before, after = working(0.0)
+    asleep = dict.fromkeys((0, 1, 3), ASLEEP)
+    found = Evidence(
+        asleep | {2: before}, {n: replace(p, mono=2.0) for n, p in asleep.items()} | {2: after}
+    )
+    ranks = tuple(replace(rank(n, phase), step=0, unchanged_s=500.0) for n in range(4))
+    verdict = explained(found, *ranks)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", 2, "medium"), verdict
+    assert "has not joined the other ranks and runs at 95% of a core" in verdict.sentence
+
+
+RECV = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "recv"), *PEERS[1:])
+
+
+@pytest.mark.parametrize(("late", "world", "odd"), [((0,), 2, 0), ((3,), 4, 3), ((0, 1, 2), 4, 3)])
+def test_a_call_without_a_record_for_which_the_others_wait_is_a_mismatch(late, world, odd):
+    found = Evidence(
+        dict.fromkeys(range(world), IDLE), {n: replace(IDLE, mono=2.0) for n in range(world)},
+        {n: stack(n, *(RECV if n in late else PEERS)) for n in range(world)},
+        {n: called(n, waits=False) if n in late else called(n, "all_gather")
+         for n in range(world)},
+    )  # fmt: skip
+    ranks = [rank(number) for number in range(world)]
+    verdict = explained(found, *ranks)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("mismatch", odd, "medium"), verdict
+    assert "waits for its peers in recv" in verdict.sentence
+    own = replace(found, stacks={**found.stacks, late[0]: stack(late[0], OWN)})
+    assert explained(own, *ranks).cause != "mismatch"
 
 
 def test_the_sentence_names_the_object_and_the_line():
@@ -281,7 +410,7 @@ def called(number, *ops, waits=True):
 GATHER = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 99, "all_gather"), *PEERS[1:])
 
 
-@pytest.mark.parametrize(("odd", "sure"), [("barrier", "high"), ("reduce", "medium")])
+@pytest.mark.parametrize(("odd", "sure"), [("barrier", "medium"), ("reduce", "medium")])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd, sure):
     """The one that skips a call is ahead, and may be in a later phase than the other one."""
     found = replace(
@@ -408,7 +537,7 @@ def test_any_evidence_gives_a_verdict_and_less_of_it_never_more_confidence(
 
 STATES = [*"RSDTt"]
 """No end: the kernel reports it through a pidfd, which is a fact."""
-BUSY = replace(IDLE, state="R", main=BlockedOn("none", ""))
+BUSY = working(25.0)[0]
 TRUTHS = {
     "sleep": ((OWN,), ASLEEP), "busy": ((OWN,), BUSY), "stopped": (None, replace(IDLE, state="T")),
     "disk": (None, replace(IDLE, state="D", main=BlockedOn("disk", "a disk"))),
@@ -470,7 +599,10 @@ def one_source_lies(draw):
         stacks |= {number: found} if found else {}
         flights |= {number: record} if record else {}
         ranks.append(rank(number, phase, step, state))
-    after = {n: replace(p, mono=2.0) for n, p in processes.items()}
+    after = {
+        n: replace(working(25.0)[1] if p.threads else p, state=p.state, mono=2.0)
+        for n, p in processes.items()
+    }
     found = Evidence(processes, after, stacks, flights)
     return f"{name}, {lies} lie", None if name == "transport" else guilty, found, ranks
 
@@ -482,3 +614,21 @@ def test_one_lying_source_among_consistent_ones_never_blames_an_innocent_rank_wi
     what, guilty, found, ranks = drawn
     verdict = explained(found, *ranks)
     assert verdict.rank in (guilty, None) or verdict.sure != "high", (what, guilty, verdict)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_data"),
+    [("nsa-loader", True), ("DataReader", True), ("prefetcher", True), ("data_0", True),
+     ("uploader", False), ("Thread-1", False), ("already", False), ("metrics", False)],
+)  # fmt: skip
+def test_a_thread_reads_data_by_a_whole_word_of_its_name(name, is_data):
+    assert bool(_DATA.search(name)) is is_data
+
+
+def test_an_ended_child_of_another_program_is_no_worker_of_the_loader():
+    """Programs leave ended children without waiting for them."""
+    for child, words in ((ChildEvidence(9, "nvidia-smi", "Z"), False),
+                         (ChildEvidence(9, "pt_data_worker", "Z"), True)):  # fmt: skip
+        found = explained(evidence((LOADER, OWN), children=(child,)), rank(0), rank(1))
+        assert found.cause == "loader"
+        assert ("worker 9" in found.sentence) is words

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from console.diagnose.evidence import Evidence
+from console.diagnose.gpu_signs import own_gpus
 from console.model import Gpu
-from console.sources.kernel_evidence import BlockedOn
+from console.sources.descriptors import BlockedOn
 from tests.console.diagnose.test_causes import IDLE, OWN, PEERS, explained, flight, rank, stack
 
 SPINS = Gpu(0, "NVIDIA H100", "ok", 100.0, 120.3, 700.0, minor=0)
@@ -59,7 +60,7 @@ def pair(first_gpu, second_gpu, second=OWN):
 
 def test_the_rank_whose_gpu_is_idle_while_the_others_wait_on_theirs_is_named():
     found = explained(pair(SPINS, AT_REST), rank(0), rank(1))
-    assert (found.rank, found.cause, found.sure) == (1, "busy", "high")
+    assert (found.rank, found.cause, found.sure) == (1, "busy", "medium")  # or native
     assert any("GPU 1 at 0 %" in line for line in found.evidence)
 
 
@@ -70,11 +71,46 @@ def test_a_lost_gpu_names_its_rank():
     assert any("GPU 1 lost: Xid 79" in line for line in found.evidence)
 
 
-def test_ranks_on_one_gpu_and_ranks_without_a_row_are_not_told_apart():
-    shared = replace(pair(SPINS, AT_REST), gpus={0: (SPINS,), 1: (replace(AT_REST, minor=0),)})
-    for evidence in (shared, replace(shared, gpus={0: (SPINS,)})):
+def test_the_rank_whose_gpu_computes_while_the_others_spin_is_named():
+    found = explained(
+        replace(pair(SPINS, COMPUTES), stacks={0: stack(0, OWN), 1: stack(1, OWN)}, flights={}),
+        rank(0), rank(1),
+    )  # fmt: skip
+    assert (found.rank, found.cause) == (1, "device")
+    assert found.sure != "high"
+    assert "which computes" in found.sentence
+
+
+def test_a_gpu_without_figures_is_at_most_low_and_no_endless_loop():
+    """MIG and WSL have no utilisation: the rank is still the odd one."""
+    unknown = replace(SPINS, util_pct=None)
+    for rows in ((unknown,), ()):
+        evidence = replace(pair(SPINS, SPINS), gpus={0: (SPINS,), 1: rows})
         found = explained(evidence, rank(0), rank(1))
-        assert not any(line.startswith("GPUs") and "rank 1" in line for line in found.against)
+        assert (found.rank, found.cause, found.sure) == (1, "device", "low"), found.sentence
+
+
+def test_another_thread_that_uses_a_core_makes_no_wait_of_the_main_thread():
+    asleep = replace(IDLE, main=BlockedOn("timer", "a timer"))
+    evidence = Evidence(
+        {0: asleep}, {0: replace(asleep, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
+        gpus={0: (SPINS,)},
+    )  # fmt: skip
+    found = explained(evidence, rank(0))
+    assert found.cause == "sleep", found.sentence
+
+
+def test_a_rank_that_shares_its_core_waits_in_the_same_frame_as_the_others():
+    """It is in state S at the samples, at less than a whole core."""
+    slow = replace(BUSY, state="S", main=BlockedOn("none", ""))
+    evidence = Evidence(
+        {0: BUSY, 1: slow},
+        {0: replace(BUSY, cpu_ticks=300, mono=2.0), 1: replace(slow, cpu_ticks=180, mono=2.0)},
+        {0: stack(0, OWN), 1: stack(1, OWN)},
+        gpus={0: (SPINS,), 1: (replace(SPINS, index=1, minor=1),)},
+    )
+    found = explained(evidence, rank(0), rank(1))
+    assert (found.rank, found.cause) == (None, "device")
 
 
 def test_ranks_that_all_wait_for_their_gpus_blame_nobody():
@@ -82,3 +118,29 @@ def test_ranks_that_all_wait_for_their_gpus_blame_nobody():
     found = explained(evidence, rank(0), rank(1))
     assert (found.rank, found.cause, found.sure) == (None, "device", "medium")
     assert "each waits for its GPU" in found.sentence
+
+
+FOUR = tuple(replace(SPINS, index=n, minor=n) for n in range(4))
+ALL = frozenset(range(4))
+
+
+@pytest.mark.parametrize(
+    ("opened", "visible", "indices"),
+    [
+        ({0: ALL, 1: ALL}, "", [0, 1]),  # CUDA opens the files of all GPUs
+        ({0: ALL, 1: ALL}, "2,3", [2, 3]),
+        ({0: frozenset({2}), 1: frozenset({3})}, "GPU-1,GPU-2", [2, 3]),
+        ({0: ALL, 1: ALL}, "GPU-1,GPU-2", [None, None]),
+        ({0: frozenset({0}), 1: frozenset({0})}, "", [None, None]),  # one GPU for both
+        ({0: None, 1: ALL}, "", [0, 1]),
+        ({0: frozenset({-1}), 1: ALL}, "", [None, 1]),  # WSL
+    ],
+)
+def test_a_rank_has_one_gpu_of_its_own_or_none_that_is_known(opened, visible, indices):
+    found = own_gpus(opened, dict.fromkeys(opened, visible), FOUR)
+    assert [rows[0].index if rows else None for _, rows in sorted(found.items())] == indices
+
+
+def test_a_rank_without_a_device_file_uses_no_gpu():
+    assert own_gpus({0: frozenset(), 1: None}, {0: "", 1: ""}, ()) == {}
+    assert own_gpus({0: frozenset()}, {0: ""}, FOUR) == {}

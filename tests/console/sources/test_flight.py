@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_the_rank_that_leaves_the_usual_sequence_calls_another_collective(
     two = {0: stepping(0, others), 1: stepping(1, odd)}
     found = flight.compare(two, (0, 1))
     assert (found.kind, found.ranks, found.confirmed) == ("mismatch", ranks, confirmed)
-    assert found.text.endswith("rank 1 does not call what came here before") == (ranks == (1,))
+    assert found.text.endswith("rank 1 does not call what usually comes here") == (ranks == (1,))
     young = {0: stepping(0, others, steps=1), 1: stepping(1, odd, steps=1)}
     assert flight.compare(young, (0, 1)).ranks == ()
 
@@ -179,6 +180,66 @@ def test_a_call_that_came_only_now_and_then_is_as_usual_as_the_other():
            1: record(1, *calls, call(13, "all_reduce", done=False))}  # fmt: skip
     found = flight.compare(two, (0, 1))
     assert (found.kind, found.ranks, found.confirmed) == ("mismatch", (), False)
+
+
+def test_of_two_usual_calls_the_one_that_came_far_less_often_is_named_without_confirmation():
+    """The end of the data of one rank: it goes on to what comes after the steps."""
+    ops = ["all_reduce", "all_gather"] * 4 + ["barrier", *["all_reduce", "all_gather"] * 3]
+    calls = [call(n, op) for n, op in enumerate(ops, 1)]
+    two = {0: record(0, *calls, call(16, "barrier", done=False)),
+           1: record(1, *calls, call(16, "all_reduce", done=False))}  # fmt: skip
+    found = flight.compare(two, (0, 1))
+    assert (found.kind, found.ranks, found.confirmed) == ("mismatch", (0,), False)
+    three = flight.compare(two | {2: replace(two[1], rank=2)}, WORLD)
+    assert (three.ranks, three.confirmed) == ((0,), False)  # rare is not wrong
+
+
+def test_an_all_gather_of_gloo_needs_equal_sizes():
+    """The rank without elements passes it; the others wait for each other's."""
+
+    def three(backend: str):
+        group = f"{backend} 0 default_pg"
+        usual = [Collective(group, 1, "all_gather", "[4] float32", False)]
+        empty = [Collective(group, 1, "all_gather", "[0] float32", True),
+                 Collective(group, 2, "all_gather", "[1] float32", False)]  # fmt: skip
+        found = {rank: record(rank, *(empty if rank == 2 else usual)) for rank in WORLD}
+        return flight.compare(found, WORLD)
+
+    assert (three("gloo").kind, three("gloo").ranks) == ("mismatch", (2,))
+    assert three("nccl").kind == "behind"
+
+
+def made(number: int, op: str, outputs: list[list[int]], done: bool) -> dict[str, Any]:
+    return {
+        "collective_seq_id": number, "profiling_name": f"gloo:{op}", "retired": done,
+        "process_group": ["0", "default_pg"], "input_sizes": [[1]], "input_dtypes": ["Float"],
+        "output_sizes": outputs,
+    }  # fmt: skip
+
+
+def test_two_roots_of_one_gather_are_a_mismatch():
+    """The ranks that send to the first root have passed it, those two wait."""
+    found = {}
+    for rank in range(4):
+        root = rank in (0, 2)
+        entries = [made(1, "gather", [[4, 1]] if root else [], not root)]
+        entries += [] if root else [made(2, "all_gather", [[4, 1]], False)]
+        document = json.dumps({"version": "2", "entries": entries}).encode()
+        found[rank] = flight.parse(document, rank, 1.0, "")
+    found = flight.compare(found, range(4))
+    assert (found.kind, found.ranks, found.confirmed) == ("mismatch", (2,), False)
+    assert found.text == "ranks 0, 2 are each the root of gather 1 ([1] float32)"
+
+
+def test_a_rank_that_waits_alone_in_its_group_is_the_minority():
+    all_ranks, own = "0 default_pg", "1 undefined"
+    found = {rank: record(rank, call(1, group=all_ranks), call(2, done=False, group=all_ranks))
+             for rank in (0, 2, 3)}  # fmt: skip
+    found[1] = record(1, call(1, group=all_ranks), call(1, done=False, group=own))
+    known = flight.compare(found, range(4))
+    assert (known.kind, known.ranks, known.number) == ("mismatch", (1,), None)
+    assert "rank 1 waits in all_reduce 1" in known.text
+    assert flight.compare(found, range(5)).kind != "mismatch"  # rank 4 may be in its group
 
 
 @pytest.mark.parametrize(

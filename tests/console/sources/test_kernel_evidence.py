@@ -8,6 +8,7 @@ import fcntl
 import os
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from hypothesis import strategies as st
 
 from console.sources import kernel_evidence as kernel
 from console.sources import tcp
-from console.sources.kernel_evidence import BlockedOn, ProcessEvidence, collect, cpu_share
+from console.sources.descriptors import BlockedOn, number_after
+from console.sources.kernel_evidence import ProcessEvidence, collect, cpu_share
 from trainers.contract import rundir
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -65,6 +67,54 @@ def until(pid: int, reached: Callable[[ProcessEvidence], bool]) -> ProcessEviden
 def waiting(child: subprocess.Popen[bytes], kind: str) -> str:
     """Returns the words for what a process waits on, once it waits on something of this kind."""
     return until(child.pid, lambda found: found.main.kind == kind).main.text
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "text"),
+    [
+        ("await asyncio.sleep(600)", "timer", "a timer of its event loop"),
+        ("await asyncio.Event().wait()", "lock",
+         "an event of its event loop, which has no timer"),
+        ("await (await asyncio.create_subprocess_exec('sleep', '600')).wait()", "child",
+         "(sleep, sleeping)"),
+        ("r, w = await asyncio.open_connection('127.0.0.1', int(sys.argv[1])); await r.read()",
+         "network", "a socket to 127.0.0.1:"),
+    ],
+)  # fmt: skip
+def test_the_wake_up_of_an_event_loop_is_not_what_it_waits_for(start, program, kind, text):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        child = start(
+            f"import asyncio, sys\nasync def main(): {program}\nasyncio.run(main())", port
+        )
+        assert text in waiting(child, kind)
+
+
+@pytest.mark.parametrize(("sets", "is_full"), [("[r], [], []", False), ("[], [w], []", True)])
+def test_the_highest_descriptor_of_a_select_is_named_but_not_surely(start, sets, is_full):
+    fill = "os.set_blocking(w, False); os.write(w, bytes(2**20))"
+    child = start(
+        f"import os, select; r, w = os.pipe(); {fill if is_full else ''}\nselect.select({sets})"
+    )
+    found = until(child.pid, lambda found: found.main.kind == "pipe").main
+    assert found.text == f"a pipe that is {'full' if is_full else 'empty'}"
+    assert found.unsure
+
+
+def test_a_library_that_asks_again_for_a_lock_is_not_merely_asleep(start, tmp_path):
+    held = tmp_path / "runs.db"
+    with sqlite3.connect(held, isolation_level=None) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        child = start(
+            "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], 600, isolation_level=None)\n"
+            "c.execute('BEGIN EXCLUSIVE')", held,
+        )  # fmt: skip
+        found = until(child.pid, lambda found: found.main.kind == "lock").main
+        assert found.text.startswith(f"a timer, while pid {os.getpid()} (")
+        assert found.text.endswith(f") holds a lock of {held}")
+        assert found.unsure
+    asleep = start("import ctypes; ctypes.CDLL(None).sleep(600)")
+    assert until(asleep.pid, lambda found: found.main.kind == "timer").main.unsure
 
 
 FLOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
@@ -385,7 +435,7 @@ def test_no_bytes_break_a_parser(garbage, at):
             assert len(tcp.entry(text, "3612944")) == 3
             assert "\x1b" not in tcp.address(text)
             assert not any(each.is_unacked for each in tcp.connections(text, {"3612944"}))
-            assert kernel._value(text, "TracerPid") >= 0
+            assert number_after(text, "TracerPid") >= 0
 
 
 @given(st.text(max_size=40))

@@ -20,6 +20,7 @@ from console.supervisor.ends import end_of
 from console.supervisor.next_flags import NextFlags
 from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.restart import AttemptEnd, next_attempt
+from console.supervisor.shm import LastPulses, Live
 from tests import owners
 from tests.console.sources.recorded import Recorded
 from tests.console.test_go import BOUNDS, completed
@@ -28,6 +29,7 @@ from trainers.contract import environ, jsonl, rundir
 from trainers.contract import plan as plans
 from trainers.contract.errors import RefusedError
 from trainers.contract.plan import Restart
+from trainers.contract.pulse import PulseWriter
 
 TOKEN = "0123456789abcdef"
 KILL = {"kind": "request", "action": "kill", "request": "k1"}
@@ -270,6 +272,19 @@ def test_a_good_end_that_nobody_saw_needs_a_second_source(ended, pulse_step, sta
     assert (found, says in why) == (state, True), why
     again = next_attempt([AttemptEnd(found, why)], Restart("crash"))
     assert isinstance(again, str) == (state != "crashed")
+
+
+def test_the_last_pulse_of_a_rank_shows_the_phase_in_which_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir, "SHARED_MEMORY", tmp_path)
+    live = Live("0123456789abcdef", 3, 1, tmp_path)
+    pulses = LastPulses(live, lambda rank, pulse: None)
+    for rank, phase_ in enumerate(("backward", "step", "exit")):
+        PulseWriter(rundir.pulse(live.path, rank), rank).set(6, phase_)
+        assert pulses.step(rank, os.getpid()) == 6
+    assert [pulses.phase(rank, 6) for rank in range(3)] == ["backward", "", ""]
+    assert pulses.phase(0, 7) == ""  # its records are of a later step
+    assert LastPulses(live, lambda rank, pulse: None).phase(0, 6) == ""
+    live.remove()
 
 
 def test_torchruns_log_names_no_rank_that_the_run_does_not_have():

@@ -1,0 +1,167 @@
+"""Names the object behind a descriptor of another process: a pipe, a socket, what a poll waits on.
+
+No read can block: descriptors are resolved with readlink, because a stat of one asks its file
+system, which may hang.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from console.sources import tcp
+from console.sources.sanitize import clean
+
+MAX_DESCRIPTORS = 64
+SMALL_BYTES, TABLE_BYTES = 1 << 12, 1 << 18
+"""Bytes read of a file about one process, and of a table of the host."""
+MAX_PATH_CHARS = 300
+Kind = Literal["lock", "pipe", "network", "child", "timer", "disk", "futex", "none"]
+NO_PEER = "a socket, its peer is not available"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedOn:
+    """The object that a system call waits on; `text` is a noun phrase, "" for "none"."""
+
+    kind: Kind
+    text: str
+    unsure: bool = False
+    """Other readings of the same system call are possible."""
+
+
+NOTHING = BlockedOn("none", "")
+LOOP_TIMER = BlockedOn("timer", "a timer of its event loop")
+LOOP_EVENT = BlockedOn("lock", "an event of its event loop, which has no timer", unsure=True)
+
+
+def read_text(path: str, limit: int = SMALL_BYTES) -> str:
+    """Returns at most `limit` bytes of a file of the kernel as text, "" if not available."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(limit).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def numbers_in(folder: str) -> list[int]:
+    """Returns the names in a directory of /proc that are numbers, [] if not available."""
+    try:
+        return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+    except OSError:
+        return []
+
+
+def number_after(text: str, key: str) -> int:
+    """Returns the number in the line "key: number", 0 without one."""
+    found = re.search(rf"^{key}:\s*([0-9]{{1,19}})\s*$", text, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def link_of(pid: int, name: str) -> str:
+    """Returns the path of an open file, "socket:[N]", "pipe:[N]" or "net:[N]", "" without it."""
+    try:
+        return clean(str(Path(f"/proc/{pid}/{name}").readlink()), MAX_PATH_CHARS)
+    except OSError:
+        return ""
+
+
+def pipe_wait(link: str, is_full: bool) -> BlockedOn:
+    """Returns a pipe, or the FIFO that a path names."""
+    subject = f"the FIFO {link}, which" if link.startswith("/") else "a pipe that"
+    return BlockedOn("pipe", f"{subject} is {'full' if is_full else 'empty'}")
+
+
+def poll_wait(pid: int) -> BlockedOn:
+    """Returns the only socket of a process, or its only unfinished connection.
+
+    The descriptors of a poll are not available: a socket is named only where there is no pipe above
+    stderr.
+    """
+    fds = [fd for fd in numbers_in(f"/proc/{pid}/fd") if fd > 2]
+    return _only(pid, len(fds), {link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]})
+
+
+def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
+    """Returns the object of the highest descriptor, which is certainly in the set of a select."""
+    link = link_of(pid, f"fd/{highest}")
+    if link.startswith("socket:["):
+        return replace(socket_wait(pid, link[8:-1], False), unsure=True)
+    if link.startswith(("pipe:[", "/")) and not link.startswith(
+        "/dev/"
+    ):  # a regular file never waits, so a path is a FIFO
+        return replace(pipe_wait(link, not reads), unsure=True)
+    return NOTHING
+
+
+def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
+    """Returns what an epoll waits on, by its descriptors in fdinfo.
+
+    The wake-up sockets of an event loop are no target: such a loop waits for a timer or an event.
+    """
+    info = read_text(f"/proc/{pid}/fdinfo/{fd}")
+    fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
+    targets = {fd: link_of(pid, f"fd/{fd}") for fd in fds[:MAX_DESCRIPTORS]}
+    for each, link in targets.items():
+        if link == "anon_inode:[pidfd]":
+            child = number_after(read_text(f"/proc/{pid}/fdinfo/{each}"), "Pid")
+            return BlockedOn("child", f"child {child}" if child else "a child process", unsure=True)
+    links = set(targets.values())
+    sockets = inodes_of(links)
+    own = _wake_ups(pid, sockets) if sockets else set[str]()
+    links -= {f"socket:[{each}]" for each in own} | {"anon_inode:[eventfd]"}
+    if links or not own:
+        return _only(pid, len(fds), links)
+    return LOOP_TIMER if is_timed else LOOP_EVENT
+
+
+def _wake_ups(pid: int, sockets: set[str]) -> set[str]:
+    """Returns the sockets without a name whose other end the same process has made with them."""
+    names = (link_of(pid, f"fd/{fd}") for fd in numbers_in(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS])
+    mine = {int(each) for each in inodes_of(names)}
+    table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)
+    unnamed = set(re.findall(r"^(?:\S+ ){6} *([0-9]+)$", table, re.MULTILINE))
+    return {each for each in sockets & unnamed if {int(each) - 1, int(each) + 1} & mine}
+
+
+def _only(pid: int, count: int, links: set[str]) -> BlockedOn:
+    """Returns the only socket, or the only unfinished connection, of `count` descriptors."""
+    sockets = sorted(inodes_of(links))
+    tables = socket_tables(pid) if sockets else ""
+    opening = [each for each in sockets if tcp.entry(tables, each)[2] == tcp.SYN_SENT]
+    has_pipe = any(link.startswith("pipe:[") for link in links)
+    named = opening or (sockets if not has_pipe and count <= MAX_DESCRIPTORS else [])
+    return socket_wait(pid, named[0], False) if len(named) == 1 else NOTHING
+
+
+def inodes_of(links: Iterable[str]) -> set[str]:
+    """Returns the inodes of the sockets among the links of descriptors."""
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
+
+
+def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
+    """Returns the TCP sockets in the network namespace of a process; to read them is expensive."""
+    known, namespace = {} if known is None else known, link_of(pid, "ns/net")
+    if not namespace or namespace not in known:
+        texts = (read_text(f"/proc/{pid}/net/{name}", TABLE_BYTES) for name in ("tcp", "tcp6"))
+        known[namespace] = "".join(texts)
+    return known[namespace]
+
+
+def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
+    """Returns a socket with the address of its peer, or with its own where it accepts."""
+    here, peer, state = tcp.entry(socket_tables(pid), inode)
+    if not state:
+        table = read_text(f"/proc/{pid}/net/unix", TABLE_BYTES)
+        found = re.search(rf"^(?:\S+ ){{6}} *{inode}(?: (.*))?$", table, re.MULTILINE)
+        path = clean(found[1] or "", MAX_PATH_CHARS) if found else ""
+        name = f"the local socket {path}" if path else "a local socket"
+        return BlockedOn("network", name if found else NO_PEER)
+    if accepts:
+        return BlockedOn("network", f"a connection to {tcp.address(here)}")
+    suffix = " that is not connected yet" if state == tcp.SYN_SENT else ""
+    return BlockedOn("network", f"a socket to {tcp.address(peer)}{suffix}")
