@@ -7,6 +7,7 @@ size is bounded. `TABLE` says which files are taken; secrets are replaced by `RE
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import io
@@ -34,6 +35,7 @@ MAX_TOTAL_BYTES = 64 << 20
 TAIL_BYTES = 1 << 20
 MAX_NAMES = 20_000
 """Names of one directory that are looked at."""
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LEAST_TAIL_BYTES, MAX_LEFT_OUT = 4 << 10, 1000
 REMOVED = "[removed]"
 KEPT = "host names, user names, process ids, IP addresses, paths below the home directory (as ~)"
@@ -83,12 +85,13 @@ TABLE: tuple[Row, ...] = (
 # --- secrets -------------------------------------------------------------------------------------
 
 _WORD = (
-    r"[\w.-]*(?:(?<!per[_.-])token|secret|passw(?:or)?d|passphrase|(?:api|access|private)[_ -]?key|"
-    r"credentials?|cookie|authorization|signature|(?<=[_.-])(?:pass|pwd|auth|key))"
+    r"[\w.-]*(?:(?<!per[_.-])token|secret|passw(?:or)?d|passphrase|"
+    r"(?:api|access|account|private)[_ -]?key|credentials?|cookie|authorization|"
+    r"signature|(?<=[_.-])(?:pass|pwd|auth|key))"
 )
 _FORM = (
     r"hf_|sk-|gh[pousr]_|github_pat_|xox[bap]-|AKIA|ASIA(?=[A-Z0-9]{16}\b)|glpat-|AIza|nvapi-|"
-    r"npm_|pypi-|ya29\.|eyJ[\w-]{8,400}\."
+    r"[rs]k_(?:live|test)_|npm_|pypi-|ya29\.|eyJ[\w-]{8,400}\."
 )
 _VALUE = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;&"'}\])]+)"""
 _QUOTE = r"""\\{0,8}["']"""
@@ -103,7 +106,10 @@ _SECRETS: tuple[tuple[str, str], ...] = (
     ),
     (r"\b(bearer|basic) +(?=[\w.~-]*[\d=+/])[\w.~+/=-]{8,}", r"\1 {}"),
     (rf"\b(?:{_FORM})[\w-]{{12,}}(?:\.[\w-]+)?", "{}"),
-    (rf"""(?<![\w.-])("?{_WORD}"?\s?[:=]\s?\{{\s?"value"\s?:\s?){_VALUE}""", r'\1"{}"'),
+    (
+        rf"""(?<![\w.-])("?{_WORD}"?\s?[:=]\s?\{{[^{{}}\n]{{0,400}}?"value"\s?:\s?){_VALUE}""",
+        r'\1"{}"',
+    ),
     (
         rf"""((?:\({_QUOTE}{_WORD}{_QUOTE},\s?|{_QUOTE}{_WORD}{_QUOTE}{_IS})b?{_QUOTE})[^"'\\\n]+""",
         r"\1{}",
@@ -127,7 +133,8 @@ _KEY = re.compile(
     re.DOTALL,
 )
 """Also the end of a key whose begin was cut off."""
-_SECRET_NAME = re.compile(_WORD + r"|.*(?:^|_)(?:key|auth|pass)", re.I)
+_SECRET_NAME = re.compile(_WORD + r"|key|auth|pass", re.I)
+"""The names of `_WORD`, as in files, and words that are too common there."""
 LEAST_SECRET_CHARS = 6
 
 
@@ -287,6 +294,22 @@ def check(output: Path) -> None:
         raise RefusedError(f"{output} exists; nothing was written")
 
 
+def _publish(temporary: Path, output: Path) -> None:
+    """Gives a finished file its name. Raises OSError, FileExistsError where the name is taken."""
+    try:
+        os.link(temporary, output)
+        return
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    os.close(os.open(output, NEW_FILE, 0o600))  # a file system without hard links
+    try:
+        temporary.replace(output)
+    except OSError:
+        output.unlink(missing_ok=True)
+        raise
+
+
 def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:
     """Writes the bundle of a launch or run with documents `made` for it; returns its manifest.
 
@@ -302,9 +325,8 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
         "URLs, keys and tokens of known forms",
     }  # fmt: skip
     temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+        with os.fdopen(os.open(temporary, NEW_FILE, 0o600), "wb") as file:
             with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
                 archive = _Archive(tar, Redactor(variables), output.name.removesuffix(ENDING))
                 for name, data in made.items():
@@ -316,7 +338,7 @@ def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes])
                 manifest = archive.finish(about)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, output)  # fails where `output` exists
+        _publish(temporary, output)
     except FileExistsError:
         raise RefusedError(f"{output} exists; nothing was written") from None
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shlex
 import signal
 import subprocess
@@ -239,21 +240,22 @@ def read_score(path: Path, fault: Drill) -> Score:
     score = Score(fault, truth, fault_ts, actions=given, over=over)
     said, shown_ts, right = "", None, (False, False, False)
     if truth.cause:
-        for found, _ in verdicts.stored(run, MAX_VERDICTS):  # the newest first
+        for found in verdicts.stored(run, MAX_VERDICTS):  # the newest first
             if found.ts >= fault_ts and (not score.reaction or _is_before(found.ts, score)):
                 marks = (found.rank == rank, found.phase == truth.phase, found.cause == truth.cause)
                 said, right = (said, right) if said else (found.sentence, marks)
                 shown_ts = found.ts if all(marks) else shown_ts
     elif truth.ends and over:
-        said, named = f"{state.state}: {state.why}", f"rank {rank}" in state.why
+        said, named = f"{state.state}: {state.why}", _names(state.why, rank)
         right = (named, named, state.state == truth.ends)
-        shown_ts = state.since_ts
+        shown_ts = state.since_ts if all(right) else None
     elif truth.alert:
         alerts = [each for each in events if each.get("kind") == "alert"
                   and each.get("alert") == truth.alert]  # fmt: skip
         for each in alerts[:1]:
-            said, right = jsonl.text(each, "text"), (True, True, True)
-            shown_ts = jsonl.number(each, "ts")
+            said = jsonl.text(each, "text")
+            right = (_names(said, rank), True, True)
+            shown_ts = jsonl.number(each, "ts") if all(right) else None
     return Score(
         fault,
         truth,
@@ -264,6 +266,10 @@ def read_score(path: Path, fault: Drill) -> Score:
         given,
         over,
     )
+
+
+def _names(text: str, rank: int) -> bool:
+    return re.search(rf"\brank {rank}\b", text) is not None
 
 
 def _is_before(ts: float, score: Score) -> bool:
@@ -308,15 +314,17 @@ def _clean(path: Path, owner: dict[str, Any]) -> None:
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
     while path.is_dir() and not status_text.is_over(source.poll()) and time.monotonic() < until:
         time.sleep(POLL_S)
-    owner = _owner(path) or owner
+    named = _owner(path)
+    owner, log = named or owner, path if named else None
+    # What a file names now has to write into the log of the supervisor too.
     while rundir.is_alive(owner) and time.monotonic() < until:
         time.sleep(POLL_S)
     for identity in (owner, jsonl.mapping(owner, "child")):
-        _kill(process.open_named(identity, path, None))
+        _kill(process.open_named(identity, path.parent, log))
     for run in launches.run_directories(path):
         born = rundir.read_json(run / rundir.RUN, below=run) or {}
         token = jsonl.text(jsonl.mapping(born, "environment"), environ.TOKEN)
-        for pid in process.with_token(token) if token else ():
+        for pid in process.with_token(token, str(run.absolute())) if token else ():
             _kill(process.open_process(pid, token))
         named = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
         if live := liveness.live_directory(named):

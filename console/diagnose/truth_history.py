@@ -28,6 +28,8 @@ ROUNDED_TO = 4
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
 WARM_STEPS, RATED_EVERY_S = 5, 10.0
 KEPT_BUSY, LEAST_BUSY = 120, 20
+HALF_BITS = 11
+"""A figure with at most these bits is of half precision, so that it repeats by chance too."""
 SHORTEST_S, LARGEST_LOSS, LARGEST_LOAD = 1e-9, 1e6, 10.0
 """Figures beyond these are not valid."""
 
@@ -43,11 +45,16 @@ class Same:
         """Adds the figure of a record; one that may be rounded, or is not finite, counts 0."""
         if value is None:
             return
-        if not math.isfinite(value) or round(value, ROUNDED_TO) == value:
+        if not math.isfinite(value) or _is_rounded(value):
             self.value, self.count = None, 0
         else:
             self.count = self.count + 1 if value == self.value else 1
             self.value = value
+
+
+def _is_rounded(value: float) -> bool:
+    halves = math.frexp(value)[0] * (1 << HALF_BITS)
+    return round(value, ROUNDED_TO) == value or halves.is_integer()
 
 
 class TruthHistory:

@@ -23,6 +23,8 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(?::(?: .*)?)?$")
 _WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
 _USAGE = re.compile(r"[\w.\-]+: error: .*$")
 """The last line of argparse, for example of torchrun with an unknown option."""
+_USES = "usage: "
+"""Begin of the lines that argparse prints before it."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
 """Marker of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")
@@ -95,9 +97,11 @@ def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
     """Yields the exceptions of Python in a log, without those of torchrun itself."""
     frames: list[Frame] | None = None
     """The frames of the traceback that is being read, None outside of one."""
-    is_fatal = True
+    is_fatal, follows_usage = True, False
     for line in lines:
         is_indented = line[:1].isspace()
+        is_usage = follows_usage and _USAGE.match(line)
+        follows_usage = line.startswith(_USES) or (follows_usage and is_indented)
         if not is_indented and any(name in line for name in _OF_TORCHRUN):
             frames, is_fatal = None, True
         elif line.startswith(_NOT_FATAL):
@@ -105,7 +109,7 @@ def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
         elif line.startswith(_HEAD):
             frames = []
         elif frames is None:
-            if _WITHOUT_TRACEBACK.match(line) or _USAGE.match(line):
+            if _WITHOUT_TRACEBACK.match(line) or is_usage:
                 yield _Raised(line)
         elif frame := _FRAME.match(line):
             frames.append(Frame(frame["file"], int(frame["line"]), ""))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from console.model import Verdict
 from console.sources import json_documents, launches
@@ -26,13 +30,29 @@ class Seen:
     verdict: Verdict
 
 
-def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[tuple[Verdict, int]]:
-    """Yields the verdicts of a run, the newest first, each with the size of its file in bytes."""
+def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[Verdict]:
+    """Yields the verdicts of a run, the newest first."""
+    for record, _ in _documents(run, limit):
+        if record is not None:
+            yield json_documents.read(Verdict, record)
+
+
+def _documents(
+    run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf
+) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """Yields the documents of a run up to a time, the newest first, None for one that is not valid.
+
+    Each has the number of bytes that were read.
+    """
     folder = jsonl.open_inside(run / rundir.VERDICTS, run)
     if folder is None:
         return
     try:
-        found = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+        found = [
+            match
+            for name in os.listdir(folder)
+            if (match := _NAME.fullmatch(name)) and int(match[1]) <= until_ts * 1000
+        ]
     except OSError:
         return
     finally:
@@ -40,14 +60,22 @@ def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[tuple[Verdict, int]]
     for match in sorted(found, key=lambda each: int(each[1]), reverse=True)[:limit]:
         path = run / rundir.VERDICTS / match[0]
         data = jsonl.read_bytes(path, MAX_VERDICT_BYTES + 1, 0, below=run)
-        record = jsonl.decode(data) if len(data) <= MAX_VERDICT_BYTES else None
-        if record is not None:
-            yield json_documents.read(Verdict, record), len(data)
+        yield jsonl.decode(data) if len(data) <= MAX_VERDICT_BYTES else None, len(data)
 
 
-def newest(run: Path) -> Verdict | None:
-    """Returns the newest verdict of a run, None without one."""
-    return next((verdict for verdict, _ in stored(run)), None)
+def newest(run: Path, is_open: bool = False) -> Verdict | None:
+    """Returns the newest verdict of a run, with `is_open` one that has not ended; None without one.
+
+    A verdict from the future does not count.
+    """
+    until_ts = time.time() + json_documents.CLOCK_S
+    for record, _ in _documents(run, until_ts=until_ts):
+        if record is None or (is_open and "end" in record):
+            continue
+        verdict = json_documents.read(Verdict, record)
+        if verdict.ts <= until_ts:
+            return verdict
+    return None
 
 
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
@@ -59,12 +87,14 @@ def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():
         for other in reversed(launches.run_directories(launch)[:MAX_RUNS]):
-            if other.is_symlink() or other.samefile(run):
-                continue
-            for found, size_bytes in stored(other):
-                if (found.cause, found.place) == (verdict.cause, verdict.place):
+            with suppress(OSError):  # one of them is gone by now
+                if other.is_symlink() or other.samefile(run):
+                    continue
+            for record, read_bytes in _documents(other):
+                found = json_documents.read(Verdict, record) if record else None
+                if found and (found.cause, found.place) == (verdict.cause, verdict.place):
                     return Seen(f"{launches.launch_id(launch)}/{other.name}", found)
-                left -= size_bytes
+                left -= read_bytes
                 if left <= 0:
                     return None
     return None

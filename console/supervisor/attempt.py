@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from console.model import RANK_GONE, State
 from console.run_state import Facts, decide
-from console.sources import crash_log, liveness, oom_counts
+from console.sources import oom_counts
 from console.supervisor.context import AttemptOwner, RunContext
-from console.supervisor.ends import Ends
+from console.supervisor.ends import Ends, no_rank_words
 from console.supervisor.former_documents import ENDINGS
 from console.supervisor.former_run import FormerRun
 from console.supervisor.monitor import Monitor
@@ -225,14 +225,9 @@ class Attempt:
             self._alerts.raise_(STUCK, text, "crit")
 
     def _watch_torchrun(self) -> None:
-        asked = self.known.requested in ENDED_FROM_HERE
-        # A rank that has ended counts as alive until the owner reports its exit code.
-        left = [w.rank for w in self.tree.alive() if not w.handle.is_over()]
-        if self.tree.agent_over and left and not asked:
-            status = self.tree.agent_status
-            how = "code not available" if status is None else f"code {status}"
-            self._alerts.raise_(AGENT_LOST, f"torchrun (pid {self.tree.agent_pid}) has "
-                       f"exited ({how}); {liveness.still_run('rank', left)}", "crit")  # fmt: skip
+        text = self._ends.without_torchrun()
+        if text and self.known.requested not in ENDED_FROM_HERE:
+            self._alerts.raise_(AGENT_LOST, text, "crit")
 
     def _watch_ranks(self) -> None:
         """Ends the other ranks within the grace time after the exit of a rank that failed.
@@ -322,8 +317,7 @@ class Attempt:
         self._ends.conclude(rest.last)
         self._learn(oom=oom_counts.since(self.oom_before), torchrun_signal=rest.torchrun_signal)
         if self.tree.agent_status and not self.tree.workers:
-            error = crash_log.read(rest.log).error or f"see {rundir.TORCHRUN_LOG}"
-            self._learn(failure=self.known.failure or f"torchrun started no rank: {error}")
+            self._learn(failure=self.known.failure or no_rank_words(rest.log))
         self.stage = "over"
         self.monitor.close(f"the attempt has ended: {self.decided()[1]}")
         self._alerts.clear_all("the attempt has ended")

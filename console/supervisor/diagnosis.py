@@ -118,8 +118,8 @@ class Diagnoser:
         """Returns the newest verdict of this stall, explained where it will be within seconds."""
         until = time.monotonic() + EXPLAINED_S
         while True:
-            found = verdicts.newest(run)
-            if found is None or found.ts < (state.since_ts or 0.0) - SLACK_S:
+            found = state.verdict or verdicts.newest(run, is_open=True)
+            if found is not None and found.ts < (state.since_ts or 0.0) - SLACK_S:
                 found = state.verdict
             is_new = found is not None and time.time() - found.ts < EXPLAINED_S
             waits = found is None or (is_new and LOOK_AT_STACKS in found.sentence)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from console.rank_end import RankEnd
+from console.sources import crash_log, liveness
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
 from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.shm import LastPulses
-from trainers.contract import jsonl
+from trainers.contract import jsonl, rundir
 
 LATE_END_S = 5.0
 """The time that torchrun has to reap a rank, and the last record of a rank to arrive."""
@@ -52,6 +53,17 @@ class Ends:
             return worker.failed and (late or not worker.unreaped)
         return late and self._heads().get(worker.rank, NO_RECORDS).code not in (None, 0)
 
+    def without_torchrun(self) -> str:
+        """Says that torchrun has exited while ranks run, "" where that is not so."""
+        # A rank that has ended counts as alive until the owner reports its exit code.
+        left = [w.rank for w in self._tree.alive() if not w.handle.is_over()]
+        if not (self._tree.agent_over and left):
+            return ""
+        status = self._tree.agent_status
+        how = "code not available" if status is None else f"code {status}"
+        return (f"torchrun (pid {self._tree.agent_pid}) has exited ({how}); "
+                f"{liveness.still_run('rank', left)}")  # fmt: skip
+
     def conclude(self, crashes: Mapping[int, Crash]) -> None:
         """Stores the last error in each rank's log, and reads the last pulses of all ranks."""
         self.crashes = crashes
@@ -69,6 +81,12 @@ class Ends:
                 record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
             found.append(record)
         return found
+
+
+def no_rank_words(log: bytes) -> str:
+    """Says that torchrun started no rank, and why by the end of its log."""
+    error = crash_log.read(log).error or f"see {rundir.TORCHRUN_LOG}"
+    return f"torchrun started no rank: {error}"
 
 
 def end_of(

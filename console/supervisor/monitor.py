@@ -27,6 +27,8 @@ HALT_PENDING = "halt-pending"
 STEP_AGAIN, RUN_AGAIN = "the ranks step again", "its process runs again, or its limit is longer"
 _CHANGING = re.compile(r"\d\d:\d\d:\d\d|\d+% of a core|running|sleeping")
 """Parts of a sentence that change while a stall stays as it is."""
+MAX_DOCUMENTS = 20
+"""Most verdicts of one stall that are written; a later one is only shown."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
 """The alert on pulses that cannot be trusted, and the polls in a row after which it is raised."""
 
@@ -50,6 +52,12 @@ class Monitor:
         self._ending = ""
         self._stalled_since = 0.0
         """Time of the last progress before the present stall (unix s)."""
+        self._documents = 0
+        """Number of verdicts of the present stall that were written."""
+        self._sampled_ts = 0.0
+        """Time of the newest evidence that agrees with the verdict, 0 without evidence."""
+        self._changed: tuple[tuple[object, ...], float] | None = None
+        """What newer evidence says instead, and its time."""
         self._doubtful_polls = 0
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
@@ -172,10 +180,16 @@ class Monitor:
         if verdict is None:
             self.close(self._ending or self._why_over(seen))
             return
-        before, self.verdict = self.verdict, verdict
-        if before is not None and _says(verdict) == _says(before):
+        before = self.verdict
+        same = before is not None and _says(verdict) == _says(before)
+        if before is not None and not same and not self._lasts(_says(verdict)):
+            return
+        self.verdict, self._changed = verdict, None
+        self._sampled_ts = self._evidence.complete.ts if self._evidence.complete else 0.0
+        if before is not None and (same or self._documents >= MAX_DOCUMENTS):
             self.verdict = replace(verdict, ts=before.ts)
             return
+        self._documents += 1
         if before is not None:
             self._write(before, end="replaced by the next verdict", end_ts=verdict.ts)
         self._write(verdict)
@@ -185,6 +199,18 @@ class Monitor:
         else:
             self._alerts.update(STALL, verdict.sentence)
         self._run.publish()
+
+    def _lasts(self, says: tuple[object, ...]) -> bool:
+        """Returns whether a changed verdict counts: two samples say so, or it is not by a sample.
+
+        A rank that waits in a loop shows another cause in each sample of its process.
+        """
+        evidence = self._evidence.complete
+        if evidence is None or self._sampled_ts in (0.0, evidence.ts):
+            return True
+        if self._changed is None or self._changed[0] != says:
+            self._changed = says, evidence.ts
+        return self._changed[1] != evidence.ts
 
     def _why_over(self, seen: Sequence[RankEvidence]) -> str:
         """Returns why there is no stall now, although nothing ends the ranks."""
@@ -197,6 +223,7 @@ class Monitor:
     def close(self, why: str) -> None:
         """Ends the verdict, if there is one, for the reason `why`."""
         verdict, self.verdict = self.verdict, None
+        self._documents, self._sampled_ts, self._changed = 0, 0.0, None
         if verdict is not None:
             if why in (STEP_AGAIN, RUN_AGAIN):
                 why = f"{_pause(verdict, time.time() - self._stalled_since)}: {why}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -28,7 +29,8 @@ SECRETS = (
     "Proxy-Authorization: Basic abcDEFgh", '-H "Authorization: token hunter22"',
     "Cookie: sid=1; id=hunter22", "aws_secret_access_key   =   abc", "ASIAABC4HUNTER22DEFG",
     "https://ann:p@hunter22@host/x", "https://hooks.slack.com/services/T0/B0/hunter22",
-    "nvapi-abcdefghijklmnop", "eyJhbGciOiJIUzI1.hunter22abcd.hunter22", "password => hunter22",
+    "nvapi-abcdefghijklmnop", "sk_live_abcdefghijklmnop",
+    "eyJhbGciOiJIUzI1.hunter22abcd.hunter22", "password => hunter22",
     "MIIabc\nabc\n-----END RSA PRIVATE KEY-----",
 )  # fmt: skip
 PARTS = ("abc", "ABC4", "hunter22", "0123456789", "def456")
@@ -57,6 +59,19 @@ def test_values_of_secret_variables_and_the_home_directory_are_removed_anywhere(
     variables = {"MY_KEY": "correct horse", "HOME": "/home/ann", "NSA_LR": "0.0005"}
     found, _ = Redactor(variables).redact(b"correct horse in /home/ann/x, /home/annabel, 0.0005")
     assert found == b"[removed] in ~/x, /home/annabel, 0.0005"
+
+
+@pytest.mark.parametrize(
+    "name", ["WANDB_KEY", "MY_KEY", "AccountKey", "SharedAccessKey", "DB_PASS", "MY_AUTH",
+             "A_TOKEN", "PWD", "OLDPWD", "MONKEY", "KEYBOARD", "LD_PRELOAD"],
+)  # fmt: skip
+def test_a_name_is_secret_in_a_shell_where_it_is_secret_in_a_file(name):
+    texts = (f"export {name}=hunter22;", json.dumps({"flags": {name: "hunter22"}}),
+             json.dumps({name: {"origin": "flag", "value": "hunter22"}}))  # fmt: skip
+    left = [b"hunter22" in Redactor({}).redact(text.encode())[0] for text in texts]
+    assert left == [not bundle.is_secret(name)] * 3
+    assert bundle.is_secret(name) == (name not in ("PWD", "OLDPWD", "MONKEY", "KEYBOARD",
+                                                   "LD_PRELOAD"))  # fmt: skip
 
 
 def test_a_secret_of_this_shell_is_removed_in_its_escaped_forms_too():
@@ -152,6 +167,33 @@ def test_nothing_is_overwritten_and_no_part_stays(hostile, tmp_path):
         bundle.write(hostile, None, output, {})
     assert output.read_text() == "mine"
     assert not list(tmp_path.glob(".*tmp*"))
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_bundle_needs_no_hard_links(hostile, tmp_path, monkeypatch, number):
+    def link(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    output = tmp_path / "x.tar.gz"
+    bundle.write(hostile, None, output, {"a.txt": b"x"})
+    assert opened(output)[0]["a.txt"] == b"x"
+    with pytest.raises(bundle.RefusedError):
+        bundle.write(hostile, None, output, {})
+    assert not list(tmp_path.glob(".*tmp*"))
+
+
+def test_a_bundle_that_appears_meanwhile_is_kept_without_hard_links(hostile, tmp_path, monkeypatch):
+    output = tmp_path / "x.tar.gz"
+
+    def link(*_: object) -> None:
+        output.write_text("mine")
+        raise PermissionError(errno.EPERM, "no hard links")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(bundle.RefusedError):
+        bundle.write(hostile, None, output, {})
+    assert output.read_text() == "mine"
 
 
 def test_the_size_of_a_bundle_is_bounded_by_kind_and_in_total(hostile, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from console.sources import process
 from tests.console.sources import directory
 from tests.console.test_cli import cli as command
 from tests.launches import STUB, Begin, phase, write_plan
-from trainers.contract import rundir
+from trainers.contract import environ, rundir
 from trainers.contract.drill import KINDS, Drill
 
 FAULT_TS = 1_800_000_000.0
@@ -96,6 +97,21 @@ def test_each_part_of_a_wrong_verdict_is_named(launched, rank, cause, of, marks)
     assert f"named     {marks}" in found.lines()
 
 
+def test_the_end_or_the_alert_of_another_rank_is_not_the_one_of_the_drill(launched):
+    said = "crashed: rank 12 exited with code 7"
+    directory.document(launched / rundir.PLAN_STATE, {"v": 1, "state": "crashed", "why": said})
+    directory.document(
+        launched / "0-first" / "supervisor.json",
+        {"v": 1, "state": "crashed", "why": said, "updated_ts": time.time()},
+    )
+    found = drill.read_score(launched, Drill("exit", 10, 1))
+    assert (found.said[:8], found.right_rank, found.right_cause) == ("crashed:", False, True)
+    directory.event(launched / "0-first", "alert", alert="imbalance", ts=FAULT_TS + 9.0,
+                    text="rank 0 takes 3 times as long as the other ranks")  # fmt: skip
+    found = drill.read_score(launched, Drill("slow", 10, 1))
+    assert (found.right_rank, found.right_cause, found.shown_s) == (False, True, None)
+
+
 def test_a_wrong_reaction_and_the_stop_of_the_drill_itself_do_not_pass(launched):
     say(launched, 9.0, 1, "stopped")
     ask(launched, 11.0, "stop", by="drill ann@host pid 1")
@@ -129,10 +145,34 @@ def test_a_drill_that_is_cleaned_up_leaves_no_process_even_if_its_supervisor_is_
     assert not Path(started.state()["live_dir"]).exists()
 
 
-def practised(capsys, *words: str) -> tuple[int, dict]:
-    """Runs a drill in this process, and restores its signal handlers."""
+def test_a_process_that_only_a_file_of_the_launch_names_is_not_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(drill, "ENDED_S", 0.2)
+    monkeypatch.setattr(drill, "ANSWER_S", 0.1)
+    token = "0123456789abcdef"
+    other = subprocess.Popen(["sleep", "60"], env={environ.TOKEN: token, environ.RUN_DIR: "/x"})
+    try:
+        named = rundir.identity(other.pid)
+        launch = directory.launch(tmp_path)
+        state = {"v": 1, "state": "ended", "supervisor": named | {"child": named}}
+        directory.document(launch / rundir.PLAN_STATE, state)
+        run = directory.run(launch / "0-first", state="completed")
+        directory.document(run / "run.json", {"v": 1, "environment": {environ.TOKEN: token}})
+        drill._clean(launch, {})
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def practised(
+    capsys, *words: str, sender: threading.Thread | None = None
+) -> tuple[int, dict]:  # fmt: skip
+    """Runs a drill in this process, and restores its handlers after the last signal of `sender`."""
     handlers = {number: signal.getsignal(number) for number in drill.SIGNALS}
     code = cli.main([*words, "--json"])
+    if sender is not None:
+        sender.join()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     out, err = capsys.readouterr()
@@ -173,8 +213,7 @@ def test_signals_during_the_start_and_the_clean_up_leave_no_process(
     thread = threading.Thread(target=interrupt)
     thread.start()
     root = ("--root", str(tmp_path / "artifacts"))
-    code, found = practised(capsys, *root, "drill", "kill", "--wait", "9")
-    thread.join()
+    code, found = practised(capsys, *root, "drill", "kill", "--wait", "9", sender=thread)
     assert (code, found["passed"]) == (1, False)
     state = rundir.read_json(Path(found["path"]) / rundir.PLAN_STATE) or {}
     assert (state["state"], rundir.is_alive(state["supervisor"])) == ("ended", False)

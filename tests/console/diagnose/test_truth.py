@@ -203,6 +203,7 @@ HEALTHY = {
         lambda r: r.update(loss=r["loss"] - 4), settings={"data.source": "text"}, first_step=4001
     ),
     "a loss that the program rounds": Told(each(loss=5.55, grad_norm=1.0)),
+    "a loss in half precision": Told(each(loss=5.53125, grad_norm=0.10003662109375)),
     "a first loss that is a little high": Told(lambda r: r.update(loss=r["loss"] + 0.6)),
     "calibration of the loss scale": Told(
         lambda r: r.update(skipped_steps=min(r["step"], 30) + r["step"] // 50)

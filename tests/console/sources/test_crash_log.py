@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,6 +77,12 @@ def test_an_option_that_argparse_rejects_is_the_error():
     usage = b"usage: run.py [-h] [--nnodes NNODES]\n              training_script ...\n"
     log = usage + b"run.py: error: unrecognized arguments: --shutdown-timeout\n"
     assert read(log).error == "run.py: error: unrecognized arguments: --shutdown-timeout"
+
+
+@pytest.mark.parametrize("before", ["", "usage: run.py [-h]\n    x ...\nstep 1 loss 3\n"])
+def test_the_error_of_a_tool_that_a_program_starts_is_not_its_own(before):
+    log = f"{before}rsync: error: some files could not be transferred\nstep 2 loss 3\n"
+    assert read(log.encode()).error == ""
 
 
 def test_faulthandler_names_the_thread_that_crashed():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from console.diagnose.evidence import Evidence
 from console.diagnose.stall import RankEvidence
 from console.model import Verdict
 from console.sources.reducer import Reducer
@@ -143,6 +144,44 @@ def test_a_verdict_that_changes_is_replaced_and_one_that_stays_is_not(tmp_path):
     stage.poll(15.0, states="ST")
     stage.dog.close("the attempt has ended: completed")
     assert stage.ends() == ["replaced by the next verdict", "the attempt has ended: completed"]
+
+
+def sampled(stage: Stage, causes: list[str]) -> list[str]:
+    """Returns the causes in the events of a stall whose samples of the processes have `causes`.
+
+    Each sample is seen by three polls.
+    """
+    for number, cause in enumerate(causes, 1):
+        stage.dog._evidence.complete = Evidence(ts=float(number))
+        for poll in range(3):
+            found = Verdict(number + poll / 8, f"it waits: {cause}", cause, 1, "log", 5, "high")
+            stage.dog._set_verdict(found, [])
+    return [text[10:] for kind, level, text in stage.events if (kind, level) == ("verdict", "crit")]
+
+
+@pytest.mark.parametrize(
+    ("causes", "said"),
+    [
+        (["timer", "none"] * 9, ["timer"]),
+        (["timer", "none", "busy"] * 6, ["timer"]),
+        (["timer", "none", "none", "none", "timer", "timer"], ["timer", "none", "timer"]),
+    ],
+)
+def test_a_changed_cause_counts_after_two_equal_samples(tmp_path, causes, said):
+    stage = Stage(tmp_path)
+    assert sampled(stage, causes) == said
+    assert len(stage.ends()) == len(said)
+
+
+def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(tmp_path):
+    stage = Stage(tmp_path)
+    causes = [f"cause {number // 2}" for number in range(4 * monitor.MAX_DOCUMENTS)]
+    assert len(sampled(stage, causes)) == monitor.MAX_DOCUMENTS
+    assert stage.dog.verdict is not None
+    assert stage.dog.verdict.cause == causes[-1]
+    stage.dog.close("the attempt has ended: stopped")
+    ends = stage.ends()
+    assert (len(ends), ends[-1]) == (monitor.MAX_DOCUMENTS, "the attempt has ended: stopped")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""The verdicts of a run: which is the newest one, and the search in other runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from console.model import Verdict
+from console.sources import verdicts
+from console.supervisor.diagnosis import Diagnoser
+from tests.console.sources import directory
+
+SAME = Verdict(1.0, "", "lock", 1, "log", 5, "high", place="a.py:1")
+
+
+def say(run: Path, ts: float, cause: str, **more: Any) -> None:
+    (run / "verdicts").mkdir(exist_ok=True)
+    record = {"ts": ts, "cause": cause, "sentence": cause, "rank": 1, "place": "a.py:1"} | more
+    directory.document(run / "verdicts" / f"{int(ts * 1000)}.json", record)
+
+
+def test_a_verdict_from_the_future_is_not_the_newest_one_and_hides_none(tmp_path):
+    now = time.time()
+    say(tmp_path, now - 20, "stopped")
+    say(tmp_path, now - 10, "sleep", end="the ranks step again")
+    for second in range(verdicts.MAX_PER_RUN):
+        say(tmp_path, now + 3600 + second, "lock")
+    directory.document(tmp_path / "verdicts" / "7.json", {"ts": now + 60, "cause": "lock"})
+    last = verdicts.newest(tmp_path)
+    assert last is not None
+    assert last.cause == "sleep"
+    still = verdicts.newest(tmp_path, is_open=True)
+    assert still is not None
+    assert still.cause == "stopped"
+
+
+def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_path):
+    launch, now = directory.launch(tmp_path), time.time()
+    said = {"ts": now - 12, "cause": "stopped", "sentence": "rank 1 is stopped", "rank": 1}
+    run = directory.run(launch / "0-first", state="stalled", verdict=said, since_ts=now - 12)
+    say(run, now - 9, "sleep", end="replaced by the next verdict")
+    say(run, now - 6, "lock")
+    found = Diagnoser(launch).diagnose()
+    assert (found.outlook, found.source) == ("stalled", "supervisor")
+    assert found.verdict is not None
+    assert found.verdict.cause == "stopped"
+
+
+def test_every_read_counts_in_the_search_and_a_run_that_is_gone_ends_nothing(tmp_path, monkeypatch):
+    old = directory.run(directory.launch(tmp_path, stamp="20261121-030000") / "0-first")
+    say(old, 5.0, "lock")
+    new = directory.run(directory.launch(tmp_path, stamp="20261121-030001") / "0-first")
+    (new / "verdicts").mkdir()
+    (new / "verdicts" / "1.json").write_bytes(b"[" * verdicts.MAX_VERDICT_BYTES)
+    (new / "verdicts" / "2.json").write_bytes(b" " * (verdicts.MAX_VERDICT_BYTES + 9))
+    for each, ts in ((old.parent, 1e9), (new.parent, 2e9)):
+        os.utime(each, (ts, ts))
+    seen = verdicts.seen_before(tmp_path, tmp_path / "gone", SAME)
+    assert seen is not None
+    assert seen.run.endswith("030000/0-first")
+    monkeypatch.setattr(verdicts, "MAX_SEARCH_BYTES", 2 * verdicts.MAX_VERDICT_BYTES)
+    assert verdicts.seen_before(tmp_path, tmp_path / "gone", SAME) is None
