@@ -274,9 +274,11 @@ def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     # A process that cannot run writes no stack.
     lies = evidence.is_abnormal(number) and number in evidence.stacks
     waits = (
-        ("queue", "thread", "lock") if of.main.kind in ("futex", "none") else ("queue", "thread")
+        ("queue", "thread", "lock", "process")
+        if of.main.kind in ("futex", "none")
+        else ("queue", "thread")
     )
-    # A data loader of the program's own waits for a queue, a thread or a lock too.
+    # A data loader of the program's own waits for a queue, a thread, a lock or a pool too.
     is_loader = kind in waits and of.rank.phase == UNREPORTED and not of.loader[1]
     native = cause.name == "busy" and not of.python
     # Of two ranks, one may skip a call, or the other forget a new one. GPUs: seen with one only.

@@ -213,7 +213,8 @@ class Evidence:
             for rank, rows in self.gpus.items()
             if rank in found and found[rank].kind == "own" and not gpu_signs.is_idle(rows)
         }
-        runs = {rank for rank in own if self.main_runs(rank)}
+        # Also a process that only counted the GPUs has their files open: Python code is no wait.
+        runs = {rank for rank in own if self.main_runs(rank) and not self.runs_python(rank)}
         frames = {found[rank].frame for rank in runs if gpu_signs.is_running(own[rank])}
         for rank, rows in own.items():
             place = found[rank]

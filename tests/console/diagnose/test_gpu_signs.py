@@ -10,7 +10,16 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.gpu_signs import own_gpus
 from console.model import Gpu
 from console.sources.descriptors import BlockedOn
-from tests.console.diagnose.test_causes import IDLE, OWN, PEERS, explained, flight, rank, stack
+from tests.console.diagnose.test_causes import (
+    IDLE,
+    OWN,
+    PEERS,
+    explained,
+    flight,
+    rank,
+    runs,
+    stack,
+)
 
 SPINS = Gpu(0, "NVIDIA H100", "ok", 100.0, 120.3, 700.0, minor=0)
 COMPUTES, AT_REST = replace(SPINS, power_w=610.0), replace(SPINS, util_pct=0.0, power_w=74.0)
@@ -144,3 +153,10 @@ def test_a_rank_has_one_gpu_of_its_own_or_none_that_is_known(opened, visible, in
 def test_a_rank_without_a_device_file_uses_no_gpu():
     assert own_gpus({0: frozenset(), 1: None}, {0: "", 1: ""}, ()) == {}
     assert own_gpus({0: frozenset()}, {0: ""}, FOUR) == {}
+
+
+@pytest.mark.parametrize(("waits", "cause"), [(25.0, "busy"), (0.0, "device")])
+def test_python_code_is_no_wait_for_a_gpu_whose_file_is_only_open(waits, cause):
+    """A program on the CPU that counts the GPUs opens their files: measured on an H100."""
+    found = replace(runs(waits), gpus={0: (), 1: ()})
+    assert explained(found, rank(0), rank(1)).cause == cause
