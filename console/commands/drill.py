@@ -1,4 +1,4 @@
-"""`nsa-console drill`: a small run with one fault, and the score of the operator's reaction."""
+"""`nsa-console drill`: a small run with one fault, and a score of the operator's reaction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BY = "drill"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the files of a drill show so far; times are in seconds after the fault."""
+    """The results that the files of a drill show so far; times are in seconds after the fault."""
 
     drill: Drill
     truth: Truth
@@ -58,7 +58,7 @@ class Score:
 
     @property
     def reaction(self) -> tuple[str, float] | None:
-        """The first action that is not neutral."""
+        """The first action that is not neutral, with its time; None if there is none."""
         return next((each for each in self.actions if each[0] not in NEUTRAL), None)
 
     @property
@@ -143,7 +143,7 @@ def _unscored(truth: Truth) -> str:
 
 
 def _chosen(options: argparse.Namespace) -> Drill:
-    """Returns the fault of the options. Raises UsageError."""
+    """Returns the fault that the options select. Raises UsageError."""
     kind = KINDS.get(options.fault)
     if kind is None:
         raise UsageError(f"there is no drill {options.fault!r}{did_you_mean(options.fault, KINDS)}")
@@ -161,14 +161,14 @@ def _chosen(options: argparse.Namespace) -> Drill:
 
 
 def _on_screen(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Runs the screen in a process of its own: it may end its process without any clean-up."""
+    """Runs the screen in a separate process: the screen may end its process without clean-up."""
     command = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
     subprocess.run(command, check=False)
     return read_score(path, fault)
 
 
 def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Prints each change until the reaction, the end, or the longest wait."""
+    """Prints each change until the operator reacts, the run ends, or the wait exceeds its limit."""
     source, changes = RunSource(path), status_text.Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
     while True:
@@ -188,7 +188,7 @@ def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 
 def read_score(path: Path, fault: Drill) -> Score:
-    """Returns the score of a drill by the files of its launch."""
+    """Returns the score of a drill, read from the files of its launch."""
     source = RunSource(path)
     state, run, truth = source.poll(), source.run_path, KINDS[fault.kind].truth
     over = status_text.is_over(state)
@@ -242,7 +242,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[str, float]]:
-    """Yields the actions of an operator after the fault, and "resume" for a stall that ended."""
+    """Yields the actions of an operator after the fault; a stall that ended counts as "resume"."""
     for each in events:
         after_s = (jsonl.number(each, "ts") or 0.0) - fault_ts
         kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)
@@ -256,7 +256,7 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 
 
 def _clean(path: Path) -> None:
-    """Stops the run; then ends every process of the launch that is still there."""
+    """Stops the run, then ends every process of the launch that is still alive."""
     source, until = RunSource(path), time.monotonic() + ENDED_S
     if not status_text.is_over(source.poll()):
         with contextlib.suppress(ContractError, OSError):
