@@ -1,6 +1,6 @@
 """Reads the values of one GPU through NVML, and collects the Xids of all GPUs in a thread.
 
-Each read gives a row, also on an error. An Xid is a critical error of one GPU that the NVIDIA
+Each read returns a row, even after an error. An Xid is a critical error of one GPU that the NVIDIA
 driver reports.
 """
 
@@ -54,9 +54,10 @@ def words_of(error: BaseException) -> str:
 
 
 def opened_by(pid: int) -> frozenset[int]:
-    """Returns N of each device file /dev/nvidiaN that a process has open, empty if not available.
+    """Returns the numbers N of the device files /dev/nvidiaN that a process has open.
 
-    A process without one uses no GPU. Its descriptors are resolved without asking the driver.
+    The result is empty if it is not available. A process without an open device file uses no GPU.
+    The descriptors are resolved without calling the driver.
     """
     try:
         names = os.listdir(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS]
@@ -72,7 +73,7 @@ def opened_by(pid: int) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The Xids of one GPU: the newest numbers, the total count, the time of the last one."""
+    """The Xids of one GPU: the newest numbers, the total count, and the time of the last one."""
 
     numbers: tuple[int, ...]
     count: int
@@ -86,10 +87,10 @@ def xid_words(numbers: tuple[int, ...], count: int) -> str:
 
 
 class XidLog:
-    """Waits for events of all GPUs in one thread; `found` is replaced, never changed.
+    """Waits for events of all GPUs in one thread; `found` is replaced at each change, never edited.
 
-    All GPUs share one event set, and each event names its GPU. A wait fails when a GPU is lost; the
-    set is then created again from the others.
+    All GPUs share one event set, and each event names its GPU. When a GPU is lost, the wait fails;
+    the set is then created again for the other GPUs.
     """
 
     def __init__(self, nvml: Any, stop: threading.Event):
@@ -111,7 +112,7 @@ class XidLog:
                 self._opened.set()
 
     def remove_gpu(self, index: int) -> None:
-        """Removes a GPU until it is opened again; its pending events still count."""
+        """Removes a GPU until its handle is added again; its pending events still count."""
         with self._lock:
             if index in self._handles:
                 self._handles = {i: h for i, h in self._handles.items() if i != index}
@@ -129,9 +130,10 @@ class XidLog:
                 self._stop.wait(BATCH_S)
 
     def _read_events(self) -> int:
-        """Reads events until the GPUs change and none is pending; returns the number of GPUs.
+        """Reads events until the set of GPUs changes and none is pending; returns how many GPUs
+        report.
 
-        After an error the event set is not freed: NVML may have freed it.
+        After an error the event set is not freed, because NVML may have freed it.
         """
         nvml, handles = self._nvml, self._handles
         if not handles:
@@ -145,7 +147,8 @@ class XidLog:
         return registered
 
     def _register(self, handles: Mapping[int, Any], events: Any) -> int:
-        """Returns the number of GPUs that can report Xids; some kinds and lost ones cannot."""
+        """Registers the GPUs for Xid events; returns how many support them (not lost ones, for
+        example)."""
         nvml, count = self._nvml, 0
         for handle in handles.values():
             try:
@@ -178,7 +181,7 @@ def _address(handle: Any) -> int | None:
 
 @dataclass(slots=True)
 class Device:
-    """One GPU; its constant properties remain known after it is lost."""
+    """One GPU. Its constant properties remain known after the GPU is lost."""
 
     nvml: Any
     index: int
@@ -193,7 +196,7 @@ class Device:
         self._known = Gpu(self.index, "GPU", "error")
 
     def read(self) -> Gpu:
-        """Returns a row, also for an error; the next read then opens the handle again."""
+        """Returns a row, even after an error; the next read then opens the handle again."""
         try:
             if self._handle is None:
                 self._open()
@@ -254,7 +257,7 @@ class Device:
         )  # fmt: skip
 
     def _missing(self) -> str:
-        """Returns the sensors whose last read failed, by reason."""
+        """Returns the sensors whose last read failed, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
         for sensor, reason in self._refused.items():
             by_reason.setdefault(reason, []).append(sensor)
@@ -262,7 +265,8 @@ class Device:
         return "; ".join(parts)
 
     def _read_sensor(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
-        """Returns the value of a sensor, None where it fails; only a lost GPU raises."""
+        """Returns the value of a sensor, or None if the read fails; raises only if the GPU
+        is lost."""
         self._refused.pop(sensor, None)
         try:
             return ask(*args)

@@ -1,4 +1,4 @@
-"""Reads the verdicts that supervisors wrote into `verdicts/` of their runs."""
+"""Reads the verdicts that supervisors wrote into the directory `verdicts/` of their runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NAME = re.compile(r"([0-9]{1,16})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A verdict of another run with the same cause at the same line."""
+    """A verdict of another run that has the same cause at the same line of code."""
 
     run: str
     verdict: Verdict
 
 
 def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[tuple[Verdict, int]]:
-    """Yields the verdicts of a run, the newest first, each with the size of its file in bytes."""
+    """Yields the verdicts of a run, the newest first, and the size of each file in bytes."""
     folder = jsonl.open_inside(run / rundir.VERDICTS, run)
     if folder is None:
         return
@@ -46,15 +46,15 @@ def stored(run: Path, limit: int = MAX_PER_RUN) -> Iterator[tuple[Verdict, int]]
 
 
 def newest(run: Path) -> Verdict | None:
-    """Returns the newest verdict of a run, None without one."""
+    """Returns the newest verdict of a run, or None if there is none."""
     return next((verdict for verdict, _ in stored(run)), None)
 
 
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
-    """Returns the newest verdict of another run below `root` with the same cause and line.
+    """Returns the newest verdict of another run in `root` with the same cause and line of code.
 
-    The newest `MAX_LAUNCHES` launches are searched, at most `MAX_SEARCH_BYTES` in all. A verdict
-    without a line is never the same as another one.
+    The search covers the newest `MAX_LAUNCHES` launches, and at most `MAX_SEARCH_BYTES` in all. A
+    verdict without a line is never the same as another verdict.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():
