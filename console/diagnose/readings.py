@@ -90,8 +90,7 @@ class Counter:
     at: float = -math.inf
 
     def update(self, value: int, mono: float) -> None:
-        """Adds a new value; a value below the last one (the GPU was reset) sets the
-        increase to 0."""
+        """Adds a new value; if it is below the last one (a GPU reset), the increase becomes 0."""
         if value > self.last:
             self.increase, self.at = self.increase + value - self.last, mono
         elif value < self.last:

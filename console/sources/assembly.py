@@ -80,8 +80,7 @@ class _Assembly:
         )
 
     def _recorded_end(self) -> Record:
-        """Returns how the run ended according to its launch, or according to a legacy run's
-        metrics."""
+        """Returns how the run ended according to its launch, or to the metrics of a legacy run."""
         if self._records.files.is_legacy and not self._evidence.supervisor:
             records = [head.last.record for head in self._records.heads.values()]
             return legacy.end(self._evidence.run, records)
@@ -166,8 +165,7 @@ class _Assembly:
         return tuple(alert for alert in alerts if alert.id != RANK_GONE)
 
     def _reader_alerts(self) -> list[Alert]:
-        """Returns alerts for a launch without a supervisor or with a doubt, and for unread
-        files."""
+        """Returns alerts on a launch without a supervisor or with a doubt, and on unread files."""
 
         def add(name: str, level: Level, text: str, key: str = "") -> None:
             found.append(Alert(name, time.time(), level, text, key, observed=True))

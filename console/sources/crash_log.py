@@ -115,8 +115,7 @@ def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
 
 
 def _place(frames: list[Frame]) -> str:
-    """Returns the innermost place of a traceback outside the libraries, for example
-    "train.py:41"."""
+    """Returns the innermost place outside the libraries in a traceback: "train.py:41"."""
     top = stacks.innermost_own(frames[::-1])
     return clean(top.place, 90) if top else ""
 

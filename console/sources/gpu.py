@@ -130,8 +130,7 @@ class XidLog:
                 self._stop.wait(BATCH_S)
 
     def _read_events(self) -> int:
-        """Reads events until the set of GPUs changes and none is pending; returns how many GPUs
-        report.
+        """Reads events until the GPUs change and no event is pending; returns how many report.
 
         After an error the event set is not freed, because NVML may have freed it.
         """
@@ -147,8 +146,7 @@ class XidLog:
         return registered
 
     def _register(self, handles: Mapping[int, Any], events: Any) -> int:
-        """Registers the GPUs for Xid events; returns how many support them (not lost ones, for
-        example)."""
+        """Registers the GPUs for Xid events; returns how many of them support such events."""
         nvml, count = self._nvml, 0
         for handle in handles.values():
             try:
@@ -265,8 +263,7 @@ class Device:
         return "; ".join(parts)
 
     def _read_sensor(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
-        """Returns the value of a sensor, or None if the read fails; raises only if the GPU
-        is lost."""
+        """Returns the value of a sensor, or None if the read fails; raises if the GPU is lost."""
         self._refused.pop(sensor, None)
         try:
             return ask(*args)

@@ -203,8 +203,7 @@ def still_run(thing: str, names: Sequence[object]) -> str:
 
 
 def living_ranks(supervisor: Record) -> str:
-    """Returns a sentence on the living ranks of supervisor.json on this host, or "" if none
-    lives."""
+    """Returns a sentence on the living ranks of supervisor.json here, or "" if none lives."""
     ranks = [
         str(worker.get("rank")) for worker, alive in _workers_without_exit(supervisor) if alive
     ]
@@ -227,8 +226,7 @@ def living_in(run: Path) -> str:
 
 
 def has_lost_rank(supervisor: Record) -> bool:
-    """Returns whether a worker has ended, according to supervisor.json or the kernel of
-    this host."""
+    """Returns whether a worker has ended, as supervisor.json or this host's kernel shows."""
     left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
         is_here and not alive for _, alive in left

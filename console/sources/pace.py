@@ -159,8 +159,7 @@ class Pace:
         return self._age_s + max(0.0, mono - self._read_at)
 
     def gap_s(self) -> float:
-        """Returns the longest of the recent gaps between records with a new step, 0 without
-        gaps."""
+        """Returns the longest recent gap between records with a new step, 0 without gaps."""
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
@@ -179,8 +178,8 @@ class Pace:
     # --- times of steps and phases -------------------------------------------------------------
 
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
-        """Returns the step times that are possible, because they are not longer than the live
-        reading.
+        """Returns the possible step times: those not longer than the reader has followed the run
+        live.
 
         The steps in the first record may have started earlier; each is limited to that time.
         """

@@ -49,8 +49,7 @@ class Meter:
         """Start time, CPU ticks and time of the last sample, by pid."""
 
     def sample(self, pid: int) -> ProcessUse:
-        """Returns a sample of a process; its CPU use is since the last sample, None at the
-        first."""
+        """Returns a sample of a process; CPU is since the last sample, or None at the first one."""
         fields = _stat(pid)
         if len(fields) <= _RSS:
             self._known.pop(pid, None)

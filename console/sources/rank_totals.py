@@ -304,8 +304,7 @@ class RankTotals:
 
     @classmethod
     def load(cls, rank: int, saved: Record) -> RankTotals:
-        """Returns the totals from the result of `as_dict`. Raises ValueError for any other
-        value."""
+        """Returns the totals from the result of `as_dict`. Raises ValueError for other values."""
         found = cls(rank)
         try:
             found.attempts = {

@@ -109,8 +109,7 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None) -> Rank:
 
 
 def _gpu_index(devices: str, local: int) -> int | None:
-    """Returns NVML's index of a rank's GPU, or None if CUDA_VISIBLE_DEVICES has no number
-    for it."""
+    """Returns NVML's index of a rank's GPU, or None if CUDA_VISIBLE_DEVICES has no number."""
     if not devices:
         return local
     names = devices.split(",")
@@ -170,8 +169,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
 def newest_step(
     supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
 ) -> int | None:  # fmt: skip
-    """Returns the newest step in a pulse, a record or supervisor.json, or None if none has
-    a step."""
+    """Returns the newest step in a pulse, a record or supervisor.json, or None without one."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
     steps += [head.last.record["step"] for head in records.heads.values()]
     steps.append(jsonl.integer(supervisor, "steps"))

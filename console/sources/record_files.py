@@ -22,8 +22,7 @@ HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_
 
 
 class Place(NamedTuple):
-    """A place in a file of records: the number of the part (0 without parts) and the offset in
-    bytes."""
+    """A place in a file of records: the number of the part (0 without parts) and the byte."""
 
     part: int
     at: int
@@ -268,8 +267,10 @@ class RecordFiles:
 
     @property
     def has_all_records(self) -> bool:
-        """True if no heartbeat was left out: each file was read from its start, or from its
-        cursor."""
+        """True if no heartbeat record was left out.
+
+        Reading began at the start of each file, or at its cursor.
+        """
         return not any(
             each.left_out_bytes
             for name, each in self._followed.items()
@@ -278,8 +279,7 @@ class RecordFiles:
 
     @property
     def left_out_bytes(self) -> int:
-        """The number of bytes that were left out before reading started, except those before a
-        cursor."""
+        """The number of bytes left out before reading started, except those before a cursor."""
         return sum(each.left_out_bytes for each in self._followed.values())
 
     @property

@@ -267,8 +267,7 @@ class Reducer:
     # --- all files together --------------------------------------------------------------------
 
     def attempt(self, named: int | None) -> int:
-        """Returns the present attempt: the one in supervisor.json, or else the newest that
-        started."""
+        """Returns the present attempt: that of supervisor.json, or else the newest that started."""
         if named is not None and 0 < named <= MAX_ATTEMPT:
             return named
         records: dict[int, int] = {}
@@ -306,8 +305,7 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 
 
 def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the gate entropy of each layer (nats) and the lowest one; {} if a layer is
-    missing."""
+    """Returns the gate entropy of each layer (nats) and the lowest; {} if a layer is missing."""
     layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
     if not layers or "cut" in record:
         return {}

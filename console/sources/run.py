@@ -73,8 +73,8 @@ class RunSource:
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Returns the basis of the totals: whether a snapshot, its time, heartbeats read since
-        then."""
+        """Returns the basis of the totals: a snapshot or not, its time, the heartbeats
+        since then."""
         records = self._records
         if records is None:
             return False, None, 0

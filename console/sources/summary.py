@@ -43,8 +43,7 @@ class Summary:
         return totals.add(record)
 
     def limit(self, world: int) -> None:
-        """Drops the ranks beyond `world`, which may become known only after the records
-        were read."""
+        """Drops the ranks beyond `world`, which may become known only after the records."""
         self.world = world
         self.ranks = {rank: each for rank, each in self.ranks.items() if rank < world}
 
@@ -157,8 +156,7 @@ class Summary:
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
-        """Returns which ranks began an attempt at different steps, or "" if all began at
-        one step."""
+        """Returns which ranks began an attempt at different steps, or "" if they agree."""
         for attempt in self.all_attempts[1:]:
             starts = {
                 part.start: rank for rank in sorted(self.ranks) if rank in ranks
@@ -170,8 +168,7 @@ class Summary:
         return ""
 
     def all_parts(self) -> Iterator[tuple[int, int, AttemptTotals, LastPulse | None]]:
-        """Yields attempt, rank, totals and last pulse for each rank that has records in an
-        attempt."""
+        """Yields attempt, rank, totals and last pulse for each rank with records in an attempt."""
         for attempt in self.all_attempts:
             for rank, totals in sorted(self.ranks.items()):
                 part = totals.attempts.get(attempt)
