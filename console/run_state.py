@@ -260,7 +260,9 @@ def _culprit_words(facts: Facts, end: RankEnd) -> str:
         at = f" at step {end.step}" if end.step else ""
         return f"rank {end.rank} was killed by the kernel{at}: out of host memory ({oom.words()})"
     if oom.here:
-        return f"{sentence}; the kernel killed a process for host memory ({oom.words()})"
+        return (
+            f"{sentence}; the kernel killed a process because host memory ran out ({oom.words()})"
+        )
     if oom.perhaps and killed:
         return f"{sentence}, probably by the kernel: the host ran out of memory ({oom.words()})"
     if oom.elsewhere and killed:

@@ -118,7 +118,7 @@ def _stall_reads(source: Source, drills: _Drills, sequences_per_step: int) -> No
 
 
 def _raise(_amount: None, _member: Member) -> NoReturn:
-    raise ValueError("the drill raise: a fault in the forward pass")
+    raise ValueError("drill raise: an intended fault in the forward pass")
 
 
 def _out_of_memory(_amount: None, _member: Member) -> NoReturn:

@@ -24,7 +24,7 @@ DRILL, STRATEGY = "train.drill", "train.strategy"
 
 
 def key(default: Any, text: str, low: float = ANY_COUNT[0], high: float = ANY_COUNT[1]) -> Any:
-    """Returns a field with help and, for numbers, the smallest and largest value, both allowed."""
+    """Returns a field with its help and, for numbers, its inclusive limits."""
     return field(default=default, metadata={"help": text, "limits": (low, high)})
 
 

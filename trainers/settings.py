@@ -82,9 +82,9 @@ def resolve(
 ) -> Resolved:
     """Returns the settings of a training in this environment.
 
-    `overrides` are values by dotted key, as text or typed; `origins` has the origin of those that
-    `--set` did not set. `entry` is the module that torchrun starts. Raises UsageError that names
-    the file, flag or key.
+    `overrides` are values by dotted key, as text or typed; `origins` has the origin of each
+    override that does not come from `--set`. `entry` is the module that torchrun starts. Raises
+    UsageError with the file, flag or key, and the accepted values.
     """
     known, named = keys(), origins or {}
     values = dict(flatten(asdict(Settings())))
@@ -151,7 +151,7 @@ def translate(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _convert(name: str, value: Any, key: Key, origin: str) -> Any:
-    """Returns `value` with the type of its key. Raises UsageError that names the right values."""
+    """Returns `value` with its key's type. Raises UsageError with the accepted values."""
     expected = key.kind, key.low, key.high
     try:
         return convert(value, *expected)

@@ -79,7 +79,8 @@ class Lane:
                 cursor = 0
             if nothing:
                 raise DataError(
-                    f"{self._docs.about} has no token; change data.path or data.held_out"
+                    f"{self._docs.about} contains no text to train on; change data.path or "
+                    "data.held_out"
                 )
             epoch, file = epoch + 1, 0
 

@@ -1,4 +1,4 @@
-"""Generated sequences: random bytes, and random bytes with a span that returns."""
+"""Generated sequences: random bytes, and random bytes with a repeated span."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class Synthetic(Source):
 
 
 class Recall(Synthetic):
-    """Random bytes in which a random span returns `recall_distance` bytes later; that is scored.
+    """Random bytes in which a random span is repeated `recall_distance` bytes later.
 
-    The distance exceeds the window, so only attention that reaches further can predict the return.
-    With `recall_distance_max`, the distance is drawn for each sequence. The first byte of the
-    return is not scored, because it cannot be predicted.
+    Only the repeated span is scored. The distance exceeds the window, so only attention that
+    reaches further can predict the repeated span. With `recall_distance_max`, the distance is drawn
+    for each sequence. The first byte of the repeated span is not scored, because it cannot be
+    predicted.
     """
 
     name = "recall"

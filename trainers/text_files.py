@@ -55,7 +55,7 @@ class Documents:
     text_key: str
 
     def read(self, file: str, cursor: int) -> Iterator[Piece]:
-        """Yields the pieces of a file from `cursor` on. Raises DataError that names the file."""
+        """Yields the pieces of a file from `cursor` on. Raises DataError with the file's name."""
         try:
             for piece in self.reader(file, cursor, self.text_key):
                 if self.keep(piece[1]):

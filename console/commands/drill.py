@@ -148,7 +148,10 @@ def _chosen(options: argparse.Namespace) -> Drill:
     if kind is None:
         raise UsageError(f"there is no drill {options.fault!r}{did_you_mean(options.fault, KINDS)}")
     if _unscored(kind.truth):
-        raise UsageError(f"{options.fault} cannot be scored; launch a run with NSA_DRILL")
+        raise UsageError(
+            f"the drill {options.fault} cannot be scored; start it without a score: launch PLAN "
+            f"--flag NSA_DRILL={options.fault}@STEP"
+        )
     rank = options.nproc - 1 if options.rank is None else options.rank
     if options.nproc > MAX_PROCESSES or rank >= options.nproc:
         raise UsageError(

@@ -203,7 +203,7 @@ TABLE: tuple[Rule, ...] = (
          certain=True, tails=True),
     Rule("loss_falls", "nats/token", "fall", _loss_fall, "surviving steps", RANK0),
     Rule("bytes_right", "share", "at least", _bytes_right, "surviving steps", RANK0,
-         "no bytes_right was recorded; only recall counts it"),
+         "no bytes_right was recorded; only data.source recall records it"),
     Rule("toks_per_s_above", "tok/s", "above", _toks_per_s, "surviving steps", RANK0,
          "no toks_per_s was recorded"),
     Rule("gpu_mem_below_mib", "MiB", "at most", _memory, "surviving steps", RANKS,

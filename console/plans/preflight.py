@@ -219,13 +219,16 @@ def _shell(case: Case) -> Found:
     given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
     known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | passed.keys())
     foreign = sorted(name for name in variables if _is_foreign(name))
-    parts = [f"passed from the shell: {', '.join(passed)}"] if passed else []
+    parts = [f"handed to the training: {', '.join(passed)}"] if passed else []
     if known:
-        parts.append(f"not passed: {', '.join(known)}; to pass one, add --flag {known[0]}=VALUE")
+        parts.append(
+            f"not handed to the training: {', '.join(known)}; to set one, add --flag "
+            f"{known[0]}=VALUE"
+        )
     if foreign:
         parts.append(
-            f"not passed: {clean(', '.join(foreign))}; `nsa-console flags` does not list it, so a "
-            "launch cannot pass it"
+            f"not handed to the training: {clean(', '.join(foreign))}; a launch hands on only what "
+            "`nsa-console flags` lists"
         )
     return "unknown" if known or foreign else "pass", "; ".join(parts) or "the shell sets no flag"
 

@@ -12,8 +12,7 @@ MOUNTS, EVENTS = "/proc/self/mounts", "memory.events"
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
-    """Returns OOM-kill counts: of the host, and of the nearest cgroup of the process with
-    counts."""
+    """Returns the OOM-kill counts of the host, and of the process's nearest cgroup with counts."""
     path = _counting_file(pid)
     return OomCounts(_count(path) if path else None, _count(VMSTAT), str(path or ""))
 

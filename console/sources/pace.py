@@ -178,8 +178,7 @@ class Pace:
     # --- times of steps and phases -------------------------------------------------------------
 
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
-        """Returns the possible step times: those not longer than the reader has followed the run
-        live.
+        """Returns the possible step times: no longer than the reader has followed the run live.
 
         The steps in the first record may have started earlier; each is limited to that time.
         """

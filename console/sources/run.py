@@ -73,8 +73,7 @@ class RunSource:
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Returns the basis of the totals: a snapshot or not, its time, the heartbeats
-        since then."""
+        """Returns the basis of the totals: whether a snapshot, its time, heartbeats read since."""
         records = self._records
         if records is None:
             return False, None, 0

@@ -31,8 +31,7 @@ class Commit:
         ).start()  # fmt: skip
 
     def poll(self) -> bool:
-        """Returns whether git has answered since the last call; alerts if the commit has
-        changed."""
+        """Returns whether git has answered since the last call; alerts on a changed commit."""
         if not self._found:
             return False
         (git, begins), former = self._found.popleft(), self.git

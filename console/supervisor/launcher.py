@@ -71,8 +71,7 @@ class Claim:
             raise RefusedError(f"cannot lock or clear {where}: {error.strerror}") from error
 
     def _lock(self, path: Path) -> None:
-        """Locks the file. Raises RefusedError if the file is unsafe or another process has the
-        lock.
+        """Locks the file. Raises RefusedError if it is unsafe or another process has the lock.
 
         Raises OSError if the file cannot be opened.
         """

@@ -36,7 +36,7 @@ ENDING = frozenset(("halting", "stopping", "restarting"))
 
 
 def stall_doubt(run: Path) -> str:
-    """Returns why a run without new records may not be stalled, or "" if it is.
+    """Returns why a run without new records may not be stalled, or "" if no file contradicts it.
 
     The other files are CSV files, logs and checkpoints. They contradict a stall if they were
     written more than `RECORDS_LATE_S` after the newest record, unless even more time has passed

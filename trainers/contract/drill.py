@@ -105,7 +105,7 @@ class Drill:
 
 
 def parse(text: str, named: str) -> tuple[Drill, ...]:
-    """Returns the drills in `text`, none for "". Raises UsageError that begins with `named`."""
+    """Returns the drills in `text`. Raises UsageError; its sentence begins with `named`."""
     return tuple(_one(word.strip(), named) for word in text.split(",")) if text else ()
 
 

@@ -115,7 +115,7 @@ def lookup(name: str) -> Flag:
 
 
 def parse(name: str, text: str) -> Value:
-    """Returns the value of a flag. Raises UsageError that says what would be right."""
+    """Returns the value of a flag. Raises UsageError with the accepted values."""
     flag, text = lookup(name), text.strip()
     try:
         value = convert(text, flag.kind, flag.key.low, flag.key.high)

@@ -115,7 +115,7 @@ def load(path: Path) -> Plan:
 
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
-    """Returns the plan in parsed YAML. Raises UsageError that begins with `where`."""
+    """Returns the plan in parsed YAML. Raises UsageError; its sentence begins with `where`."""
     _check_printable(document, where)
     _check_keys(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
     shared = {key: document[key] for key in SHARED_KEYS if key in document}

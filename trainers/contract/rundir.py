@@ -59,7 +59,7 @@ PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
 
 
 def part(path: Path, number: int) -> Path:
-    """Returns the path of an older part of a file of records, before compression."""
+    """Returns the uncompressed path (without `.gz`) of part `number` of a record file."""
     return path.with_name(f"{path.name}.{number:04d}")
 
 
