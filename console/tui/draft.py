@@ -99,8 +99,7 @@ class Draft:
         return {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
 
     def question(self, host: str) -> Question:
-        """Returns the question before the launch. Raises CannotAsk if a launch would be
-        rejected."""
+        """Returns the question before the launch. Raises CannotAsk if it would be rejected."""
         if not self.is_checked:
             raise CannotAsk("the plan is still being checked; press L again in a moment")
         failed = [f"not launched: {check.text}" for check in self.checks if check.result == "fail"]

@@ -133,8 +133,7 @@ class TerminalDriver(LinuxDriver):
         os._exit(0)
 
     def _on_signal(self, *_: object) -> None:
-        """Handles a signal in Python, even if the loop is blocked; then calls the loop's
-        handler."""
+        """Ends the process in time; Python calls this handler even if the loop is blocked."""
         self.end_in_time()
 
     def _end_now(self) -> None:
