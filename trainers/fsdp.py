@@ -1,4 +1,5 @@
-"""`torchrun -m trainers.fsdp --config FILE`: as `trainers.ddp`, with parameters sharded (FSDP2)."""
+"""`torchrun -m trainers.fsdp --config FILE`: like `trainers.ddp`, with sharded parameters
+(FSDP2)."""
 
 from trainers.entry import exit_now, main
 

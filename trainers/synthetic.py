@@ -15,8 +15,8 @@ HELD_OUT = "held-out/"
 class Synthetic(Source):
     """Uniform random bytes: nothing can be learned, so the loss stays at ln 256.
 
-    A sequence depends on seed and index only, so a position is one number. The held-out part has
-    its own seed.
+    A sequence depends only on seed and index, so a position is one number. The held-out part has
+    another seed.
     """
 
     name = "synthetic"
@@ -37,12 +37,12 @@ class Synthetic(Source):
         return tokens, None if self.scored == self.seq_len else mask
 
     def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
-        """Returns S + 1 bytes; marks in `scored`, bool `[S]`, the predictions that count."""
+        """Returns S + 1 bytes; sets the predictions that count in `scored`, bool `[S]`."""
         del scored
         return self.draw(index)[0]
 
     def draw(self, index: int) -> tuple[bytearray, random.Random]:
-        """Returns S + 1 bytes for seed and index, and the generator after them."""
+        """Returns S + 1 bytes for the seed and an index, and the random generator after them."""
         generator = random.Random(f"{self._seed}/{index}")
         return bytearray(generator.randbytes(self.seq_len + 1)), generator
 

@@ -126,8 +126,7 @@ class StackDumper:
         os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals from now on, because a dump while Python exits would kill the
-        process."""
+        """Ignores both signals from now on: a dump while Python exits would kill the process."""
         if self._thread.ident is None:
             return
         self._unregister()

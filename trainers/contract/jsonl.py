@@ -28,8 +28,7 @@ NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with non-finite floats replaced by names, because JSON has no such
-    floats."""
+    """Returns the value with each non-finite float as its name, because JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):

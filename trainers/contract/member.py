@@ -119,8 +119,7 @@ class Member:
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
     def close(self, step: int, **figures: Any) -> bool:
-        """Writes the exit record and waits for the disk; returns False if records are still
-        queued."""
+        """Writes the exit record and waits for the disk; returns False if records are left."""
         self._stop.set()
         self.pulse.set(step, "exit")
         self.record("exit", step, dropped_records=self.recorder.dropped, **figures)

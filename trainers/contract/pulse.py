@@ -96,8 +96,7 @@ class PulseWriter:
         self.set(0, "boot")
 
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
-        """Marks the start of `phase` of `step`. Without device figures, those of the host
-        are used."""
+        """Marks the start of `phase` of `step`; the device figures default to the host's."""
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase
         self._write(self._since)

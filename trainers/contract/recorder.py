@@ -135,8 +135,7 @@ class Recorder:
             self._torn.discard(path)
 
     def _file(self, path: Path) -> int:
-        """Returns a descriptor of the file at `path`; a removed or replaced file is opened
-        again."""
+        """Returns a descriptor of the file at `path`; opens a removed or replaced file again."""
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()
         if fd is None:

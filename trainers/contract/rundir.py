@@ -108,8 +108,7 @@ def host_name() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Returns the kernel's boot id, or "" if it is not available; a pid is valid in one
-    boot only."""
+    """Returns the kernel's boot id, or "" if it is not available; pids are valid in one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -163,8 +162,7 @@ class OpenDirectory:
         self._is_there = True
 
     def is_there(self) -> bool:
-        """Returns whether the directory is still at its path; after an I/O error, the last
-        result."""
+        """Returns whether the directory is still at its path; the last result on an I/O error."""
         try:
             self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except (FileNotFoundError, NotADirectoryError):
