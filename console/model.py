@@ -229,7 +229,7 @@ class LaunchState:
 
     @property
     def current(self) -> str:
-        """The name of the current phase, "" for a launch without phases."""
+        """The name of the current phase, or "" for a launch without phases."""
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:

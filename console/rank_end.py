@@ -122,7 +122,7 @@ class RankEnd:
 
 
 def error_of(record: Mapping[str, Any]) -> str:
-    """Returns the text of an `error` record, "" for other records."""
+    """Returns the text of an `error` record, or "" for other records."""
     if record.get("msg") != "error":
         return ""
     words = (jsonl.text(record, key) for key in ("error", "reason", "why", "text"))

@@ -64,7 +64,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def charts() -> tuple[str, ...]:
-    """Returns the charts that the file names, () for the default charts. Raises UsageError."""
+    """Returns the charts that the file names, or () for the default charts. Raises UsageError."""
     found = _read(path()).get(CHARTS) or []
     if not isinstance(found, list):
         raise UsageError(f"{path()}: '{CHARTS}' must be a list of charts")

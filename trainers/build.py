@@ -129,7 +129,7 @@ def make_model(settings: Settings, device: torch.device) -> Transformer:
 
 
 def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
-    """Returns this rank's held-out batches, [] without evaluation. Raises DataError."""
+    """Returns this rank's held-out batches, or [] without evaluation. Raises DataError."""
     if not settings.eval.every:
         return []
     source = open_on_all_ranks(settings, run, parallel, held_out=True)

@@ -28,8 +28,7 @@ def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
-    """Clips the global gradient norm. Returns the norm before clipping, and 1.0 if it is not
-    finite."""
+    """Clips the global gradient norm. Returns the norm before, and 1.0 if it is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -110,8 +109,7 @@ class Guard:
             self.spikes += row.spike and not row.nonfinite
 
     def check(self, rows: list[Row]) -> None:
-        """Raises NonFiniteError after too many consecutive non-finite steps, and LeakError on a
-        leak.
+        """Raises NonFiniteError after too many non-finite steps in a row, and LeakError on a leak.
 
         A leak means that random bytes were predicted better than chance (`chance_nats`; 0 means
         that the data are not random).

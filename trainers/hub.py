@@ -60,8 +60,7 @@ def resolve(
 
 
 def _content(address: str) -> str:
-    """Returns path and blob id of a file on the hub; an edit of the dataset card changes
-    neither."""
+    """Returns path and blob id of a file on the hub; editing the dataset card changes neither."""
     name = address.rpartition("@")[2].partition("/")[2]
     return f"{name} {HfFileSystem().info(address)['blob_id']}"
 

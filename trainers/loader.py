@@ -92,8 +92,7 @@ class Loader:
 
     @property
     def epoch(self) -> int | None:
-        """The number of complete passes over all documents, or None for a source without
-        documents."""
+        """The number of complete passes over all documents, or None if there are no documents."""
         return self.state.get("epoch")
 
     def wait_for_first(self) -> None:

@@ -56,8 +56,7 @@ class Single:
         return 1.0 / tokens
 
     def reduce(self, vector: Tensor) -> Callable[[], None]:
-        """Starts to sum `vector` over ranks, in place. Returns a function that waits for
-        the sum."""
+        """Starts to sum `vector` over ranks, in place. Returns a function that waits for it."""
         del vector
         return lambda: None
 

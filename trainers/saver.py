@@ -94,7 +94,7 @@ class Saver:
 
     @property
     def in_background(self) -> bool:
-        """True where this run uses `save_async`."""
+        """True if this run uses `save_async`."""
         return self._background
 
     @property
@@ -144,8 +144,7 @@ class Saver:
         return _failed(target, late)
 
     def _begin(self, position: Manifest) -> tuple[Path, Tensor]:
-        """Removes the files of a killed save. Returns the target and all ranks' generator
-        states."""
+        """Removes the files of a killed save. Returns the target, and generators of all ranks."""
         self.wait()
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)

@@ -38,8 +38,7 @@ class Source:
         raise NotImplementedError
 
     def state(self) -> State:
-        """Returns the position after the last `read`; it is the same on every rank of any world
-        size."""
+        """Returns the position after the last `read`, the same on every rank of any world size."""
         return {"fingerprint": self.fingerprint, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:

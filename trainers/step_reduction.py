@@ -71,8 +71,7 @@ class StepReduction:
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
     def start(self, step: int, figures: Tensor, halt_reason: str, requests: frozenset[str]) -> None:
-        """Starts to sum `FIGURES` (float64), halt reason ("" for none) and requests of this
-        rank."""
+        """Starts to sum this rank's `FIGURES` (float64), halt reason ("": none) and requests."""
         flags = [0.0] * len(HALT_REASONS)
         if halt_reason:
             flags[HALT_REASONS.index(halt_reason) if halt_reason in HALT_REASONS else 0] = 1.0

@@ -26,7 +26,7 @@ GPT2_FILES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer; `end` is the token after a document, b"" if there is none."""
+    """A tokenizer; `end` is the token after a document, or b"" if there is none."""
 
     kind: torch.dtype
     end: bytes

@@ -63,7 +63,7 @@ class Readings:
 
 
 def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the settings in run.json by name, {} for a foreign program."""
+    """Returns the values of the settings in run.json by name, or {} for a foreign program."""
     settings = jsonl.mapping(run, "settings")
     return {name: jsonl.mapping(settings, name).get("value") for name in settings}
 

@@ -41,7 +41,7 @@ BATCH_S = 0.2
 
 
 def code_of(error: BaseException) -> int | None:
-    """Returns the code of an NVMLError, None for any other exception."""
+    """Returns the code of an NVMLError, or None for any other exception."""
     code = getattr(error, "value", None)
     return code if isinstance(code, int) else None
 

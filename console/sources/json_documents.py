@@ -168,7 +168,7 @@ def backend(env: Mapping[str, Any]) -> str:
 
 
 def latest_checkpoint(run: Path) -> str:
-    """Returns the name of the newest complete checkpoint, "" without one."""
+    """Returns the name of the newest complete checkpoint, or "" if there is none."""
     data = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200, below=run)
     name = data.decode("ascii", "replace").strip()
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""

@@ -124,7 +124,7 @@ def facts(
 ) -> Facts:  # fmt: skip
     """Returns the facts that a reader can observe about a run.
 
-    `supervisor` is supervisor.json with its newest state, {} if there is no such document
+    `supervisor` is supervisor.json with its newest state, or {} if there is no such document
     (`trouble` may say why). `run` is run.json. `behind` says that some records have not been read.
     """
     records = [head.last.record for head in heads.values()]
@@ -239,7 +239,7 @@ def has_lost_rank(supervisor: Record) -> bool:
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
     """Returns an alert for each stopped process of a supervisor, or else one if it is silent.
 
-    `status` is the supervisor heartbeat, {} if there is none.
+    `status` is the supervisor heartbeat, or {} if there is none.
     """
     texts = _stopped_processes(supervisor)
     times = (jsonl.number(supervisor, "updated_ts"), jsonl.number(status, "ts"))

@@ -71,7 +71,7 @@ def kernel_count(root: Path = Path("/")) -> int | None:
 
 
 def count(limit_s: float = COUNT_TIMEOUT_S) -> int:
-    """Returns the number of GPUs that NVML finds, 0 without a driver.
+    """Returns the number of GPUs that NVML finds, or 0 without a driver.
 
     A child process calls NVML, because KILL ends neither a call that hangs in the driver nor a
     process with a thread in such a call. Raises TimeoutError, or ContractError with the reason.

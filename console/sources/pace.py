@@ -151,7 +151,8 @@ class Pace:
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def without_step_s(self, mono: float) -> float:
-        """Returns the seconds since a new step was read, infinite if none came since `mark_old`."""
+        """Returns the seconds since a new step was read, or infinite if none came since
+        `mark_old`."""
         return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:
@@ -159,7 +160,7 @@ class Pace:
         return self._age_s + max(0.0, mono - self._read_at)
 
     def gap_s(self) -> float:
-        """Returns the longest recent gap between records with a new step, 0 without gaps."""
+        """Returns the longest recent gap between records with a new step, or 0 without gaps."""
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:

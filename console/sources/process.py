@@ -90,7 +90,7 @@ def _read(path: str) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the direct children of a process, [] where they cannot be read."""
+    """Returns the direct children of a process, or [] if they cannot be read."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -107,7 +107,7 @@ def state(pid: int) -> str:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """Returns the initial environment of a process, {} where it cannot be read."""
+    """Returns the initial environment of a process, or {} if it cannot be read."""
     try:
         data = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -253,7 +253,7 @@ def _zombie_status(pid: int, start_ticks: int) -> int | None:
 
 
 def _reaped_status(fd: int) -> int | None:
-    """Returns the wait status of a reaped process from its pidfd, None if not available."""
+    """Returns the wait status of a reaped process from its pidfd, or None if not available."""
     info = bytearray(_INFO_SIZE)
     struct.pack_into("<Q", info, 0, _INFO_EXIT)
     try:
@@ -273,7 +273,7 @@ def signal_name(number: int) -> str:
 
 
 def host_memory_mib() -> tuple[float | None, float | None]:
-    """Returns total and available memory of this host, None where not available."""
+    """Returns total and available memory of this host, or None if not available."""
     found: dict[bytes, float] = {}
     try:
         for line in _read("/proc/meminfo").splitlines()[:3]:

@@ -131,7 +131,7 @@ def _without_ages(rank: Rank) -> Rank:
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
-    """Returns a rank's pulse in shared memory, None unless its process is alive."""
+    """Returns a rank's pulse in shared memory, or None unless its process is alive."""
     found = pulse.read(rundir.pulse(live, rank)) if live else None
     if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
         return None
@@ -151,7 +151,7 @@ def _exit_pulse(record: Record) -> Pulse | None:
 
 
 def _sampled_pulse(sources: _Sources) -> Pulse | None:
-    """Returns the pulse in a rank's sample, None without one."""
+    """Returns the pulse in a rank's sample, or None if there is none."""
     sampled = jsonl.mapping(sources.entry, "pulse")
     step, phase = jsonl.integer(sampled, "step"), jsonl.text(sampled, "phase")
     if step is None or phase not in pulse.CODES:
@@ -169,7 +169,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
 def newest_step(
     supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
 ) -> int | None:  # fmt: skip
-    """Returns the newest step in a pulse, a record or supervisor.json, or None without one."""
+    """Returns the newest step in a pulse, a record or supervisor.json, or None if there is none."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
     steps += [head.last.record["step"] for head in records.heads.values()]
     steps.append(jsonl.integer(supervisor, "steps"))
@@ -177,7 +177,7 @@ def newest_step(
 
 
 def data_age_s(ranks: tuple[Rank, ...], records: RunRecords) -> float | None:
-    """Returns the age of the newest pulse, record or sample, None without one."""
+    """Returns the age of the newest pulse, record or sample, or None if there is none."""
     ages = [rank.age_s for rank in ranks]
     ages += [liveness.age(jsonl.number(sample, "ts")) for sample in records.samples.values()]
     return min((age for age in ages if age is not None), default=None)

@@ -90,7 +90,7 @@ class Batch(NamedTuple):
 
 
 def rank_of(name: str) -> int | None:
-    """Returns the rank whose heartbeat file has this name, None for another file."""
+    """Returns the rank whose heartbeat file has this name, or None for another file."""
     found = HEARTBEAT.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -117,7 +117,7 @@ def _part_at(path: Path, number: int) -> Path | None:
 
 
 def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
-    """Returns the record at a place, {} where it no longer exists."""
+    """Returns the record at a place, or {} if it no longer exists."""
     found = _part_at(path, place.part)
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
@@ -140,7 +140,7 @@ class RecordFile:
     """Follows one file of records through its parts, the oldest part first.
 
     When the growing file is long, it becomes the next part. `number` is that of the part being
-    read, 0 for a file without parts.
+    read, or 0 for a file without parts.
     """
 
     def __init__(self, path: Path, tail: jsonl.Tail, number: int = 0, skipped: int = 0,
@@ -165,7 +165,7 @@ class RecordFile:
 
     @property
     def left_out_bytes(self) -> int:
-        """The number of bytes before the place where reading started, 0 after a cursor."""
+        """The number of bytes before the place where reading started, or 0 after a cursor."""
         return self._left_out_bytes + self.tail.left_out_bytes
 
     @property

@@ -63,7 +63,7 @@ class RunSource:
 
     @property
     def summary(self) -> Summary | None:
-        """The totals of the run that was read last, None before the first poll."""
+        """The totals of the run that was read last, or None before the first poll."""
         return self._records.summary if self._records is not None else None
 
     @property

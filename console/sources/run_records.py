@@ -80,7 +80,7 @@ class RunRecords:
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
-        `status` is the supervisor heartbeat, {} if there is none. It lists all open alerts,
+        `status` is the supervisor heartbeat, or {} if there is none. It lists all open alerts,
         including those whose event could not be written to the disk. While the heartbeat is recent,
         older events neither raise nor clear an alert.
         """

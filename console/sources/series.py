@@ -306,6 +306,6 @@ def _valid_durations(durations: Sequence[float]) -> list[float]:
 
 
 def mean_step_s(durations: Sequence[float]) -> float | None:
-    """Returns the mean of the valid step durations, None without one."""
+    """Returns the mean of the valid step durations, or None if there is none."""
     valid = _valid_durations(durations)
     return sum(valid) / len(valid) if valid else None

@@ -160,7 +160,7 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
 
 
 def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
-    """Raises RefusedError where plan_state.json and plan.json differ."""
+    """Raises RefusedError if plan_state.json and plan.json differ."""
     mine = [phase.name for phase in spec.plan.phases]
     theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(plan_state, "phases")]
     differ = ["phases"] * (bool(theirs) and mine != theirs)
@@ -169,7 +169,7 @@ def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
 
 
 def check_copies(record: Mapping[str, Any], spec: LaunchSpec, index: int) -> None:
-    """Raises RefusedError where a key of run.json differs from plan.json."""
+    """Raises RefusedError if a key of run.json differs from plan.json."""
     phase = spec.plan.phases[index]
     command = {"argv": argv(phase, spec.plan.watch.grace_s, Path())}
     copies = jsonl.decode(jsonl.encode({**spec.copies(index), **command})) or {}
@@ -187,7 +187,7 @@ def _same(name: str, mine: Any, theirs: Any) -> bool:
 
 
 def program(words: Any) -> list[str]:
-    """Returns the program and its arguments from a torchrun command, [] for any other command.
+    """Returns the program and its arguments from a torchrun command, or [] for any other command.
 
     The options of torchrun are left out, because another version may have other options. A config
     is named without its folder, which depends on the working directory.

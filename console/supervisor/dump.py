@@ -199,7 +199,7 @@ def _set_result(each: _RankDump, result: str, reason: str) -> None:
 
 
 def _size(path: Path) -> int:
-    """Returns the size of a file in bytes, 0 if the file does not exist. Raises OSError."""
+    """Returns the size of a file in bytes, or 0 if the file does not exist. Raises OSError."""
     try:
         return os.stat(path, follow_symlinks=False).st_size
     except FileNotFoundError:

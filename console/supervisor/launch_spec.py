@@ -215,8 +215,8 @@ cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && ec
 def git_facts(folder: Path) -> dict[str, Any]:
     """Returns the commit of the code in a folder, or {} if there is no git repository.
 
-    `diff` is a hash of the local changes, "" if there are none. The last line of the output shows
-    that git succeeded: a supervisor reaps all its children, so the exit code may be lost.
+    `diff` is a hash of the local changes, or "" if there are none. The last line of the output
+    shows that git succeeded: a supervisor reaps all its children, so the exit code may be lost.
     """
     try:
         done = subprocess.run(

@@ -34,7 +34,7 @@ def is_held(launch: Path) -> bool:
 
 
 def read(fd: int) -> dict[str, Any]:
-    """Returns the owner in the lock file, {} if the content is not valid. Raises OSError."""
+    """Returns the owner in the lock file, or {} if the content is not valid. Raises OSError."""
     return jsonl.decode(os.pread(fd, MAX_BYTES, 0)) or {}
 
 

@@ -250,7 +250,7 @@ def _pause(verdict: Verdict, seconds: float) -> str:
 def stop_cost(step: int, saved: int, reports: bool) -> str:
     """Returns what a stop in a stall costs, or "" if that is not known.
 
-    `saved` is the step of the newest checkpoint, 0 if there is none. `reports` says that the
+    `saved` is the step of the newest checkpoint, or 0 if there is none. `reports` says that the
     program records each checkpoint, as the trainers of this project do.
     """
     if not saved and not (reports and step):

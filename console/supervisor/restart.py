@@ -20,9 +20,9 @@ RESTARTABLE: frozenset[State] = frozenset(("crashed", "failed"))
 class AttemptEnd:
     """The end of one attempt.
 
-    `checkpoint` is the step of the newest checkpoint at that time, 0 if there was none. `signature`
-    is the error without its variable parts, "" if the attempt was killed from outside. `hopeless`
-    says that each further attempt would fail with the same error.
+    `checkpoint` is the step of the newest checkpoint at that time, or 0 if there was none.
+    `signature` is the error without its variable parts, or "" if the attempt was killed from
+    outside. `hopeless` says that each further attempt would fail with the same error.
     """
 
     state: State
@@ -45,7 +45,7 @@ class NextAttempt:
 def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) -> int:
     """Returns how many restarts would be left if the present attempt crashed now.
 
-    `saved` is the step of the newest checkpoint of this attempt, 0 if there is none.
+    `saved` is the step of the newest checkpoint of this attempt, or 0 if there is none.
     """
     former = ended[-1].checkpoint if ended else 0
     now = AttemptEnd("crashed", "", max(saved, former))

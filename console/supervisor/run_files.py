@@ -53,7 +53,8 @@ class FinalRead:
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the step of the newest complete checkpoint, 0 without one, None if unreadable."""
+    """Returns the step of the newest complete checkpoint, or 0 without one, or None if
+    unreadable."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:

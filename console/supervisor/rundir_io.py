@@ -125,7 +125,7 @@ class Directory(Recorder):
         return aside
 
     def check_token(self, run: Path, token: str) -> None:
-        """Raises RefusedError when a run directory belongs to another run.
+        """Raises RefusedError if a run directory belongs to another run.
 
         Raises OSError while run.json is missing or unreadable, which may be temporary.
         """

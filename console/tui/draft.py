@@ -13,7 +13,7 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
-    """Returns the values of the next phase by flag name, {} after the last phase.
+    """Returns the values of the next phase by flag name, or {} after the last phase.
 
     The values come from the flags of the phase, or else from its settings. Raises ContractError.
     """

@@ -42,7 +42,7 @@ class Key:
 
     @property
     def asks(self) -> str:
-        """The cost of the key's actions in short, "" for a key that asks for no confirmation."""
+        """The cost of the key's actions in short, or "" for a key that asks for no confirmation."""
         if not self.actions:
             return ""
         word, text = self.actions[0].cost

@@ -59,7 +59,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Returns the object on one line, None for anything else."""
+    """Returns the object on one line, or None for anything else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -99,14 +99,14 @@ def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
 
 
 def numbers(record: Mapping[str, Any], key: str) -> list[float]:
-    """Returns the numbers in the list `record[key]`, [] for anything else."""
+    """Returns the numbers in the list `record[key]`, or [] for anything else."""
     value = record.get(key)
     found = map(_number, value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
 def integers(record: Mapping[str, Any], key: str) -> list[int]:
-    """Returns the integers in the list `record[key]`, [] for anything else."""
+    """Returns the integers in the list `record[key]`, or [] for anything else."""
     value = record.get(key)
     found = (integer({"": each}, "") for each in value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
@@ -119,7 +119,7 @@ def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the objects in the list `record[key]`, [] for anything else."""
+    """Returns the objects in the list `record[key]`, or [] for anything else."""
     value = record.get(key)
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
@@ -175,7 +175,7 @@ def opened(path: Path, below: Path | None = None) -> Iterator[int]:
 def read_bytes(
     path: Path, limit: int, offset: int | None = None, below: Path | None = None
 ) -> bytes:
-    """Returns at most `limit` bytes from `offset` on, b"" after an error.
+    """Returns at most `limit` bytes from `offset` on, or b"" after an error.
 
     With `offset` None these are the last bytes. `below` has the meaning of `open_regular`.
     """
@@ -186,7 +186,7 @@ def read_bytes(
 
 
 def size_bytes(path: Path) -> int:
-    """Returns the size of a regular file in bytes, 0 where it cannot be read."""
+    """Returns the size of a regular file in bytes, or 0 if it cannot be read."""
     with contextlib.suppress(OSError), opened(path) as fd:
         return os.fstat(fd).st_size
     return 0

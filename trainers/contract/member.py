@@ -52,7 +52,7 @@ _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 class Member:
     """One rank in one attempt of one run. No method except `close` waits for the disk.
 
-    `halt_reason` is the reason why this rank wants to halt, "" if there is none. All ranks must
+    `halt_reason` is the reason why this rank wants to halt, or "" if there is none. All ranks must
     agree on the step before they halt; `Joined.step` does that for programs with a collective in
     every step.
     """

@@ -41,7 +41,7 @@ class Pulse:
     """The position of one rank. `since` and `beat` are CLOCK_MONOTONIC seconds of its host.
 
     `records` is the number of the newest queued heartbeat. `nonfinite_steps` is the number of steps
-    with a non-finite loss in this process, -1 if they are not counted.
+    with a non-finite loss in this process, or -1 if they are not counted.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Pulse:
 def mapped(path: Path, size: int) -> mmap.mmap:
     """Maps a file of at least `size` bytes; creates a missing file. Raises OSError.
 
-    The bytes are allocated, because a store into a hole raises SIGBUS when the memory is full.
+    The bytes are allocated, because a store into a hole raises SIGBUS if the memory is full.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -158,7 +158,7 @@ def is_blank(fd: int) -> bool:
 
 
 def read(path: Path, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in a file, None without a valid one."""
+    """Returns the pulse in a file, or None without a valid one."""
     with contextlib.suppress(OSError), jsonl.opened(path) as fd:
         return read_open(fd, tries)
     return None

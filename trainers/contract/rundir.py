@@ -116,7 +116,7 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns the start time of a process in clock ticks since boot, None where it has ended."""
+    """Returns the start time of a process in clock ticks since boot, or None if it has ended."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -180,7 +180,7 @@ class OpenDirectory:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns inode, size and modification time of a file, None without one."""
+    """Returns inode, size and modification time of a file, or None if there is none."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -200,7 +200,7 @@ def read_json(
 
 
 def lock_token(launch: Path) -> str:
-    """Returns the token of the supervisor that owns a launch directory, "" without one."""
+    """Returns the token of the supervisor that owns a launch directory, or "" if there is none."""
     return jsonl.text(read_json(launch / LOCK, below=launch) or {}, "token")
 
 
@@ -290,7 +290,7 @@ def remove_tree(path: Path) -> None:
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError where `path` is a link, no directory, or writable for other users."""
+    """Raises RefusedError if `path` is a link, no directory, or writable for other users."""
     if check_owner(path).st_mode & stat.S_IWOTH:
         raise RefusedError(
             f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
@@ -361,7 +361,8 @@ def write_request(run: Path, name: str, by: str) -> None:
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames a `.HALT` that is older than the start; returns its new path, or None without one."""
+    """Renames a `.HALT` that is older than the start; returns its new path, or None if there is
+    none."""
     halt = run / HALT
     aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
     try:

@@ -33,7 +33,7 @@ def items(
 ) -> list[Item]:  # fmt: skip
     """Returns all flags of the registry by group, each with its present and its next value.
 
-    `coming` has the values for the next phase, None if there is no next phase or its values are
+    `coming` has the values for the next phase, or None if there is no next phase or its values are
     unknown; `changed` has what the operator set for that phase. `between` comes first, unless it is
     None.
     """
