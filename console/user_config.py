@@ -89,7 +89,7 @@ def save_charts(titles: Sequence[str]) -> Path:
 
 
 def parse(document: Mapping[str, Any], where: str) -> Settings:
-    """Returns the settings in parsed YAML or JSON; an error names the file as `where`."""
+    """Returns the settings in parsed YAML or JSON; `where` names the file in an error."""
     found = plan.section(Settings, document, where)
     words, written = found.hook, document.get("hook")
     if not all(isinstance(word, str) for word in written or ()):  # YAML reads no as False

@@ -34,7 +34,7 @@ def evaluate(t: Training, step: int) -> None:
 
 
 def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three sums: loss in nats, number of scored predictions, number of right ones."""
+    """Returns the loss sum in nats, the number of scored predictions, and how many were right."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     each = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")

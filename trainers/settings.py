@@ -113,7 +113,7 @@ def resolve(
 def _from_yaml(
     path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yields key, value and origin of a configuration; those of an included file come first."""
+    """Yields key, value and origin of a configuration; an included file's values come first."""
     document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
     if INCLUDE in document:
         included = _included(path, document.pop(INCLUDE), includers)

@@ -17,7 +17,7 @@ PURE_NUMBERS = ("limits", "ratio")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measured value with its sentence; a rule with a limit of its own also sets the times.
+    """A measured value with its sentence; a rule with its own time limit also sets the times.
 
     `limit_s` is how long the condition may last, and `lasted_s` how long the evidence shows that it
     has lasted. `counts` has the parts of the value by GPU: the rule is raised again when a part

@@ -1,7 +1,7 @@
 """The gates of a phase: a new gate is one row in `TABLE`, evaluated over the records of the run.
 
-A gate names its span: all attempts, or the surviving steps (those that no later attempt repeated).
-It passes only where the numbered records of its ranks cover that span without a gap.
+A gate names its span: all attempts, or the surviving steps (steps that no later attempt repeated).
+A gate passes only if the numbered records of its ranks cover that span without a gap.
 """
 
 from __future__ import annotations

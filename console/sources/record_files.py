@@ -40,7 +40,7 @@ class Cursor:
     skipped: int = 0
 
     def fits(self, path: Path) -> bool:
-        """Returns whether a file is the one that was read, and is not shorter than it was then."""
+        """Returns whether a file is the same as when it was read, and is not shorter."""
         if not self.place.at:
             return True
         found = _part_at(path, self.place.part)

@@ -220,7 +220,7 @@ class Series:
             self._ends.append((at, step))
 
     def points(self, name: str) -> Points:
-        """Returns the points of a series, older ones coarser; empty without measurements.
+        """Returns the points of a series, coarser for older times; empty without measurements.
 
         Points more than `AHEAD_S` later than the last record are dropped, because their clock was
         ahead.

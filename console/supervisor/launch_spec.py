@@ -63,7 +63,7 @@ class LaunchSpec:
         } | asdict(self.operator)  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
-        """Returns the flags of a phase: those of plan, phase and `pending`; the last one counts."""
+        """Returns the flags of a phase, from the plan, the phase and `pending`; the last counts."""
         phase = self.plan.phases[index]
         found = {name: FlagValue(value, PLAN_ENV) for name, value in self.plan.env.items()}
         for name, value in phase.flags.items():

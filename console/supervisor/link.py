@@ -126,8 +126,7 @@ class Link:
     # --- the state from the owner --------------------------------------------------------------
 
     def stored(self, path: Path) -> dict[str, Any] | None:
-        """Returns the newest document that a child of this owner stored, or None if there
-        is none."""
+        """Returns the newest document that a child of this owner stored, or None if none did."""
         data = self.state.documents.get(str(path))
         return None if data is None else jsonl.decode(data)
 

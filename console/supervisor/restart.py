@@ -83,7 +83,7 @@ def _same_error(ended: Sequence[AttemptEnd]) -> bool:
 
 
 def _without_checkpoint(ended: Sequence[AttemptEnd]) -> int:
-    """Returns the number of attempts since the last one that wrote a new checkpoint."""
+    """Returns the number of attempts since the last attempt that wrote a new checkpoint."""
     steps = (0, *(each.checkpoint for each in ended))
     new = [step > before for before, step in pairwise(steps)]
     return [*reversed(new), True].index(True)

@@ -53,8 +53,7 @@ class FinalRead:
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the step of the newest complete checkpoint, or 0 without one, or None if
-    unreadable."""
+    """Returns the step of the newest complete checkpoint (0: there is none, None: unreadable)."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:

@@ -68,7 +68,7 @@ def _disk(disk: Disk) -> dict[str, float]:
 
 
 class OfflineRun:
-    """A run, or the current run of a launch; `over` says how it ended, or "" before its end."""
+    """A run, or the current run of a launch; `over` says how the run ended, "" before that."""
 
     over, exit_code = "", 0
 
@@ -97,7 +97,7 @@ class OfflineRun:
         self._env = Environment(run, attempt)
 
     def poll(self) -> Readings | None:
-        """Returns the readings of this moment, or None before the launch has a run."""
+        """Returns the readings of this moment, or None while the launch has no run."""
         state, run = self._source.poll(), self._source.run_path
         if status_text.is_over(state):
             state = poll_confirmed(RunSource(self._path))

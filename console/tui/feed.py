@@ -135,8 +135,7 @@ class Feed:
 
     @property
     def silent_s(self) -> float:
-        """Time for which the present read has waited for the run directory, or 0 if there is no
-        read.
+        """Time for which the present read has waited for the run directory, or 0 without a read.
 
         The feed's thread sets this value, so a busy screen does not look like a silent directory.
         """

@@ -78,7 +78,7 @@ class Flag:
 
     @property
     def group(self) -> str:
-        """The section of the setting (`train` settings are one group), or "library"."""
+        """The group of the flag: the section of its setting, "training", or "library"."""
         section = self.setting.partition(".")[0] or "library"
         return "training" if section in ("train", "optim", "scaler") else section
 

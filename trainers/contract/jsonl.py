@@ -59,7 +59,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Returns the object on one line, or None for anything else."""
+    """Returns the object on one line, or None for any other content."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -99,14 +99,14 @@ def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
 
 
 def numbers(record: Mapping[str, Any], key: str) -> list[float]:
-    """Returns the numbers in the list `record[key]`, or [] for anything else."""
+    """Returns the numbers in the list `record[key]`, or [] for any other value."""
     value = record.get(key)
     found = map(_number, value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
 def integers(record: Mapping[str, Any], key: str) -> list[int]:
-    """Returns the integers in the list `record[key]`, or [] for anything else."""
+    """Returns the integers in the list `record[key]`, or [] for any other value."""
     value = record.get(key)
     found = (integer({"": each}, "") for each in value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
@@ -119,7 +119,7 @@ def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the objects in the list `record[key]`, or [] for anything else."""
+    """Returns the objects in the list `record[key]`, or [] for any other value."""
     value = record.get(key)
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 

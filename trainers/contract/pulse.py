@@ -71,11 +71,11 @@ def mapped(path: Path, size: int) -> mmap.mmap:
 
 
 class PulseWriter:
-    """Writes this rank's pulse into `path`, or into private memory when `path` is None.
+    """Writes this rank's pulse into `path`, or into private memory if `path` is None.
 
-    One `set` makes three copies into mapped memory and no system call, so it cannot block where
-    the file is in memory. A single `struct.pack_into` would clear its target first, visibly to
-    readers.
+    One `set` makes three copies into mapped memory and no system call, so it cannot block if the
+    file is in memory. A single `struct.pack_into` would first clear its target, which readers would
+    see.
     """
 
     def __init__(self, path: Path | None, rank: int):

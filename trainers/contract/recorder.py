@@ -62,8 +62,7 @@ class Recorder:
         return self._queue.qsize()
 
     def blocked_s(self) -> float:
-        """Returns for how long the current write has waited for the disk, or 0 if none is
-        waiting."""
+        """Returns for how long the current write has waited for the disk, or 0 without a write."""
         since = self._busy_since
         return time.monotonic() - since if since else 0.0
 

@@ -361,8 +361,7 @@ def write_request(run: Path, name: str, by: str) -> None:
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames a `.HALT` that is older than the start; returns its new path, or None if there is
-    none."""
+    """Renames a `.HALT` that is older than the start; returns its new path, or None."""
     halt = run / HALT
     aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
     try:

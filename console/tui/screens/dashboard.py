@@ -75,7 +75,7 @@ def _settings() -> Any:
 
 
 class Dashboard(View):
-    """The Dashboard. `choice` has the titles of the operator's charts, or () for the defaults."""
+    """The Dashboard. `choice` has the titles of the operator's charts, () for the defaults."""
 
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }

@@ -154,7 +154,7 @@ def zoomed_rows(
 
 
 def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: float) -> Row:
-    """Returns time, age and value at the crosshair; without one, the keys that move it."""
+    """Returns time, age and value at the crosshair; if it is hidden, the keys that move it."""
     held = [nearest(points, at) for name in chart.names if (points := series.get(name))]
     if at is None or not held:
         return ((HINT, "dim"),)

@@ -15,8 +15,7 @@ HINT = "space shows or hides, enter saves (none: default charts), esc cancels"
 
 
 class ChartList(Scrolls, Overlay):
-    """A list of charts; calls `then` with the chosen titles in order, or () for the default
-    charts."""
+    """A list of charts; calls `then` with the chosen titles in order, () for the defaults."""
 
     def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
         super().__init__(id="chartlist")

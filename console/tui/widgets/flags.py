@@ -1,4 +1,4 @@
-"""The list of flags, with their values in this phase and in the next one.
+"""The list of flags, with their values in this phase and in the next phase.
 
 The values may differ, because a running process keeps the environment of its start.
 """

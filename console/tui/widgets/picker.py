@@ -40,7 +40,7 @@ class Picker(Lines, can_focus=True):
         return max(1, self.size.height - bool(self.heading))
 
     def move(self, by: int) -> None:
-        """Moves the cursor, or scrolls a list without one."""
+        """Moves the cursor; a list without a cursor is scrolled."""
         last = max(0, len(self.items) - 1)
         if self.cursor >= 0:
             self.cursor = min(last, max(0, self.cursor + by))

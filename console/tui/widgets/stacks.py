@@ -138,7 +138,7 @@ Group = tuple[tuple[int, ...], int, str, Where | None, list[Frame]]
 def _groups(
     node: Node, stacks: Mapping[int, Stack], depth: int, odd: int | None, style: str
 ) -> Iterator[Group]:
-    """Yields the groups of a tree; a group that ends where others continue is separate."""
+    """Yields the groups of a tree; a group that ends where other groups continue is separate."""
     frames = [node.frame] if node.frame else []
     while len(node.children) == 1 and node.children[0].ranks == node.ranks:
         node = node.children[0]
