@@ -196,7 +196,7 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """The queries begin … end - 1. `first` is the block of the first query."""
+    """One chunk: the queries begin … end - 1. `first` is the block of the first query."""
 
     begin: int
     end: int

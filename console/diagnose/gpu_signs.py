@@ -47,7 +47,7 @@ def _words(gpu: Gpu) -> str:
 
 
 def kernel_words(rows: Sequence[Gpu]) -> str:
-    """Returns what a GPU with a running kernel does, judged by its power, or "" if unknown."""
+    """Returns what a GPU with a running kernel does, as its power shows, or "" if unknown."""
     shares = [
         gpu.power_w / gpu.power_limit_w for gpu in rows
         if gpu.power_w is not None and gpu.power_limit_w

@@ -141,7 +141,7 @@ class TruthHistory:
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns for how many newest steps several ranks had the same batch, and these ranks."""
+        """Returns how many of the newest steps have one batch on several ranks, and these ranks."""
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
             by_sum: dict[str, list[int]] = {}

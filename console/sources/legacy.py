@@ -38,8 +38,8 @@ def is_legacy(run: Path) -> bool:
 def tail(run: Path, rank: int, recent_bytes: int | None) -> jsonl.Tail:
     """Returns a reader of one rank's heartbeat file; restarts append to the same file.
 
-    `recent_bytes` has the meaning of `jsonl.Tail`; attempts are counted from the place where
-    reading starts.
+    `recent_bytes` has the same meaning as in `jsonl.Tail`; attempts are counted from the place
+    where reading starts.
     """
     return jsonl.Tail(rundir.heartbeat(run, rank), _Heartbeats(rank).record, recent_bytes)
 

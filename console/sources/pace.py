@@ -151,8 +151,7 @@ class Pace:
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def without_step_s(self, mono: float) -> float:
-        """Returns the seconds since the last new step; infinite if none was read since
-        `mark_old`."""
+        """Returns the seconds since the last new step; infinite without one since `mark_old`."""
         return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:

@@ -1,4 +1,4 @@
-"""Reads one run, or the current run of a launch, as a `RunState`; each poll reads the news.
+"""Reads one run, or the current run of a launch, as a `RunState`; each poll reads what is new.
 
 No content of a run directory raises an error here; unreadable content is counted, or None.
 """

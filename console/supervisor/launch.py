@@ -86,7 +86,7 @@ class Launch:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next tick; the work of each second is done when the second begins."""
+        """Seconds until the next tick; a tick that comes once a second comes at the full second."""
         if self._quiet and not self._poller.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)

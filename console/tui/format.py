@@ -75,7 +75,7 @@ def figure(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a measured duration: `0.80 s`, `12 ms`, `74 s`."""
+    """Returns a measured duration as text: `0.80 s`, `12 ms`, `74 s`."""
     if seconds >= 90:
         return age(seconds)
     if seconds >= 10:

@@ -85,7 +85,7 @@ def _number(value: Any) -> float | None:
 
 
 def integer(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns `record[key]` when it is an integer that fits 64 bits, else None."""
+    """Returns `record[key]` if it is an integer that fits 64 bits, or else None."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 63:
         return None
@@ -93,7 +93,7 @@ def integer(record: Mapping[str, Any], key: str) -> int | None:
 
 
 def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
-    """Returns `record[key]` when it is a string, else `default`."""
+    """Returns `record[key]` if it is a string, or else `default`."""
     value = record.get(key)
     return value if isinstance(value, str) else default
 
@@ -113,7 +113,7 @@ def integers(record: Mapping[str, Any], key: str) -> list[int]:
 
 
 def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns `record[key]` when it is an object, else {}."""
+    """Returns `record[key]` if it is an object, or else {}."""
     value = record.get(key)
     return value if isinstance(value, dict) else {}
 
@@ -177,7 +177,7 @@ def read_bytes(
 ) -> bytes:
     """Returns at most `limit` bytes from `offset` on, or b"" after an error.
 
-    With `offset` None these are the last bytes. `below` has the meaning of `open_regular`.
+    If `offset` is None, returns the last bytes. `below` has the same meaning as in `open_regular`.
     """
     with contextlib.suppress(OSError), opened(path, below) as fd:
         start = max(0, os.fstat(fd).st_size - limit) if offset is None else offset

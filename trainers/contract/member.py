@@ -170,7 +170,7 @@ class Member:
                 self.recorder.call(self._mirror_pulse)
 
     def _mirror_pulse(self) -> None:
-        """Copies a private pulse into the run directory when there is no shared memory."""
+        """Copies a private pulse into the run directory if there is no shared memory."""
         path = rundir.pulse(self.run, self.rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)

@@ -1,4 +1,4 @@
-"""Plans: the phases of a launch as frozen data, parsed strictly from YAML."""
+"""Plans: the phases of a launch as frozen data, parsed from YAML that allows no unknown key."""
 
 from __future__ import annotations
 

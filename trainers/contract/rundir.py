@@ -193,7 +193,7 @@ def read_json(
 ) -> dict[str, Any] | None:
     """Returns the object in a JSON file, or None if `path` has no such object.
 
-    `below` has the meaning of `jsonl.open_regular`.
+    `below` has the same meaning as in `jsonl.open_regular`.
     """
     data = jsonl.read_bytes(path, limit + 1, 0, below)
     return jsonl.decode(data) if len(data) <= limit else None

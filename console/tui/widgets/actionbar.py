@@ -12,7 +12,7 @@ from console.tui.widgets.overlay import FlatButton
 
 
 class ActionBar(Widget):
-    """The row of buttons above the footer."""
+    """The row of buttons of the most used actions."""
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"
 
