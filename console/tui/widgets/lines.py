@@ -84,8 +84,7 @@ class Panel(Lines):
         self._draw = draw
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
-        """Returns the panel's rows for a snapshot. By default these are the rows that `draw`
-        returns."""
+        """Returns the panel's rows for a snapshot; by default, the rows that `draw` returns."""
         assert self._draw is not None
         return self._draw(snapshot.state, width, height, snapshot.now) if snapshot.state else []
 
