@@ -1,7 +1,7 @@
 """The table of actions, from which requests, keys, buttons, commands and help are made.
 
-Confirmations and documents are made from it too. A new action is one row here, and the method that
-executes it in `console.supervisor.launch`.
+Confirmations and documents are made from the table too. A new action needs one row here, and the
+method of `console.supervisor.launch.Launch` that executes the action.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Mailbox = Literal["run", "launch"]
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an action. An empty `metavar` makes it a switch, which a confirmation sets.
+    """One argument of an action. With an empty `metavar` it is a switch, which a confirmation sets.
 
     `convert` raises ValueError with the accepted values, or UsageError.
     """
@@ -32,7 +32,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of the operator. Without `mailboxes` a function of `console.actions` runs it."""
+    """One action of the operator. Without `mailboxes` it is a function of `console.actions`."""
 
     name: str
     help: str
@@ -81,7 +81,7 @@ def _flag_name(value: Any) -> str:
 
 
 def _flag_value(value: Any) -> str | None:
-    """Returns a flag's value as text, None for a null or an empty text, which undo the change."""
+    """Returns a flag's value as text, or None for a null or an empty text: both undo the change."""
     if value is None or value == "":
         return None
     return flags.format_value(value) if isinstance(value, bool | int | float) else str(value)

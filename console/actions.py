@@ -32,15 +32,15 @@ ANSWER_BYTES = 1 << 20
 
 
 def who() -> str:
-    """Returns the sender of a request: user, host and process."""
+    """Returns the sender of a request as text: user, host and process."""
     return f"{process.user_name()}@{rundir.host_name()} pid {os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The choices of an operator; an empty one leaves the plan as it is.
+    """The choices of an operator for a launch; an empty choice leaves the plan as it is.
 
-    The plan is a name or a YAML file, or one phase with a `config` and a trainer of `TRAINERS`.
+    The plan is a name, a YAML file, or one phase made from a `config` and a trainer of `TRAINERS`.
     """
 
     plan: str = ""
@@ -58,7 +58,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that is checked and not started; `phases` has the future run.json of each phase."""
+    """A launch that was checked and not started; `phases` has the future run.json of each phase."""
 
     plan: Plan
     directory: Path
@@ -106,7 +106,7 @@ def prepare(options: LaunchOptions) -> Prepared:
     """Returns a launch with all its checks; writes nothing.
 
     Raises UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value.
-    Raises RefusedError where the working directory does not exist any more.
+    Raises RefusedError if the working directory no longer exists.
     """
     try:
         Path.cwd()
@@ -130,10 +130,11 @@ def prepare(options: LaunchOptions) -> Prepared:
 
 
 def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
-    """Starts a plan and returns the launch's directory; the supervisor owns it from then on.
+    """Starts a plan and returns the launch's directory, which the supervisor owns from then on.
 
-    `seen` is the plan that an operator confirmed; one that has changed since is rejected.
-    Raises UsageError, RefusedError or ContractError; then nothing is started and nothing is left.
+    `seen` is the plan that an operator confirmed; if the plan has changed since, the launch is
+    rejected. Raises UsageError, RefusedError or ContractError; then nothing has started and no file
+    remains.
     """
     prepared = prepare(options)
     if seen is not None and prepared.plan != seen:
@@ -145,7 +146,7 @@ def launch(options: LaunchOptions, by: str, seen: Plan | None = None) -> Path:
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts a prepared launch, as `launch` does."""
+    """Starts a prepared launch and returns its directory; raises the errors of `launch`."""
     failed = [item.text for item in prepared.checks if item.result == "fail"]
     if failed:
         raise RefusedError("; ".join(failed))
@@ -191,7 +192,7 @@ def _plan(options: LaunchOptions) -> tuple[Plan, dict[str, str]]:
 
 
 def _of_config(config: Path, trainer: str) -> Plan:
-    """Returns a plan of one phase that trains with a config. Raises UsageError."""
+    """Returns a plan of one phase that trains with a config file. Raises UsageError."""
     if not catalog.is_file(catalog.project_file(str(config))):
         raise UsageError(f"there is no config file {config}; give a YAML file with settings")
     module = f"trainers.{trainer or TRAINERS[0]}"
@@ -200,12 +201,12 @@ def _of_config(config: Path, trainer: str) -> Plan:
 
 
 def _gpus(run: Mapping[str, Any]) -> int:
-    """Returns the number of GPUs that a run needs: one for each process on CUDA."""
+    """Returns the number of GPUs that a run needs: one per process if its device is CUDA."""
     return run["nproc"] if run["settings"]["train.device"]["value"] == "cuda" else 0
 
 
 def _flags(options: LaunchOptions) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the flags that the launch sets, and their origins; the command line comes first."""
+    """Returns the flags that the launch sets, and their origins; the command line overrides all."""
     given = flags.from_shell(environ.snapshot())
     origins = dict.fromkeys(given, SHELL) | dict.fromkeys(options.flags, FLAG_OPTION)
     given |= {name: _checked(name, value) for name, value in options.flags.items()}
@@ -220,14 +221,14 @@ def _checked(name: str, value: str) -> str:
 
 
 def _script(phase: Phase, folder: Path) -> str:
-    """Returns a script's path: below the working directory, the project or the plan's folder."""
+    """Returns the path of a script in the working directory, the project or the plan's folder."""
     places = [Path(phase.script), catalog.PROJECT / phase.script, folder / phase.script]
     found = next(filter(catalog.is_file, places), None) if phase.script else None
     return str(found or phase.script)
 
 
 def _directory(options: LaunchOptions, plan: str) -> Path:
-    """Returns the directory of the launch: the one of `--run-dir`, else one of this second."""
+    """Returns the directory of the launch: that of `--run-dir`, or a new one named by the time."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     path = options.run_dir or options.root / plan / stamp
     try:
@@ -252,8 +253,8 @@ def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, A
 def adopt(path: Path, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
-    Raises RefusedError when the launch has ended or its supervisor lives, and for a run without a
-    launch. `sure` confirms it after a reboot of the host.
+    Raises RefusedError if the launch has ended, if its supervisor is alive, and for a run without a
+    launch. `sure` confirms the action after a reboot of the host.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -266,10 +267,10 @@ def adopt(path: Path, sure: bool = False) -> str:
 
 
 def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
-    """Writes a request into the mailbox of a launch or run; returns its id.
+    """Writes a request into the mailbox of a launch or run; returns the id of the request.
 
-    Raises UsageError for an unknown action or argument, RefusedError where no supervisor would
-    answer. A halt without a supervisor writes `.HALT` itself and returns "".
+    Raises UsageError for an unknown action or argument, and RefusedError if no supervisor would
+    answer. If a run has no supervisor, a halt writes `.HALT` directly and returns "".
     """
     converted = check(action, args)
     folder, box = targets.mailbox(path, ACTIONS[action])
@@ -302,7 +303,7 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
 
 
 def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | None:
-    """Returns the event that answers a request, None when none comes within `timeout_s`."""
+    """Returns the event that answers a request, or None if no answer comes within `timeout_s`."""
     if not request_id:
         text = ".HALT was written directly, not by a supervisor; live ranks halt at the same step"
         return {"ok": True, "text": text, "detail": [], "request": ""}
@@ -325,7 +326,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
 
 
 def halt(run: Path, by: str) -> None:
-    """Writes `.HALT` in place of a supervisor. Raises RefusedError when that fails too."""
+    """Writes `.HALT` for a run without a supervisor. Raises RefusedError if the write fails."""
     rundir.check_ours(run)
     try:
         rundir.write_request(run, rundir.HALT, by)

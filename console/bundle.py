@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets.
 
-The run directory may come from anybody: no link is followed, only regular files are read, and every
-size is bounded. `TABLE` says which files are taken; secrets are replaced by `REMOVED`.
+The run directory may come from anybody: no link is followed, only regular files are read, and all
+sizes are bounded. `TABLE` says which files are taken; secrets are replaced by `REMOVED`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,120}")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The files of one kind in a folder: the newest `most`, each at most `limit_bytes` of its end.
+    """Selects files of one kind in a folder: the newest `most`, of each the last `limit_bytes`.
 
-    All of them together have at most `all_bytes`; more files get less each.
+    In total these files contribute at most `all_bytes`. If they are larger, less is read of each.
     """
 
     folder: str
@@ -144,7 +144,7 @@ def is_secret(name: str) -> bool:
 
 
 class Redactor:
-    """Removes secrets from bytes: by their form, and those in the `variables` of this shell."""
+    """Removes secrets from bytes: by the form of the text, and the secret values in `variables`."""
 
     def __init__(self, variables: Mapping[str, str]):
         values = {os.fsencode(form) for name, value in variables.items()
@@ -182,7 +182,7 @@ class Redactor:
 
 @dataclass(slots=True)
 class _Archive:
-    """The members so far, and their manifest."""
+    """The files added to the archive so far, and their manifest."""
 
     tar: tarfile.TarFile
     redactor: Redactor
@@ -192,7 +192,7 @@ class _Archive:
     bytes: int = 0
 
     def add(self, name: str, data: bytes, of_bytes: int) -> None:
-        """Adds a member; `of_bytes` is the size of the file that `data` is the end of."""
+        """Adds a file; `of_bytes` is the size of the whole file, of which `data` is the end."""
         taken, (data, removed) = len(data), self.redactor.redact(data)
         if self.bytes + len(data) > MAX_TOTAL_BYTES:
             self.leave_out(name, "the bundle has reached its size limit")
@@ -222,7 +222,7 @@ class _Archive:
 
 
 def _listed(folder: Path, top: Path) -> list[str]:
-    """Returns the names in a directory that no link leads to, the newest first."""
+    """Returns the names in a directory, the newest first; none if a link leads to the directory."""
     fd = jsonl.open_inside(folder, None if folder == top else top)
     if fd is None:
         return []
@@ -239,7 +239,7 @@ def _listed(folder: Path, top: Path) -> list[str]:
 
 
 def _names(top: Path, row: Row) -> list[str]:
-    """Returns the files of a row; the last part of its folder may end with `*`."""
+    """Returns the files that a row selects; the last part of its folder may end with `*`."""
     parent, _, last = row.folder.rpartition("/")
     folders = [row.folder]
     if last.endswith("*"):
@@ -272,7 +272,7 @@ def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
 
 
 def facts(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Returns versions, host, commit, and the variables of this shell that a training may read."""
+    """Returns versions, host, commit, and the shell variables that a training may read."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -311,7 +311,7 @@ def _publish(temporary: Path, output: Path) -> None:
 
 
 def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:
-    """Writes the bundle of a launch or run with documents `made` for it; returns its manifest.
+    """Writes the bundle of a launch or run, with the documents in `made`; returns its manifest.
 
     Raises UsageError, RefusedError and ContractError.
     """

@@ -1,7 +1,7 @@
-"""`nsa-console`: parses the command line and runs one command, or opens the screen without one.
+"""`nsa-console`: parses the command line and runs one command; without one, opens the screen.
 
-Textual, yaml and psutil are imported only by the commands that need them, so that
-`status --json` takes little more time than the start of Python.
+Textual, yaml and psutil are imported only by the commands that need them, so that `status --json`
+takes little more time than the start of Python.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print a usage and exit.
+    """A parser that raises UsageError; argparse would print its usage and exit.
 
     The parser of a command adds its options only when that command is parsed.
     """
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         self.row = row
 
     def fill(self) -> None:
-        """Adds the options and examples of its command."""
+        """Adds the options and examples of the parser's command."""
         row, self.row = self.row, None
         if row is None:
             return

@@ -1,6 +1,6 @@
-"""Recognises known errors by their text, and kills for memory by the kernel's counts.
+"""Recognises known errors by their text, and OOM kills by the kernel's counts.
 
-The errors are a lost peer, out of memory, and those that a restart cannot fix.
+The known errors are a lost peer, out of memory, and the errors that a restart cannot fix.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def lost_peer(text: str) -> bool:
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns the requested size, the free size and advice; "" for another error.
+    """Returns the requested and the free size with advice, or "" for another error.
 
     Exit code 11 means out of memory, whatever the text.
     """
@@ -87,7 +87,7 @@ def _requested(text: str) -> str:
 
 
 def is_permanent(text: str) -> bool:
-    """Returns whether every start of the program raises this exception."""
+    """Returns whether the program would raise this exception at every start."""
     return bool(_PERMANENT.match(text))
 
 
@@ -100,9 +100,9 @@ def without_numbers(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OomCounts:
-    """Out-of-memory kills since boot, of one cgroup with its children and of the whole host.
+    """Out-of-memory kills since boot: of one cgroup with its children, and of the whole host.
 
-    None where the count is not available.
+    A count that is not available is None.
     """
 
     cgroup: int | None = None
@@ -135,7 +135,7 @@ class OomEvidence:
         return self.after.cgroup is None and _rose(self.before.host, self.after.host)
 
     def words(self) -> str:
-        """Returns the counter that rose: "cgroup oom_kill 0 → 1"."""
+        """Returns the counter that rose, for example "cgroup oom_kill 0 → 1"."""
         if self.here:
             return f"cgroup oom_kill {self.before.cgroup} → {self.after.cgroup}"
         return f"host-wide oom_kill {self.before.host} → {self.after.host}"

@@ -1,7 +1,7 @@
 """The data of the console: frozen dataclasses, replaced at every poll.
 
-No Textual, no files, no processes here. Times are unix seconds unless the name says otherwise;
-`None` means "not available", never zero.
+This module uses no Textual, files or processes. Times are unix seconds unless the name says
+otherwise; `None` means "not available", never zero.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The position of a rank: `since_s` is the time in this phase, `age_s` the age of the reading.
+    """The position of a rank. `since_s`: time in this phase. `age_s`: age of this reading.
 
-    `since_s` is None for a run that has ended, `collectives` for a program that counts none.
+    `since_s` is None for a run that has ended; `collectives` is None for a program that counts
+    none.
     """
 
     step: int
@@ -74,9 +75,9 @@ RECENT_XID_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU at one sample; fields are None where NVML has no value, and `why` has the reason.
+    """One GPU at one sample. A field is None if NVML has no value; `why` has the reason.
 
-    `state` is `ok`, `lost`, or `error` (NVML has no values for it).
+    `state` is `ok`, `lost`, or `error` (NVML returns no value for any field).
     """
 
     index: int
@@ -140,7 +141,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a diagnosis: which rank, which phase, why and how sure, with the evidence."""
+    """The result of a diagnosis: rank, phase, cause, confidence and evidence."""
 
     ts: float
     sentence: str
@@ -174,7 +175,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class PhaseState:
-    """One phase of a launch; `state` is `next` or `later` before it has a run."""
+    """One phase of a launch. A phase that has no run yet has the `state` `next` or `later`."""
 
     index: int
     name: str
@@ -192,7 +193,7 @@ class PhaseState:
 
     @property
     def numbered(self) -> str:
-        """Its number, counted from 1, and its name."""
+        """The number of the phase, counted from 1, and its name."""
         return f"{self.index + 1} {self.name}"
 
 
@@ -228,11 +229,11 @@ class LaunchState:
 
     @property
     def current(self) -> str:
-        """The name of the current phase, "" for a launch without phases."""
+        """The name of the current phase, or "" for a launch without phases."""
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
-        """Returns the launch with the passed gates of these phases replaced by unknown."""
+        """Returns the launch; in these phases, each passed gate is replaced by unknown."""
         phases = tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase
@@ -256,7 +257,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything that a screen shows of one run at one moment."""
+    """All that a screen shows of one run at one moment."""
 
     id: str
     path: str

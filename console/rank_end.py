@@ -25,7 +25,7 @@ SIGNAL_WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The end of one rank, and its error ("" for none)."""
+    """The end of one rank, and its error ("" if there is none)."""
 
     rank: int
     code: int | None
@@ -52,12 +52,12 @@ class RankEnd:
 
     @property
     def unknown(self) -> bool:
-        """Neither the kernel nor a record of the rank gives its exit code."""
+        """True if neither the kernel nor a record of the rank has its exit code."""
         return self.code is None and self.signal is None and not self.error
 
     @property
     def error_words(self) -> str:
-        """The error of its record, else the last exception in its log."""
+        """The error in the rank's record, or else the last exception in its log."""
         return self.error or self.log
 
     @property
@@ -66,12 +66,12 @@ class RankEnd:
 
     @property
     def secondary(self) -> bool:
-        """Ended because another rank did: torchrun terminated it, or its peer exited."""
+        """True if the rank ended because of another: torchrun ended it, or its peer exited."""
         return self.killed_after_failure or self.signal == "SIGTERM" or self.lost_peer
 
     @property
     def lost_peer(self) -> bool:
-        """Failed in a collective. The watchdog of NCCL ends the process by SIGABRT."""
+        """True if the rank failed in a collective. NCCL's watchdog ends the process by SIGABRT."""
         found = self.code == COLLECTIVE or error_patterns.lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
@@ -83,7 +83,7 @@ class RankEnd:
 
     @property
     def place(self) -> str:
-        """The place of the error in the code, "" where the log has another error."""
+        """The place of the error in the code, or "" if the log has another error."""
         same = self.error[:100] in self.log or (bool(self.log) and self.log[:100] in self.error)
         return self.raised_at if same else ""
 
@@ -114,9 +114,9 @@ class RankEnd:
         return f"no reason recorded,{last} see the log of rank {self.rank}"
 
     def signature(self) -> str:
-        """Returns a text that identifies the cause of this end, "" where the rank shows none.
+        """Returns a text that identifies the cause of this end, or "" if the rank does not show it.
 
-        A rank that was killed from outside, or lost its peer, is not the cause of its end.
+        A rank that was killed from outside, or that lost its peer, is not the cause of its end.
         """
         words = error_patterns.without_numbers(self.error_words)
         if self.signal in NATIVE:
@@ -129,7 +129,7 @@ class RankEnd:
 
 
 def error_of(record: Mapping[str, Any]) -> str:
-    """Returns the text of an `error` record, "" for other records."""
+    """Returns the text of an `error` record, or "" for other records."""
     if record.get("msg") != "error":
         return ""
     words = (jsonl.text(record, key) for key in ("error", "reason", "why", "text"))

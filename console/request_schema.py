@@ -14,7 +14,7 @@ ACTIONS: dict[str, Action] = {action.name: action for action in TABLE}
 
 
 def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) -> dict[str, Any]:
-    """Returns the converted arguments. Raises UsageError with the correction."""
+    """Returns the converted arguments. Raises UsageError with the accepted values."""
     row = ACTIONS.get(action)
     if row is None:
         raise UsageError(f"there is no action {action[:80]!r}{did_you_mean(action[:80], ACTIONS)}")

@@ -1,8 +1,8 @@
 """Decides the state of a run and the reason for it, for its supervisor and for every reader.
 
-torchrun returns 1 for every failure, so the cause comes from the ranks: how each one ended, in
-which order, and its last records. A rank that lost its peer is blamed only where no other failed.
-A reader accepts what the supervisor said last unless living processes contradict it.
+torchrun returns 1 for every failure, so the cause comes from the ranks: how each ended, in which
+order, and its last records. A rank that lost its peer is blamed only if no other rank failed. A
+reader accepts the last state that the supervisor recorded, unless living processes contradict it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOGETHER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """The evidence of a reader besides the records: the supervisor's last state, live processes."""
+    """A reader's evidence besides the records: living processes, the supervisor's last state."""
 
     state: State | None = None
     """The last state that the supervisor wrote, None where no document has one."""
@@ -45,9 +45,9 @@ class ReaderView:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that the state of a run depends on.
+    """All facts that determine the state of a run.
 
-    The supervisor observes the processes; a reader has the records and its `view`.
+    The supervisor observes the processes; a reader has only the records and its `view`.
     """
 
     spawned: bool = False
@@ -90,17 +90,17 @@ class Facts:
 
     @property
     def halt_wanted(self) -> bool:
-        """A request or a `.HALT` file asks for a halt."""
+        """True if a request or a `.HALT` file asks for a halt."""
         return self.requested == "halt" or self.halt_file
 
     @property
     def ranks_reason(self) -> str:
-        """The reason of the ranks as a quotation, "" without one."""
+        """The reason that the ranks recorded, as a quotation, or "" if there is none."""
         return f'reason: "{self.reason}"' if self.reason else ""
 
     @property
     def succeeded(self) -> bool:
-        """All ranks exited with code 0, by their own exits or by that of torchrun."""
+        """True if all ranks exited with code 0, as their own exits or that of torchrun show."""
         if any(end.signal or end.code not in (0, None) for end in self.ends):
             return False
         all_zero = bool(self.ends) and all(end.code == 0 for end in self.ends)
@@ -108,9 +108,9 @@ class Facts:
 
     @property
     def ended_by_signal(self) -> bool:
-        """torchrun's log names a signal, torchrun failed, and no rank failed by itself.
+        """True if torchrun's log names a signal, torchrun failed, and no rank failed by itself.
 
-        Any program can print into that log, so the exits have to agree.
+        Any program can print into that log, so the exits have to agree with it.
         """
         failed = self.torchrun_code not in (0, None)
         by_itself = any(
@@ -121,43 +121,44 @@ class Facts:
 
     @property
     def halted(self) -> bool:
-        """All ranks exited with code 0 before their last step.
+        """True if all ranks exited with code 0 before their last step.
 
-        A requested halt counts as done where a full disk lost the exit records.
+        A requested halt counts as done if a full disk lost the exit records.
         """
         lost = self.halt_wanted and not self.has_exit_records
         return self.succeeded and (bool(self.halt_steps) or lost)
 
     @property
     def completion_unknown(self) -> bool:
-        """All ranks exited with code 0; the records that say whether they were done are lost.
+        """True if all ranks exited with code 0, and the records of their completion are lost.
 
-        A program may exit without an exit record: then no other evidence contradicts its success.
+        A foreign program may exit without an exit record; its success is then accepted unless other
+        evidence contradicts it.
         """
         contradicted = bool(self.failure) or self.torchrun_code not in (0, None)
         return self.succeeded and not self.has_exit_records and contradicted
 
     @property
     def unobserved(self) -> bool:
-        """The processes have ended, and neither the ranks nor the exit of torchrun are known."""
+        """True if the processes have ended, and their exits and that of torchrun are unknown."""
         return self.spawned and not self.ends and self.torchrun_code is None and not self.failure
 
     @property
     def doubtful_end(self) -> RankEnd | None:
-        """A rank whose success is contradicted, None where a rank failed."""
+        """A rank with contradicted success, or None if there is none or another rank failed."""
         if any(end.failed for end in self.ends):
             return None
         return next((end for end in self.ends if end.doubt), None)
 
     @property
     def killed_together(self) -> bool:
-        """All ranks got SIGKILL at the same moment, and not from the supervisor."""
+        """True if all ranks got SIGKILL at the same moment, and not from the supervisor."""
         killed = [e for e in self.ends if e.signal == "SIGKILL" and not e.killed_after_failure]
         times = [end.ts for end in killed if end.ts is not None]
         return len(times) == self.world > 1 and max(times) - min(times) <= TOGETHER_S
 
     def exited_early(self) -> RankEnd | None:
-        """Returns the rank that exited with code 0 while the others needed it, None without one."""
+        """Returns the rank that exited with code 0 while the others needed it, or None."""
         failed = [end for end in self.ends if end.failed or end.unknown]
         lost_peer = [end for end in failed if end.lost_peer]
         if not lost_peer or not all(end.secondary for end in failed):
@@ -168,9 +169,10 @@ class Facts:
         return min(early, key=self.position, default=None)
 
     def culprit(self) -> RankEnd | None:
-        """Returns the rank to blame: the first that failed, and not because of another rank.
+        """Returns the rank to blame: the first rank that failed, and not because of another rank.
 
-        An unknown end is blamed before one that torchrun terminated or that lost its peer.
+        A rank with an unknown end is blamed before a rank that torchrun ended or that lost its
+        peer.
         """
         failed = [end for end in self.ends if end.failed or (self.over and end.unknown)]
         return self.exited_early() or min(
@@ -178,7 +180,7 @@ class Facts:
         )
 
     def position(self, end: RankEnd) -> int:
-        """Returns the place of an end in `order`; ends outside of it come last."""
+        """Returns the place of an end in `order`; an end that is not in `order` comes last."""
         return self.order.index(end.rank) if end.rank in self.order else len(self.order)
 
 
@@ -195,7 +197,10 @@ def _halt_words(facts: Facts) -> str:
 
 
 def _completed_words(facts: Facts) -> str:
-    """A run that needed fewer steps than planned gives the reason."""
+    """Returns the sentence for a completed run.
+
+    If the ranks ended before the last planned step, the sentence has their reason.
+    """
     early = f"; {facts.ranks_reason}" if facts.reason not in ("", LAST_STEP) else ""
     return f"all ranks done after step {facts.step}{early}"
 
@@ -230,7 +235,7 @@ def _failure_words(facts: Facts) -> str:
 
 
 def _ranks(ends: Sequence[RankEnd]) -> str:
-    """Returns "ranks 0, 2"."""
+    """Returns the ranks as text, for example "ranks 0, 2"."""
     return f"rank{'s' * (len(ends) > 1)} {', '.join(str(end.rank) for end in ends[:8])}"
 
 
@@ -246,7 +251,7 @@ def _killed_together_words(facts: Facts) -> str:
 
 
 def _culprit_words(facts: Facts, end: RankEnd) -> str:
-    """Returns the sentence on the rank to blame, with the kernel's kills while it ran."""
+    """Returns the sentence on the rank to blame, with the OOM kills of the kernel while it ran."""
     oom, sentence = facts.oom, end.sentence()
     if oom is None:
         return sentence
@@ -256,7 +261,9 @@ def _culprit_words(facts: Facts, end: RankEnd) -> str:
             f"rank {end.rank} was killed by the kernel{end.at}: out of host memory ({oom.words()})"
         )
     if oom.here:
-        return f"{sentence}; the kernel killed a process for host memory ({oom.words()})"
+        return (
+            f"{sentence}; the kernel killed a process because host memory ran out ({oom.words()})"
+        )
     if oom.perhaps and killed:
         return f"{sentence}, probably by the kernel: the host ran out of memory ({oom.words()})"
     if oom.elsewhere and killed:

@@ -33,7 +33,7 @@ RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown"
 def age(seconds: float | None) -> str:
     """Returns an age in at most five characters: `1s`, `74s`, `12m`, `3h05`, `2d`.
 
-    Seconds are rounded up, so that a new value shows a steady `1s`.
+    Seconds are rounded up, so that a value that is always new shows a steady `1s`.
     """
     if seconds is None or not math.isfinite(seconds):
         return DASH
@@ -65,7 +65,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """Returns a size in its largest fitting unit."""
+    """Returns a size in the largest unit that fits."""
     for unit_bytes, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit_bytes:
             return f"{size_bytes / unit_bytes:,.1f} {name}"
@@ -73,10 +73,10 @@ def size(size_bytes: int) -> str:
 
 
 def exit_code(state: RunState, whole: bool = False) -> int:
-    """Returns the documented exit code for a state: of the state itself, then of its gates.
+    """Returns the documented exit code for a state: from the state itself, then from its gates.
 
-    With `whole` it is that of the launch, when the launch is over. A run that lost a rank counts as
-    crashed, also while its other ranks are being ended.
+    With `whole` the code is that of the launch, if the launch has ended. A run that lost a rank
+    counts as crashed, even while its other ranks are being ended.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
@@ -92,15 +92,15 @@ def exit_code(state: RunState, whole: bool = False) -> int:
 
 
 def no_go(state: RunState) -> str:
-    """Returns why the records do not confirm the gates of a run, "" where they do."""
+    """Returns why the records do not confirm the gates of a run, or "" if they confirm them."""
     return next((alert.text for alert in state.alerts if alert.id == NO_GO), "")
 
 
 def launch_exit_code(launch: LaunchState) -> int:
-    """Returns the exit code of a launch that is over: that of the first phase that did not pass.
+    """Returns the exit code of a launch that has ended: that of the first phase that did not pass.
 
-    A plan that ended before its last phase was halted, or lost its supervisor. A launch whose
-    documents have no phases, or contradict each other, returns 1.
+    A plan that ended before its last phase was halted, or lost its supervisor. A launch with
+    documents that have no phases, or contradict each other, returns 1.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -116,7 +116,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns the state of a launch as a word and a sentence; unless it ended, those of its run."""
+    """Returns a word and a sentence on the state: that of the launch if it ended, or of its run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -194,7 +194,7 @@ def _state_lines(state: RunState, whole: bool) -> Iterator[str]:
 
 
 def skipped(state: RunState) -> str:
-    """Returns the number of records that cannot be read, and the part of the files it is of."""
+    """Returns how many records cannot be read, and of which part of the files."""
     text = f"{counted(state.skipped_records, 'record')} cannot be read"
     return f"at least {text} ({state.skipped_in})" if state.skipped_in else text
 
@@ -220,7 +220,7 @@ def rank_line(rank: Rank) -> str:
 
 
 def gate_value(gate: Gate) -> str:
-    """Returns the measured value of a gate in the unit of its bound."""
+    """Returns the measured value of a gate, in the unit of its bound."""
     if gate.value is None:
         return "not measured"
     unit = gate.unit.removesuffix("s") if gate.value == 1 and gate.unit in COUNTED else gate.unit
@@ -228,7 +228,7 @@ def gate_value(gate: Gate) -> str:
 
 
 def not_passed(gates: Sequence[Gate]) -> str:
-    """Returns the gates that did not pass, with value and bound, "" where all passed."""
+    """Returns the gates that did not pass, with value and bound, or "" if all passed."""
     return "; ".join(
         f"gate {gate.name} {RESULT_WORDS[gate.result]} ({gate_value(gate)}, bound {gate.bound})"
         + (f": {gate.why}" if gate.result == "unknown" and gate.why else "")
@@ -245,7 +245,7 @@ def gate_line(gate: Gate) -> str:
 
 
 def gates_text(phase: PhaseState) -> str:
-    """Returns the result of the gates of a completed phase, "" for any other."""
+    """Returns the result of a completed phase's gates, or "" for any other phase."""
     if phase.state != "completed" or not phase.result:
         return ""
     if phase.result == "pass" and not phase.has_gates:
@@ -264,14 +264,14 @@ def launch_lines(launch: LaunchState) -> Iterator[str]:
 
 
 class Changes:
-    """Turns successive states into a sentence per change, for `watch --plain` and `--wait`."""
+    """Turns successive states into one sentence per change, for `watch --plain` and `--wait`."""
 
     def __init__(self) -> None:
         self._last: dict[str, object] = {}
         self._figures_at = 0.0
 
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
-        """Yields the changes since the last call, in the order in which they happened."""
+        """Yields a sentence for each change since the last call, in the order of the changes."""
         for key, value, sentence in _values(state):
             if self._last.get(key) != value:
                 self._last[key] = value
@@ -285,7 +285,7 @@ class Changes:
 
 
 def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
-    """Yields everything that may change: a key, its present value, and a sentence on it."""
+    """Yields everything that may change: a key, the present value, and a sentence on the value."""
     launch, verdict = state.launch, state.verdict
     phases, current = (launch.phases, launch.phase) if launch else ((), 0)
     yield from _phases_ended(phases[:current])
@@ -325,7 +325,7 @@ def _figures(state: RunState) -> str:
 
 
 def shell_line(argv: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Returns a command with its variables as one line for a shell."""
+    """Returns a command and its environment variables as one line for a shell."""
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     return " ".join([*words, shlex.join(argv)])
 

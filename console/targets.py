@@ -1,6 +1,6 @@
 """Finds the target of an operator's action: the run, and the supervisor that gets the request.
 
-Two sources have to agree on each; see the rows of kind `target` in docs/decisions.md.
+Two sources must agree on each; see the rows of kind `target` in docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_SENT = "request not sent"
 
 @dataclass(frozen=True, slots=True)
 class Supervisor:
-    """The supervisor in a document, with the token of its lock."""
+    """The supervisor named in a document, with the token of its lock."""
 
     identity: Mapping[str, Any]
     token: str
@@ -38,7 +38,7 @@ class Supervisor:
 
     @property
     def host(self) -> str:
-        """The name of its host, "" for this host."""
+        """The name of the supervisor's host, or "" for this host."""
         host = jsonl.text(self.identity, "host")
         return "" if host == rundir.host_name() else host
 
@@ -46,7 +46,7 @@ class Supervisor:
 def current_run(launch: Path) -> Path:
     """Returns the run of a launch's current phase.
 
-    Raises NotFoundError before it exists, RefusedError where no document names it.
+    Raises NotFoundError if the run does not exist yet, RefusedError if no document names it.
     """
     state = _document(launch, rundir.PLAN_STATE)
     index, phases = jsonl.integer(state, "phase"), jsonl.entries(state, "phases")
@@ -63,7 +63,7 @@ def current_run(launch: Path) -> Path:
 
 
 def run_to_halt(path: Path) -> Path | None:
-    """Returns the run that a halt stops, None where a launch has no run yet."""
+    """Returns the run that a halt would stop, or None if a launch has no run yet."""
     if not launches.is_launch(path):
         return path
     for run in reversed(launches.run_directories(path)):
@@ -76,7 +76,7 @@ def run_to_halt(path: Path) -> Path | None:
 
 
 def _has_only_ranks(run: Path) -> bool:
-    """Returns whether processes of a run are alive here without a supervisor, in any state."""
+    """Returns whether processes of a run, in any state, live here without a supervisor."""
     top = launches.launch_of(run)
     owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
     if top is not None:
@@ -89,7 +89,7 @@ def _has_only_ranks(run: Path) -> bool:
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
-    """Returns the directory that gets the requests of an action, and its kind."""
+    """Returns the directory that receives the requests of an action, and the kind of mailbox."""
     top = launches.launch_of(path)
     here: Mailbox = "launch" if top == path else "run"
     if here in action.mailboxes:
@@ -102,10 +102,10 @@ def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
 
 
 def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
-    """Returns whether a run has not ended and no supervisor reads its requests.
+    """Returns whether a run has not ended while no supervisor reads its requests.
 
-    A supervisor on another host counts as alive until its answer is missing. Raises RefusedError
-    where the document that names it cannot be read and no process of the run is alive here.
+    A supervisor on another host counts as alive until an answer is missing. Raises RefusedError if
+    the document that names the supervisor cannot be read and no process of the run is alive here.
     """
     if _has_only_ranks(run):
         return True
@@ -116,7 +116,7 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
 
 
 def supervisor(folder: Path, box: Mailbox) -> Supervisor:
-    """Returns the supervisor that reads the requests of a directory, else raises RefusedError."""
+    """Returns the supervisor that reads a directory's requests. Raises RefusedError if none."""
     owner, ended = _named(folder, box)
     name = launches.launch_id(folder) if box == "launch" else folder.name
     if ended:
@@ -136,9 +136,9 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
 
 
 def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
-    """Returns the host of the supervisor for an action, and the pids of its stopped processes here.
+    """Returns the host of the supervisor for an action, and its stopped processes on this host.
 
-    The host is "" for this host.
+    The host is "" for this host; the processes are given by pid.
     """
     owner, _ = _named(*mailbox(path, action))
     named = (owner.identity, jsonl.mapping(owner.identity, "child"))
@@ -149,9 +149,9 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
-    """Returns the supervisor in the document of a directory, and how the run or launch ended.
+    """Returns the supervisor in a directory's document, and how the run or launch ended.
 
-    Raises RefusedError where the document cannot be read.
+    Raises RefusedError if the document cannot be read.
     """
     top = launches.launch_of(folder)
     record = _document(folder, rundir.PLAN_STATE if box == "launch" else rundir.SUPERVISOR)
@@ -171,7 +171,7 @@ def _document(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _without_supervisor(name: str, folder: Path, box: Mailbox, owner: Supervisor) -> str:
-    """Returns why no supervisor gets a request there, and what to do."""
+    """Returns why no supervisor receives a request there, and what to do."""
     state, top = RunSource(folder).poll(), launches.launch_of(folder)
     if box == "run" and state.state in liveness.ENDED - UNSUPERVISED_STATES:
         return f"{name} has ended ({state.why or state.state}); {NOT_SENT}"

@@ -1,7 +1,7 @@
 """The user's configuration file: the alert hook of a launch, and the Dashboard's charts.
 
-The file is YAML; a launch reads it when it begins. It names a program that runs as this user, so no
-other user may be able to write it.
+The file is YAML; a launch reads it at its start. It names a program that runs as this user, so no
+other user may be able to write the file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_WORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`hook` is the program that the supervisor runs on alerts of `hook_levels`, () for none.
+    """The user's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
 
-    `hook_every_s` is the shortest time between two starts, in seconds.
+    `hook` is () for none. `hook_every_s` is the shortest time between two starts, in seconds.
     """
 
     hook: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def path() -> Path:
 
 
 def load() -> Settings:
-    """Returns the operator's settings, the defaults without a file.
+    """Returns the user's settings, or the defaults if there is no file.
 
     Raises UsageError for a wrong value and for a file that another user can write.
     """
@@ -64,7 +64,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def charts() -> tuple[str, ...]:
-    """Returns the charts that the settings file names, () for the default. Raises UsageError."""
+    """Returns the charts that the file names, or () for the default charts. Raises UsageError."""
     found = _read(path()).get(CHARTS) or []
     if not isinstance(found, list):
         raise UsageError(f"{path()}: '{CHARTS}' must be a list of charts")
@@ -72,9 +72,9 @@ def charts() -> tuple[str, ...]:
 
 
 def save_charts(titles: Sequence[str]) -> Path:
-    """Replaces the charts in the settings file, and nothing else in it; returns its path.
+    """Replaces only the charts in the settings file; returns the path of the file.
 
-    Raises UsageError for a file that cannot be read, OSError for one that cannot be written.
+    Raises UsageError for a file that cannot be read, OSError for a file that cannot be written.
     """
     file = path().resolve()
     _read(file)
@@ -89,7 +89,7 @@ def save_charts(titles: Sequence[str]) -> Path:
 
 
 def parse(document: Mapping[str, Any], where: str) -> Settings:
-    """Returns the settings in parsed YAML or JSON; `where` stands in the error."""
+    """Returns the settings in parsed YAML or JSON; `where` names the file in an error."""
     found = plan.section(Settings, document, where)
     words, written = found.hook, document.get("hook")
     if not all(isinstance(word, str) for word in written or ()):  # YAML reads no as False
@@ -107,7 +107,7 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
 
 
 def _check_private(place: Path) -> None:
-    """Raises UsageError where another user could change the program that runs as this user."""
+    """Raises UsageError if another user could change the program that runs as this user."""
     try:
         status = place.stat()
     except OSError as error:

@@ -1,6 +1,7 @@
 """Softmax attention of grouped heads through torch's SDPA: H query heads share G key heads.
 
-It computes in the dtype of its inputs; autocast, which would round wider inputs, is suspended.
+The attention is computed in the dtype of its inputs. Autocast is suspended, because it would round
+wider inputs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +26,7 @@ _ALL_BUT_FLASH = [
 
 
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
-    """Returns a context that limits SDPA's kernels. `refused`: flash does not support the case."""
+    """Returns a context that limits SDPA's kernels. `refused`: flash does not support this case."""
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)
     if switches.flash_only and not refused:
@@ -36,8 +37,8 @@ def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention with an additive mask; every query must see at least one key.
 
-    `q` `[N, H, S, Dk]`, `k` `[N, G, T, Dk]`, `v` `[N, G, T, Dv]`, `bias` of 0 and -inf that
-    broadcasts to `[N, H, S, T]`, → `[N, H, S, Dv]`.
+    `q` is `[N, H, S, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`; the result is `[N, H, S,
+    Dv]`. `bias` has the values 0 and -inf, and broadcasts to `[N, H, S, T]`.
     """
     k, v, native = expand_kv(q, k, v)
     with no_autocast(q.device):
@@ -45,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of each token to itself and all before it; shapes as in `attend`, T = S."""
+    """Attention of each token to itself and all tokens before it; shapes as in `attend`, T = S."""
     if k.shape[2] != q.shape[2]:
         # is_causal aligns queries and keys at their first token, which is right for equal lengths.
         raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[2]} keys.")
@@ -57,18 +58,21 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _keeps_threads_busy(k: Tensor) -> bool:
-    """Returns whether there are as many groups as threads: the kernel's backward gives each thread
-    whole heads. False while torch.compile traces, which cannot know."""
+    """Returns whether the CPU kernel can use all threads, because there are enough groups.
+
+    The kernel's backward gives each thread whole heads. False while torch.compile traces, because
+    the number of threads is not known then.
+    """
     if torch.compiler.is_compiling():
         return False
     return k.shape[0] * k.shape[1] >= torch.get_num_threads()
 
 
 def _attend_folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`attend_causal` of few tokens on the CPU, with the heads of a group as rows of one product.
+    """`attend_causal` for few tokens on the CPU; the heads of a group are rows of one product.
 
-    The kernel works on blocks of 32 or 64 rows where a head has few rows, a third slower than on
-    256.
+    The kernel works on blocks of 32 or 64 rows if a head has few rows; they are a third slower than
+    blocks of 256.
     """
     groups, pieces = k.shape[1], []
     heads = q.shape[1] // groups
@@ -94,10 +98,10 @@ def causal_rows(
 
 
 def expand_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Returns keys and values for SDPA, and whether SDPA expands them to all heads by itself.
+    """Returns keys and values for SDPA, and whether SDPA itself expands them to all heads.
 
-    Its CPU flash kernel does so without a copy, gradients included. On other devices the kernels
-    that accept a mask do not.
+    Its CPU flash kernel expands them without a copy, also in the backward. On other devices, the
+    kernels that accept a mask do not expand them.
     """
     if q.shape[1] == k.shape[1] or (q.device.type == "cpu" and q.shape[-1] == v.shape[-1]):
         return k, v, q.shape[1] != k.shape[1]

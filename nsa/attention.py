@@ -32,8 +32,8 @@ _WINDOW = {"causal": attend_window, "banded": attend_window, "flash-attn": atten
 def project(x: Tensor, *layers: nn.Linear) -> Tensor:
     """Applies several linear layers without bias to `x` as one product; concatenates the results.
 
-    One large product is faster than several narrow ones, and it sums the gradient of `x` inside
-    instead of rounding it after each layer.
+    One large product is faster than several narrow products. It also sums the gradient of `x`
+    inside the product instead of rounding the gradient after each layer.
     """
     return F.linear(x, torch.cat([layer.weight for layer in layers]))
 
@@ -49,14 +49,14 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class NSAttention(nn.Module):
-    """Three branches over their own keys and values, and their gated sum (eq. 5).
+    """Three branches with separate keys and values, and their gated sum (eq. 5).
 
-    Head h belongs to group h // (H/G). Keys are compressed before they are rotated: averaging or
-    mixing rotated keys would cancel their fast components. A compressed key is then rotated to the
-    position of its block's last token, at which it becomes visible: a query's distance to it starts
-    at 0, as to an ordinary key, and a cache can rotate it on arrival.
+    Head h belongs to group h // (H/G). Keys are compressed before the rotary embedding: averaging
+    or mixing rotated keys would cancel their fast components. A compressed key is then rotated to
+    the position of its block's last token, the position from which it is visible: the distance of a
+    query to it starts at 0, as for an ordinary key, and a cache can rotate it on arrival.
 
-    `fallbacks` counts the forwards that could not follow a switch, by cause; `nvtx` marks the
+    `fallbacks` counts, by cause, the forwards that could not follow a switch; `nvtx` marks the
     branches as ranges for Nsight Systems.
     """
 
@@ -114,7 +114,7 @@ class NSAttention(nn.Module):
         return self.out(merge_heads(gated_sum(gates, out_cmp, out_slc, out_win).to(x.dtype)))
 
     def step(self, x: Tensor, cache: Cache) -> Tensor:
-        """`forward` of the one token after those in the cache, `[B, 1, dim]` → `[B, 1, dim]`."""
+        """`forward` for the one token after those in the cache: `[B, 1, dim]` → `[B, 1, dim]`."""
         nsa, first = self.config.nsa, cache.length
         q, *kv = self.project(x, first)
         cache.append(kv)
@@ -125,9 +125,10 @@ class NSAttention(nn.Module):
         return self.out(merge_heads(gated_sum(self.gate(x)[0], *branches).to(x.dtype)))
 
     def sequential(self, x: Tensor, cache: Cache) -> Tensor:
-        """`forward` with the attention of one token after the other.
+        """`forward`, but the attention is computed for one token after the other.
 
-        In float32 or wider: a key's gradient is summed token by token."""
+        In float32 or wider: the gradient of a key is summed token by token.
+        """
         nsa = self.config.nsa
         q, *kv = self.project(x)
         k_blocks, v_blocks = self.summaries(kv[0], kv[1])
@@ -166,9 +167,12 @@ class NSAttention(nn.Module):
         return allowed_kernels(self.switches, refused=bool(route.fallback))
 
     def project(self, x: Tensor, first: int = 0) -> tuple[Tensor, ...]:
-        """Queries `[B, H, S, Dk]`, then keys `[B, G, S, Dk]` and values `[B, G, S, Dv]` of the
-        compressed, selected and window branch; all rotated but the values and `k_cmp`. `first` is
-        the position of the first token."""
+        """Returns the queries, and the keys and values of the three branches.
+
+        The queries are `[B, H, S, Dk]`; the keys `[B, G, S, Dk]` and values `[B, G, S, Dv]` are
+        those of the compressed, selected and window branch. All are rotated except the values and
+        `k_cmp`. `first` is the position of the first token.
+        """
         config, base = self.config, self.config.rope_base
         y = project(
             x, self.q, self.k_slc, self.k_win, self.k_cmp, self.v_slc, self.v_win, self.v_cmp
@@ -185,8 +189,11 @@ class NSAttention(nn.Module):
         return q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win
 
     def summaries(self, k: Tensor, v: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of the whole compressed blocks (eq. 7), `[B, G, N, D]` in float32
-        or wider, keys rotated. `first` is the position of the first block's last token."""
+        """Returns keys and values of the complete compressed blocks (eq. 7), `[B, G, N, D]`.
+
+        They are in float32 or wider, and the keys are rotated. `first` is the position of the first
+        block's last token.
+        """
         size, stride = self.config.nsa.block_size, self.config.nsa.block_stride
         k_blocks = self.phi_k(to_blocks(k, size, stride))
         v_blocks = self.phi_v(to_blocks(v, size, stride))
@@ -214,7 +221,7 @@ class NSAttention(nn.Module):
 
 
 def gated_sum(gates: Tensor, *branches: Tensor) -> Tensor:
-    """Eq. 5: gates `[B, S, H, 3]`, branches `[B, H, S, Dv]` each → `[B, H, S, Dv]`."""
+    """Eq. 5: gates `[B, S, H, 3]` and three branches `[B, H, S, Dv]` → `[B, H, S, Dv]`."""
     return _GatedSum.apply(gates, *branches)
 
 

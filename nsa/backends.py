@@ -1,7 +1,7 @@
 """The table of kernels by branch, and the switches of the operator.
 
-Standard library only. `effective` returns what a forward of a given shape runs and why. The layer
-calls it before each forward and `env.json` records its result, so both report the same.
+Standard library only. `effective` returns which kernels a forward of a given shape runs, and why.
+The layer calls it before each forward, and `env.json` records its result, so both report the same.
 """
 
 import functools
@@ -27,7 +27,7 @@ def _switch(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """The operator's choices for A/B runs. They select how the attention is computed.
+    """The operator's choices for A/B runs; they select how the attention is computed.
 
     Only the ablations `force_branch` and `uniform_gate` change the result.
     """
@@ -57,7 +57,7 @@ class Switches:
 
     @property
     def fixed_gate(self) -> tuple[float, ...] | None:
-        """The weights of cmp, sel and win that replace the gate's own, None without an ablation."""
+        """The weights of cmp, sel and win that replace the gate's; None without an ablation."""
         if self.uniform_gate:
             return (1 / 3,) * len(BRANCHES)
         if self.force_branch == "none":
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def selects_all(self) -> bool:
-        """True where every query selects every block that has begun."""
+        """True if every query selects all blocks that have begun."""
         nsa = self.config.nsa
         return self.seq_len <= nsa.n_select * nsa.select_block_size
 
@@ -166,7 +166,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns the reason for which flash_only cannot be followed, "" where it can."""
+    """Returns why flash_only cannot be followed, or "" if it can."""
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:
@@ -177,7 +177,7 @@ def _sdpa_refusal(case: Case, route: str) -> str:
 
 
 def in_words(routes: dict[str, Route]) -> dict[str, str]:
-    """Returns routes as env.json and the screen show them: the name and the fallback's reason."""
+    """Returns routes as env.json and the screen show them: name and reason of a fallback."""
     return {
         branch: f"{route.name} ({route.fallback})" if route.fallback else route.name
         for branch, route in routes.items()

@@ -1,4 +1,4 @@
-"""The decoding cache of a layer: keys and values of earlier tokens, so a new one costs a query."""
+"""The decoding cache of a layer: stored keys and values, so that a new token costs one query."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ from nsa.config import NSAConfig
 
 
 class Cache:
-    """One layer's keys and values of the tokens so far, `[B, G, T, D]` each."""
+    """The cached keys and values of one layer, `[B, G, T, D]` each."""
 
     def __init__(self, config: NSAConfig) -> None:
         self.config = config
@@ -21,7 +21,7 @@ class Cache:
         """Keys and values of the complete compressed blocks."""
 
     def hold(self, kv: Iterable[Tensor], length: int) -> None:
-        """Replaces the cached keys and values by those of all `length` tokens."""
+        """Replaces the cached keys and values with those of all `length` tokens."""
         nsa = self.config
         keep = (nsa.block_size, nsa.block_size, length, length, nsa.window, nsa.window)
         self.kv = [x[:, :, -rows:] for x, rows in zip(kv, keep, strict=True)]
@@ -44,7 +44,7 @@ class DenseCache:
         self.kv: list[Tensor] = []
 
     def append(self, *kv: Tensor) -> list[Tensor]:
-        """Appends the tokens' rotated keys and values. Returns those of all tokens."""
+        """Appends the rotated keys and values of new tokens. Returns those of all tokens."""
         self.kv = joined(self.kv, kv)
         self.length += kv[0].shape[2]
         return self.kv

@@ -1,9 +1,10 @@
 """The selected branch at a cost of the selected blocks, and in memory for one chunk of tokens.
 
-The queries of a chunk are sorted by the blocks that they selected and cut into tiles: rows (queries
-times heads of a group) that share one block, so that a tile is one product of dense matrices. The
-current block and the one before it are contiguous and need no sorting. The parts of a query are
-combined by their log-sum-exps; the backward computes them again from the saved indices.
+The queries of a chunk are sorted by the blocks that they selected, and cut into tiles. A tile has
+the rows (queries times heads of a group) that share one block, so it is one product of dense
+matrices. The current block and the one before it are contiguous and need no sorting. The parts of a
+query are combined by their log-sum-exps; the backward computes the parts again from the saved
+indices.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
@@ -60,8 +61,8 @@ def _selected(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, S, H, Dv]` and the log-sum-exp `[B, S, H]` in float32 or wider.
 
-    It is a custom operator because its number of tiles depends on the data, which torch.compile
-    cannot trace.
+    This is a custom operator because the number of its tiles depends on the data, which
+    torch.compile cannot trace.
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     batch, heads, seq_len, _ = q.shape
@@ -87,7 +88,7 @@ def _selected_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor,
     size: int, flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of q `[B, H, S, Dk]`, k and v; `grad` is that of the output."""
+    """Returns the gradients of q `[B, H, S, Dk]`, k and v; `grad` is the output's gradient."""
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = keys.zeros(), values.zeros()
     grad_q = q.new_empty(q.transpose(1, 2).shape)
@@ -152,13 +153,15 @@ class _Joined:
     """Sums the weighted outputs of the parts.
 
     The weights of a query are relative to a reference near its log-sum-exp, at first that of the
-    near keys. The reference is raised where a part lies so far above it that a weight could
-    overflow; this check waits for the device once per part.
+    near keys. The reference is raised if a part lies so far above it that a weight could overflow;
+    this check waits for the device once per part.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:
-        """Starts with `near` `[B, G, C, R, Dv]`, whose memory is reused, and its log-sum-exp
-        `near_lse` `[B, G, C, R, 1]`."""
+        """Starts with the output `near` `[B, G, C, R, Dv]` and its log-sum-exp `near_lse`.
+
+        `near_lse` is `[B, G, C, R, 1]`. The memory of `near` is reused.
+        """
         self._out, self._reference = near, near_lse
         self._mass = torch.ones_like(near_lse)
 
@@ -183,15 +186,17 @@ class _Joined:
         self._out *= scale
 
     def write(self, out: Tensor, lse: Tensor) -> None:
-        """Writes the output to `out` `[B, G, C, R, Dv]` and the log-sum-exp over all keys to `lse`
-        `[B, G, C, R, 1]`."""
+        """Writes the output and the log-sum-exp over all keys.
+
+        `out` is `[B, G, C, R, Dv]`, `lse` is `[B, G, C, R, 1]`.
+        """
         torch.div(self._out, self._mass, out=out)
         torch.add(self._reference, self._mass.log(), out=lse)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """The queries begin … end - 1. `first` is the block of the first query."""
+    """One chunk: the queries begin … end - 1. `first` is the block of the first query."""
 
     begin: int
     end: int
@@ -221,14 +226,16 @@ class _Chunk:
         return x[:, :, :tokens].contiguous()
 
     def of(self, x: Tensor) -> Tensor:
-        """A writable view of the chunk's part of `x` `[B, S, H, X]`, as `[B, G, C, R, X]`."""
+        """Returns a writable view of the chunk in `x`: `[B, S, H, X]` → `[B, G, C, R, X]`."""
         rows = x[:, self.begin : self.end].unflatten(2, (self.blocks.shape[1], -1))
         return rows.transpose(1, 2)
 
     def plan(self, n_blocks: int) -> "list[_Tiles]":
-        """Returns the tiles of the chunk for `n_blocks` blocks in each sequence and group, cut into
-        parts that fit the processor's cache. Their number does not depend on the data, except
-        where no block needs a half tile."""
+        """Returns the tiles of the chunk, cut into parts that fit the processor's cache.
+
+        Each sequence and group has `n_blocks` blocks. The number of parts does not depend on the
+        data, unless no block needs a half tile.
+        """
         batch, groups, tokens, picks = self.blocks.shape
         slots, half = self._tile_sizes(n_blocks)
         owner = torch.arange(batch * groups, device=self.blocks.device).view(batch, groups, 1, 1)
@@ -250,7 +257,7 @@ class _Chunk:
         ]
 
     def _tile_sizes(self, n_blocks: int) -> tuple[int, int]:
-        """Returns the slots of a whole tile and of a last one."""
+        """Returns the number of slots of a whole tile, and that of a last tile."""
         _, _, tokens, picks = self.blocks.shape
         largest, filled = TILE_ROWS * self.size // len(self.bias), tokens * picks // n_blocks
         slots = max(8, min(largest, filled))
@@ -261,8 +268,10 @@ class _Chunk:
 def _slots(
     block: Tensor, pairs: Tensor, n_whole: Tensor, n_half: Tensor, sizes: tuple[int, int, int]
 ) -> Tensor:
-    """Returns the slot of each (query, block) pair. `block` is sorted; it has `pairs` of each
-    block, for which there are `n_whole` whole tiles, and then `n_half` last ones behind all whole.
+    """Returns the slot of each (query, block) pair; `block` is sorted.
+
+    Each block has `pairs` pairs, `n_whole` whole tiles, and `n_half` last tiles, which all follow
+    the whole tiles.
     """
     slots, half, in_whole = sizes
     pairs_before, whole_before, half_before = (x.cumsum(0) - x for x in (pairs, n_whole, n_half))
@@ -274,7 +283,7 @@ def _slots(
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles with `slots` slots each; a slot holds a query or is spare."""
+    """Tiles with `slots` slots each; a slot contains a query or is spare."""
 
     row: Tensor
     """`[tiles, slots]`: the chunk's row of each slot; arbitrary for spare slots."""
@@ -302,7 +311,10 @@ class _Tiles:
         return rows.view(len(self.row), -1, x.shape[-1])
 
     def add(self, sums: Tensor, x: Tensor) -> None:
-        """Adds `[tiles, slots · R, X]`, 0 in spare slots, to their rows of `[B, G, C, R, X]`."""
+        """Adds the rows of the tiles to their rows in `sums`.
+
+        `x` is `[tiles, slots · R, X]`, 0 in spare slots; `sums` is `[B, G, C, R, X]`.
+        """
         row = self.row.flatten()
         sums.flatten(3, 4).flatten(0, 2).index_add_(0, row, x.reshape(len(row), -1))
 

@@ -1,7 +1,7 @@
-"""The compressed branch: attention to summaries of blocks (paper, eq. 7), and their scores.
+"""The compressed branch: attention to summaries of blocks (paper, eq. 7), and its scores.
 
-The scores decide which blocks are selected, so this branch, the smallest, computes in float32 or
-wider for every dtype of the model and under autocast.
+The scores decide which blocks are selected. Therefore this branch, the smallest, computes in
+float32 or wider, whatever the dtype of the model, also under autocast.
 """
 
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ SCORE_CHUNK = 512
 
 
 class BlockMLP(nn.Module):
-    """phi of eq. 7: maps a block of tokens, each with its position in the block added, to a vector.
+    """phi of eq. 7 as an MLP: maps a block of tokens to a vector; positions are added before.
 
-    One hidden layer as wide as the head, without biases: the positions before a linear layer act as
-    one. All groups share it; keys and values have one each.
+    It has one hidden layer as wide as the head and no biases, because the positions before a linear
+    layer act as a bias. All groups share it; keys and values have one MLP each.
     """
 
     def __init__(self, block_size: int, width: int) -> None:
@@ -60,7 +60,7 @@ class BlockMean(nn.Module):
 
 
 def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
-    """Cuts `[B, G, S, D]` into whole blocks `[B, G, N, size, D]`; none where S < size."""
+    """Cuts `[B, G, S, D]` into complete blocks `[B, G, N, size, D]`; N is 0 if S < size."""
     if x.shape[-2] < size:
         # An empty cut of padded input keeps the branch in the graph: its gradients are 0, not None.
         return F.pad(x, (0, 0, 0, size - x.shape[-2])).unfold(-2, size, stride)[..., :0, :, :].mT
@@ -71,8 +71,11 @@ def to_blocks(x: Tensor, size: int, stride: int) -> Tensor:
 def visibility(
     first: int, n_rows: int, n_blocks: int, stride: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Additive mask `[n_rows, n_blocks]` of rows first, first + 1, …, where row 0 is the token that
-    completes block 0: row r sees block i iff the block's last token is not after it, i·d ≤ r."""
+    """Additive mask `[n_rows, n_blocks]` for the rows first, first + 1, ….
+
+    Row 0 is the token that completes block 0. Row r sees block i if the block's last token is not
+    after it: i·d ≤ r.
+    """
     row = first + torch.arange(n_rows, device=device)[:, None]
     hidden = torch.arange(n_blocks, device=device)[None, :] * stride > row
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
@@ -81,11 +84,11 @@ def visibility(
 def attend_compressed(
     q: Tensor, k: Tensor, v: Tensor, size: int, stride: int, first: int = 0
 ) -> Tensor:
-    """Attention of tokens first, first + 1, … to the compressed blocks they see.
+    """Attention of tokens first, first + 1, … to the compressed blocks that they see.
 
     `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`, computed in
-    float32 or wider. Tokens t < size - 1 see no block: their rows are exactly 0 and no gradient
-    flows.
+    float32 or wider. Tokens t < size - 1 see no block: their rows are exactly 0 and have no
+    gradient.
     """
     blind = min(max(size - 1 - first, 0), q.shape[2])
     pieces = [q.new_zeros(q.shape[0], blind, q.shape[1], v.shape[-1])]
@@ -117,10 +120,13 @@ def attend_compressed(
 def weights_in_chunks(
     q: Tensor, k: Tensor, size: int, stride: int, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
-    """p_cmp (eq. 8), summed over each group's heads as in eq. 10, of some of the tokens at a time:
-    which, and `[B, G, tokens, n]`, in float32 or wider, of the n blocks that the last of them sees;
-    shapes and `first` as in `attend_compressed`. Tokens that see none are left out. To be called
-    without gradients: torch.compile takes no generator that suspends them by itself."""
+    """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for some tokens at a time.
+
+    Each item is the slice of the tokens and `[B, G, tokens, n]`, in float32 or wider; n is the
+    number of blocks that the last of these tokens sees. Shapes and `first` as in
+    `attend_compressed`. Tokens that see no block are left out. Call it without gradients, because
+    torch.compile accepts no generator that suspends gradients itself.
+    """
     for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
         with no_autocast(q.device):
             weights = _weights(upcast_fp32(q[:, :, rows]), upcast_fp32(k[:, :, :n]), mask).sum(2)
@@ -137,8 +143,10 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 def _seeing(
     q: Tensor, k: Tensor, size: int, stride: int, first: int, chunk: int
 ) -> Iterator[tuple[slice, int, Tensor]]:
-    """Chunks of the queries that see a block: their rows, how many blocks the last of them sees,
-    and their mask."""
+    """Yields chunks of the queries that see a block.
+
+    Each item has the rows, the number of blocks that the last of them sees, and the mask.
+    """
     begin = max(size - 1 - first, 0)
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):
         end = min(start + chunk, q.shape[2])

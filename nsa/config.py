@@ -1,7 +1,7 @@
 """Model configuration, and the numbers of parameters and FLOPs that follow from it.
 
 Standard library only, so that the console can import it without loading torch. This module checks
-rules between values; `trainers.settings` checks types and ranges.
+rules that combine values; `trainers.settings` checks types and ranges.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class NSAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer. The keys of the YAML section `model:` are these fields."""
+    """A decoder-only transformer. Its fields are the keys of the YAML section `model:`."""
 
     dim: int
     """Width of the residual stream."""
@@ -88,7 +88,7 @@ class ModelConfig:
 
 
 def compressed_blocks(config: NSAConfig, seq_len: int) -> int:
-    """Returns the number of whole compressed blocks in `seq_len` tokens."""
+    """Returns the number of complete compressed blocks in `seq_len` tokens."""
     if seq_len < config.block_size:
         return 0
     return (seq_len - config.block_size) // config.block_stride + 1
@@ -143,7 +143,10 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
 
 
 def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
-    """Returns the exact (query, key) pairs per head and sequence by branch: `cmp`, `slc`, `win`."""
+    """Returns, by branch, the exact number of (query, key) pairs per head and sequence.
+
+    The branches are `cmp`, `slc` and `win`.
+    """
     n_cmp = compressed_blocks(config, seq_len)
     first_end = config.block_size - 1
     cmp_pairs = n_cmp * (seq_len - first_end) - config.block_stride * n_cmp * (n_cmp - 1) // 2
@@ -158,7 +161,7 @@ def attended_pairs(config: NSAConfig, seq_len: int) -> dict[str, int]:
 
 
 def _layer_matmul_weights(config: ModelConfig) -> int:
-    """Weights of one layer that multiply every token."""
+    """Returns the number of weights of one layer that multiply every token."""
     branches = N_BRANCHES if config.attention == "nsa" else 1
     query_and_output = config.dim * config.n_heads * (config.d_k + config.d_v)
     keys_and_values = config.dim * branches * config.n_kv_groups * (config.d_k + config.d_v)
@@ -168,7 +171,7 @@ def _layer_matmul_weights(config: ModelConfig) -> int:
 
 
 def _phi_weights(config: ModelConfig) -> int:
-    """Matmul weights of one layer's two compression MLPs (keys and values); groups share them."""
+    """Returns the number of weights of a layer's two compression MLPs, which groups share."""
     if config.nsa.compress == "mean":
         return 0
     return (config.nsa.block_size + 1) * (config.d_k**2 + config.d_v**2)

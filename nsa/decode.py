@@ -12,8 +12,11 @@ from nsa.select import attend_by_group, attend_ranges, block_scores, top_blocks
 
 
 def attend_token(q: Tensor, cache: Cache, switches: Switches) -> tuple[Tensor, Tensor, Tensor]:
-    """The compressed, selected and window branch of the last token in `cache`, whose query is `q`
-    `[B, H, 1, Dk]`: `[B, H, 1, Dv]` each."""
+    """Returns the outputs of the compressed, selected and window branch for one token.
+
+    The token is the last one in `cache`; its query `q` is `[B, H, 1, Dk]`. Each output is `[B, H,
+    1, Dv]`.
+    """
     nsa, first = cache.config, cache.length - 1
     _, _, k_slc, v_slc, k_win, v_win = cache.kv
     k_blocks, v_blocks = cache.blocks

@@ -11,8 +11,8 @@ from nsa.precision import upcast_fp32
 class Gate(nn.Module):
     """Branch weights per token and head from the layer's input, in the order cmp, slc, win.
 
-    "sigmoid" (the paper): the branches are independent. "softmax": the weights add up to 1.
-    `fixed` replaces the weights of all tokens and heads, for ablations; the gate's own parameters
+    With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
+    `fixed` replaces the weights of all tokens and heads, for ablations; the parameters of the gate
     then have a gradient of 0.
     """
 
@@ -41,13 +41,17 @@ class Gate(nn.Module):
 def branch_shares(logits: Tensor, kind: str) -> Tensor:
     """Returns each branch's share of the gate's total weight, `[..., 3]`, in float32; sum 1.
 
-    For the softmax gate these are the weights; for the sigmoid gate the weights over their sum,
-    computed from logits so that three closed gates still have a well-defined ratio.
+    For the softmax gate, the shares are the weights. For the sigmoid gate, they are the weights
+    divided by their sum, computed from logits so that three closed gates still have a defined
+    ratio.
     """
     logits = logits.detach().float()
     return (F.logsigmoid(logits) if kind == "sigmoid" else logits).softmax(-1)
 
 
 def gate_entropy(shares: Tensor) -> Tensor:
-    """Entropy in nats of branch shares `[..., 3]` → `[...]`: ln 3 for equal branches, 0 for one."""
+    """Returns the entropy in nats of branch shares: `[..., 3]` → `[...]`.
+
+    It is ln 3 for equal branches, and 0 if one branch has all the weight.
+    """
     return -(shares * shares.clamp_min(1e-30).log()).sum(-1)

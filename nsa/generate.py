@@ -16,7 +16,7 @@ def generate(
 ) -> Tensor:
     """Returns `count` tokens `[B, count]` that follow `tokens` `[B, S]`, S ≥ 1.
 
-    Temperature 0 picks the likeliest token; otherwise tokens are drawn from the softmax of
+    Temperature 0 selects the most probable token; otherwise tokens are drawn from the softmax of
     logits / temperature.
     """
     caches = model.caches()

@@ -72,10 +72,10 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialises all weights from a normal distribution of mean 0.
 
-        Standard deviation `init_std`; divided by sqrt(2 · n_layers) where a layer writes to the
-        residual stream (GPT-2), so that the stream's variance does not grow with depth;
-        1 / sqrt(fan-in) inside phi, whose input is a whole block. Norms start at 1, the gate's bias
-        and phi's positions at 0.
+        The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) if a layer writes
+        to the residual stream (GPT-2), so that the stream's variance does not grow with depth. It
+        is 1 / sqrt(fan-in) inside phi, whose input is a whole block. Norms start at 1; the gate's
+        bias and phi's positions start at 0.
         """
         std = self.config.init_std
         residual_std = std / math.sqrt(2 * self.config.n_layers)
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
     def collect_stats(self) -> Iterator[None]:
         """Makes each forward inside the context store statistics, which `read_stats` returns.
 
-        Without the context nothing is computed. Nothing inside it waits for the device.
+        Outside the context no statistics are computed. No code inside it waits for the device.
         """
         layers = self._sparse_layers()
         for layer in layers:
@@ -113,10 +113,11 @@ class Transformer(nn.Module):
     def read_stats(self) -> dict[str, Tensor]:
         """Returns the statistics of the last forward inside `collect_stats`, on its device.
 
-        Names as in `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`, `gate_entropy_layers`
-        `[L]` (nats), `gate_max_gate`, `gate_collapse_frac`, `gate_branch_shares` `[3]` (cmp, slc,
-        win), and `sel_*` as far as the sequence is long enough. Empty before such a forward and
-        for dense attention. Reading a value waits for the device.
+        The names are those of `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`,
+        `gate_entropy_layers` `[L]` (nats), `gate_max_gate`, `gate_collapse_frac`,
+        `gate_branch_shares` `[3]` (cmp, slc, win), and those `sel_*` for which the sequence is long
+        enough. The result is empty before such a forward and for dense attention. Reading a value
+        waits for the device.
         """
         found = [layer.stats for layer in self._sparse_layers() if layer.stats]
         return over_layers(found) if found else {}

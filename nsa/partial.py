@@ -1,9 +1,9 @@
 """Attention to a part of the keys, forward and backward, for callers that combine the parts.
 
 A part returns its output and its log-sum-exp, from which the caller computes the part's weight.
-Given the log-sum-exp and the output over *all* keys, the backward of a part needs nothing else: the
-probabilities are exp(score - lse). On the CPU both directions use torch's flash kernels; on other
-devices, and for shapes that these do not support, plain matrix products.
+With the log-sum-exp and the output over *all* keys, the backward of a part needs nothing else: the
+probabilities are exp(score - lse). On the CPU both directions use torch's flash kernels; other
+devices, and shapes that these kernels do not support, use plain matrix products.
 """
 
 import torch
@@ -16,8 +16,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def attend_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """`q` `[N, M, Dk]`, `k` `[N, T, Dk]`, `v` `[N, T, Dv]` (float32 or float64), `bias` `[M, T]` →
-    output `[N, M, Dv]` and log-sum-exp `[N, M]`. Each query must see a key."""
+    """Returns the output `[N, M, Dv]` and the log-sum-exp `[N, M]`; each query must see a key.
+
+    `q` is `[N, M, Dk]`, `k` is `[N, T, Dk]`, `v` is `[N, T, Dv]` (float32 or float64), `bias` is
+    `[M, T]`.
+    """
     if flash and _flash_serves(q, v):
         out, lse = _flash(*(x.unsqueeze(1) for x in (q, k, v)), attn_mask=bias)
         return out.squeeze(1), lse.squeeze(1)
@@ -30,8 +33,11 @@ def attend_part_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bias: Tensor | None, flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v by way of this part. `grad` and `out` `[N, M, Dv]` and `lse`
-    `[N, M]` are over all keys; a query whose lse is +inf takes no part."""
+    """Returns the part of the gradients of q, k and v that this part of the keys contributes.
+
+    `grad` and `out` `[N, M, Dv]` and `lse` `[N, M]` are over all keys; a query whose lse is +inf
+    contributes nothing.
+    """
     if flash and _flash_serves(q, v):
         tensors = (x.unsqueeze(1) for x in (grad, q, k, v, out, lse))
         found = _flash_backward(*tensors, 0.0, False, attn_mask=bias)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def upcast_fp32(x: Tensor) -> Tensor:
-    """Returns `x` in float32, float64 unchanged."""
+    """Returns `x` in float32; float64 stays unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def has_autocast(kind: str) -> bool:
-    """Returns whether a type of device has autocast; torch 2.11 cannot compile its own query."""
+    """Returns whether a type of device has autocast; torch 2.11 cannot compile its own test."""
     return kind != "meta"
 
 

@@ -13,8 +13,10 @@ PREFIX = "nsa."
 
 
 def mark(branch: str, route: str, nvtx: bool = False) -> AbstractContextManager[object]:
-    """Returns a range around a branch, with `nvtx` (CUDA) also for Nsight Systems; nothing while
-    torch.compile traces."""
+    """Returns a profiler range around a branch; with `nvtx` (CUDA) also for Nsight Systems.
+
+    While torch.compile traces, the context does nothing.
+    """
     if torch.compiler.is_compiling():
         return nullcontext()
     name = f"{PREFIX}{branch}.{'ranges_v2' if route == 'ranges' else route}"

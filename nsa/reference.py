@@ -1,8 +1,8 @@
-"""The oracle: one NSA layer in float64, one query and one head at a time. Tests only.
+"""The oracle: one NSA layer in float64, one query and one head at a time. Only for tests.
 
-It shares no code with the fast path and uses other methods: it gathers the visible keys instead of
-masking the others, rotates with complex numbers, and scores a selection block by spreading each
-compressed block's weight over its tokens and adding up the tokens of the block.
+The oracle shares no code with the fast path and uses other methods. It gathers the visible keys
+instead of masking the others, and rotates with complex numbers. It scores a selection block by
+spreading each compressed block's weight over its tokens and adding up the tokens of the block.
 """
 
 import math
@@ -35,8 +35,8 @@ def nsa_layer(
 ) -> Reference:
     """Returns what `NSAttention(config)` with `params` (by name) computes for `x` `[B, S, dim]`.
 
-    `selected` `[B, G, S, n]`, in which indices past the last block are ignored, replaces the
-    oracle's own choice of blocks. Gradients flow to `params` and `x` if these ask for them.
+    `selected` `[B, G, S, n]` replaces the oracle's own choice of blocks; indices past the last
+    block are ignored. Gradients flow to `params` and `x` if these require gradients.
     """
     params = {name: p.double() for name, p in params.items()}
     rows, picks, scores = [], {}, {}
@@ -168,7 +168,7 @@ class _Sequence:
 
 
 def probabilities(q: Tensor, keys: list[Tensor]) -> list[Tensor]:
-    """Softmax of the scaled products of `q` with `keys`; nothing for no keys."""
+    """Returns the softmax of the scaled products of `q` with `keys`; [] without keys."""
     if not keys:
         return []
     scores = torch.stack([q.dot(k) for k in keys]) / math.sqrt(len(q))

@@ -15,12 +15,13 @@ from nsa.tables import cached_table
 def overlap_weights(
     n_cmp: int, n_slc: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the compressed blocks that overlap each selection block, ascending, `[terms, n_slc]`,
-    and the fraction of each that lies inside it, 0 where there are fewer.
+    """Returns the compressed blocks that overlap each selection block, and the overlaps.
 
-    It reads eq. 9 as overlap, as every public kernel does: with l=32, d=16, l'=64 the weights are
-    1/2, 1, 1, 1, 1/2 for blocks 4j-1 … 4j+3. The literal indices of eq. 9 point to earlier tokens.
-    It holds for any l, d and l'.
+    Both are `[terms, n_slc]`, in ascending order. An overlap is the fraction of the compressed
+    block that lies inside the selection block, or 0 for unused terms. Eq. 9 is read as overlap, as
+    in every public kernel: with l=32, d=16, l'=64 the weights are 1/2, 1, 1, 1, 1/2 for blocks 4j-1
+    … 4j+3. The literal indices of eq. 9 point to earlier tokens. This function works for any l, d
+    and l'.
     """
     size, stride, wide = config.block_size, config.block_stride, config.select_block_size
     begin = torch.arange(n_slc, device=device) * wide
@@ -38,8 +39,11 @@ def overlap_weights(
 def block_status(
     first: int, end: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Additive `[end - first, blocks]`, for the tokens first … end - 1: +inf for the forced blocks
-    of a query, -inf for blocks that start after it, 0 for the rest."""
+    """Returns an additive mask `[end - first, blocks]` for the tokens first … end - 1.
+
+    It is +inf for the forced blocks of a query, -inf for blocks that start after the query, and 0
+    for all other blocks.
+    """
     current = torch.arange(first, end, device=device)[:, None] // config.select_block_size
     block = torch.arange(selection_blocks(config, end), device=device)[None, :]
     forced = (block < INITIAL_BLOCKS) | (block > current - LOCAL_BLOCKS)
@@ -61,10 +65,10 @@ def causal_in_blocks(
 
 @torch.no_grad()
 def importance(p_cmp: Tensor, config: NSAConfig, n_slc: int) -> Tensor:
-    """p_slc (eq. 9): `p_cmp` `[..., n]` of the first n compressed blocks → `[..., n_slc]`.
+    """Returns p_slc (eq. 9): `p_cmp` `[..., n]` of the first n compressed blocks → `[..., n_slc]`.
 
-    The sum goes term by term, so selection blocks with the same terms have the same score to the
-    last bit and ties break alike on every route. A matrix product would round by position.
+    The sum is computed term by term, so selection blocks with the same terms have the same score to
+    the last bit, and ties break alike on every route. A matrix product would round by position.
     """
     blocks, weights = overlap_weights(p_cmp.shape[-1], n_slc, config, p_cmp.device, p_cmp.dtype)
     p_slc = p_cmp.new_zeros(*p_cmp.shape[:-1], n_slc)
@@ -75,8 +79,11 @@ def importance(p_cmp: Tensor, config: NSAConfig, n_slc: int) -> Tensor:
 
 @torch.no_grad()
 def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
-    """p_slc (eq. 9, 10) of the queries `[B, H, S, Dk]` of tokens first, first + 1, … over
-    compressed keys `[B, G, N, Dk]`: `[B, G, S, blocks]`; 0 for blocks that a query does not see."""
+    """Returns p_slc (eq. 9, 10) of the queries of tokens first, first + 1, ….
+
+    `q` is `[B, H, S, Dk]`, the compressed keys are `[B, G, N, Dk]`, and the result is `[B, G, S,
+    blocks]`; it is 0 for blocks that a query does not see.
+    """
     n_slc = selection_blocks(config, first + q.shape[2])
     p_slc = upcast_fp32(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_slc)
     size, stride = config.block_size, config.block_stride
@@ -88,12 +95,12 @@ def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) ->
 
 @torch.no_grad()
 def top_blocks(p_slc: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
-    """The blocks that tokens first, first + 1, … attend to (eq. 11, 12): `[B, G, S, blocks]` →
-    int64 `[B, G, S, n]`.
+    """Returns the blocks that tokens first, first + 1, … attend to (eq. 11, 12).
 
-    Block 0, the current block and the one before it are always selected and count among the n. Of
-    equal scores the lower index wins. Indices ascend; where fewer than n blocks have begun, the
-    rest are the sentinel `blocks`, one past the last. n is at most the number of blocks.
+    `p_slc` is `[B, G, S, blocks]`; the result is int64 `[B, G, S, n]`. Block 0, the current block
+    and the one before it are always selected and count among the n. Of equal scores the lower index
+    is selected. Indices ascend; if fewer than n blocks have begun, the rest have the value
+    `blocks`, one past the last index. n is at most the number of blocks.
     """
     n_slc = p_slc.shape[-1]
     status = block_status(first, first + p_slc.shape[2], config, p_slc.device, p_slc.dtype)
@@ -140,11 +147,11 @@ def block_mask(blocks: Tensor, n_slc: int) -> Tensor:
 
 @torch.no_grad()
 def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
-    """Ascending indices `[B, G, S, n]` of queries first, first + 1, … → ranges of visible tokens
-    `[B, G, S, n, 2]` as begin and end; neighbouring blocks form one range, unused ones are empty.
+    """Returns the ranges of visible tokens for the selected blocks; neighbouring blocks are merged.
 
-    A range ends with its query at the latest. It stands at the entry of its last block, so no
-    shape depends on the data.
+    `blocks` has ascending indices `[B, G, S, n]` of queries first, first + 1, …; the result `[B, G,
+    S, n, 2]` has begin and end of each range. Unused ranges are empty. A range ends with its query
+    at the latest. It has the position of its last block, so no shape depends on the data.
     """
     size = config.select_block_size
     end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]

@@ -1,4 +1,4 @@
-"""Statistics of the gate and the selection, as tensors on the device; nothing here waits for it."""
+"""Statistics of the gate and the selection, as tensors on the device; no code waits for it."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ COLLAPSED_SHARE = 0.95
 def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
     """Returns statistics of one layer's gate logits `[B, S, H, 3]` over all tokens and heads.
 
-    `gate_entropy`, `gate_entropy_min` in nats; `gate_max_gate`, the mean of the largest share;
-    `gate_collapse_frac`, the fraction of tokens and heads with an entropy below 0.1 nats and one
-    share above 0.95; `gate_branch_shares` `[3]`, the mean shares of cmp, slc and win.
+    `gate_entropy` and `gate_entropy_min` are in nats. `gate_max_gate` is the mean of the largest
+    share. `gate_collapse_frac` is the fraction of tokens and heads with an entropy below 0.1 nats
+    and one share above 0.95. `gate_branch_shares` `[3]` has the mean shares of cmp, slc and win.
     """
     shares = branch_shares(logits, kind)
     entropy, largest = gate_entropy(shares), shares.amax(-1)
@@ -80,7 +80,7 @@ def selection_stats(p_slc: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 
 @torch.no_grad()
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns a model's statistics from those of its layers: means, and the minimum entropy."""
+    """Returns a model's statistics: the means over its layers, and the minimum entropy."""
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")
     lowest = together.pop("gate_entropy_min")

@@ -13,9 +13,9 @@ T = TypeVar("T")
 def cached_table(build: Callable[P, T]) -> Callable[P, T]:
     """Caches a function that builds constant tensors from hashable arguments.
 
-    The tables are part of no module: neither of its state dict nor of its checkpointed inputs. They
+    The tables belong to no module: neither to its state dict nor to its checkpointed inputs. They
     are built outside inference mode, so that a later training step may save them for its backward.
-    torch.compile traces the function instead, and its result is part of the graph.
+    While torch.compile traces the function, its result becomes part of the graph.
     """
 
     @lru_cache(maxsize=128)

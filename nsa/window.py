@@ -14,10 +14,11 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 16, 128
 
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """`q` `[B, H, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]` → `[B, H, S, Dv]`.
+    """Returns the attention to the window: the last w tokens, including the query.
 
-    The first w tokens see all before them. The rest is cut into chunks of c tokens, c from 16 to
-    128, and each chunk sees w + c keys: a cost of w + c keys per query instead of S.
+    `q` `[B, H, S, Dk]`, `k` `[B, G, S, Dk]`, `v` `[B, G, S, Dv]` → `[B, H, S, Dv]`. The first w
+    tokens see all tokens before them. The others are cut into chunks of c tokens (16 to 128), and
+    each chunk sees w + c keys, so a query costs w + c keys instead of S.
     """
     if q.shape[2] <= window:
         return attend_causal(q, k, v)
@@ -49,15 +50,17 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def chunk_tokens(window: int, heads: int) -> int:
-    """Returns the tokens of a chunk in which `heads` share the keys."""
+    """Returns the number of tokens in a chunk if `heads` heads share the keys."""
     wanted = min(max(CHUNK_ROWS // heads, SMALLEST_CHUNK), LARGEST_CHUNK)
     return min(max(window, SMALLEST_CHUNK), wanted)
 
 
 @cached_table
 def band(chunk: int, heads: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[chunk · heads, w + chunk]`: of keys that begin w tokens before the first
-    query, a query sees the w that end with its own."""
+    """Returns an additive mask `[chunk · heads, w + chunk]`.
+
+    The keys begin w tokens before the first query. A query sees the last w keys up to its own.
+    """
     age = window + torch.arange(chunk, device=device).repeat_interleave(heads)[:, None]
     age = age - torch.arange(window + chunk, device=device)
     hidden = (age < 0) | (age >= window)

@@ -9,9 +9,9 @@ KEPT_BYTES, MAPPED_BYTES = 2**31 - 1, 2**30
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory. Returns False with another C library.
+    """Makes glibc reuse freed memory. Returns False if the C library is another one.
 
-    By default it returns large tensors and the top of the heap to the kernel at once, and every
+    By default glibc returns large tensors and the top of the heap to the kernel at once, and every
     step faults the pages in again: 20,000 to 80,000 page faults per step of one 8,192-token layer,
     against 1,000.
     """

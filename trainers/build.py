@@ -1,4 +1,4 @@
-"""Builds model, optimizer, loader and all else of a training; restores a checkpoint if named."""
+"""Builds all parts of a training (model, optimizer, loader, …); restores a checkpoint if named."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Training:
 
 
 def build(settings: Settings, member: Member, report: Report) -> Training:
-    """Returns the parts of a training; restores a checkpoint where the settings name one."""
+    """Returns the parts of a training; restores a checkpoint if the settings name one."""
     train, parallel = settings.train, make_strategy(settings, member)
     refuse_other_settings(settings, parallel)
     source = open_on_all_ranks(settings, member.run, parallel)
@@ -99,7 +99,7 @@ def build(settings: Settings, member: Member, report: Report) -> Training:
 
 
 def refuse_other_settings(settings: Settings, parallel: Single) -> None:
-    """Raises UsageError on all ranks where one has other settings than rank 0.
+    """Raises UsageError on all ranks if a rank has other settings than rank 0.
 
     Each rank reads its own environment and files, which may differ between hosts.
     """
@@ -129,7 +129,7 @@ def make_model(settings: Settings, device: torch.device) -> Transformer:
 
 
 def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
-    """Returns this rank's part of the held-out batches, [] without evaluation. Raises DataError."""
+    """Returns this rank's held-out batches, or [] without evaluation. Raises DataError."""
     if not settings.eval.every:
         return []
     source = open_on_all_ranks(settings, run, parallel, held_out=True)
@@ -161,9 +161,9 @@ def resume(settings: Settings, member: Member, report: Report, parts: Parts) -> 
 
 
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:
-    """Returns the checkpoint to resume from, None for a start at step 1; for rank 0 only.
+    """Returns the checkpoint to resume from, or None to start at step 1; only for rank 0.
 
-    Raises CheckpointError, and OSError where the checkpoints of this run cannot be listed.
+    Raises CheckpointError, or OSError if the checkpoints of this run cannot be listed.
     """
     named, step = settings.checkpoint.resume, settings.checkpoint.from_step
     if member.supervised and member.attempt > 1 and manifest.newest_first(member.run):

@@ -1,9 +1,10 @@
 """Restores the state of a training through torch.distributed.checkpoint (DCP).
 
-The state is tensors under parameter names: weights, AdamW's averages, loss scale, generators. It
-does not depend on the number of ranks or their strategy, and loading it runs no code: tensors load
-with `weights_only=True`, and DCP's index, a pickle, is limited to a list of DCP's classes.
-`trainers.manifest` describes and verifies the directory of a checkpoint.
+The state is a set of tensors with parameter names: weights, AdamW's averages, loss scale,
+generators. It does not depend on the number of ranks or on their strategy. Loading a checkpoint
+runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a pickle, may
+contain only a list of DCP's classes. `trainers.manifest` describes and verifies the directory of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Parts:
     loss_scale: LossScale
 
     def state(self) -> State:
-        """Returns views of all tensors by section and parameter name, without the generators."""
+        """Returns views of all tensors except the generators, by section and parameter name."""
         plain = self.parallel.plain(self.model)
         for p in plain.parameters():
             if not self.optimizer.state[p]:
@@ -67,9 +68,9 @@ ALONE = "torch.distributed is disabled"
 
 
 def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -> Result:
-    """Returns the result of `work` on this rank; all ranks must call it.
+    """Returns the result of `work` on this rank; all ranks must call this function.
 
-    Raises CheckpointError on all ranks where it fails on one, with the sentence of the first.
+    If `work` fails on a rank, all ranks raise CheckpointError with the sentence of the first one.
     """
     results, failure, reason = [], None, ""
     try:
@@ -87,10 +88,11 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
 def restore(
     parts: Parts, choose: Callable[[], tuple[Path, list[CheckpointError]] | None]
 ) -> tuple[Path, Manifest, list[CheckpointError]] | None:
-    """Restores on all ranks the checkpoint that `choose` returns on rank 0.
+    """Restores, on all ranks, the checkpoint that `choose` returns on rank 0.
 
-    Returns it with the checkpoints that rank 0 skipped, None without one. Raises CheckpointError on
-    all ranks where one cannot read it or has another one at its path.
+    Returns its path and manifest, and the errors of the checkpoints that rank 0 skipped; None if
+    there is no checkpoint. Raises CheckpointError on all ranks if a rank cannot read the
+    checkpoint, or finds another checkpoint at its path.
     """
     parallel = parts.parallel
 
@@ -116,7 +118,7 @@ def restore(
 def load(path: Path, parts: Parts) -> None:
     """Restores all tensors bitwise from a verified checkpoint.
 
-    Raises CheckpointError, for another model with the parameter that differs.
+    Raises CheckpointError; if the model differs, with the name of the parameter that differs.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
@@ -157,7 +159,7 @@ def load_section(path: Path, section: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[tuple[_Reader, Metadata]]:
-    """Yields reader and index of a checkpoint; turns errors of its body into CheckpointError."""
+    """Yields the reader and the index of a checkpoint; read errors become CheckpointError."""
     reader = _Reader(path)
     try:
         with warnings.catch_warnings():
@@ -190,7 +192,7 @@ _INDEX_CLASSES = {
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles the classes of DCP's index only."""
+    """Unpickles only the classes that DCP's index contains."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _INDEX_CLASSES.get(module, ()):
@@ -199,7 +201,7 @@ class _Index(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader, limited to a safe index and to files of its own directory."""
+    """DCP's reader, limited to a safe index and to files in the checkpoint's own directory."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         del args, kwargs
@@ -215,7 +217,7 @@ class _Reader(FileSystemReader):
 
 
 def _compare(path: Path, state: State, index: Metadata) -> None:
-    """Raises CheckpointError where a parameter is missing, unknown, or has another shape."""
+    """Raises CheckpointError if a parameter is missing, is unknown, or has another shape."""
     saved = {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in index.state_dict_metadata.items()
@@ -231,7 +233,7 @@ def _compare(path: Path, state: State, index: Metadata) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns one sentence; of DCP's exception that of the first rank's own error."""
+    """Returns one sentence for an error; for DCP's exception, the error of the first rank."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, CheckpointException):
@@ -241,7 +243,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Returns this rank's generator state(s) as one uint8 vector on its device."""
+    """Returns the states of this rank's generators as one uint8 vector on its device."""
     parts = [torch.get_rng_state()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))

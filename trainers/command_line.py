@@ -42,14 +42,14 @@ class Arguments:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError with one sentence."""
+    """A parser that raises UsageError with one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; python -m {self.prog} --help shows the options")
 
 
 def parse(argv: Sequence[str] | None, program: str, variables: Mapping[str, str]) -> Arguments:
-    """Returns the arguments in `argv`, with the configuration of `$CONFIG`. Raises UsageError."""
+    """Returns the arguments in `argv`; `$CONFIG` may set the configuration. Raises UsageError."""
     found = _parser(program).parse_args(argv)
     named = {option: getattr(found, key) for option, key in OPTIONS.items()}
     named = {option: value for option, value in named.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Faults inside a real trainer, set with `NSA_DRILL`, to practise their recovery.
+"""Faults inside a real trainer, set with `NSA_DRILL`, to practise recovery from them.
 
-They happen in hooks of the model and in the source's read, like real faults. The training loop has
-no code for them, and a training without drills has no hook. `trainers.contract.drill` has the kinds
-and the grammar.
+The faults occur in hooks of the model and in the source's read, like real faults. The training loop
+has no code for them, and a training without drills has no hook. `trainers.contract.drill` has the
+kinds and the grammar.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def arm(
 
 
 def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
-    """Returns the reason for which a drill does not happen in this attempt, "" where it does."""
+    """Returns why a drill does not happen in this attempt, or "" if it does."""
     if member.attempt > 1 and not drill.every_attempt:
         return f"this is attempt {member.attempt}"
     if drill.rank is not None and drill.rank >= member.world:
@@ -74,14 +74,14 @@ def _report(report: Report, member: Member, drill: Drill, state: str, text: str)
 
 
 class _Drills:
-    """The drills of this rank, and the step at which each last happened."""
+    """The drills of this rank, and the last step at which each one happened."""
 
     def __init__(self, armed: Sequence[Drill], member: Member, report: Report):
         self._armed, self._member, self._report = armed, member, report
         self._last: dict[Drill, int] = {}
 
     def due(self, place: Place, step: int) -> Iterator[Drill]:
-        """Yields the drills of this place and step, after their records were written."""
+        """Yields the drills that are due at this place and step, after recording them."""
         for drill in self._armed:
             kind = KINDS[drill.kind]
             now = step == drill.step or (kind.lasts and step > drill.step)
@@ -106,7 +106,7 @@ class _Drills:
 
 
 def _stall_reads(source: Source, drills: _Drills, sequences_per_step: int) -> None:
-    """Wraps the source's read, so that loader drills happen in the loader's thread."""
+    """Wraps the source's `read`, so that loader drills happen in the loader's thread."""
     plain = source.read
 
     def read(count: int, rank: int, world: int) -> RankRows:
@@ -118,7 +118,7 @@ def _stall_reads(source: Source, drills: _Drills, sequences_per_step: int) -> No
 
 
 def _raise(_amount: None, _member: Member) -> NoReturn:
-    raise ValueError("the drill raise: a fault in the forward pass")
+    raise ValueError("drill raise: an intended fault in the forward pass")
 
 
 def _out_of_memory(_amount: None, _member: Member) -> NoReturn:
@@ -149,7 +149,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Waits for a mutex that this thread holds; unlike sleep(), a signal does not end it."""
+    """Keeps the GIL: waits for a mutex of this thread, which, unlike sleep(), no signal ends."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(MUTEX_BYTES)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)

@@ -1,6 +1,7 @@
-"""The common part of the entry points: arguments -> settings -> run -> training -> exit code.
+"""The common part of the entry points: arguments, settings, run, training, exit code.
 
-torch is imported after the settings are resolved, so an error in them is reported at once.
+torch is imported after the settings are resolved, so that an error in the settings is reported at
+once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainers.settings import AUTO, Resolved
 
 
 def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
-    """Trains as the arguments say. Returns the exit code of docs/run-directory.md."""
+    """Trains as the arguments say. Returns an exit code of docs/run-directory.md."""
     dumps.ignore()
     variables = environ.snapshot()
     try:
@@ -42,9 +43,9 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exits at once; all records are written.
+    """Exits at once; all records have been written.
 
-    Destroying process groups can hang forever: with two gloo groups in 2 of 16 exits.
+    Destroying process groups can hang forever: with two gloo groups this happened in 2 of 16 exits.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -52,7 +53,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Member:
-    """Returns this rank's part in its run. Raises RefusedError for a directory in use."""
+    """Returns this rank's `Member` of its run. Raises RefusedError if the directory is in use."""
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised
     if resumes and arguments.run_dir is None:
@@ -70,7 +71,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
 
 
 def _attempts(run: Path) -> int:
-    """Returns the number of earlier attempts; all ranks read it before one writes."""
+    """Returns the number of earlier attempts; all ranks read it before a rank writes."""
     record = rundir.read_json(run / rundir.ENV) or {}
     return jsonl.integer(record, "attempt") or 0
 
@@ -89,7 +90,7 @@ def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: R
 
 
 def _started_at(pid: int) -> float | None:
-    """Returns the start of a process in unix seconds, None where it is not available."""
+    """Returns the start time of a process in unix seconds, or None if it is not available."""
     ticks = rundir.start_ticks(pid)
     lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
     boot = next((line.split()[1] for line in lines if line.startswith("btime ")), None)
@@ -99,7 +100,7 @@ def _started_at(pid: int) -> float | None:
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
-    """Writes one sentence to stderr and, where a run exists, to its heartbeat."""
+    """Writes one sentence to stderr and, if a run exists, to the run's heartbeat."""
     sentence = str(error)
     directory = Path(variables.get(environ.RUN_DIR, ""))
     if environ.RUN_DIR in variables and directory.is_dir():

@@ -15,7 +15,7 @@ from trainers.loader import Batch
 
 @torch.no_grad()
 def evaluate(t: Training, step: int) -> None:
-    """Records the token-weighted mean loss of all ranks' held-out batches."""
+    """Records the token-weighted mean loss on the held-out batches of all ranks."""
     t.phases.enter(step, "eval")
     began = time.perf_counter()
     recall = t.settings.data.source == "recall"
@@ -34,7 +34,7 @@ def evaluate(t: Training, step: int) -> None:
 
 
 def score(logits: Tensor, batch: Batch, count_right: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss sum in nats, the number of scored predictions, and of right ones."""
+    """Returns the loss sum in nats, the number of scored predictions, and how many were right."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     each = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")

@@ -13,7 +13,7 @@ from trainers.failures import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verifies and exports a checkpoint. Returns the exit code of docs/run-directory.md."""
+    """Verifies and exports a checkpoint. Returns an exit code of docs/run-directory.md."""
     return failures.command("trainers.export", lambda: _export(argv))
 
 

@@ -24,7 +24,7 @@ def device_name(device: torch.device) -> str:
 def collect(
     parallel: Single, model: nn.Module, source: Source, settings: Settings
 ) -> dict[str, Any]:
-    """Returns the facts of this run that its settings do not contain."""
+    """Returns facts about this run that are not among its settings."""
     on_cuda = parallel.device.type == "cuda"
     return {
         "python": platform.python_version(),
@@ -44,7 +44,7 @@ def collect(
 
 
 def attention(device: torch.device, settings: Settings) -> dict[str, str]:
-    """Returns the route of each branch of the attention in words."""
+    """Returns the route of each attention branch in words."""
     precision = settings.train.precision
     dtype = AUTOCAST.get(precision, weights_dtype(precision))
     routes = routes_of(settings.model, settings.data.seq_len, device, dtype, settings.attention)
@@ -52,7 +52,7 @@ def attention(device: torch.device, settings: Settings) -> dict[str, str]:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Returns the GPU memory of this rank in MiB, nothing on a CPU."""
+    """Returns the GPU memory of this rank in MiB, {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {

@@ -67,7 +67,7 @@ COLLECTIVE_SIGNS = ("gloo", "NCCL")
 
 
 def command(name: str, work: Callable[[], str]) -> int:
-    """Prints the result of `work`, or one sentence for its error. Returns the exit code."""
+    """Prints the result of `work`, or a sentence for its error. Returns the exit code."""
     try:
         sys.stdout.write(f"{work()}\n")
     except (ContractError, TrainingError) as error:
@@ -78,7 +78,7 @@ def command(name: str, work: Callable[[], str]) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code and one sentence; the code is `BUG` for an unexpected exception."""
+    """Returns the exit code of an error and one sentence; an unexpected error has code `BUG`."""
     if isinstance(error, TrainingError):
         return error.exit_code, str(error)
     if isinstance(error, ContractError):

@@ -1,4 +1,4 @@
-"""`torchrun -m trainers.fsdp --config FILE`: as `trainers.ddp`, with parameters sharded (FSDP2)."""
+"""`torchrun -m trainers.fsdp --config FILE`: like `trainers.ddp`, but parameters are sharded."""
 
 from trainers.entry import exit_now, main
 

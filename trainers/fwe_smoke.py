@@ -1,6 +1,6 @@
 """`python -m trainers.fwe_smoke` measures how fast FineWeb-Edu is read, without training.
 
-It prints tokens per second and the times of single fetches. It exits with 0, or with 12 and one
+It prints the tokens per second and the times of single fetches. The exit code is 0, or 12 with one
 sentence.
 """
 
@@ -22,7 +22,7 @@ from trainers.schema import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fetches batches as a training of one rank does. Returns the exit code."""
+    """Fetches batches like a training of one rank. Returns the exit code."""
     return failures.command("trainers.fwe_smoke", lambda: _fetch(_parse(argv)))
 
 

@@ -13,7 +13,7 @@ from trainers.contract.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the prompt and its continuation. Returns the exit code of docs/run-directory.md."""
+    """Prints the prompt and its continuation. Returns an exit code of docs/run-directory.md."""
     return failures.command("trainers.generate", lambda: _continue(_parse(argv)))
 
 

@@ -1,8 +1,9 @@
 """Clips gradients, steps AdamW, and detects non-finite steps, spikes and target leaks.
 
 All ranks detect and skip a non-finite step before the optimizer runs. A rank with a non-finite loss
-makes its gradients NaN, so after their reduction every rank has the same non-finite gradient norm.
-That needs no extra collective and, as the fused optimizer skips by itself, no wait for the GPU.
+makes its gradients NaN, so after the reduction every rank has the same non-finite gradient norm.
+This needs no extra collective and no wait for the GPU, because the fused optimizer itself skips the
+step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
-    """Clips the global gradient norm. Returns the norm before, and 1.0 where it is not finite."""
+    """Clips the global gradient norm. Returns the norm before, and 1.0 if it is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -35,7 +36,7 @@ def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
-    """Steps the optimizer unless `nonfinite` is set; the fused kernel checks it on the device."""
+    """Steps the optimizer unless `nonfinite` is set; the fused kernel reads it on the device."""
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = nonfinite  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
@@ -47,7 +48,7 @@ def optimise(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 def dead_parameters(model: nn.Module) -> list[str]:
     """Returns the parameters whose gradient is missing or zero; waits for the device.
 
-    All ranks must call it, as a sharded parameter has a part of its gradient on each.
+    All ranks must call this function, because each rank has a part of a sharded gradient.
     """
     dead = []
     for name, p in model.named_parameters():
@@ -60,10 +61,11 @@ def dead_parameters(model: nn.Module) -> list[str]:
 
 
 class Spikes:
-    """Detects steps whose gradient norm is far above the earlier ones, without waiting for the GPU.
+    """Detects steps whose gradient norm is far above earlier norms, without waiting for the GPU.
 
-    It uses the norm, which is the same on every rank before the optimizer runs. `sigmas` 0 detects
-    none. Mean and deviation are those of the last finite norms of steps that were not skipped.
+    The detection uses the norm, which is the same on every rank before the optimizer runs. With
+    `sigmas` 0 nothing is detected. Mean and deviation are computed from the last finite norms of
+    steps that were not skipped.
     """
 
     def __init__(self, sigmas: float, device: torch.device):
@@ -72,7 +74,7 @@ class Spikes:
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
 
     def detect(self, norm: Tensor, nonfinite: Tensor) -> Tensor:
-        """Returns 1.0 where `norm` is a spike; otherwise adds it to the window."""
+        """Returns 1.0 if `norm` is a spike; otherwise adds the norm to the window."""
         if not self._sigmas:
             return torch.zeros_like(nonfinite)
         deviation, mean = torch.std_mean(self._norms)
@@ -88,7 +90,7 @@ class Spikes:
 
 
 class Guard:
-    """Counts skipped steps and ends a training that fails; the same on all ranks."""
+    """Counts skipped steps and ends a failing training; all ranks get the same result."""
 
     def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
@@ -99,7 +101,7 @@ class Guard:
         """Steps of this process."""
 
     def count(self, rows: list[Row]) -> None:
-        """Counts skipped steps by cause; a non-finite step is no spike."""
+        """Counts skipped steps by cause; a non-finite step does not count as a spike."""
         for row in rows:
             self.skipped += row.skipped
             self.nonfinite_loss += row.nonfinite_loss
@@ -107,8 +109,10 @@ class Guard:
             self.spikes += row.spike and not row.nonfinite
 
     def check(self, rows: list[Row]) -> None:
-        """Raises NonFiniteError after too many consecutive non-finite steps, and LeakError where
-        random bytes were predicted better than chance (`chance_nats`; 0: the data is not random).
+        """Raises NonFiniteError after too many non-finite steps in a row, and LeakError on a leak.
+
+        A leak means that random bytes were predicted better than chance (`chance_nats`; 0 means
+        that the data are not random).
         """
         for row in rows:
             self._in_a_row = self._in_a_row + 1 if row.nonfinite else 0

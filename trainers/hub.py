@@ -29,9 +29,8 @@ def resolve(
 ) -> tuple[str, list[str], list[str]]:
     """Returns a description, the files of the training split, and a fingerprint of each file.
 
-    `fingerprint` returns that of a file below the folder of a mirror.
-
-    Raises DataError, for a hub that cannot be reached within about a second.
+    `fingerprint` is a function that returns the fingerprint of a file in the folder of a mirror.
+    Raises DataError, within about a second if the hub cannot be reached.
     """
     if not data.path:
         probe()
@@ -61,15 +60,15 @@ def resolve(
 
 
 def _content(address: str) -> str:
-    """Returns path and blob id of a file on the hub; an edit of the card changes neither."""
+    """Returns path and blob id of a file on the hub; editing the dataset card changes neither."""
     name = address.rpartition("@")[2].partition("/")[2]
     return f"{name} {HfFileSystem().info(address)['blob_id']}"
 
 
 def probe() -> None:
-    """Raises DataError within a second where the hub, or its proxy, does not answer.
+    """Raises DataError within a second if the hub, or its proxy, does not answer.
 
-    `datasets` itself would retry for 23 s on every rank.
+    The package `datasets` would retry for 23 s on every rank.
     """
     advice = "set data.path (--local-path) to a local mirror, or use data.source=text"
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):

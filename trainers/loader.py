@@ -1,6 +1,6 @@
 """Loads batches in a thread from a global stream of sequences that the ranks divide.
 
-Sequence i belongs to rank i % world. So the data of a step depends on the global batch only, and a
+Sequence i belongs to rank i % world. So the data of a step depends only on the global batch, and a
 position in the stream is valid for any number of ranks. A thread reads ahead into a bounded queue;
 every wait has a time limit.
 """
@@ -49,14 +49,14 @@ class Batch:
     """The tokens `[B, S + 1]` on the CPU, as the source returned them."""
 
     def crc32(self) -> str:
-        """Returns a checksum of this rank's tokens in hexadecimal digits, "" without tokens."""
+        """Returns a checksum of this rank's tokens in hexadecimal digits, or "" without tokens."""
         if self.tokens is None or not self.tokens.numel():
             return ""
         size = self.tokens.numel() * self.tokens.element_size()
         return f"{zlib.crc32((ctypes.c_char * size).from_address(self.tokens.data_ptr())):08x}"
 
     def to(self, device: torch.device) -> Batch:
-        """Returns the batch on `device`; from pinned memory the copy overlaps the last step."""
+        """Returns the batch on `device`; a copy from pinned memory overlaps the previous step."""
         scored = None if self.scored is None else self.scored.to(device, non_blocking=True)
         inputs = self.inputs.to(device, non_blocking=True)
         targets = self.targets.to(device, non_blocking=True)
@@ -64,10 +64,10 @@ class Batch:
 
 
 class Loader:
-    """Reads batches ahead in a thread; a fetch raises DataError where none comes in time.
+    """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
-    `state` is the position of the training in the source, without the batches read ahead. Another
-    loader can continue from it.
+    `state` is the position of the training in the source, without the batches that were read ahead.
+    Another loader can continue from this position.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Loader:
 
     @property
     def epoch(self) -> int | None:
-        """The number of complete passes over all documents, None without documents."""
+        """The number of complete passes over all documents, or None if there are no documents."""
         return self.state.get("epoch")
 
     def wait_for_first(self) -> None:
@@ -104,7 +104,7 @@ class Loader:
         return [self._next() for _ in range(count)]
 
     def close(self) -> None:
-        """Stops the thread; one that hangs in a read remains."""
+        """Stops the thread, except a thread that hangs in a read."""
         self._stop.set()
         while not self._ready.empty():
             self._ready.get_nowait()
@@ -157,7 +157,7 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
 def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:
     """Returns the source that the settings name, or its held-out part.
 
-    Raises DataError where it is empty or cannot be opened within data.timeout_s.
+    Raises DataError if the source is empty or cannot be opened within data.timeout_s.
     """
     data, seed = settings.data, settings.train.seed
     return within(
@@ -170,10 +170,10 @@ def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source
 def open_on_all_ranks(
     settings: Settings, run: Path, parallel: Single, held_out: bool = False
 ) -> Source:
-    """Opens the source on rank 0 first and then on the others; all ranks must call it.
+    """Opens the source first on rank 0, then on the other ranks; all ranks must call this function.
 
-    So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also where
-    one has other files than rank 0, because they would read different streams.
+    So only one rank waits for a hub that does not answer. Raises DataError on all ranks, also if a
+    rank has other files than rank 0, because the ranks would read different streams.
     """
     source, failed, prints = None, None, []
     for turn in range(2):

@@ -134,10 +134,10 @@ def report_dead_parameters(t: Training) -> None:
 def reduce_figures(
     t: Training, step: int, figures: Tensor, nonfinite: Tensor, spike: Tensor
 ) -> list[Row]:
-    """Starts the reduction of this step's figures. Returns the rows that are finished on all ranks.
+    """Starts to reduce this step's figures. Returns the rows that all ranks have finished.
 
-    At a progress step they include this step's row. Otherwise rows come one step late, so that no
-    rank waits for the slowest.
+    At a progress step, these include the row of this step. Otherwise rows come one step late, so
+    that no rank waits for the slowest rank.
     """
     figures[3], figures[4] = nonfinite, spike
     # Ranks see a file at different steps, so only rank 0 requests a checkpoint or profile.
@@ -151,7 +151,7 @@ def reduce_figures(
 
 
 def count_skipped(t: Training, rows: list[Row]) -> None:
-    """Counts skipped steps, in the pulse too, which outlives a killed rank."""
+    """Counts skipped steps, also in the pulse, which remains after a rank is killed."""
     t.guard.count(rows)
     t.member.pulse.nonfinite_steps = t.guard.nonfinite_loss
 
@@ -159,7 +159,7 @@ def count_skipped(t: Training, rows: list[Row]) -> None:
 def log(
     t: Training, step: int, rows: list[Row], rate: float, norm: Tensor, stats: dict[str, Tensor]
 ) -> float | None:
-    """Writes the progress record; returns the share of right bytes (recall) since the last one."""
+    """Writes the progress record; returns the share of right bytes since the last one (recall)."""
     extra = facts.memory(t.parallel.device) | {name: numbers(x) for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
@@ -176,7 +176,7 @@ def numbers(values: Tensor) -> float | list[float]:
 
 
 def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
-    """Returns the reason to halt after this step, "" without one, the same on all ranks."""
+    """Returns the reason to halt after this step, or "" if there is none; equal on all ranks."""
     reasons = [row.halt_reason for row in rows if row.halt_reason]
     if reasons:
         return reasons[0]
@@ -185,7 +185,7 @@ def halt_reason(t: Training, rows: list[Row], right: float | None) -> str:
 
 
 def run_requests(t: Training, step: int, rows: list[Row]) -> None:
-    """Evaluates, profiles and saves where that is due or requested, the same on all ranks."""
+    """Evaluates, profiles and saves if this is due or requested; all ranks do the same."""
     requests = frozenset().union(*(row.requests for row in rows))
     if PROFILE_NOW in requests:
         t.profiler.request(step)
@@ -198,7 +198,7 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint; a failure is reported, and training continues."""
+    """Saves a checkpoint; reports a failed save, after which the training continues."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
     t.saver.wait()
@@ -227,7 +227,7 @@ def save_final(t: Training) -> None:
 
 
 def finish_save(t: Training) -> None:
-    """Waits a bounded time for a background save after an error."""
+    """Waits for a background save after an error, for a limited time."""
     if t.saver.busy:
         t.member.pulse.set(t.report.steps_done, "save")
     report_save(t, t.report.steps_done, *t.saver.finish(lambda: bool(t.member.halt_reason)))

@@ -1,8 +1,8 @@
 """Completes, lists, verifies and removes checkpoints by their manifests. Needs no torch.
 
-A save writes into `.step_{N:08d}.tmp`, then `manifest.json` with size and SHA-256 of every other
-file, then renames the directory to `step_{N:08d}` and updates `latest`. So a directory with that
-name is complete, and it can be verified without executing anything in it.
+A save writes into `.step_{N:08d}.tmp`, then writes `manifest.json` with size and SHA-256 of every
+other file, then renames the directory to `step_{N:08d}` and updates `latest`. So a directory with
+the final name is complete, and it can be verified without executing anything in it.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in a checkpoint directory's name, None for another name."""
+    """Returns the step in a checkpoint directory's name, or None for any other name."""
     match = _NAME.match(path.name)
     return int(match.group(1) or match.group(2)) if match else None
 
 
 def newest_first(run: Path) -> list[Path]:
-    """Returns the checkpoint directories of a run, the newest first, [] without their folder.
+    """Returns the checkpoint directories of a run, the newest first; [] if there are none.
 
-    It includes one that an interrupted save set aside. Raises OSError where the folder cannot be
-    listed.
+    The result includes a checkpoint that an interrupted save renamed. Raises OSError if the folder
+    cannot be listed.
     """
     folder = run / rundir.CHECKPOINTS
     try:
@@ -73,8 +73,8 @@ def newest_first(run: Path) -> list[Path]:
 def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     """Completes a save: hashes, manifest, fsync, rename, `latest`.
 
-    Raises OSError where the rename failed, CheckpointError where it succeeded and `latest` or the
-    last fsync failed.
+    Raises OSError if the rename failed. Raises CheckpointError if the rename succeeded and then
+    `latest` or the last fsync failed.
     """
     files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
     record = {"format": FORMAT} | asdict(manifest) | {"files": files}
@@ -106,9 +106,9 @@ def _original(aside: Path) -> str:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Removes the files of a killed save and restores the name of a checkpoint that it set aside.
+    """Removes the files of a killed save, and restores the name of a checkpoint that it renamed.
 
-    Only the process that saves may call it.
+    Only the process that saves may call this function.
     """
     folder = run / rundir.CHECKPOINTS
     for left in folder.glob(".step_*"):
@@ -122,7 +122,7 @@ def clear_leftovers(run: Path) -> None:
 
 
 def retain(run: Path, keep_last: int, keep_every: int) -> None:
-    """Removes checkpoints except the newest `keep_last` and those of every `keep_every`-th step."""
+    """Removes all checkpoints except the newest `keep_last` and every `keep_every`-th step."""
     for path in newest_first(run)[keep_last:]:
         if not keep_every or (step_of(path) or 0) % keep_every:
             shutil.rmtree(path)
@@ -143,10 +143,10 @@ def verify(path: Path) -> Manifest:
 
 
 def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
-    """Returns a verified checkpoint, and the errors of newer ones.
+    """Returns a verified checkpoint, and the errors of the newer checkpoints.
 
-    `path` is a checkpoint, or a run whose newest verified one (or that of `step`) is returned.
-    Raises CheckpointError.
+    `path` is a checkpoint, or a run; of a run, the checkpoint of `step` or the newest verified one
+    is returned. Raises CheckpointError.
     """
     if step_of(path) is not None:
         verify(path)

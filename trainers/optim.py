@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, and a schedule that is a function of the step."""
+"""AdamW with weight decay on matrices only, and a learning rate that depends only on the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainers.schema import OptimSettings, TrainSettings
 
 
 def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """Returns AdamW over the trainable parameters; those with two or more dimensions decay."""
+    """Returns AdamW for the trainable parameters; those with two or more dimensions decay."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -22,7 +22,7 @@ def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 
 
 def empty_state(p: nn.Parameter) -> dict[str, Tensor]:
-    """Returns AdamW's state of a parameter before its first step, in its sharding."""
+    """Returns the AdamW state of a parameter before its first step, sharded like the parameter."""
     step = torch.zeros((), dtype=torch.float32, device=p.device)
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 

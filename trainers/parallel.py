@@ -1,8 +1,8 @@
 """Strategies for one or several ranks: single process, DDP, FSDP2.
 
 A strategy wraps the model, selects when gradients are reduced, sums small vectors over ranks and
-returns the plain module. `scale` multiplies a rank's loss sum, so that the reduced gradient is that
-of the token-weighted mean over all ranks.
+returns the plain module. `scale` is the factor of a rank's loss sum that makes the reduced gradient
+that of the token-weighted mean over all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAFE_BUCKET_MB = 2
 
 
 class Single:
-    """One process."""
+    """The strategy for one process."""
 
     name, backend, comm_hook = "single", "none", "none"
     rank, world = 0, 1
@@ -47,12 +47,12 @@ class Single:
         return model
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-batch; gradients are reduced in the `last` one."""
+        """Returns the context of a micro-batch; gradients are reduced only in the `last` one."""
         del model, last
         return contextlib.nullcontext()
 
     def scale(self, tokens: int) -> float:
-        """Returns the factor of a rank's loss sum; all ranks together score `tokens`."""
+        """Returns the factor for a rank's loss sum, if all ranks together score `tokens`."""
         return 1.0 / tokens
 
     def reduce(self, vector: Tensor) -> Callable[[], None]:
@@ -61,7 +61,7 @@ class Single:
         return lambda: None
 
     def gather(self, vector: Tensor) -> list[Tensor]:
-        """Returns the vectors of all ranks; all have the same length."""
+        """Returns the vectors of all ranks, which must have the same length."""
         return [vector]
 
     def gather_text(self, text: str) -> list[str]:
@@ -113,13 +113,15 @@ class Group(Single):
 
 
 class Ddp(Group):
-    """Replicas; gradients are averaged in buckets while backward still runs."""
+    """DDP: model replicas; gradients are averaged in buckets while the backward still runs."""
 
     name = "ddp"
 
     def __init__(self, device: torch.device, member: Member, settings: DdpSettings):
         if settings.compress == "bf16" and device.type != "cuda":
-            raise UsageError("ddp.compress=bf16 needs NCCL, this run has gloo; use fp16 or none")
+            raise UsageError(
+                "ddp.compress=bf16 needs NCCL, but this run uses gloo; use fp16 or none"
+            )
         super().__init__(device, member, settings.timeout_min)
         self._settings = settings
         self.comm_hook = settings.compress
@@ -155,7 +157,7 @@ class Ddp(Group):
 
 
 class Fsdp(Group):
-    """Sharded parameters, gradients and optimizer state (FSDP2), by block and for the rest."""
+    """FSDP2: parameters, gradients and optimizer state are sharded, per block and for the rest."""
 
     name = "fsdp"
 
@@ -198,7 +200,7 @@ def _wait(work: dist.Work) -> None:
 
 
 def device_of(settings: Settings, member: Member) -> torch.device:
-    """Returns this rank's device. Raises UsageError where the chosen one is not available."""
+    """Returns this rank's device. Raises UsageError if the chosen device is not available."""
     choice = settings.train.device
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -214,7 +216,7 @@ def device_of(settings: Settings, member: Member) -> torch.device:
 
 
 def make_strategy(settings: Settings, member: Member) -> Single:
-    """Returns the strategy of this run: `Single` for one rank, else that of `train.strategy`."""
+    """Returns the strategy of this run: `Single` for one rank, or that of `train.strategy`."""
     device = device_of(settings, member)
     if member.world == 1:
         return Single(device)

@@ -12,10 +12,11 @@ ON_DEVICE = ("forward", "backward", "optimizer")
 
 
 class Phases:
-    """Updates the pulse at each change of phase and sums the seconds per phase.
+    """Updates the pulse at each change of phase, and sums the seconds per phase.
 
-    On the CPU the host's clock measures the phases. On CUDA the host runs ahead, so each change
-    also records an event. Events are queried without waiting and show the device's position.
+    On the CPU the host's clock measures the phases. On CUDA the host runs ahead of the device, so
+    each change also records an event. The events are queried without waiting; they show the
+    device's position.
     """
 
     def __init__(self, pulse: PulseWriter, cuda: Any = None, nvtx: bool = False):

@@ -49,10 +49,10 @@ def allow_tf32(allowed: bool) -> None:
 
 
 class LossScale:
-    """Dynamic scale of an fp16 loss on the device, without waiting for the host.
+    """The dynamic scale of an fp16 loss, kept on the device without waiting for it.
 
-    It follows the rule of `torch.amp.GradScaler`, which does not support an overflow in another
-    rank's shard. Without fp16 the scale is always 1.
+    The rule is that of `torch.amp.GradScaler`, which does not support an overflow in another rank's
+    shard. Without fp16 the scale is always 1.
     """
 
     def __init__(self, settings: ScalerSettings, active: bool, device: torch.device):
@@ -82,7 +82,7 @@ class LossScale:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Returns the peak FLOP/s of one device, None where the table does not have it."""
+    """Returns the peak FLOP/s of one device, or None if the table does not list the device."""
     for part, peaks in PEAK_TFLOPS:
         if part in device_name:
             return peaks[PEAK_OF[precision]] * 1e12 if precision in PEAK_OF else None

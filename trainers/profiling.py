@@ -31,7 +31,7 @@ KERNELS = {
 
 
 class Profiler:
-    """Profiles the steps that the settings or a request of the operator name."""
+    """Profiles the steps that the settings or an operator's request select."""
 
     def __init__(self, member: Member, report: Report, settings: ReportSettings, on_cuda: bool):
         self._member, self._report, self._on_cuda = member, report, on_cuda
@@ -47,12 +47,12 @@ class Profiler:
             report.record_event("note", 0, "report.memory_every has no effect without CUDA")
 
     def request(self, step: int) -> None:
-        """Profiles the steps after `step`, unless a window is open or planned."""
+        """Profiles the steps after `step`, unless a window is already open or planned."""
         if self._open is None and step >= self._window.stop:
             self._window = range(step + 1, step + 1 + REQUESTED_STEPS)
 
     def begin(self, step: int) -> None:
-        """Opens the window that starts with this step, or that of the audit."""
+        """Opens the profile window (or the audit window) that begins with this step."""
         starts = step in self._window[:1]
         if self._open is None and (starts or self._audit):
             self._steps = self._window if starts else range(step, step + 1)
@@ -63,7 +63,7 @@ class Profiler:
             self._open.start()
 
     def end(self, step: int) -> None:
-        """Closes the window that ends with this step, and writes a due memory dump."""
+        """Closes the profile window that ends with this step, and writes a due memory dump."""
         if self._open is not None and step == self._steps.stop - 1:
             self._close(step)
         if self._memory_every and step % self._memory_every == 0:
@@ -72,7 +72,7 @@ class Profiler:
             self._member.recorder.call(lambda: _write(path, statistics))
 
     def close(self) -> None:
-        """Closes a window before its end, and waits for its file."""
+        """Closes an open window before its end, and waits until its file is written."""
         if self._open is not None:
             self._close(self._report.steps_done)
         if self._exporting is not None:
@@ -122,8 +122,10 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 
 def kernels_called(events: Iterable[Any]) -> dict[str, dict[str, int]]:
-    """Returns the number of calls of each kernel by branch, from a profile's events; {} for a
-    branch without SDPA."""
+    """Returns the number of calls of each kernel by branch, from a profile's events.
+
+    A branch without SDPA has {}.
+    """
     found: dict[str, Counter[str]] = {}
     for event in events:
         if event.name.startswith(PREFIX):

@@ -1,4 +1,4 @@
-"""The table of rejected settings, alone or combined, and the parser of ranges A:B."""
+"""The table of rejected settings and combinations of settings, and the parser of ranges A:B."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One row; the message names `keys` with values and origins, then `reason`."""
+    """One row of the table; the message names `keys` with values and origins, then `reason`."""
 
     keys: tuple[str, ...]
     when: Callable[[Settings], bool]
@@ -53,7 +53,7 @@ def _does_not_fit(data: DataSettings) -> bool:
 
 
 def recomputed(blocks: str, n_layers: int) -> range | None:
-    """Returns the blocks that `train.recompute` names, None where it is invalid."""
+    """Returns the blocks that `train.recompute` selects, or None if the value is invalid."""
     if blocks in ("none", "all"):
         return range(n_layers if blocks == "all" else 0)
     found = step_range(blocks)
@@ -61,7 +61,7 @@ def recomputed(blocks: str, n_layers: int) -> range | None:
 
 
 def step_range(text: str) -> range | None:
-    """Returns the numbers of `A:B`, B excluded; None where it is invalid or empty."""
+    """Returns the numbers of `A:B` without B, or None if the range is invalid or empty."""
     first, separator, end = text.partition(":")
     if not (separator and first.isdecimal() and end.isdecimal()):
         return None

@@ -1,6 +1,6 @@
 """Writes heartbeats, CSV, TensorBoard, log lines, env.json and metrics.json of a run.
 
-All of them go through the recorder's thread, so no step waits for the disk. Needs no torch: the
+All writes go through the recorder's thread, so no step waits for the disk. No torch is needed: the
 figures are plain numbers.
 """
 
@@ -34,7 +34,7 @@ CSV_COLUMNS = (
 
 
 class Csv:
-    """Appends a row per progress record; a new file starts with the header."""
+    """Appends one row per progress record; a new file starts with the header."""
 
     def __init__(self, member: Member):
         self._member = member
@@ -93,18 +93,18 @@ class Report:
 
     @property
     def tokens_total(self) -> int:
-        """The tokens that all ranks have trained on, including those before a resume."""
+        """The number of tokens that all ranks have trained on, including those before a resume."""
         return self._tokens_before + (self.steps_done - self._steps_before) * self._tokens_per_step
 
     def resume(self, step: int, tokens_total: int, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint; `state` is the result of `state()` at that time."""
+        """Continues from a checkpoint; `state` is what `state()` returned at that time."""
         self.steps_done = self._steps_before = step
         self._tokens_before = tokens_total
         self.first_loss = jsonl.number(state, "first_loss")
         self.skipped_before = jsonl.integer(state, "skipped_steps") or 0
 
     def state(self, skipped_steps: int) -> dict[str, Any]:
-        """Returns the figures that a resumed run continues from."""
+        """Returns the figures from which a resumed run continues."""
         skipped = self.skipped_before + skipped_steps
         return {"first_loss": self.first_loss, "skipped_steps": skipped}
 
@@ -140,7 +140,7 @@ class Report:
         )
 
     def _open_sinks(self) -> list[Csv | TensorBoard]:
-        """Opens CSV and TensorBoard (rank 0); logs where TensorBoard is not installed."""
+        """Opens CSV and TensorBoard (rank 0); writes a log line if TensorBoard is not installed."""
         sinks: list[Csv | TensorBoard] = []
         if not self.settings.report.disable_csv:
             sinks.append(Csv(self._member))
@@ -168,7 +168,7 @@ class Report:
         self._fetches.append(took_s)
 
     def end(self, step: int) -> None:
-        """Marks the end of a step; its duration counts from the end of the previous step."""
+        """Marks the end of a step; its duration is measured from the end of the previous step."""
         now = time.perf_counter()
         self._durations.append(now - self._ended_at)
         self._training_s += now - self._ended_at
@@ -178,7 +178,7 @@ class Report:
     def evaluated(
         self, step: int, loss: float, tokens: int, right: float | None, took_s: float
     ) -> None:
-        """Records the loss on held-out data, and the fraction of copied bytes that are right."""
+        """Records the loss on held-out data, and the fraction of copied bytes predicted right."""
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss), "tokens": tokens,
             "dt_s": took_s,
@@ -203,7 +203,7 @@ class Report:
     ) -> float | None:  # fmt: skip
         """Writes the progress record of a step. Returns the fraction of copied bytes right.
 
-        `figures` are added unchanged: gate statistics, GPU memory.
+        `figures` (gate statistics, GPU memory) are added unchanged.
         """
         fields = self._fields(loss, skipped_steps, phases_s) | figures
         self._member.record("progress", step, **fields)
@@ -239,7 +239,7 @@ class Report:
         return fields
 
     def _bits_per_byte(self, loss_nats: float) -> float | None:
-        """Returns the loss in bits where tokens are bytes, else None."""
+        """Returns the loss in bits if the tokens are bytes, or else None."""
         return loss_nats / LN2 if self.settings.data.tokenizer == "byte" else None
 
     def _mfu(self, toks_per_s: float) -> float | None:
@@ -256,7 +256,7 @@ class Report:
         )
 
     def record_event(self, msg: str, step: int, text: str, **fields: Any) -> None:
-        """Records one event of the run in heartbeat and log."""
+        """Records one event of the run in the heartbeat and the log."""
         self._member.record(msg, step, **fields)
         self._member.log(text)
 
@@ -287,7 +287,7 @@ def write_metrics(member: Member, **figures: Any) -> None:
 
 
 def percentile_ms(seconds: Iterable[float], percent: int) -> float:
-    """Returns a percentile of `seconds` in milliseconds, 0 without any."""
+    """Returns a percentile of `seconds` in milliseconds, or 0 if there are none."""
     values = sorted(seconds)
     if len(values) < 2:
         return round(values[0] * 1e3, 3) if values else 0.0

@@ -1,8 +1,8 @@
 """Writes checkpoints in the foreground or in a background thread; rank 0 completes them.
 
-All ranks must make the same calls, and a save fails on all of them or on none. In a background save
-each wait for other ranks ends within the timeout of its own process group; after an error of the
-training, the wait for the save is at most `FINISH_S`.
+All ranks must make the same calls, and a save fails either on all ranks or on none. In a background
+save, each wait for other ranks ends within the timeout of a separate process group. After an error
+of the training, the wait for the save is at most `FINISH_S`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Saver:
     """Writes the checkpoints of a run, one at a time; all ranks must call the same methods.
 
     `ours` returns whether the run directory is still at its path. Rank 0 calls it, also from the
-    background thread; where it returns False, nothing at the path is written or removed.
+    background thread; if it returns False, nothing at the path is written or removed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Saver:
     def save_async(self, position: Manifest) -> None:
         """Copies the state and writes it in the background; `collect` returns the result.
 
-        Raises CheckpointError on all ranks where it cannot start.
+        Raises CheckpointError on all ranks if the save cannot start.
         """
         if not self._background:
             raise ValueError("this run saves in the foreground")
@@ -94,16 +94,16 @@ class Saver:
 
     @property
     def in_background(self) -> bool:
-        """True where this run uses `save_async`."""
+        """True if this run uses `save_async`."""
         return self._background
 
     @property
     def busy(self) -> bool:
-        """True while a background save is neither waited for nor collected."""
+        """True while a background save is in progress or its result was not collected."""
         return self._pending is not None
 
     def collect(self) -> list[Path | CheckpointError]:
-        """Returns the results of finished background saves, each once."""
+        """Returns the results of finished background saves; each result is returned once."""
         if self._pending is not None and self._pending[0].done():
             self.wait()
         ended, self._ended = self._ended, []
@@ -120,7 +120,7 @@ class Saver:
     def finish(self, hurry: Callable[[], bool] = lambda: False) -> list[Path | CheckpointError]:
         """Waits for the background save of a training that failed; raises nothing.
 
-        After `FINISH_S` seconds, `HURRY_S` once `hurry` returns True, it removes the unfinished
+        After `FINISH_S` seconds (`HURRY_S` once `hurry` returns True) it removes the unfinished
         checkpoint. Returns the same as `collect`.
         """
         began = time.monotonic()
@@ -144,7 +144,7 @@ class Saver:
         return _failed(target, late)
 
     def _begin(self, position: Manifest) -> tuple[Path, Tensor]:
-        """Removes the files of a killed save. Returns the target and all ranks' generators."""
+        """Removes the files of a killed save. Returns the target, and generators of all ranks."""
         self.wait()
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
@@ -168,7 +168,7 @@ class Saver:
     def _write(
         self, state: State, writer: FileSystemWriter, position: Manifest, target: Path
     ) -> Path:
-        """Writes and seals one checkpoint. Raises an error of rank 0 on all ranks."""
+        """Writes and seals one checkpoint. An error on rank 0 is raised on all ranks."""
         try:
             state_dict_saver.save(
                 state, storage_writer=writer, process_group=self._group,
@@ -215,7 +215,7 @@ class Saver:
     def _discard(self, target: Path) -> None:
         """Removes an unfinished checkpoint (rank 0).
 
-        The rename comes first: either this one succeeds or that of a seal in progress.
+        It renames the checkpoint first: either this rename succeeds, or that of a seal in progress.
         """
         if not self._ours():
             return

@@ -1,7 +1,7 @@
 """The settings: every key with its type, default, limits and help. Needs no torch.
 
-A key is one field of a section below. Its type is the annotation (`Literal` for choices), and `key`
-holds the rest; flags, options and error messages read them through `keys()`.
+A key is one field of a section below. Its type is the annotation (`Literal` for choices); `key`
+returns a field with the other facts. Flags, options and error messages read them through `keys()`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DRILL, STRATEGY = "train.drill", "train.strategy"
 
 
 def key(default: Any, text: str, low: float = ANY_COUNT[0], high: float = ANY_COUNT[1]) -> Any:
-    """Returns a field with help and, for numbers, the smallest and largest value, both allowed."""
+    """Returns a field with its help and, for numbers, its inclusive limits."""
     return field(default=default, metadata={"help": text, "limits": (low, high)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """The source of tokens. One global stream of sequences, which all ranks divide."""
+    """The source of tokens: one global stream of sequences, which all ranks divide."""
 
     source: Literal["synthetic", "recall", "text", "jsonl", "parquet", "fineweb_edu"] = key(
         "synthetic",
@@ -185,7 +185,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """Checkpoints to write, and the one to start from."""
+    """The checkpoints to write, and the checkpoint to start from."""
 
     every: int = key(0, "Steps between checkpoints; 0: only at the end.")
     at_end: bool = key(True, "Save when the run ends or is halted.")
@@ -226,13 +226,13 @@ class Settings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one rank trains on in an optimizer step."""
+        """The number of tokens that one rank trains on in one optimizer step."""
         return self.train.batch_size * self.train.accumulate * self.data.seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: `kind` is a type or the choices; `default` is None where a model has none."""
+    """One key: `kind` is a type or the choices; `default` is None if the model has no default."""
 
     kind: type | tuple[str, ...]
     default: Any
@@ -248,7 +248,7 @@ def keys() -> dict[str, Key]:
 
 
 def section_keys(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
-    """Yields the keys of a section, whose names begin with `prefix`."""
+    """Yields the keys of a section; their names begin with `prefix`."""
     hints = get_type_hints(section)
     for each in fields(section):
         name, hint = f"{prefix}{each.name}", hints[each.name]

@@ -32,17 +32,17 @@ class Source:
     def read(self, count: int, rank: int, world: int) -> RankRows:
         """Returns this rank's part of the next `count` sequences.
 
-        uint8 or uint16 `[B, S + 1]` and, where not all predictions count, bool `[B, S]`. Raises
-        DataError.
+        The tokens are uint8 or uint16 `[B, S + 1]`. If not all predictions are scored, a bool mask
+        `[B, S]` is returned too. Raises DataError.
         """
         raise NotImplementedError
 
     def state(self) -> State:
-        """Returns the position after the last `read`, the same on every rank of any world."""
+        """Returns the position after the last `read`, the same on every rank of any world size."""
         return {"fingerprint": self.fingerprint, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position. Raises DataError where it belongs to another stream."""
+        """Continues from a position. Raises DataError if the position belongs to another stream."""
         try:
             self._check(state["fingerprint"])
             self.seek(state)
@@ -57,7 +57,7 @@ class Source:
         self.position = int(state["position"])
 
     def _check(self, fingerprint: str) -> None:
-        """Raises DataError with the differences from the fingerprint of a checkpoint."""
+        """Raises DataError with the differences, if a checkpoint has another fingerprint."""
         saved, now = _words(fingerprint), _words(self.fingerprint)
         changed = [
             f"{key} was {saved.get(key, 'absent')} and is {now.get(key, 'absent')}"

@@ -1,7 +1,7 @@
 """Resolves the settings: defaults < YAML < environment flags < command line, with origins.
 
-Needs no torch, so the console can check a configuration. `trainers.schema` has the keys,
-`trainers.refusals` the combinations that are rejected.
+Needs no torch, so the console can check a configuration. `trainers.schema` has the keys, and
+`trainers.refusals` has the rejected combinations.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ INCLUDE, MOST_INCLUDES = "include", 4
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The settings, the origin of each dotted key, and the configuration file, "" without one."""
+    """The settings, the origin of each dotted key, and the configuration file ("" for none)."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -65,7 +65,7 @@ class Resolved:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields `(dotted key, value)` of nested mappings; an empty mapping is a value."""
+    """Yields `(dotted key, value)` of nested mappings; an empty mapping counts as a value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -82,9 +82,9 @@ def resolve(
 ) -> Resolved:
     """Returns the settings of a training in this environment.
 
-    `overrides` are values by dotted key, as text or typed; `origins` has the origin of those that
-    `--set` did not set. `entry` is the module that torchrun starts. Raises UsageError that names
-    the file, flag or key.
+    `overrides` are values by dotted key, as text or typed; `origins` has the origin of each
+    override that does not come from `--set`. `entry` is the module that torchrun starts. Raises
+    UsageError with the file, flag or key, and the accepted values.
     """
     known, named = keys(), origins or {}
     values = dict(flatten(asdict(Settings())))
@@ -113,7 +113,7 @@ def resolve(
 def _from_yaml(
     path: Path, known: Mapping[str, Key], includers: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yields key, value and origin of a configuration, after those of the file that it includes."""
+    """Yields key, value and origin of a configuration; an included file's values come first."""
     document, names = yamlfile.load(path), known.keys() | ALIASES.keys()
     if INCLUDE in document:
         included = _included(path, document.pop(INCLUDE), includers)
@@ -144,14 +144,14 @@ def _included(path: Path, name: Any, includers: tuple[Path, ...]) -> Path:
 
 
 def translate(key: str, value: Any) -> tuple[str, Any]:
-    """Returns our name of a key and of its value; our own names are unchanged."""
+    """Returns this project's name of a key, and its value; known names are unchanged."""
     if isinstance(value, str | bool):
         value = VALUES.get(key, {}).get(value, value)
     return ALIASES.get(key, key), value
 
 
 def _convert(name: str, value: Any, key: Key, origin: str) -> Any:
-    """Returns `value` with the type of its key. Raises UsageError that names the right values."""
+    """Returns `value` with its key's type. Raises UsageError with the accepted values."""
     expected = key.kind, key.low, key.high
     try:
         return convert(value, *expected)
@@ -162,7 +162,7 @@ def _convert(name: str, value: Any, key: Key, origin: str) -> Any:
 
 
 def _source(origin: str, key: str) -> str:
-    """Returns the place where the operator wrote a value, for an error."""
+    """Returns the place where the operator wrote a value, for an error message."""
     if origin.startswith("flag "):
         return f"the {origin} ({key})"
     if origin == COMMAND_LINE:
@@ -171,9 +171,10 @@ def _source(origin: str, key: str) -> str:
 
 
 def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> T:
-    """Returns a section, whose keys begin with `prefix`, from the plain data of a checkpoint.
+    """Returns a section made from the plain data of a checkpoint; its keys begin with `prefix`.
 
-    Missing keys have their default. Raises UsageError, and TypeError where a key has none.
+    A missing key gets its default. Raises UsageError, and TypeError if a missing key has no
+    default.
     """
     known, values = dict(section_keys(cls, prefix)), {}
     for key, value in plain.items():
@@ -185,7 +186,7 @@ def section(cls: type[T], prefix: str, plain: Mapping[str, Any], where: str) -> 
 
 
 def _build(cls: Any, prefix: str, values: Mapping[str, Any], where: str) -> Any:
-    """Returns a frozen section with its subsections. Raises UsageError where a rule is broken."""
+    """Returns a frozen section with its subsections. Raises UsageError if a rule is broken."""
     hints, arguments = get_type_hints(cls), {}
     for each in fields(cls):
         key, kind = f"{prefix}{each.name}", hints[each.name]

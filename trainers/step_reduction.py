@@ -1,8 +1,8 @@
-"""The one all-reduce of a step's figures, halt and requests; read one step later.
+"""The only all-reduce of a step: figures, halt and requests; its result is read a step later.
 
-It sums the loss, the counts of tokens, right bytes, non-finite steps and spikes, and the requests
-over all ranks. Every rank starts and finishes it at the same place, so all ranks decide alike
-without another collective.
+The all-reduce sums the loss, the counts of tokens, right bytes, non-finite steps and spikes, and
+the requests over all ranks. Every rank starts and finishes it at the same place in the loop, so all
+ranks decide alike without another collective.
 """
 
 from __future__ import annotations
@@ -39,28 +39,31 @@ class Row:
 
     @property
     def skipped(self) -> bool:
-        """True where the optimizer did not change the weights."""
+        """True if the optimizer did not change the weights in this step."""
         return self.nonfinite or self.spike
 
     @property
     def nonfinite_loss(self) -> bool:
-        """True where the loss of a rank was not finite."""
+        """True if the loss of a rank was not finite."""
         return not math.isfinite(self.loss_sum)
 
     @property
     def overflow(self) -> bool:
-        """True where the gradients were not finite although the loss was."""
+        """True if the gradients were not finite although the loss was finite."""
         return self.nonfinite and not self.nonfinite_loss
 
     @property
     def loss(self) -> float:
-        """The token-weighted mean over all ranks, in nats."""
+        """The token-weighted mean loss over all ranks, in nats."""
         return self.loss_sum / max(self.tokens, 1)
 
 
 class StepReduction:
-    """Reduces the figures of each step. `reduce` starts to sum a vector over ranks, in place, and
-    returns a function that waits for it."""
+    """Reduces the figures of each step.
+
+    `reduce` starts to sum a vector over ranks, in place, and returns a function that waits for the
+    sum.
+    """
 
     def __init__(self, reduce: Callable[[Tensor], Callable[[], None]], device: torch.device):
         self._reduce, self._device = reduce, device
@@ -68,7 +71,7 @@ class StepReduction:
         self._side: Any = torch.cuda.Stream() if device.type == "cuda" else None
 
     def start(self, step: int, figures: Tensor, halt_reason: str, requests: frozenset[str]) -> None:
-        """Starts to sum this rank's `FIGURES` (float64), halt reason ("" for none) and requests."""
+        """Starts to sum this rank's `FIGURES` (float64), halt reason ("": none) and requests."""
         flags = [0.0] * len(HALT_REASONS)
         if halt_reason:
             flags[HALT_REASONS.index(halt_reason) if halt_reason in HALT_REASONS else 0] = 1.0
@@ -77,7 +80,10 @@ class StepReduction:
         self._open.append((step, *self._send(vector)))
 
     def finish(self, include_newest: bool) -> list[Row]:
-        """Waits for the open rows (the newest if `include_newest`); returns them, oldest first."""
+        """Waits for the open rows and returns them, oldest first.
+
+        The newest row is included only with `include_newest`.
+        """
         rows = []
         while len(self._open) > (0 if include_newest else 1):
             step, vector, wait = self._open.popleft()

@@ -27,8 +27,8 @@ END_OF_DOCUMENT = b"\0"
 class Lane:
     """Every `lanes`-th file, repeated forever, as sequences of S + 1 tokens.
 
-    A place is `[epoch, file, cursor, skip]`: the piece of a file with the next token, and the
-    number of the piece's tokens before it.
+    A place is `[epoch, file, cursor, skip]`: the piece of a file that contains the next token, and
+    the number of tokens of this piece before that token.
     """
 
     def __init__(self, docs: Documents, index: int, lanes: int, encoder: Tokenizer, seq_len: int):
@@ -45,7 +45,7 @@ class Lane:
         self._data, self._start, self._end, self._at = b"", 0, 0, skip
 
     def take(self) -> bytes:
-        """Returns the next S + 1 tokens; the last is also the first of the next sequence."""
+        """Returns the next S + 1 tokens; the last token is also the first of the next sequence."""
         width = self._encoder.kind.itemsize
         while self._end <= self._at + self._seq_len:
             place, tokens = next(self._pieces)
@@ -67,7 +67,7 @@ class Lane:
     def _walk(
         self, epoch: int, file: int, cursor: int
     ) -> Iterator[tuple[tuple[int, int, int], bytes]]:
-        """Yields the tokens of each piece and its place. Raises DataError for an empty epoch."""
+        """Yields the place and the tokens of each piece. Raises DataError for an empty epoch."""
         while True:
             nothing = file == 0 and cursor == 0
             for number in range(file, len(self._files)):
@@ -79,7 +79,8 @@ class Lane:
                 cursor = 0
             if nothing:
                 raise DataError(
-                    f"{self._docs.about} has no token; change data.path or data.held_out"
+                    f"{self._docs.about} contains no text to train on; change data.path or "
+                    "data.held_out"
                 )
             epoch, file = epoch + 1, 0
 
@@ -95,8 +96,8 @@ class Lane:
 class Stream(Source):
     """Documents in `lanes` parallel streams: sequence i is the next one of lane i % lanes.
 
-    So a batch mixes files. Each rank reads all lanes and keeps its part, so a position is valid for
-    any number of ranks.
+    A batch therefore mixes files. Each rank reads all lanes and uses only its part, so a position
+    is valid for any number of ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Generated sequences: random bytes, and random bytes with a span that returns."""
+"""Generated sequences: random bytes, and random bytes with a repeated span."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HELD_OUT = "held-out/"
 class Synthetic(Source):
     """Uniform random bytes: nothing can be learned, so the loss stays at ln 256.
 
-    A sequence depends on seed and index only, so a position is one number. The held-out part has
-    its own seed.
+    A sequence depends only on seed and index, so a position is one number. The held-out part has
+    another seed.
     """
 
     name = "synthetic"
@@ -37,22 +37,23 @@ class Synthetic(Source):
         return tokens, None if self.scored == self.seq_len else mask
 
     def sequence(self, index: int, scored: torch.Tensor) -> bytearray:
-        """Returns S + 1 bytes; marks in `scored`, bool `[S]`, the predictions that count."""
+        """Returns S + 1 bytes; sets the predictions that count in `scored`, bool `[S]`."""
         del scored
         return self.draw(index)[0]
 
     def draw(self, index: int) -> tuple[bytearray, random.Random]:
-        """Returns S + 1 bytes for seed and index, and the generator after them."""
+        """Returns S + 1 bytes for the seed and an index, and the random generator after them."""
         generator = random.Random(f"{self._seed}/{index}")
         return bytearray(generator.randbytes(self.seq_len + 1)), generator
 
 
 class Recall(Synthetic):
-    """Random bytes in which a random span returns `recall_distance` bytes later; that is scored.
+    """Random bytes in which a random span is repeated `recall_distance` bytes later.
 
-    The distance exceeds the window, so only attention that reaches further can predict the return.
-    With `recall_distance_max`, the distance is drawn for each sequence. The first byte of the
-    return is not scored, because it cannot be predicted.
+    Only the repeated span is scored. The distance exceeds the window, so only attention that
+    reaches further can predict the repeated span. With `recall_distance_max`, the distance is drawn
+    for each sequence. The first byte of the repeated span is not scored, because it cannot be
+    predicted.
     """
 
     name = "recall"

@@ -1,8 +1,8 @@
-"""Lists text files, splits off the held-out part, and reads the documents of each format.
+"""Lists text files, separates the held-out part, and reads the documents of each format.
 
 A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its bytes as
-stored, and whether a document ends with them. Reading from a cursor skips the earlier part of the
-file in every format except gzip.
+stored, and whether a document ends with the piece. Reading from a cursor skips the earlier part of
+the file, in every format except gzip.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Documents:
     text_key: str
 
     def read(self, file: str, cursor: int) -> Iterator[Piece]:
-        """Yields the pieces of a file from `cursor` on. Raises DataError that names the file."""
+        """Yields the pieces of a file from `cursor` on. Raises DataError with the file's name."""
         try:
             for piece in self.reader(file, cursor, self.text_key):
                 if self.keep(piece[1]):
@@ -68,11 +68,11 @@ class Documents:
 
 
 def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Documents:
-    """Returns the files that the settings name, shuffled by the seed.
+    """Returns the files that the settings select, shuffled by the seed.
 
-    For `text` a fraction of the files is held out; for other sources a fraction of the documents,
-    chosen by content, so that no copy of a held-out document is trained on. `scratch` is a
-    directory for temporary files. Raises DataError where there is nothing to read.
+    For the source `text` a fraction of the files is held out. For other sources a fraction of the
+    documents is held out, chosen by content, so that no copy of a held-out document is trained on.
+    `scratch` is a directory for temporary files. Raises DataError if there is nothing to read.
     """
     source = data.source
     if source == "fineweb_edu":
@@ -104,13 +104,13 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
 
 
 def fingerprint_entry(file: str, root: Path | str) -> str:
-    """Returns a file's entry in the fingerprint: its path below `root` and its size."""
+    """Returns a file's entry in the fingerprint: its path relative to `root`, and its size."""
     path = Path(file)
     return f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
 
 
 def _list_files(data: DataSettings) -> tuple[Path, list[Path]]:
-    """Returns the folder and the sorted non-empty files below it."""
+    """Returns the data folder, and the sorted files in it that are not empty."""
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:
@@ -201,7 +201,7 @@ def _opened(file: str) -> Any:
 
 
 def _parquet(file: str, cursor: int, key: str) -> Iterator[Piece]:
-    """Yields one column's rows; the cursor is the number of the row in the file."""
+    """Yields the rows of one column; the cursor is the row number in the file."""
     with (
         _opened(file) as stream,
         parquet.ParquetFile(stream, page_checksum_verification=True) as table,

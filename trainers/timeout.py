@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float, call: Callable[[], Result], late: str) -> Result:
-    """Returns or raises what `call` does; raises DataError(`late`) after `seconds`.
+    """Returns the result of `call` or raises its error; after `seconds` raises DataError(`late`).
 
-    A call that hangs remains in a daemon thread.
+    A call that hangs continues in its daemon thread.
     """
     result: Future[Result] = Future()
 

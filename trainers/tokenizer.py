@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or the byte pairs of GPT-2 from tiktoken and its cached files.
+"""Tokenizers: bytes, or GPT-2's byte pairs from tiktoken and its cached files.
 
 A tokenizer converts one piece of text to tokens of `kind`, in the machine's byte order.
 """
@@ -26,7 +26,7 @@ GPT2_FILES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer; `end` is the token after a document, b"" for none."""
+    """A tokenizer; `end` is the token after a document, or b"" if there is none."""
 
     kind: torch.dtype
     end: bytes
@@ -35,7 +35,7 @@ class Tokenizer:
 
 
 def gpt2(encoding: Any) -> Tokenizer:
-    """Returns the byte pairs of GPT-2; `<|endoftext|>` (50256) follows each document."""
+    """Returns GPT-2's tokenizer; `<|endoftext|>` (50256) follows each document."""
 
     def encode(text: bytes) -> bytes:
         return array("H", encoding.encode_ordinary(text.decode("utf-8"))).tobytes()
@@ -44,7 +44,7 @@ def gpt2(encoding: Any) -> Tokenizer:
 
 
 def build(name: str, end_of_document: bytes) -> Tokenizer:
-    """Returns a tokenizer. Raises DataError where gpt2 is not installed or not cached.
+    """Returns a tokenizer. Raises DataError if gpt2 is not installed or not cached.
 
     `end_of_document` follows each document of the byte tokenizer.
     """

@@ -1,1 +1,1 @@
-"""The subcommands of `nsa-console`: what they print and what they return."""
+"""The subcommands of `nsa-console`: they print results and return exit codes."""

@@ -20,7 +20,7 @@ from trainers.contract.errors import ContractError
 
 
 def bundle(options: argparse.Namespace) -> int:
-    """Writes the archive and prints its path, size and what was left out."""
+    """Writes the archive; prints its path, its size and the files that were left out."""
     path = launches.find(options.run, options.root)
     source = RunSource(path)
     state = source.poll()
@@ -46,7 +46,7 @@ def bundle(options: argparse.Namespace) -> int:
 
 
 def _diagnosis(path: Path, root: Path) -> dict[str, bytes]:
-    """Returns the output of `diagnose` as text and as JSON, or why there is none."""
+    """Returns the output of `diagnose` as text and as JSON, or the reason why it is missing."""
     try:
         found = Diagnoser(path).diagnose()
     except (ContractError, OSError) as error:

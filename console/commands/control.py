@@ -1,4 +1,4 @@
-"""The commands that act: they start a launch, or send a request and print its answer."""
+"""The commands that act: each starts a launch, or sends a request and prints the answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def _chosen(options: argparse.Namespace) -> LaunchOptions:
-    """Returns the options of a launch. Raises UsageError unless it names one plan or config."""
+    """Returns the options of a launch. Raises UsageError unless they name one plan or config."""
     if (options.plan is None) == (options.config is None):
         raise UsageError("launch needs either PLAN or --config FILE; see nsa-console launch --help")
     if options.trainer and options.config is None:
@@ -46,7 +46,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Starts a plan and returns, or waits for its end."""
+    """Starts a plan; with --wait also waits for its end; with --dry-run only prints the checks."""
     prepared = actions.prepare(_chosen(options))
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())
@@ -74,19 +74,19 @@ def adopt(options: argparse.Namespace) -> int:
 
 
 def act(options: argparse.Namespace) -> int:
-    """Sends the action that the command, or one of its options, names."""
+    """Sends the action that the command, or an option of the command, selects."""
     name = getattr(options, "action", None) or options.command.name
     given = {each.name: getattr(options, each.name) for each in ACTIONS[name].args}
     return _request(options, name, {key: value for key, value in given.items() if value})
 
 
 def do(options: argparse.Namespace) -> int:
-    """Sends any action: ACTION NAME=VALUE …"""
+    """Sends the action named on the command line: ACTION NAME=VALUE …"""
     return _request(options, options.action, pairs(options.args, "argument"))
 
 
 def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> int:
-    """Sends one request and prints the answer. Raises ContractError when none comes in time."""
+    """Sends one request and prints the answer. Raises ContractError if no answer comes in time."""
     path = launches.find(options.run, options.root, act=True)
 
     def sent_and_answered() -> dict[str, Any] | None:

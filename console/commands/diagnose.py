@@ -1,4 +1,4 @@
-"""`nsa-console diagnose`: prints the verdict on a run now, with its evidence and the next step."""
+"""`nsa-console diagnose`: prints the present verdict on a run, its evidence and the next step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_RANK_LINES = 64
 
 
 def diagnose(options: argparse.Namespace) -> int:
-    """Prints the verdict on a run; returns 1 for a stall, or where it is not known."""
+    """Prints the verdict on a run; returns 1 if the run is stalled, or if that is unknown."""
     path = launches.find(options.run, options.root, act=options.dump)
     diagnoser, dumped = Diagnoser(path), None
     if options.dump:
@@ -40,7 +40,7 @@ def diagnose(options: argparse.Namespace) -> int:
 
 
 def _requested_dump(path: Path) -> Outcome | None:
-    """Sends the dump to the supervisor; None where there is none. Raises RefusedError."""
+    """Requests a dump from the supervisor; None if there is no supervisor. Raises RefusedError."""
     launches.check_in_place(path)
     source = OfflineRun(path)
     source.poll()
@@ -56,7 +56,7 @@ def _requested_dump(path: Path) -> Outcome | None:
 
 
 def cost(state: RunState, cause: str) -> tuple[int | None, str]:
-    """Returns the steps that a stop loses, and a sentence on what the next step costs."""
+    """Returns how many steps a stop loses, and a sentence on the cost of the next step."""
     saved = state.checkpoint.removeprefix("step_")
     if state.step is None:
         lost, words = None, "an unknown number of steps"

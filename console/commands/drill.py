@@ -1,4 +1,4 @@
-"""`nsa-console drill`: a small run with one fault, and the score of the operator's reaction."""
+"""`nsa-console drill`: a small run with one fault, and a score of the operator's reaction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCREEN_ENDS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the files of a drill show so far; times are in seconds after the fault."""
+    """The results that the files of a drill show so far; times are in seconds after the fault."""
 
     drill: Drill
     truth: Truth
@@ -60,7 +60,7 @@ class Score:
 
     @property
     def reaction(self) -> tuple[str, float] | None:
-        """The first action that is not neutral."""
+        """The first action that is not neutral, with its time; None if there is none."""
         return next((each for each in self.actions if each[0] not in NEUTRAL), None)
 
     @property
@@ -167,12 +167,15 @@ def _unscored(truth: Truth) -> str:
 
 
 def _chosen(options: argparse.Namespace) -> Drill:
-    """Returns the fault of the options. Raises UsageError."""
+    """Returns the fault that the options select. Raises UsageError."""
     kind = KINDS.get(options.fault)
     if kind is None:
         raise UsageError(f"there is no drill {options.fault!r}{did_you_mean(options.fault, KINDS)}")
     if _unscored(kind.truth):
-        raise UsageError(f"{options.fault} cannot be scored; launch a run with NSA_DRILL")
+        raise UsageError(
+            f"the drill {options.fault} cannot be scored; start it without a score: launch PLAN "
+            f"--flag NSA_DRILL={options.fault}@STEP"
+        )
     rank = options.nproc - 1 if options.rank is None else options.rank
     if options.nproc > MAX_PROCESSES or rank >= options.nproc:
         raise UsageError(
@@ -204,7 +207,7 @@ def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 
 def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
-    """Prints each change until the reaction, the end, or the longest wait."""
+    """Prints each change until the operator reacts, the run ends, or the wait exceeds its limit."""
     source, changes = RunSource(path), status_text.Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
     while True:
@@ -224,7 +227,7 @@ def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
 
 
 def read_score(path: Path, fault: Drill) -> Score:
-    """Returns the score of a drill by the files of its launch."""
+    """Returns the score of a drill, read from the files of its launch."""
     source = RunSource(path)
     state, run, truth = source.poll(), source.run_path, KINDS[fault.kind].truth
     over = status_text.is_over(state)
@@ -283,7 +286,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[str, float]]:
-    """Yields the actions of an operator after the fault, and "resume" for a stall that ended."""
+    """Yields the actions of an operator after the fault; a stall that ended counts as "resume"."""
     for each in events:
         after_s = (jsonl.number(each, "ts") or 0.0) - fault_ts
         kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)

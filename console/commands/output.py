@@ -26,7 +26,7 @@ NAME = "nsa-console"
 
 
 class OutputError(ContractError):
-    """Cannot write to standard output; the action itself succeeded."""
+    """Standard output cannot be written; the action itself succeeded."""
 
     exit_code = 6
 
@@ -39,7 +39,7 @@ class OutputError(ContractError):
 def prepare() -> None:
     """Opens closed standard descriptors on the null device, and escapes unprintable characters.
 
-    Otherwise the next file that is opened would become the standard output of a child.
+    If a standard descriptor stayed closed, the next file opened would become a child's output.
     """
     for fd in (0, 1, 2):
         try:
@@ -72,7 +72,7 @@ def emit(record: Any) -> None:
 
 
 def program() -> str:
-    """Returns the command that starts this program: its name if it is in PATH."""
+    """Returns the command that starts this program: its name if the name is in PATH."""
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m console"
@@ -91,7 +91,10 @@ def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:
 
 
 def report_error(error: ContractError, as_json: bool) -> int:
-    """Prints the error of a command, on standard error and as data; returns the exit code."""
+    """Prints the error of a command on standard error; returns the exit code.
+
+    With `as_json` the error is also printed on standard output, as JSON.
+    """
     if isinstance(error, OutputError):
         discard()
     elif as_json:
@@ -104,7 +107,7 @@ def report_error(error: ContractError, as_json: bool) -> int:
 
 
 def print_error(sentence: str) -> None:
-    """Prints a sentence on standard error; a write that fails is not an error."""
+    """Prints a sentence on standard error; a failed write is ignored."""
     with contextlib.suppress(OSError):
         print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -116,7 +119,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws the progress of a long read, over itself, on a terminal; None removes it."""
+    """Draws the progress of a long read on a terminal, over its former value; None removes it."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

@@ -91,7 +91,7 @@ def _resume(state: RunState) -> Iterator[str]:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Follows one run until it ends: on the screen, or with one sentence per change."""
+    """Follows one run until it ends: on the screen, or as one line of text per change."""
     if not (options.plain or options.json or options.until_waiting):
         from console.commands.screen import screen
 
@@ -102,9 +102,9 @@ def watch(options: argparse.Namespace) -> int:
 def follow(
     run: RunSource, as_json: bool, interval_s: float = 1.0, until_waiting: bool = False
 ) -> int:
-    """Prints each change until the end of a run or launch; returns the exit code of the end.
+    """Prints each change until a run or launch ends; returns the exit code of that end.
 
-    With `until_waiting` it returns also when the plan waits for confirmation.
+    With `until_waiting` the function also returns when the plan waits for confirmation.
     """
     changes = status_text.Changes()
     while True:
@@ -124,7 +124,7 @@ def follow(
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints go or no go: the preflight of a plan, or the gates of a run so far."""
+    """Prints go or no go, from the preflight of a plan or from the gates of a run so far."""
     from console.plans import catalog
 
     if catalog.is_plan(options.run):
@@ -169,7 +169,7 @@ def _check_run(options: argparse.Namespace) -> int:
 
 
 def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
-    """Returns the sources of the result of the gates, "" for a run without gates."""
+    """Returns which records the result of the gates is based on, or "" for a run without gates."""
     if not state.gates:
         return ""
     if code and not status_text.no_go(state):
@@ -186,7 +186,7 @@ def _basis(run: RunSource, state: RunState, code: int, named: str) -> str:
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:
-    """Returns a source that has read all records; draws the progress on a terminal."""
+    """Returns a source that has read all records; draws the reading progress on a terminal."""
     run = RunSource(launches.find(options.run, options.root), FULL_BYTES, reads="all")
     most = 0
 
@@ -201,7 +201,7 @@ def _read_all(options: argparse.Namespace) -> RunSource:
 
 
 def _no_go(state: RunState, whole: bool) -> str:
-    """Returns "no go" with the state of the run or launch, failed gates, and disagreements."""
+    """Returns "no go" with the state of the run or launch, failed gates, and contradictions."""
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
     missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""
@@ -212,7 +212,7 @@ def _no_go(state: RunState, whole: bool) -> str:
 
 
 def _go(state: RunState, whole: bool) -> str:
-    """Returns "go", with the phases that have not started, or with the note "no gates"."""
+    """Returns "go" with the phases that have not started, or with the note "no gates"."""
     launch = state.launch if whole else None
     if rest := [phase.name for phase in launch.rest] if launch else []:
         return f"go so far; not started: {', '.join(rest)}"
@@ -221,7 +221,7 @@ def _go(state: RunState, whole: bool) -> str:
 
 
 def logs(options: argparse.Namespace) -> int:
-    """Prints the logs of a run, merged or of one rank."""
+    """Prints the logs of a run: all logs merged, or the log of one rank."""
     from console.sources.logs import LogSource
 
     run = source(options)
@@ -259,7 +259,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _must_have_rank(run: RunSource, state: RunState, rank: int) -> None:
-    """Raises NotFoundError for a rank that has neither a record nor a log."""
+    """Raises NotFoundError for a rank that has neither records nor a log."""
     known = [each.rank for each in state.ranks]
     if run.run_path is None or rank in known:
         return

@@ -1,4 +1,4 @@
-"""The table of commands; those that send a request are made from the table of actions."""
+"""The table of commands; the commands that send a request are made from the table of actions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 
 
 def word(text: str) -> str:
-    """Returns a word that is not empty and holds no control character."""
+    """Returns a word that is not empty and contains no control character."""
     if not text.strip() or any(ord(character) < 32 for character in text):
         raise argparse.ArgumentTypeError(f"{text!r} is empty or contains control characters")
     return text
@@ -64,13 +64,13 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*names: str, **more: Any) -> Option:
-    """Returns the arguments of one `add_argument`."""
+    """Returns the arguments of one call of `add_argument`."""
     return names, more
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand. `target` is its function, as `module.function` of `console.commands`."""
+    """One subcommand. `target` names its function, as `module.function` of `console.commands`."""
 
     name: str
     about: str
@@ -101,7 +101,7 @@ def _run(metavar: str = "RUN", also: str = "") -> Option:
 
 
 def _listed(heading: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Returns a table as help: the name of a row, and its text wrapped beside it."""
+    """Returns a table as help text: the name of each row, with its wrapped text to the right."""
     wrapped = (
         textwrap.fill(f"{name}{text}", 79, subsequent_indent=" " * len(name)) for name, text in rows
     )
@@ -267,12 +267,12 @@ DO = Command(
 
 
 def _lower(sentence: str) -> str:
-    """Returns a sentence as the help of an option."""
+    """Returns a help sentence with a small first letter and without a full stop."""
     return sentence[0].lower() + sentence[1:].rstrip(".")
 
 
 def _verbs() -> Iterator[Command]:
-    """Yields the commands that send one action each, or choose one by an option."""
+    """Yields the commands that send one action each, or select an action by an option."""
     verbs: dict[str, list[Action]] = {}
     for action in action_table.TABLE:
         if action.verb:

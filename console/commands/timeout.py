@@ -1,7 +1,7 @@
-"""Runs a function in a child process with a time limit, because it may hang on a disk.
+"""Runs a function in a child process with a time limit, because the function may hang on a disk.
 
 A process that waits for a hung file system cannot be ended, not even by KILL. So a child process
-does the work, and the command exits without it.
+does the work, and the command can exit without waiting for the child.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Returns what `work` returns in a child process, or raises the error that it raised.
+    """Runs `work` in a child process; returns its result or raises its error.
 
-    Raises TimeoutError after `limit_s` seconds and sends KILL; a child in state D ends later.
+    After `limit_s` seconds it sends KILL and raises TimeoutError; a child in state D ends later.
     """
     reading, writing = Pipe(duplex=False)
     child = os.fork()
@@ -45,7 +45,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
-    """Sends the result of `work`; redirects descriptors 0-2, so that no reader waits for them."""
+    """Sends the result of `work`. Descriptors 0-2 are redirected, so no reader waits for them."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):

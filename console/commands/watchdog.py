@@ -1,6 +1,6 @@
 """`nsa-console watchdog`: evaluates the watch rules from a run's files; --halt halts the run.
 
-It needs no supervisor.
+The command needs no supervisor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainers.contract.plan import Watch
 
 
 def watchdog(options: argparse.Namespace) -> int:
-    """Evaluates the watch rules on a run until it ends; returns the exit code of its end."""
+    """Evaluates the watch rules on a run until the run ends; returns the exit code of its end."""
     path = launches.find(options.run, options.root, act=options.halt)
     if options.halt:
         rundir.check_ours(path)
@@ -54,7 +54,7 @@ def watchdog(options: argparse.Namespace) -> int:
 def make_watchdog(
     watch: Watch, settings: Mapping[str, Any], halt: bool, interval_s: float
 ) -> Watchdog:
-    """Returns a watchdog that only warns; with `halt`, it halts for `HALTING` and strong rules."""
+    """Returns a watchdog that only warns; with `halt`, strong rules and `HALTING` halt the run."""
     strong = [name for name, rule in watch.rules.items() if rule.action in STRONG]
     rules = {name: replace(rule, action=None) for name, rule in watch.rules.items()}
     wanted = dict.fromkeys((*HALTING, *strong), "halt") if halt else {}
@@ -62,7 +62,7 @@ def make_watchdog(
 
 
 def _report(change: Change, run: Path, halted: set[Path], options: argparse.Namespace) -> None:
-    """Prints a change, and halts the run once if that is its action."""
+    """Prints a change; halts the run, once, if the change has the action to halt."""
     rule = change.rule
     record = {
         "kind": change.kind, "rule": rule.name, "level": change.level, "action": change.action,
@@ -77,7 +77,7 @@ def _report(change: Change, run: Path, halted: set[Path], options: argparse.Name
 
 
 def _halt(run: Path, anomaly: str) -> str:
-    """Writes `.HALT` and `.anomaly_type`, unless `.HALT` exists; returns a sentence."""
+    """Writes `.HALT` and `.anomaly_type` unless `.HALT` exists; returns a sentence."""
     if (run / rundir.HALT).exists():
         return f"{rundir.HALT} already exists"
     actions.halt(run, f"watchdog {actions.who()}")

@@ -1,1 +1,1 @@
-"""The watch rules, and the verdict on a run that makes no progress; no file is read here."""
+"""The watch rules, and the verdict on a run that makes no progress; no module here reads a file."""

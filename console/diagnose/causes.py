@@ -77,7 +77,7 @@ def _traced(of: Suspect) -> str:
 
 def _exited(of: Suspect) -> str:
     if of.state == "Z":
-        return "has exited and was not reaped (its parent does not run)"
+        return "has exited but its parent has not reaped it (the parent is not running)"
     return "has exited" if of.state in ("X", "gone") else ""
 
 

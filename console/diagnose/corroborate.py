@@ -1,6 +1,7 @@
 """The second source of each watch rule, which must confirm it before an action interrupts a run.
 
-Each function returns "" where its source confirms the rule, else why not. Nothing is read here.
+Each function returns "" if its source confirms the rule, or else the reason why it does not. No
+function here reads a file.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ PACE_LOST = 0.5
 
 
 def kernel(_now: Readings, _history: History) -> str:
-    """Always confirms: the kernel of this host measured the value."""
+    """Always confirms, because the kernel of this host measured the value."""
     return ""
 
 
 def records(now: Readings, _history: History) -> str:
-    """Confirms a stall by the records of the ranks."""
+    """Confirms a stall from the records of the ranks."""
     return now.stall_doubt
 
 
 def pulses(_now: Readings, history: History) -> str:
-    """Confirms a drop of throughput by the steps in the pulses and the clock of this host."""
+    """Confirms a drop of throughput from the steps in the pulses and the clock of this host."""
     if history.pace_ratio is None:
         return "the pulses do not show a pace yet"
     if history.pace_ratio > PACE_LOST:
@@ -36,9 +37,9 @@ def pulses(_now: Readings, history: History) -> str:
 
 
 def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
-    """Confirms a figure by another rank's record of that step; without one, by training.csv.
+    """Confirms rank 0's figure by another rank's record of that step, or else by training.csv.
 
-    `bad` says whether a record shows the figure, None where it does not have it.
+    `bad` returns whether a record shows the bad figure, or None if the record lacks the figure.
     """
 
     def confirm(now: Readings, _history: History) -> str:

@@ -155,9 +155,9 @@ class Evidence:
         return waits and bool(odd and others) and not odd & others
 
     def silent(self, ranks: Sequence[RankEvidence], known: Mapping[int, object]) -> tuple[int, ...]:
-        """Returns the ranks that are not `known`; () where one of them could have answered.
+        """Returns the ranks without evidence in `known`, if each of them was unable to write it.
 
-        Where all others only wait, these are the ones that they wait for.
+        Returns () otherwise. If all other ranks only wait, they wait for the returned ones.
         """
         places, found = self.places(), [each for each in ranks if each.rank not in known]
         for each in found:
@@ -272,7 +272,10 @@ def _odd(odd: list[int], ranks: Sequence[RankEvidence]) -> tuple[int, ...]:
 
 
 def _of_flights(ranks: Sequence[RankEvidence], evidence: Evidence) -> Sign:
-    """Names nobody while a record is missing, unless that rank cannot write one."""
+    """Names no rank while a flight record is missing.
+
+    Exception: every rank without a record is unable to write one.
+    """
     found = evidence.difference(ranks)
     complete = all(each.rank in evidence.flights for each in ranks)
     named = found.ranks if complete else ()

@@ -1,8 +1,8 @@
-"""What the GPUs of stalled ranks show: lost, idle, or running a kernel.
+"""The evidence from the GPUs of stalled ranks: lost, idle, or running a kernel.
 
-A host that waits for its GPU spins: state R, a whole core, one Python line. Only the GPU tells this
-wait from an endless loop: measured on an H100, a kernel that never ends shows 100 % utilisation at
-120 of 700 W.
+A host that waits for its GPU spins: state R, a whole core, one Python line. Only the GPU shows
+whether that is such a wait or an endless loop: measured on an H100, a kernel that never ends shows
+100 % utilisation at 120 of 700 W.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def own_gpus(
 
 
 def is_idle(rows: Sequence[Gpu]) -> bool:
-    """Returns whether all GPUs of a rank are known to run nothing."""
+    """Returns whether every GPU of a rank is known to be idle."""
     return bool(rows) and all(
         gpu.state == "ok" and gpu.util_pct is not None and gpu.util_pct <= IDLE_PCT for gpu in rows
     )
@@ -59,7 +59,7 @@ def is_running(rows: Sequence[Gpu]) -> bool:
 
 
 def words(rows: Sequence[Gpu]) -> str:
-    """Returns "GPU 0 at 100 %, 120 of 700 W", and why a figure is missing."""
+    """Returns "GPU 0 at 100 %, 120 of 700 W", with the reason if a figure is missing."""
     return ", ".join(_words(gpu) for gpu in rows[:8])
 
 
@@ -73,7 +73,7 @@ def _words(gpu: Gpu) -> str:
 
 
 def kernel_words(rows: Sequence[Gpu]) -> str:
-    """Returns what a GPU that runs a kernel does, by its power; "" where that is not known."""
+    """Returns what a GPU with a running kernel does, as its power shows, or "" if unknown."""
     shares = [
         gpu.power_w / gpu.power_limit_w for gpu in rows
         if gpu.power_w is not None and gpu.power_limit_w

@@ -1,6 +1,6 @@
 """The input of the watch rules: one moment as `Readings`, and the attempt so far as `History`.
 
-Nothing is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
+No file is read here. Times are CLOCK_MONOTONIC seconds unless the name says otherwise; None means
 "not measured".
 """
 
@@ -34,10 +34,11 @@ JUMP_KEPT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """One moment of one attempt. `fresh` are the progress records since the last moment, in order.
+    """One moment of one attempt.
 
-    `progress` holds the newest of each rank. `records_only` says that `ranks` comes from the ages
-    of records and not from pulses. `newest_ts` is the time in the newest record (unix s).
+    `fresh` has the progress records since the last moment, in order; `progress` has the newest of
+    each rank. `records_only` says that `ranks` were derived from the ages of records, not from
+    pulses. `newest_ts` is the time in the newest record (unix s).
     """
 
     mono: float
@@ -62,13 +63,13 @@ class Readings:
 
 
 def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the value of each setting in run.json by name, {} for a foreign program."""
+    """Returns the values of the settings in run.json by name, or {} for a foreign program."""
     settings = jsonl.mapping(run, "settings")
     return {name: jsonl.mapping(settings, name).get("value") for name in settings}
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses one branch only, None without a figure of it."""
+    """Returns whether the attention gate uses one branch only, or None if no figure shows it."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -82,14 +83,14 @@ def gate_collapsed(progress: Progress) -> bool | None:
 
 @dataclass(slots=True)
 class Counter:
-    """A counter of one GPU: its increase in this attempt, and when it last rose (monotonic s)."""
+    """A counter of one GPU: its increase in this attempt, and its last rise (monotonic s)."""
 
     last: int
     increase: int = 0
     at: float = -math.inf
 
     def update(self, value: int, mono: float) -> None:
-        """Adds a new value; a lower one (the GPU was reset) sets the increase to 0."""
+        """Adds a new value; if it is below the last one (a GPU reset), the increase becomes 0."""
         if value > self.last:
             self.increase, self.at = self.increase + value - self.last, mono
         elif value < self.last:
@@ -100,7 +101,7 @@ class Counter:
 class History:
     """The attempt so far, in constant memory: `update` adds one moment, before the rules run.
 
-    `settings` holds the value of each setting of the run; it is empty for a foreign program.
+    `settings` has the values of the run's settings; it is empty for a foreign program.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
@@ -130,12 +131,12 @@ class History:
         self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
 
     def number(self, setting: str, default: float) -> float:
-        """Returns a setting of the run, like `train.warmup_steps`; `default` if it is no number."""
+        """Returns a setting such as `train.warmup_steps`, or `default` if it is not a number."""
         found = jsonl.number(self._settings, setting)
         return default if found is None else found
 
     def value(self, setting: str) -> Any:
-        """Returns a setting of the run as it is in run.json, None without it."""
+        """Returns a setting of the run as run.json has it, or None if run.json lacks it."""
         return self._settings.get(setting)
 
     def update(self, now: Readings) -> None:
@@ -168,7 +169,7 @@ class History:
         self.xids[gpu.index].update(gpu.xid_count, now.mono)
 
     def _update_pace(self, now: Readings) -> None:
-        """Adds the step that all ranks have reached, every `PACE_EVERY_S`."""
+        """Every `PACE_EVERY_S`, adds the step that all ranks have reached."""
         steps = [rank.step for rank in now.ranks if not rank.doubt and rank.phase != "exit"]
         if not steps or (self._steps and now.mono - self._steps[-1][0] < PACE_EVERY_S):
             return
@@ -222,11 +223,11 @@ class History:
 
 
 def rate_ratio(logs: list[float]) -> float | None:
-    """Returns an upper bound of new ÷ old rate, from the logarithms of rates in their order.
+    """Returns an upper bound of new rate ÷ old rate, from the logarithms of the rates in order.
 
-    Each window's median is compared with the median before it. The bound is `SURE_Z` standard
-    errors above the measured ratio, by the run's own spread: a run of uneven steps needs more
-    records. None before there are enough.
+    Each window's median is compared with the median of the window before. The bound is `SURE_Z`
+    standard errors above the measured ratio. The standard error comes from the run's own spread, so
+    a run of uneven steps needs more records. Returns None until there are enough records.
     """
     bounds = []
     for count in WINDOWS:
@@ -241,10 +242,10 @@ def rate_ratio(logs: list[float]) -> float | None:
 
 
 def steady_growth(points: list[tuple[float, float]]) -> float:
-    """Returns the least growth of a figure per second, 0 where it is constant or only jumped.
+    """Returns how fast a figure grows steadily, per second (the lowest rate found).
 
-    The points are reduced to the medians of three thirds, and the least slope between two of the
-    medians counts. A plateau after a rise therefore gives 0.
+    The points are reduced to the medians of three thirds, and the lowest slope between two of the
+    medians counts. The result is 0 if the figure is constant or rose in one jump.
     """
     third = len(points) // 3
     parts = (points[:third], points[third:-third], points[-third:])

@@ -1,4 +1,4 @@
-"""A watch rule: its bound, its time, and the function that measures its value."""
+"""The type of a watch rule: its bounds, how long a breach must last, and the measuring function."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ PURE_NUMBERS = ("limits", "ratio")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measured value with its sentence; the times are those of a rule with its own limit.
+    """A measured value with its sentence; a rule with its own time limit also sets the times.
 
-    `limit_s` is how long the condition may last and `lasted_s` how long it has, by its evidence.
-    `counts` has the value's parts by GPU: a raised rule is raised again when one of them rises.
+    `limit_s` is how long the condition may last, and `lasted_s` how long the evidence shows that it
+    has lasted. `counts` has the parts of the value by GPU: the rule is raised again when a part
+    rises.
     """
 
     value: float
@@ -36,11 +37,12 @@ Measure = Callable[[Readings, History, Watch], Measured | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the table.
+    """One row of the table of watch rules.
 
-    A strong action needs the value `severe`, where one is given, and the second source that
-    `corroborate` reads; a rule without one can only warn or dump. `watchdog --halt` halts a run
-    for the rules that have an `anomaly`, the word that it writes to `.anomaly_type`.
+    A strong action needs two things: the value `severe` (if the rule has one) and the confirmation
+    by the second source, `corroborate`. A rule without `corroborate` can only warn or dump.
+    `watchdog --halt` halts a run for each rule with an `anomaly`, the word written to
+    `.anomaly_type`.
     """
 
     name: str

@@ -1,8 +1,9 @@
-"""The table of watch rules: what each measures, when it is raised and when it is cleared.
+"""The table of watch rules: the measured value of each, and when it is raised and cleared.
 
-A measure is a pure function over one moment and the attempt so far; nothing is read or kept here.
-A rule is raised when its value reaches `threshold` for `for_s`, and cleared when it reaches
-`clear`; the order of the two says which direction is bad. A new rule is one row in `TABLE`.
+A measure is a pure function of one moment and the attempt so far; it reads no file and has no
+state. A rule is raised when its value reaches `threshold` for `for_s`, and cleared when the value
+reaches `clear`; whether `threshold` is above `clear` says which direction is bad. A new rule is one
+row in `TABLE`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ STRONG_TIMES = 3.0
 
 
 def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
-    """Returns the time without progress of the slowest rank ÷ its stall limit."""
+    """Returns the time without progress of the slowest rank, divided by its stall limit."""
     first = min(slowest(now.ranks), key=lambda rank: rank.unchanged_s, default=None)
     if first is None:
         return Measured(0.0) if now.ranks else None
@@ -61,7 +62,7 @@ def _throughput_drop(_now: Readings, history: History, _watch: Watch) -> Measure
 
 
 def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
-    """Counts rank 0's consecutive progress records; the sentence names `count` and `step`."""
+    """Returns a measure of rank 0's consecutive records; the sentence uses `count` and `step`."""
 
     def measure(now: Readings, history: History, _watch: Watch) -> Measured | None:
         if 0 not in now.progress:
@@ -73,7 +74,7 @@ def _consecutive(count: Callable[[History], int], sentence: str) -> Measure:
 
 
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the consecutive records of the rank that has most of them, the lowest rank first."""
+    """Counts consecutive records with a non-finite loss, for the rank with the highest count."""
     if not now.progress:
         return None
     counts = history.nonfinite
@@ -153,9 +154,9 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the GPUs with a recent Xid, also one that may have ended the attempt before.
+    """Counts the GPUs with a recent Xid, including an Xid that may have ended the former attempt.
 
-    An Xid of the attempt before raises an alert and never an action in this one.
+    An Xid of the former attempt raises an alert, but never causes an action in this attempt.
     """
     if not now.gpus:
         return None
@@ -191,10 +192,10 @@ def _gpus_with(
     applies: Callable[[Gpu], object], is_known: Callable[[Gpu], object], sentence: str,
     again: bool = False,
 ) -> Measure:  # fmt: skip
-    """Counts the GPUs to which a condition applies, with a sentence for each `gpu`.
+    """Returns a measure that counts the GPUs to which a condition applies; one sentence per `gpu`.
 
-    A GPU for which `is_known` is false raises nothing and clears nothing. With `again` the alert is
-    raised again for another GPU, or for the same one after a recovery.
+    A GPU for which `is_known` is false neither raises nor clears the rule. With `again` the alert
+    is raised again for another GPU, or for the same GPU after a recovery.
     """
 
     def measure(now: Readings, _history: History, _watch: Watch) -> Measured | None:
@@ -276,7 +277,7 @@ HALTING = tuple(rule.name for rule in TABLE if rule.anomaly)
 
 
 def check(watch: Watch, where: str) -> None:
-    """Raises UsageError for an unknown rule, or an action that it cannot have."""
+    """Raises UsageError for an unknown rule, or for an action that the rule cannot have."""
     for name, given in watch.rules.items():
         if name not in RULES:
             raise UsageError(f"{where}: there is no watch rule {name!r}{did_you_mean(name, RULES)}")
@@ -290,7 +291,7 @@ def check(watch: Watch, where: str) -> None:
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
     """Returns the table with a plan's changes; `actions` has the weakest allowed action by rule.
 
-    The value that clears a rule changes in proportion to its threshold.
+    The value that clears a rule changes in proportion to the rule's threshold.
     """
     rules = []
     for rule in TABLE:

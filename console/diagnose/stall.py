@@ -1,8 +1,8 @@
-"""The evidence about each rank, its stall limit, and whether the records confirm a stall.
+"""Decides whether ranks are stalled: the facts about a rank, its stall limit, the confirmation.
 
 A rank stalls when its pulse has not changed for longer than its stall limit: max(floor, 5 × p99 of
-its phase), with limits of their own for start-up, evaluation and saving. A run stalls when its
-slowest ranks do. Nothing is read here.
+its phase). Start-up, evaluation and saving have limits of their own. A run stalls when its slowest
+ranks do. No file is read here.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ OVERDUE = 2.0
 class RankEvidence:
     """Evidence about one rank at one moment. `phase` is "" for a rank without a pulse.
 
-    `unchanged_s` is the time since its pulse changed (without one: since the attempt began),
-    `state` the kernel's letter or "gone", `p99_s` of the times of its phase, or of its steps where
-    that phase has none.
+    `unchanged_s` is the time since its pulse changed; without a pulse, the time since the attempt
+    began. `state` is the kernel's letter or "gone". `p99_s` is that of the times of its phase, or
+    of its steps if the phase has no times.
     """
 
     rank: int
@@ -65,12 +65,12 @@ class RankEvidence:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """Its progress, in an order: step, phase of the step, collectives."""
+        """The progress of the rank as a sortable position: step, phase of the step, collectives."""
         return self.step, ORDER.get(self.phase, -1), self.collectives
 
     @property
     def place(self) -> str:
-        """Its phase and step in words: "forward of step 41"."""
+        """The phase and step of the rank in words: "forward of step 41"."""
         if not self.phase:
             return "start-up (no pulse)"
         if self.phase == UNREPORTED:
@@ -81,9 +81,9 @@ class RankEvidence:
 def with_records(
     rank: RankEvidence, head: LatestRecords, attempt: int, lagging: bool = False
 ) -> RankEvidence:  # fmt: skip
-    """Adds p99, first step, exit code, record ages and doubt from a rank's records to its pulse.
+    """Returns a rank with the figures of its records: p99, first step, exit code, ages and doubt.
 
-    A pulse that is `lagging` comes from a sample: its records may be ahead of it.
+    A pulse that is `lagging` comes from a sample, so the records may be ahead of the pulse.
     """
     # The pulse refutes a recorded first step that is later than its own next step. In a restart
     # without a recorded step, the present step counts as the first.
@@ -99,7 +99,7 @@ def with_records(
 
 
 def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
-    """Returns a rank without a pulse by its newest record and the times between its records."""
+    """Returns the evidence about a rank without a pulse, derived from the times of its records."""
     record, now = head.last.record, time.monotonic()
     step, pid = record["step"], jsonl.integer(record, "pid") or 0
     phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
@@ -109,7 +109,7 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
 
 
 def limit_s(rank: RankEvidence, watch: Watch) -> float:
-    """Returns the stall limit of a rank where it is now."""
+    """Returns the stall limit of a rank in its present phase and step."""
     if not rank.phase or rank.phase in STARTING_PHASES or rank.step <= rank.first_step:
         return watch.startup_s
     usual = max(watch.stall_floor_s, SAFETY * (rank.p99_s or 0.0))
@@ -121,9 +121,9 @@ def limit_s(rank: RankEvidence, watch: Watch) -> float:
 
 
 def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
-    """Returns the ranks at the lowest position, of those with a usable pulse that still run.
+    """Returns the running ranks with a usable pulse that have the lowest position.
 
-    A phase that is not reported may be before or after the reported ones of its step.
+    A phase that is not reported may be before or after the reported phases of its step.
     """
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
     first = min((each.step for each in running), default=0)
@@ -134,7 +134,7 @@ def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
 
 
 def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
-    """Returns ["0-2", "4"]: numbers as short as they can be written."""
+    """Returns sorted numbers as ranges: ["0-2", "4"]."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:
@@ -150,7 +150,7 @@ def names(ranks: Sequence[RankEvidence]) -> str:
 
 
 def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
-    """Names the ranks whose pulse cannot be used, with the reason."""
+    """Returns a text with the ranks whose pulse cannot be used, and the reason."""
     return "; ".join(
         f"{names(found)} {words}" for doubt, words in DOUBTS.items()
         if (found := [each for each in ranks if each.doubt == doubt])
@@ -158,7 +158,7 @@ def unusable_pulses(ranks: Sequence[RankEvidence]) -> str:
 
 
 def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
-    """Returns why the records do not confirm that these ranks stall, "" when they do.
+    """Returns why the records do not confirm that these ranks stall, or "" if they confirm it.
 
     A new step in a record counts as progress only within the stall limit. A rank that records
     rarely confirms a stall only when its next record is overdue.

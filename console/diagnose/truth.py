@@ -1,6 +1,7 @@
-"""Watch rules that check what a healthy-looking run says about itself; they can only warn.
+"""Watch rules that compare what a healthy-looking run records with what is possible.
 
-A rule whose figures are missing, or contradict each other, measures nothing and raises nothing.
+They can only warn. A rule whose figures are missing, or contradict each other, returns None and
+raises no alert.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _random_loss(now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the difference of the first loss from that of a uniform guess, in nats."""
+    """Returns the difference between the first loss and the loss of a uniform guess, in nats."""
     first, vocabulary = history.truth.first, history.number("model.vocab_size", 0)
     if first is None or first.loss is None or not math.isfinite(first.loss) or not vocabulary >= 2:
         return None
@@ -69,7 +70,7 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the consecutive records of a rank without gradient while another rank has one."""
+    """Counts consecutive records of a rank with gradient norm zero while another rank's is not."""
     counts = {r: n for r, n in history.truth.zero_norms.items() if r in now.progress}
     if len(counts) < 2 or min(counts.values()):
         return None if len(counts) < 2 else Measured(0.0)
@@ -83,7 +84,7 @@ def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measu
 
 
 def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the parameters without gradient; an ablation of the attention has some on purpose."""
+    """Counts the parameters without a gradient, unless an ablation of the attention is active."""
     if 0 not in now.progress:
         return None
     dead = now.progress[0].dead
@@ -132,7 +133,7 @@ def _skipped_steps(_now: Readings, history: History, _watch: Watch) -> Measured 
 
 
 def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Counts the branches of the attention that do not follow a switch of the operator."""
+    """Counts the attention branches that do not follow a switch that the operator set."""
     routes = jsonl.mapping(now.env, "backend")
     if not routes:
         return None
@@ -146,7 +147,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the ratio of the named number of parameters and the counted one, at least 1."""
+    """Returns the ratio of the model size in a name and the counted parameters, at least 1."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     found = _named_size(now.env)
@@ -161,9 +162,10 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
 
 
 def _named_size(env: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Returns the text that names one size, and that size.
+    """Returns a text that names the source of a model size, and that size.
 
-    A configuration names it, or, for a run without one, phase or plan in the id of the run.
+    The size is read from the name of the configuration. A run without a configuration uses the name
+    of the phase or of the plan instead.
     """
     if "config" not in env:
         return None
@@ -185,7 +187,7 @@ def _named_size(env: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the share of the steps in which the GPUs are busy, where the phases fill the step."""
+    """Returns the share of the steps in which the GPUs are busy, if the phases fill the steps."""
     busy, progress = history.truth.busy, now.progress.get(0)
     if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
         return None
@@ -202,7 +204,7 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
 
 
 def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the share of their power limit that GPUs draw which report to be busy."""
+    """Returns power draw ÷ power limit of the GPUs that report to be busy."""
     busy, power = history.truth.busy, history.truth.power
     if len(power) < LEAST_BUSY or len(power) < len(busy):
         return None
@@ -215,10 +217,10 @@ def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | Non
 
 
 def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the slowest rank's own time ÷ that of the other ranks, once a difference is sure.
+    """Returns the slowest rank's own time ÷ that of the others, once the difference is certain.
 
-    In fetch and forward a rank waits for no other one, except in the forward of FSDP. The forward
-    of a foreign program on a GPU is only the time in which the host starts it.
+    In fetch and forward a rank does not wait for other ranks, except in the forward of FSDP. On a
+    GPU, the forward time of a foreign program is only the time in which the host starts it.
     """
     truth, strategy = history.truth, history.value("train.strategy")
     own = ("fetch", "forward")

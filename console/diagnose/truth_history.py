@@ -1,6 +1,6 @@
 """The attempt so far for the truth checks: the records of each step by rank, and its GPUs.
 
-Nothing is read here. Memory is bounded.
+No file is read here. Memory is bounded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Same:
         self.count = 0
 
     def add(self, value: float | None) -> None:
-        """Adds the figure of a record; one that may be rounded, or is not finite, counts 0."""
+        """Adds a figure; if the figure is not finite or may be rounded, the count becomes 0."""
         if value is None:
             return
         if not math.isfinite(value) or _is_rounded(value):
@@ -87,7 +87,7 @@ class TruthHistory:
         self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu],
         mono: float, is_slow: bool,
     ) -> None:  # fmt: skip
-        """Adds the new records and one sample of the GPUs at a time (monotonic s).
+        """Adds the new records and one sample of the GPUs taken at `mono` (monotonic s).
 
         `is_slow` says that the run is slower than before.
         """
@@ -129,7 +129,7 @@ class TruthHistory:
     def skipped_share(self, steps: int, after: int) -> tuple[float, int] | None:
         """Returns the share of skipped steps in the last `steps` or more, and their number.
 
-        None before the attempt has recorded so many steps, not counting its first `after`.
+        Returns None until the attempt has recorded that many steps after its first `after`.
         """
         if not self._skips:
             return None
@@ -144,11 +144,11 @@ class TruthHistory:
     # --- over the ranks ------------------------------------------------------------------------
 
     def _complete(self) -> list[dict[int, Progress]]:
-        """Returns the kept steps that every rank has recorded, oldest first."""
+        """Returns the stored steps that every rank has recorded, oldest first."""
         return [found for found in self._steps.values() if len(found) == len(self._newest)]
 
     def same_batches(self) -> tuple[int, tuple[int, ...]]:
-        """Returns the number of newest steps with one batch on several ranks, and those ranks."""
+        """Returns how many of the newest steps have one batch on several ranks, and these ranks."""
         count, ranks = 0, frozenset[int]()
         for found in reversed(self._complete()):
             by_sum: dict[str, list[int]] = {}
@@ -163,13 +163,14 @@ class TruthHistory:
         return count, tuple(sorted(ranks))
 
     def has_batches(self) -> bool:
-        """Returns whether two ranks or more record which batch they read."""
+        """Returns whether at least two ranks record which batch they read."""
         return sum(each.batch_crc32 != "" for each in self._newest.values()) > 1
 
     def slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
         """Returns the slowest rank's time in these phases ÷ that of the others, and a sentence.
 
-        The ratio is a lower bound until a difference is sure. None before there are enough records.
+        The ratio is a lower bound until the difference is certain. Returns None until there are
+        enough records.
         """
         if self._slow_at != self._added and self._mono - self._slow_mono >= RATED_EVERY_S:
             self._slow_at, self._slow_mono = self._added, self._mono
@@ -221,7 +222,7 @@ class TruthHistory:
             self._usual_step_s = median(found[min(found)].step_s or 0.0 for found in steps)
 
     def slower(self) -> str:
-        """Returns which ranks are slower than before and in which phase, "" if not known."""
+        """Returns which ranks are slower than before and in which phase, or "" if unknown."""
         steps = self._complete()[-LEAST:]
         if len(steps) < LEAST or self._usual.keys() != self._newest.keys():
             return ""
@@ -246,7 +247,7 @@ class TruthHistory:
         return f"; {who} {median(ratios.values()):.1f} times as long as before in {phase}"
 
     def _in_words(self, ranks: Sequence[int]) -> str:
-        """Returns the name of ranks: their host where they are all of its ranks."""
+        """Returns the names of ranks, or the name of a host if these are all ranks of that host."""
         hosts = {self._newest[rank].host for rank in ranks}
         of_host = [rank for rank, each in self._newest.items() if each.host in hosts]
         if len(hosts) == 1 < len(ranks) == len(of_host) < len(self._newest):
@@ -258,7 +259,8 @@ class TruthHistory:
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
         """Returns the GPUs of this run: those with as much memory in use as its ranks reserve.
 
-        None of them where their number differs from that of the ranks: other jobs use the host.
+        Returns no GPU if their number differs from that of the ranks, because then other jobs use
+        the host.
         """
         needed = [each.gpu_mem_reserved or 0.0 for each in self._newest.values()]
         if not needed or min(needed) <= 0:
@@ -271,7 +273,7 @@ class TruthHistory:
         return any(each.gpu_mem_reserved is not None for each in self._newest.values())
 
     def _add_busy(self, ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]) -> None:
-        """Adds a sample of the GPUs; a step counts once, and none with another phase."""
+        """Adds a GPU sample; a step counts once, and only if all its phases are in `STEPPING`."""
         used = [g.util_pct for g in gpus if g.util_pct is not None and 0 <= g.util_pct <= 100]
         step = min((each.step for each in ranks), default=0)
         warm = all(each.step > each.first_step + WARM_STEPS for each in ranks)
@@ -292,7 +294,7 @@ class TruthHistory:
 
 
 def spent(progress: Progress, phases: Sequence[str]) -> float:
-    """Returns the seconds of a rank in phases; a time that is not valid counts 0."""
+    """Returns the seconds that a rank spent in the given phases; an invalid time counts as 0."""
     times = (getattr(progress, f"dt_{phase}_s") for phase in phases)
     return math.fsum(s for s in times if s is not None and SHORTEST_S <= s <= LONGEST_STEP_S)
 
@@ -305,7 +307,7 @@ def _medians(steps: Sequence[dict[int, Progress]], rank: int) -> dict[str, float
 def _compared(
     steps: Sequence[dict[int, Progress]], rank: int, phase: str
 ) -> tuple[float, float]:  # fmt: skip
-    """Returns the median seconds of a rank in a phase, and those of the other ranks."""
+    """Returns the median seconds of a rank in a phase, and the median of the other ranks."""
     times = [{r: spent(each, (phase,)) for r, each in found.items()} for found in steps]
     others = (median(s for r, s in each.items() if r != rank) for each in times)
     return median(each[rank] for each in times), median(others)

@@ -56,7 +56,7 @@ class Case:
     def verdict(
         self, rank: RankEvidence | None, cause: str, sure: Sure, *parts: str
     ) -> Verdict:  # fmt: skip
-        """Returns a verdict on `rank`, None for all of them; the sentence joins the `parts`."""
+        """Returns a verdict on `rank`, or on all ranks if None; its sentence joins the `parts`."""
         place, sentence = rank or self.slowest[0], "; ".join(filter(None, parts))
         number = rank.rank if rank else None
         evidence = self._evidence(rank)
@@ -100,10 +100,11 @@ def _exited(case: Case) -> Verdict | None:
     if not found or (len(found) == len(case.running) and not case.exited):
         return None
     first = found[0]
-    zombie = " and was not reaped (its parent does not run)" if first.state == "Z" else ""
+    zombie = " but its parent has not reaped it (the parent is not running)"
+    zombie = zombie if first.state == "Z" else ""
     return case.verdict(
         first, "exited", "high",
-        f"{names(found)} exited{zombie} in {first.place}, last progress at {case.since(first)}",
+        f"{names(found)} exited in {first.place}{zombie}, last progress at {case.since(first)}",
         others(case, found), exits(case.exited),
     )  # fmt: skip
 

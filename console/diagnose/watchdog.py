@@ -1,9 +1,9 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
-An alert needs its condition for the rule's `for_s`. A strong action needs it three times as long in
-all, and the rule's second source has to confirm it; until then the action is withheld, which is
-reported once. Time in which the watchdog was stopped or not yet started does not count. An action
-is due once each time that a rule is raised.
+An alert needs its condition for the rule's `for_s`. A strong action needs the condition for three
+times `for_s`, and the confirmation of the rule's second source. Until the confirmation, the action
+is withheld, and this is reported once. Time in which the watchdog was stopped or not yet started
+does not count. Each time a rule is raised, its action becomes due once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ Kind = Literal["raise", "clear", "act", "withhold"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of one rule. `action` is due for `act`.
+    """A change of one rule. The kind `act` says that `action` is due.
 
-    For `withhold` it would be due if the second source confirmed it; the text says why not.
+    The kind `withhold` says that the action would be due if the second source confirmed it; the
+    text has the reason.
     """
 
     kind: Kind
@@ -62,8 +63,8 @@ class _State:
 class Watchdog:
     """Watches one attempt. `actions` has the weakest allowed action by rule, as with --halt.
 
-    `interval_s` is the intended time between two updates. `settings` are the values of the run's
-    settings by name, for rules that depend on them.
+    `interval_s` is the intended time between two updates. `settings` has the values of the run's
+    settings by name, for the rules that depend on them.
     """
 
     watch: Watch
@@ -94,7 +95,7 @@ class Watchdog:
         return changes
 
     def restore(self, raised: Iterable[str]) -> None:
-        """Marks rules as raised that a former watchdog of the same attempt raised."""
+        """Marks the rules as raised that a former watchdog of the same attempt had raised."""
         for name in self._states.keys() & set(raised):
             self._states[name] = _State(raised=True, counts=None)
 
@@ -126,7 +127,7 @@ class Watchdog:
     def _raise_again(
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
-        """Replaces the alert of a raised rule when one of its counts rose."""
+        """Raises the alert of a raised rule again when one of its counts rose."""
         known = measured.counts if state.counts is None else state.counts
         if not any(count > known.get(key, 0) for key, count in measured.counts.items()):
             state.counts = measured.counts
@@ -138,7 +139,7 @@ class Watchdog:
     def _act(
         self, rule: Rule, state: _State, measured: Measured, now: Readings
     ) -> Iterator[Change]:  # fmt: skip
-        """Yields the action of a raised rule once it is due, or that it is withheld."""
+        """Yields the action of a raised rule when it is due, or the reason why it is withheld."""
         if state.acted or rule.action == "warn":
             return
         doubt = ""
@@ -169,11 +170,11 @@ class Watchdog:
 
     @property
     def stall_action(self) -> str:
-        """The action on a stall."""
+        """The name of the action on a stall."""
         return next(rule.action for rule in self.rules if rule.name == STALL)
 
     def stall_policy(self) -> str:
-        """Returns what happens on a stall, and when."""
+        """Returns the action on a stall and the time when it is due, in words."""
         limit_s, action = self.watch.stall_floor_s, self.stall_action
         text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:

@@ -1,1 +1,1 @@
-"""Plans: finding them, the preflight before a launch, and the gates after it."""
+"""Plans: the search for them, the preflight before a launch, and the gates after a phase."""

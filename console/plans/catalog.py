@@ -1,4 +1,4 @@
-"""Finds and loads plans: those of the project, of the working directory, and any YAML file."""
+"""Finds and loads plans: those of the project and of the working directory, and any YAML file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ENDINGS = (".yaml", ".yml")
 
 
 def project_file(name: str) -> Path:
-    """Returns a file named in a plan: below the working directory, else below the project."""
+    """Returns a file named in a plan: in the working directory, or else in the project."""
     path = Path(name)
     return path if path.is_absolute() or path.exists() else PROJECT / path
 
 
 def files() -> dict[str, Path]:
-    """Returns the plan files by name; those of the working directory hide the project's."""
+    """Returns the plan files by name; the working directory overrides the project."""
     found: dict[str, Path] = {}
     for folder in (PROJECT / FOLDER, FOLDER):
         for path in sorted(folder.glob("*.yaml")) if folder.is_dir() else ():
@@ -32,7 +32,7 @@ def files() -> dict[str, Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Returns whether a file exists; one with a name that no file system accepts does not."""
+    """Returns whether a file exists; False for a name that no file system accepts."""
     try:
         return path.is_file()
     except OSError:
@@ -40,12 +40,12 @@ def is_file(path: Path) -> bool:
 
 
 def is_plan(name: str) -> bool:
-    """Returns whether a word names a plan (or a YAML file) rather than a run."""
+    """Returns whether a word is the name of a plan or a YAML file, and not that of a run."""
     return name in files() or (name.endswith(ENDINGS) and is_file(Path(name)))
 
 
 def find(name: str) -> Path:
-    """Returns the file of a plan. Raises UsageError with the nearest name."""
+    """Returns the file of a plan. Raises UsageError with the most similar name."""
     path = Path(name)
     there = is_file(path)
     if path.suffix in ENDINGS or there:
@@ -59,7 +59,7 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> Plan:
-    """Returns a plan with its gates and watch rules checked. Raises UsageError."""
+    """Returns a plan whose gates and watch rules were checked. Raises UsageError."""
     path = find(name)
     plan = plans_module.load(path)
     rules.check(plan.watch, f"{path}: watch")
@@ -75,13 +75,13 @@ def load(name: str) -> Plan:
 
 
 def misspelt(name: str) -> str:
-    """Returns the plan whose name is close to a word, "" without one."""
+    """Returns the plan name that is similar to a word, or "" if there is none."""
     near = difflib.get_close_matches(name, files(), n=1)
     return near[0] if near and not name.startswith(near[0]) else ""
 
 
 def plans() -> tuple[list[Plan], list[str]]:
-    """Returns every plan that loads, and the errors of the others."""
+    """Returns every plan that can be loaded, and the errors of the other plans."""
     found, wrong = [], []
     for name in files():
         try:

@@ -1,7 +1,7 @@
-"""Compares the gates in gates.json with those that the records of the run give.
+"""Compares the gates in gates.json with the gates evaluated from the records of the run.
 
-A gate passes where both say so: `gates.json` alone is one document of one writer. The bounds must
-be those of plan.json, and plan_state.json must not contradict the result.
+A gate passes only if both agree, because `gates.json` alone is one document of one writer. The
+bounds must equal those of plan.json, and plan_state.json must not contradict the result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FULL = "run nsa-console check --full"
 
 
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
-    """Polls a run; returns its state, with an alert where its records do not confirm its gates.
+    """Polls a run; returns its state, with an alert if the records do not confirm the gates.
 
-    With `former` it also checks the earlier phases of an ended launch, and a run whose records are
-    not read to their end.
+    With `former` it also checks the earlier phases of an ended launch, and a run whose records have
+    not all been read.
     """
     state = source.poll()
     over = source.is_launch and status_text.is_over(state)
@@ -50,7 +50,7 @@ def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
 
 
 def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str, Any]) -> None:
-    """Raises RefusedError where the records do not confirm a phase that plan_state.json passed."""
+    """Raises RefusedError for a phase that plan_state.json calls passed without such records."""
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
     passed = (jsonl.integer(plan_state, "phase") or 0) + (plan_state.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, passed)]):
@@ -68,7 +68,7 @@ def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str,
 
 
 def _doubts_of_former(source: RunSource, state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields the directory and the reason of each earlier phase that is no go."""
+    """Yields the directory of each earlier phase that is no go, and the reason."""
     for phase in state.launch.phases if state.launch else ():
         if source.launch_path is None or not phase.dir:
             yield phase.dir, f"{phase.name}: its run directory is not available"
@@ -101,7 +101,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
 def _unconfirmed_gates(
     source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields each gate that gates.json and the records do not both pass."""
+    """Yields each gate that did not pass in both gates.json and the records."""
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0
     if not source.has_all_records:
@@ -128,7 +128,7 @@ def _unconfirmed_gates(
 def _contradictions(
     path: Path, launch: LaunchState, run: str, bounds: Mapping[str, Any]
 ) -> Iterator[str]:  # fmt: skip
-    """Yields where plan.json and plan_state.json contradict the gates of a run that passed."""
+    """Yields contradictions of plan.json or plan_state.json to the gates of a run that passed."""
     if launch.doubt:
         yield launch.doubt
         return
@@ -143,7 +143,7 @@ def _contradictions(
 
 
 def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the state or the exits in supervisor.json that contradict a completed run."""
+    """Yields each state or exit in supervisor.json that contradicts a completed run."""
     if document and jsonl.text(document, "state") != "completed":
         yield f"its state is {jsonl.text(document, 'state') or 'missing'} in {rundir.SUPERVISOR}"
     for worker in jsonl.entries(document, "workers"):
@@ -153,7 +153,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _disagreement(written: Gate | None, own: Gate | None) -> str:
-    """Returns why a gate did not pass in both gates.json and the records, "" where it did."""
+    """Returns why a gate did not pass in both gates.json and the records, or "" if it passed."""
     if written is None or own is None:
         return f"is not in {rundir.GATES if written is None else rundir.RUN}"
     if written.result != "pass":

@@ -1,7 +1,7 @@
 """The gates of a phase: a new gate is one row in `TABLE`, evaluated over the records of the run.
 
-A gate names its span: all attempts, or the surviving steps (those that no later attempt repeated).
-It passes only where the numbered records of its ranks cover that span without a gap.
+A gate names its span: all attempts, or the surviving steps (steps that no later attempt repeated).
+A gate passes only if the numbered records of its ranks cover that span without a gap.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ EVENTS = "events.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The value of a gate, None while there is none, with its window and an explanation in `why`.
+    """The value of a gate (None if there is none), its window, and in `why` an explanation.
 
-    With a `doubt` the gate does not pass, whatever its value.
+    A gate with a `doubt` does not pass, whatever its value.
     """
 
     value: float | None
@@ -47,7 +47,7 @@ class Measured:
 
 
 def _steps_done(s: Summary) -> Measured:
-    """Returns the step that every rank has done, by two sources each."""
+    """Returns the step that every rank has completed; two sources must agree for each rank."""
     done: list[int] = []
     newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
     exits = [part.exit[0] for part in newest if part is not None and part.exit is not None]
@@ -61,10 +61,10 @@ def _steps_done(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns the last step of a rank, and the disagreement on it, "" for none.
+    """Returns the last step of a rank, and the contradiction between its sources, or "" for none.
 
-    An exit record may have a later step than the progress records, which are not due at every
-    step: then its pulse, or another rank, has to confirm it.
+    Progress records are not written at every step, so the exit record may have a later step. The
+    rank's pulse, or another rank, must then confirm that step.
     """
     part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:
@@ -83,12 +83,12 @@ def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, st
 
 
 def steps_done(summary: Summary) -> int:
-    """Returns the number of surviving steps, 0 where the records disagree."""
+    """Returns the number of surviving steps, or 0 if the records contradict each other."""
     return int(_steps_done(summary).value or 0)
 
 
 def _loss_finite(s: Summary) -> Measured:
-    """Counts the steps with a non-finite loss in all attempts, by records and pulses."""
+    """Counts the steps with a non-finite loss in all attempts, from records and pulses."""
     worst: dict[int, int] = {}
     first, doubt, known = "", "", False
     for attempt, rank, part, end in s.all_parts():
@@ -108,7 +108,7 @@ def _loss_finite(s: Summary) -> Measured:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Returns the mean, nan for values that no sum can hold."""
+    """Returns the mean, or nan if the sum of the values overflows."""
     try:
         return math.fsum(values) / len(values)
     except (OverflowError, ValueError):
@@ -165,11 +165,12 @@ def _restarts(s: Summary) -> Measured:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the table. The bound "yes" needs the value zero; "fall" accepts true or nats.
+    """One row of the table of gates.
 
-    `source` RANK0 needs the records of rank 0 only. `missing` is the reason for no value. A
-    `certain` gate that fails stays failed, whatever is missing. With `tails` the pulse of a killed
-    rank replaces the last records that it did not write.
+    The bound "yes" requires the value zero; "fall" accepts true or a number of nats. With `source`
+    RANK0 the gate needs only the records of rank 0. `missing` is the reason shown if there is no
+    value. A `certain` gate that fails stays failed, whatever records are missing. With `tails` the
+    pulse of a killed rank replaces the last records that the rank could not write.
     """
 
     name: str
@@ -183,7 +184,7 @@ class Rule:
     tails: bool = False
 
     def gap(self, summary: Summary) -> str:
-        """Returns why the records do not cover its span, "" when they do."""
+        """Returns why the records do not cover the span of the gate, or "" if they do."""
         ranks = range(1 if self.source == RANK0 else summary.world)
         return summary.gap(ranks, self.span == "surviving steps", self.tails)
 
@@ -202,7 +203,7 @@ TABLE: tuple[Rule, ...] = (
          certain=True, tails=True),
     Rule("loss_falls", "nats/token", "fall", _loss_fall, "surviving steps", RANK0),
     Rule("bytes_right", "share", "at least", _bytes_right, "surviving steps", RANK0,
-         "no bytes_right was recorded; only recall counts it"),
+         "no bytes_right was recorded; only data.source recall records it"),
     Rule("toks_per_s_above", "tok/s", "above", _toks_per_s, "surviving steps", RANK0,
          "no toks_per_s was recorded"),
     Rule("gpu_mem_below_mib", "MiB", "at most", _memory, "surviving steps", RANKS,
@@ -213,7 +214,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in TABLE}
 
 
 def check(bounds: Mapping[str, Any], where: str) -> None:
-    """Raises UsageError for an unknown gate, or a bound that it does not accept."""
+    """Raises UsageError for an unknown gate, or for a bound that the gate does not accept."""
     for name, bound in bounds.items():
         rule = RULES.get(name)
         if rule is None:
@@ -232,7 +233,7 @@ def evaluate(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
-    """Returns the gates of a phase that cannot be evaluated, with the reason."""
+    """Returns the gates of a phase as unknown, with the reason why they cannot be evaluated."""
     rules = (RULES[name] for name in bounds)
     return tuple(Gate(r.name, None, r.unit, r.span, r.source, "", "unknown", why) for r in rules)
 
@@ -257,7 +258,7 @@ def _gate(rule: Rule, bound: Any, summary: Summary) -> Gate:
 
 
 def overall(gates: tuple[Gate, ...]) -> Result:
-    """Returns the result of a phase: any failed gate fails it, any unknown leaves it unknown."""
+    """Returns the result of a phase: failed if a gate failed, else unknown if a gate is unknown."""
     results = {gate.result for gate in gates}
     worst: list[Result] = [result for result in RESULTS if result in results]
     return worst[0] if worst else "pass"

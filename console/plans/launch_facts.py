@@ -20,9 +20,9 @@ FOREIGN = "not available (a foreign program)"
 
 
 def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Returns label and text of each fact; `phases` has the future run.json of each phase.
+    """Returns the label and text of each fact; `phases` has the future run.json of each phase.
 
-    Size and tokens are those of the first phase, the time is that of all phases.
+    Size and tokens are those of the first phase; the time is the sum over all phases.
     """
     values = _values(phases[0])
     if not values:
@@ -55,7 +55,7 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the sum over the newest completed runs of all phases, or why it is not available.
+    """Returns the total time of the newest completed runs of all phases, or why it is unknown.
 
     A run counts if it had the same settings, host and number of ranks.
     """
@@ -69,7 +69,7 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _took_s(root: Path, phase: Mapping[str, Any]) -> float | None:
-    """Returns how long the newest completed run of a phase took on this host, as it is set now."""
+    """Returns the time that the newest completed run of a phase took with the present settings."""
     of_plan = (path for path in launches.launches(root) if path.parent.name == phase["plan"])
     for _, launch in zip(range(EARLIER), of_plan, strict=False):
         for each in jsonl.entries(rundir.read_json(launch / rundir.PLAN_STATE) or {}, "phases"):

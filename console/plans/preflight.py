@@ -1,4 +1,4 @@
-"""The checks before a launch: a new check is one entry in `CHECKS`. Nothing is written."""
+"""The checks before a launch: a new check is one entry in `CHECKS`. No check writes a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Found = tuple[Result, str]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. "fail" rejects the launch, "unknown" is a warning."""
+    """The result of one check. "fail" rejects the launch; "unknown" is a warning."""
 
     name: str
     result: Result
@@ -55,7 +55,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The plan to launch, and the directory that it writes to."""
+    """The plan to launch, and the directory that the launch will write to."""
 
     plan: Plan
     directory: Path
@@ -101,7 +101,7 @@ def _is_there(module: str) -> bool:
 def check_gpus(case: Case) -> Found:
     """Checks the GPUs of a plan by two sources: NVML counts them, the kernel's driver lists them.
 
-    A plan without GPUs needs neither source.
+    A plan that uses no GPU needs neither source.
     """
     plan, devices, listing = case.plan, case.devices, case.root / nvml.KERNEL_GPUS
     needed, listed = plan.gpus, nvml.kernel_count(case.root)
@@ -132,14 +132,14 @@ def check_gpus(case: Case) -> Found:
 
 
 def _chosen(plan: Plan, index: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a phase, "" where it is not set."""
+    """Returns the CUDA_VISIBLE_DEVICES of a phase, or "" if the variable is not set."""
     return plan.phases[index].flags.get(flags.DEVICES) or plan.env.get(flags.DEVICES, "")
 
 
 def usable_of(devices: str, counted: int) -> int:
-    """Returns the number of GPUs of `counted` that CUDA sees with a value of CUDA_VISIBLE_DEVICES.
+    """Returns how many of `counted` GPUs CUDA sees with this value of CUDA_VISIBLE_DEVICES.
 
-    CUDA stops at the first entry that names no GPU.
+    CUDA stops at the first entry that is not a GPU.
     """
     if not devices:
         return counted
@@ -178,7 +178,7 @@ def _memory(case: Case) -> Found:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Returns the deepest folder of a path that exists."""
+    """Returns the deepest existing folder of a path."""
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -210,7 +210,7 @@ def _directory(case: Case) -> Found:
 
 
 def _shell(case: Case) -> Found:
-    """Names the variables of the shell that a launch passes, and those that it does not.
+    """Names the shell variables that a launch hands to the training, and those that it does not.
 
     A variable that the plan or an option sets for every phase is not reported.
     """
@@ -219,25 +219,28 @@ def _shell(case: Case) -> Found:
     given = {*case.plan.env}.union(set.intersection(*(set(p.flags) for p in case.plan.phases)))
     known = sorted(n for n in flags.FLAGS if variables.get(n) and n not in given | passed.keys())
     foreign = sorted(name for name in variables if _is_foreign(name))
-    parts = [f"passed from the shell: {', '.join(passed)}"] if passed else []
+    parts = [f"handed to the training: {', '.join(passed)}"] if passed else []
     if known:
-        parts.append(f"not passed: {', '.join(known)}; to pass one, add --flag {known[0]}=VALUE")
+        parts.append(
+            f"not handed to the training: {', '.join(known)}; to set one, add --flag "
+            f"{known[0]}=VALUE"
+        )
     if foreign:
         parts.append(
-            f"not passed: {clean(', '.join(foreign))}; `nsa-console flags` does not list it, so a "
-            "launch cannot pass it"
+            f"not handed to the training: {clean(', '.join(foreign))}; a launch hands on only what "
+            "`nsa-console flags` lists"
         )
     return "unknown" if known or foreign else "pass", "; ".join(parts) or "the shell sets no flag"
 
 
 def _is_foreign(name: str) -> bool:
-    """Returns whether a variable configures a library and is no flag; NAME_VERSION is skipped."""
+    """Returns whether a variable configures a library and is not a flag; skips NAME_VERSION."""
     known = name in flags.FLAGS or name in environ.INHERITED
     return name.startswith(LIBRARIES) and not known and not name.endswith("_VERSION")
 
 
 def _logout(case: Case) -> Found:
-    """Names what a logout of the operator would end."""
+    """Reports the processes and files that a logout of the operator would end or remove."""
     found = logout_warnings(case.root, os.getuid(), process.user_name())
     if found is None:
         return "pass", "no systemd-logind here"
@@ -247,7 +250,7 @@ def _logout(case: Case) -> Found:
 def logout_warnings(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
     """Returns a sentence for each harm that a logout of this user does to a run of this process.
 
-    None where systemd does not run. `root` is the root of the file system.
+    Returns None if systemd does not run. `root` is the root of the file system.
     """
     if not (root / RUNS).is_dir():
         return None
@@ -279,14 +282,14 @@ def logout_warnings(root: Path, uid: int, user: str) -> tuple[str, ...] | None:
 
 
 def _kills(logind: Mapping[str, Sequence[str]], user: str) -> bool:
-    """Returns whether logind kills the processes of a session of this user at logout."""
+    """Returns whether logind kills the processes of this user's sessions at logout."""
     only = logind["KillOnlyUsers"][2:]
     left_alone = user in logind["KillExcludeUsers"][2:] or (only and user not in only)
     return logind["KillUserProcesses"] == YES and not left_alone
 
 
 def _logind_properties() -> dict[str, list[str]] | None:
-    """Returns type and values of each property, as in `as 1 "root"`; None without an answer."""
+    """Returns type and value of each property, as in `as 1 "root"`, or None without an answer."""
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -295,7 +298,7 @@ def _logind_properties() -> dict[str, list[str]] | None:
 
 
 def _environment(_case: Case) -> Found:
-    """Names the variables that a training inherits; the whole environment is in the dry run."""
+    """Lists the variables that a training inherits; the dry run shows the whole environment."""
     names = ", ".join(environ.inherited()) or "nothing"
     return "pass", f"a training inherits {names}, and no other variable except its flags"
 
@@ -319,7 +322,7 @@ CHECKS: Mapping[str, Callable[[Case], Found]] = {
 
 
 def run(case: Case, settings: Sequence[Mapping[str, object]]) -> tuple[Check, ...]:
-    """Returns all checks. `settings` are the resolved settings of the phases, already validated."""
+    """Returns all checks. `settings` has the resolved and validated settings of the phases."""
     checks = [Check(name, *check(case)) for name, check in CHECKS.items()]
     for phase, resolved in zip(case.plan.phases, settings, strict=True):
         count = len(resolved)

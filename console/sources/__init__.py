@@ -1,1 +1,1 @@
-"""The sources of records: files of a run directory, NVML, processes. Each yields plain data."""
+"""The sources of records: files of a run directory, NVML, processes. Each returns plain data."""

@@ -1,4 +1,4 @@
-"""Assembles the `RunState` of one run from everything that was read of it."""
+"""Assembles the `RunState` of one run from everything that was read of the run."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Evidence:
 
 
 def run_state(evidence: Evidence) -> RunState:
-    """Returns the state of a run with all that a screen shows of it."""
+    """Returns the state of a run with everything that a screen shows of the run."""
     return _Assembly(evidence).run_state()
 
 
 class _Assembly:
-    """One run at one moment: its state first, then each part of what is shown."""
+    """Assembles one run at one moment: first the state, then each part that a screen shows."""
 
     def __init__(self, evidence: Evidence):
         self._evidence, self._records = evidence, evidence.records
@@ -80,7 +80,7 @@ class _Assembly:
         )
 
     def _recorded_end(self) -> Record:
-        """Returns how the run ended according to its launch, or to a legacy run's metrics."""
+        """Returns how the run ended according to its launch, or to the metrics of a legacy run."""
         if self._records.files.is_legacy and not self._evidence.supervisor:
             records = [head.last.record for head in self._records.heads.values()]
             return legacy.end(self._evidence.run, records)
@@ -141,7 +141,7 @@ class _Assembly:
         return blocked_s or 0.0
 
     def _policy(self, key: str) -> str:
-        """Returns what the supervisor does by itself; `key` is that of supervisor.json."""
+        """Returns the policy of the supervisor in words; `key` is a key of supervisor.json."""
         is_long = key == "armed"
         if self._state == "unsupervised":
             return NO_POLICY if is_long else "none"
@@ -165,7 +165,7 @@ class _Assembly:
         return tuple(alert for alert in alerts if alert.id != RANK_GONE)
 
     def _reader_alerts(self) -> list[Alert]:
-        """Returns alerts on a launch without supervisor or with a doubt, and on unread files."""
+        """Returns alerts on a launch without a supervisor or with a doubt, and on unread files."""
 
         def add(name: str, level: Level, text: str, key: str = "") -> None:
             found.append(Alert(name, time.time(), level, text, key, observed=True))
@@ -186,9 +186,9 @@ class _Assembly:
         return found
 
     def _unreadable(self) -> str:
-        """Returns what cannot be read of a run that its launch knows, "" where nothing is missing.
+        """Returns what cannot be read of a run that its launch names, or "" if nothing is missing.
 
-        That is its directory, or only the document of its supervisor.
+        Either the whole run directory or only the supervisor's document may be missing.
         """
         evidence = self._evidence
         is_unread = bool(evidence.by_launch) and (evidence.is_away or not evidence.supervisor)

@@ -1,6 +1,6 @@
-"""Reads the cause of a crash from the end of a log: the last exception, or faulthandler's dump.
+"""Finds the cause of a crash at the end of a log: the last exception, or faulthandler's dump.
 
-Pure functions. The log may hold anything; each result is one clean line.
+All functions are pure. The log may contain anything; each result is one clean line.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FATAL = "Fatal Python error: "
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The last error in a log; every field is "" when the log has none.
+    """The last error in a log; every field is "" if the log has no error.
 
-    `raised_at` is "train.py:41", the place of the exception; `crashed_in` is
-    "forward (model.py:88)", the place of a native crash according to faulthandler. Both are the
-    innermost place outside the libraries, or the innermost of all.
+    `raised_at` is the place of the exception, for example "train.py:41". `crashed_in` is the place
+    of a native crash according to faulthandler, for example "forward (model.py:88)". Both are the
+    innermost place outside the libraries, or the innermost place of all.
     """
 
     error: str = ""
@@ -56,7 +56,7 @@ class _Raised(NamedTuple):
 
 
 def read(log: bytes, rank: int | None = None) -> Crash:
-    """Returns the last error in a log; in a shared log lines of other ranks are skipped."""
+    """Returns the last error in a log; in a shared log, lines of other ranks are ignored."""
     lines = [
         line for raw in log.decode("utf-8", "replace").splitlines()
         if (line := _without_prefix(raw[:MAX_LINE], rank)) is not None
@@ -66,7 +66,7 @@ def read(log: bytes, rank: int | None = None) -> Crash:
 
 
 def _without_prefix(line: str, rank: int | None) -> str | None:
-    """Returns a line without its "[rank1]: ", None for a line of another rank."""
+    """Returns a line without its prefix "[rank1]: ", or None for a line of another rank."""
     prefix = _RANK.match(line)
     if prefix is None:
         return line
@@ -74,7 +74,7 @@ def _without_prefix(line: str, rank: int | None) -> str | None:
 
 
 def _last_exception(lines: list[str]) -> _Raised:
-    """Returns an uncaught C++ exception, else the last fatal one, else the last one."""
+    """Returns an uncaught C++ exception, or else the last fatal exception, or else the last one."""
     if thrown := _cxx_exception(lines):
         return thrown
     found = list(_exceptions(lines))
@@ -83,7 +83,7 @@ def _last_exception(lines: list[str]) -> _Raised:
 
 
 def _cxx_exception(lines: Iterable[str]) -> _Raised | None:
-    """Returns the exception that C++ code threw and did not catch, None without one."""
+    """Returns the exception that C++ code raised and did not catch, or None if there is none."""
     kind = ""
     for line in lines:
         if thrown := _CXX_TYPE.match(line):
@@ -94,7 +94,7 @@ def _cxx_exception(lines: Iterable[str]) -> _Raised | None:
 
 
 def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
-    """Yields the exceptions of Python in a log, without those of torchrun itself."""
+    """Yields the Python exceptions in a log, except those that torchrun itself raised."""
     frames: list[Frame] | None = None
     """The frames of the traceback that is being read, None outside of one."""
     is_fatal, follows_usage = True, False
@@ -119,13 +119,13 @@ def _exceptions(lines: Iterable[str]) -> Iterator[_Raised]:
 
 
 def _place(frames: list[Frame]) -> str:
-    """Returns the innermost place of a traceback outside the libraries: "train.py:41"."""
+    """Returns the innermost place outside the libraries in a traceback: "train.py:41"."""
     top = stacks.innermost_own(frames[::-1])
     return clean(top.place, 90) if top else ""
 
 
 def _native_crash(lines: list[str]) -> str:
-    """Returns where the crashed thread was according to faulthandler, "" without its dump."""
+    """Returns where the crashed thread was according to faulthandler, or "" without such a dump."""
     at = max((i for i, line in enumerate(lines) if line.startswith(_FATAL)), default=len(lines))
     threads = stacks.parse("\n".join(lines[at:]))
     top = stacks.innermost_own(threads[0].frames) if threads and threads[0].name == MAIN else None

@@ -1,4 +1,4 @@
-"""Computes the figures of a run from progress records, step durations and samples."""
+"""Turns progress records, step durations and samples into displayed figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Records = Mapping[int, Mapping[str, Any]]
 
 
 def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, Figure]:
-    """Returns the figures of rank 0's newest progress record, memory as the largest rank's.
+    """Returns the figures of rank 0's newest progress record; memory is that of the largest rank.
 
     The loss of a foreign program, which has no settings, has no unit.
     """
@@ -54,7 +54,7 @@ def progress_figures(progress: Records, has_settings: bool = True) -> dict[str, 
 
 
 def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
-    """Returns p50 and p99 of the last steps' durations."""
+    """Returns p50 and p99 of the durations of the last steps."""
     percentiles = series.step_percentiles_s()
     if percentiles is None or 0 not in progress:
         return {}
@@ -66,7 +66,7 @@ def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
 
 
 def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
-    """Returns disk, load and memory of the newest sample of each host."""
+    """Returns disk, load and memory from the newest sample of each host."""
     figures = {}
     for sample in samples.values():
         at = jsonl.number(sample, "ts") or 0.0

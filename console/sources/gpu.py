@@ -1,6 +1,6 @@
 """Reads the values of one GPU through NVML, and collects the Xids of all GPUs in a thread.
 
-Each read gives a row, also on an error. An Xid is a critical error of one GPU that the NVIDIA
+Each read returns a row, even after an error. An Xid is a critical error of one GPU that the NVIDIA
 driver reports.
 """
 
@@ -41,7 +41,7 @@ BATCH_S = 0.2
 
 
 def code_of(error: BaseException) -> int | None:
-    """Returns the code of an NVMLError, None for any other exception."""
+    """Returns the code of an NVMLError, or None for any other exception."""
     code = getattr(error, "value", None)
     return code if isinstance(code, int) else None
 
@@ -88,7 +88,7 @@ def visible_devices(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The Xids of one GPU: the newest numbers, the total count, the time of the last one."""
+    """The Xids of one GPU: the newest numbers, the total count, and the time of the last one."""
 
     numbers: tuple[int, ...]
     count: int
@@ -102,10 +102,10 @@ def xid_words(numbers: tuple[int, ...], count: int) -> str:
 
 
 class XidLog:
-    """Waits for events of all GPUs in one thread; `found` is replaced, never changed.
+    """Waits for events of all GPUs in one thread; `found` is replaced at each change, never edited.
 
-    All GPUs share one event set, and each event names its GPU. A wait fails when a GPU is lost; the
-    set is then created again from the others.
+    All GPUs share one event set, and each event names its GPU. When a GPU is lost, the wait fails;
+    the set is then created again for the other GPUs.
     """
 
     def __init__(self, nvml: Any, stop: threading.Event):
@@ -127,7 +127,7 @@ class XidLog:
                 self._opened.set()
 
     def remove_gpu(self, index: int) -> None:
-        """Removes a GPU until it is opened again; its pending events still count."""
+        """Removes a GPU until its handle is added again; its pending events still count."""
         with self._lock:
             if index in self._handles:
                 self._handles = {i: h for i, h in self._handles.items() if i != index}
@@ -145,9 +145,9 @@ class XidLog:
                 self._stop.wait(BATCH_S)
 
     def _read_events(self) -> int:
-        """Reads events until the GPUs change and none is pending; returns the number of GPUs.
+        """Reads events until the GPUs change and no event is pending; returns how many report.
 
-        After an error the event set is not freed: NVML may have freed it.
+        After an error the event set is not freed, because NVML may have freed it.
         """
         nvml, handles = self._nvml, self._handles
         if not handles:
@@ -161,7 +161,7 @@ class XidLog:
         return registered
 
     def _register(self, handles: Mapping[int, Any], events: Any) -> int:
-        """Returns the number of GPUs that can report Xids; some kinds and lost ones cannot."""
+        """Registers the GPUs for Xid events; returns how many of them support such events."""
         nvml, count = self._nvml, 0
         for handle in handles.values():
             try:
@@ -194,7 +194,7 @@ def _address(handle: Any) -> int | None:
 
 @dataclass(slots=True)
 class Device:
-    """One GPU; its constant properties remain known after it is lost."""
+    """One GPU. Its constant properties remain known after the GPU is lost."""
 
     nvml: Any
     index: int
@@ -209,7 +209,7 @@ class Device:
         self._known = Gpu(self.index, "GPU", "error")
 
     def read(self) -> Gpu:
-        """Returns a row, also for an error; the next read then opens the handle again."""
+        """Returns a row, even after an error; the next read then opens the handle again."""
         try:
             if self._handle is None:
                 self._open()
@@ -270,7 +270,7 @@ class Device:
         )  # fmt: skip
 
     def _missing(self) -> str:
-        """Returns the sensors whose last read failed, by reason."""
+        """Returns the sensors whose last read failed, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
         for sensor, reason in self._refused.items():
             by_reason.setdefault(reason, []).append(sensor)
@@ -278,7 +278,7 @@ class Device:
         return "; ".join(parts)
 
     def _read_sensor(self, sensor: str, ask: Callable[..., Any], *args: Any) -> Any:
-        """Returns the value of a sensor, None where it fails; only a lost GPU raises."""
+        """Returns the value of a sensor, or None if the read fails; raises if the GPU is lost."""
         self._refused.pop(sensor, None)
         try:
             return ask(*args)

@@ -31,7 +31,7 @@ CLOCK_S = 2.0
 
 
 class Document:
-    """One JSON file, read again when it was replaced; `trouble` says why it cannot be shown."""
+    """One JSON file, read again when it is replaced; `trouble` says why it cannot be shown."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -41,7 +41,7 @@ class Document:
         """The last valid object that was read."""
 
     def read(self) -> dict[str, Any]:
-        """Returns the object; while the file cannot be read, the last valid one."""
+        """Returns the object in the file; while the file cannot be read, the last valid object."""
         stamp = rundir.stamp(self.path)
         if stamp is None or stamp == self._stamp:
             return self.record
@@ -98,7 +98,7 @@ _types = cache(get_type_hints)
 
 
 def read(kind: Callable[..., T], record: Mapping[str, Any], **known: Any) -> T:
-    """Returns an object of the model, its fields read from a JSON object or `known`."""
+    """Returns an object of the model; its fields come from a JSON object or from `known`."""
     types = _types(kind)
     names = (each.name for each in fields(cast(Any, kind)) if each.name not in known)
     return kind(**{name: READERS[types[name]](record, name) for name in names}, **known)
@@ -119,7 +119,7 @@ def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
 
 
 def bounds(run: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the gates in run.json by name, with their bounds as text."""
+    """Returns the gates in run.json: the bound of each, as text, by name."""
     gates = list(jsonl.mapping(run, "gates").items())[:64]
     return {clean(str(name))[:80]: clean(str(bound))[:80] for name, bound in gates}
 
@@ -129,7 +129,7 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def setting_int(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns a resolved setting of run.json, or of a plan's phase, as an integer."""
+    """Returns a resolved setting of run.json, or of a phase in a plan, as an integer."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
         setting = jsonl.mapping(settings, key) or {"value": settings.get(key)}
@@ -140,7 +140,7 @@ def setting_int(record: Mapping[str, Any], key: str) -> int | None:
 
 
 def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
-    """Returns the value or the origin of each flag in run.json."""
+    """Returns one field (value or origin) of each flag in run.json."""
     return {
         clean(str(name), 80): clean(str(flag.get(field, "")), 200)
         for name, flag in jsonl.mapping(run, "flags").items()
@@ -149,7 +149,7 @@ def flag_field(run: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the resolved setting of each flag that has one, as the text of the flag."""
+    """Returns, for each flag that overrides a setting, the resolved setting as text of the flag."""
     found = {}
     for flag in flags.TABLE:
         value = jsonl.mapping(settings, flag.setting).get("value")
@@ -159,7 +159,7 @@ def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def backend(env: Mapping[str, Any]) -> str:
-    """Returns the effective backend of each branch, "" before rank 0 has written env.json."""
+    """Returns the effective backend of each branch, or "" until rank 0 has written env.json."""
     backend = env.get("backend")
     if isinstance(backend, dict):
         routes = list(backend.items())[:8]
@@ -168,7 +168,7 @@ def backend(env: Mapping[str, Any]) -> str:
 
 
 def latest_checkpoint(run: Path) -> str:
-    """Returns the name of the newest complete checkpoint, "" without one."""
+    """Returns the name of the newest complete checkpoint, or "" if there is none."""
     data = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200, below=run)
     name = data.decode("ascii", "replace").strip()
     return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""

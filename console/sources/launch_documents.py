@@ -1,4 +1,4 @@
-"""A launch as model data, from plan.json, plan_state.json and the run directories that exist."""
+"""Builds the model data of a launch from plan.json, plan_state.json and its run directories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 def run_directory(phase: Record) -> str:
-    """Returns the name of a phase's directory in its launch, "" for anything else."""
+    """Returns the name of a phase's directory in its launch, or "" if the name is not valid."""
     name = jsonl.text(phase, "dir")
     return name if rundir.RUN_NAME.fullmatch(name) else ""
 
@@ -30,8 +30,8 @@ def launch_state(
 ) -> LaunchState:  # fmt: skip
     """Returns the launch: its phases from plan.json, their progress from plan_state.json.
 
-    `troubles` says why plan.json and plan_state.json cannot be read; `existing` names the run
-    directories that exist, in the order of their phases.
+    `troubles` has the reasons why plan.json or plan_state.json cannot be read; `existing` names the
+    run directories that exist, in the order of their phases.
     """
     phases, wrong_directory = _phases(plan, state)
     doubt = wrong_directory or troubles[0] or _contradiction(plan, state, phases, existing)
@@ -63,7 +63,7 @@ def launch_state(
 
 
 def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
-    """Returns the phases of both documents, and a sentence on a wrong directory name."""
+    """Returns the phases from both documents, and a sentence if a directory name is wrong."""
     planned, reached = entries(plan, "phases"), entries(state, "phases")
     phases: list[PhaseState] = []
     wrong = ""
@@ -84,7 +84,7 @@ def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
 def _contradiction(
     plan: Record, state: Record, phases: Sequence[PhaseState], existing: Sequence[str]
 ) -> str:
-    """Returns how plan.json, plan_state.json and the directories differ, "" where they agree."""
+    """Returns how plan.json, plan_state.json and the directories differ, or "" if they agree."""
     planned, reached = (
         [line(entry, "name", "?") for entry in entries(each, "phases")] for each in (plan, state)
     )
@@ -107,15 +107,15 @@ def _contradiction(
 
 
 def _last_index(existing: Sequence[str]) -> int:
-    """Returns the index of the last phase that has a run directory, 0 without one."""
+    """Returns the index of the last phase that has a run directory, or 0 if no phase has one."""
     index = existing[-1].partition("-")[0] if existing else ""
     return int(index) if index.isdecimal() and len(index) <= 4 else 0
 
 
 def with_run_state(launch: LaunchState, run: str, state: State, why: str) -> LaunchState:
-    """Returns the launch with the state of its phase `run`, where no supervisor writes it.
+    """Returns the launch with the state of its phase `run`, if no supervisor updates that state.
 
-    A launch that has ended by its document has not while processes of its run are alive.
+    If a document says that the launch has ended while processes of its run live, it has not ended.
     """
     if launch.state == "ended" and state == "unsupervised":
         both = f"{rundir.PLAN_STATE} says that the launch has ended, but {why}"

@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-A query returns the best match. An action (`act`) also needs a second source that agrees, else it
-is rejected: see the rows `target-id` and `target-latest` of docs/decisions.md.
+A query returns the best match. An action (`act`) also needs a second source that agrees, or it is
+rejected: see the rows `target-id` and `target-latest` of docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ SANE_FROM_TS, SANE_AHEAD_S = 1e9, 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class KnownLaunch:
-    """A launch under the root; `written_ts` is the modification time of its plan file.
+    """A launch in the root directory; `written_ts` is the modification time of its plan file.
 
-    `up_s` is its host's uptime at creation, in the boot `boot_id`; setting a clock has no effect.
+    `up_s` is the uptime of its host at creation, in the boot `boot_id`; a changed clock has no
+    effect on it.
     """
 
     path: Path
@@ -43,7 +44,7 @@ class KnownLaunch:
     up_s: float
 
     def claim_against(self, newest: KnownLaunch) -> str:
-        """Returns the evidence that this launch is newer than `newest`, "" for none."""
+        """Returns the evidence that this launch is newer than `newest`, or "" if there is none."""
         if self.written_ts > newest.written_ts:
             return f"a newer {rundir.PLAN}"
         if self.boot_id == newest.boot_id != "" and self.up_s > newest.up_s + READ_WITHIN_S:
@@ -60,14 +61,14 @@ def is_run(path: Path) -> bool:
 
 
 def launch_of(path: Path) -> Path | None:
-    """Returns the launch that a run or launch directory belongs to, None for a bare run."""
+    """Returns the launch that a run or launch directory belongs to, or None for a bare run."""
     if is_launch(path):
         return path
     return path.parent if is_launch(path.parent) else None
 
 
 def launch_id(path: Path) -> str:
-    """Returns the id of a launch directory: `<plan>-<stamp>`, or the directory's own name."""
+    """Returns the id of a launch: `<plan>-<stamp>`, or the name of its directory."""
     return _known(path).id
 
 
@@ -90,7 +91,7 @@ def _known(path: Path) -> KnownLaunch:
 
 
 def _stamped(stamp: str) -> float:
-    """Returns the time in a directory's name, 0 where it is not valid."""
+    """Returns the time in a directory's name, or 0 if the time is not valid."""
     try:
         return float(calendar.timegm(time.strptime(stamp, "%Y%m%d-%H%M%S")))
     except ValueError:
@@ -108,12 +109,12 @@ def run_directories(launch: Path) -> list[Path]:
 
 
 def launches(root: Path = ROOT) -> list[Path]:
-    """Returns every launch under `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
+    """Returns every launch in `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
     return [each.path for each in _all(root)]
 
 
 def bare_runs(root: Path = ROOT) -> list[Path]:
-    """Returns the runs under `root` that belong to no launch, the newest first."""
+    """Returns the runs in `root` that belong to no launch, the newest first."""
     top = [root / name for name in _names(root)]
     below = [path / name for path in top if not is_launch(path) for name in _names(path)]
     found = [path for path in (*top, *below) if is_run(path) and not path.is_symlink()]
@@ -121,7 +122,7 @@ def bare_runs(root: Path = ROOT) -> list[Path]:
 
 
 def _all(root: Path) -> list[KnownLaunch]:
-    """Returns the launches by creation time, newest first, each once despite links."""
+    """Returns the launches by creation time, newest first; links cause no duplicates."""
     found: dict[tuple[int, int], KnownLaunch] = {}
     for path in _candidates(root):
         if path.is_symlink():
@@ -148,9 +149,9 @@ def _candidates(root: Path) -> list[Path]:
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run with this name.
 
-    `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of one, or
-    `latest`. Raises NotFoundError, UsageError where several match, and for an action (`act`)
-    RefusedError where two sources disagree.
+    `name` is a directory, an id (`<launch>` or `<launch>/<n>-<phase>`), a unique prefix of an id,
+    or `latest`. Raises NotFoundError; UsageError if several match; and, for an action (`act`),
+    RefusedError if two sources contradict each other.
     """
     path = Path(name)
     there = path.is_dir()
@@ -180,13 +181,13 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
 
 
 def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
-    """Returns the launches with this id, else those whose id starts with it."""
+    """Returns the launches with this id, or else the launches whose id starts with it."""
     exact = [each for each in known if each.id == wanted]
     return exact or [each for each in known if wanted and each.id.startswith(wanted)]
 
 
 def _check_no_other(name: str, path: Path, known: Sequence[KnownLaunch]) -> None:
-    """Raises UsageError where a directory's name is also the id of another launch."""
+    """Raises UsageError if the name of a directory is also the id of another launch."""
     wanted = name.partition("/")[0]
     others = [each for each in known if each.id == wanted]
     others = [*known[:1], *others] if name == "latest" else others
@@ -200,7 +201,7 @@ def _check_no_other(name: str, path: Path, known: Sequence[KnownLaunch]) -> None
 
 
 def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
-    """Returns the newest launch; an action also needs its plan file to be the newest."""
+    """Returns the newest launch; for an action, its plan file must also be the newest."""
     if not known:
         raise NotFoundError(f"no launch under {root}; start one with nsa-console launch")
     newest = known[0]
@@ -229,9 +230,9 @@ def _check_age(newest: KnownLaunch) -> None:
 
 
 def check_in_place(path: Path, by_name: bool = False) -> None:
-    """Raises RefusedError for a directory that is a copy or was moved: its processes use another.
+    """Raises RefusedError for a copied or moved directory, because its processes use another one.
 
-    Runs record their directory. A run without that record has to be given as a directory, not
+    Runs record their directory. A run without this record must be given as a directory, not
     `by_name`.
     """
     launch = launch_of(path)
@@ -262,7 +263,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 
 def _is_home(home: Path, run: Path, host: str) -> bool:
-    """Returns whether a run was started in this directory; another host may mount it elsewhere."""
+    """Returns whether a run was started in this directory; on another host, its path may differ."""
     try:
         return home.samefile(run)
     except OSError:

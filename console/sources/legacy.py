@@ -1,6 +1,6 @@
-"""Reads legacy run directories, written by the system that this project replaces.
+"""Reads legacy run directories, which the system wrote that this project replaces.
 
-Their heartbeats become records of the contract. Values that are absent or were measured wrongly
+Their heartbeats become records of the contract. Values that are missing or were measured wrongly
 are left out.
 """
 
@@ -27,7 +27,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 
 
 def is_legacy(run: Path) -> bool:
-    """Returns whether a directory is a legacy one: its heartbeats have no version."""
+    """Returns whether a directory is a legacy run: its heartbeats have no version."""
     if (run / rundir.RUN).exists():
         return False
     head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)
@@ -36,9 +36,10 @@ def is_legacy(run: Path) -> bool:
 
 
 def tail(run: Path, rank: int, recent_bytes: int | None) -> jsonl.Tail:
-    """Returns a reader of one rank's heartbeat file, to which restarts append.
+    """Returns a reader of one rank's heartbeat file; restarts append to the same file.
 
-    `recent_bytes` as in `jsonl.Tail`; attempts are counted from there.
+    `recent_bytes` has the same meaning as in `jsonl.Tail`; attempts are counted from the place
+    where reading starts.
     """
     return jsonl.Tail(rundir.heartbeat(run, rank), _Heartbeats(rank).record, recent_bytes)
 
@@ -50,7 +51,7 @@ class _Heartbeats:
         self._rank, self._attempt, self._pid = rank, 0, -1
 
     def record(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns a record of the contract, None for a record that is not a heartbeat."""
+        """Returns a record of the contract, or None for a record that is not a heartbeat."""
         step, pid = jsonl.integer(record, "step"), jsonl.integer(record, "pid")
         msg, ts = jsonl.text(record, "msg"), jsonl.number(record, "ts")
         if step is None or step < 0 or pid is None or ts is None or msg in ("", OWN_DUMP):
@@ -65,10 +66,11 @@ class _Heartbeats:
 
 
 def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns how a run ended as a `state` event, {} while metrics.json is older than `records`.
+    """Returns how a run ended, as a `state` event; {} if metrics.json is older than `records`.
 
-    `records` are the newest of its ranks. The file is written when the run completes, halts or
-    meets a non-finite loss, without the reason: "completed" needs all planned steps in a record.
+    `records` are the newest of the run's ranks. metrics.json is written when a run completes, halts
+    or meets a non-finite loss, but does not say which. The run therefore counts as "completed" only
+    if a record shows all planned steps.
     """
     newest_ts = max((jsonl.number(record, "ts") or 0.0 for record in records), default=0.0)
     for name in METRICS:

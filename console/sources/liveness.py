@@ -1,7 +1,7 @@
-"""Finds the live processes of a run, and collects the facts for a reader's state of it.
+"""Finds the live processes of a run, and collects the facts from which a reader decides its state.
 
-The supervisor decides the state of a run. Without a supervisor a reader has the processes that
-are alive (`unsupervised`), else the exit records of all ranks, else nothing (`lost`).
+The supervisor decides the state of a run. Without a supervisor, a reader uses the living processes
+(`unsupervised`), or else the exit records of all ranks, or else nothing (`lost`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Record = Mapping[str, Any]
 
 
 def age(ts: float | None) -> float | None:
-    """Returns seconds since `ts`, never negative; None for no valid time."""
+    """Returns the seconds since `ts`, never negative, or None if `ts` is not a valid time."""
     if ts is None or not math.isfinite(ts):
         return None
     return max(0.0, time.time() - ts)
 
 
 def live_directory(supervisor: Record) -> Path | None:
-    """Returns the shared-memory directory of a run on this host and boot."""
+    """Returns the shared-memory directory of a run on this host, in its present boot."""
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None
@@ -65,7 +65,7 @@ def live_directory(supervisor: Record) -> Path | None:
 
 
 def is_supervised(supervisor: Record) -> bool:
-    """Returns whether the supervisor that a document names is alive."""
+    """Returns whether the supervisor named in a document is alive."""
     if supervisor.get("host") == rundir.host_name():
         return rundir.is_alive(supervisor)
     silent_s = age(jsonl.number(supervisor, "updated_ts"))
@@ -73,11 +73,11 @@ def is_supervised(supervisor: Record) -> bool:
 
 
 def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
-    """Returns supervisor.json with the newest state of it and of `others`.
+    """Returns supervisor.json with the newest state found in it or in `others`.
 
-    A disk that is full or does not answer delays the document; the last `state` event or the
-    supervisor heartbeat is then newer. An end in the document is final. Times in the future do
-    not count, and an end in `others` only counts while no worker is alive.
+    If a disk is full or does not answer, the document is late; the last `state` event or the
+    supervisor heartbeat is then newer. An end in the document is final. Times in the future are
+    ignored, and an end in `others` counts only if no worker is alive.
     """
     if jsonl.text(supervisor, "state") in ENDED:
         return dict(supervisor)
@@ -94,16 +94,16 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
 
 def _may_have_ended(supervisor: Record) -> bool:
-    """Returns whether no worker is alive, as far as this host can see."""
+    """Returns whether no worker is alive, as far as this host can observe."""
     if supervisor.get("host") not in (None, rundir.host_name()):
         return not is_supervised(supervisor)
     return not living_ranks(supervisor)
 
 
 def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords]) -> float | None:
-    """Returns when a run entered its state, None where that is not available.
+    """Returns when a run entered its state, or None if that is not available.
 
-    A state that no document has begins with the newest record of the supervisor or of a rank.
+    A state that no document contains begins with the newest record of the supervisor or of a rank.
     """
     if jsonl.text(supervisor, "state") == state:
         return jsonl.number(supervisor, "since_ts")
@@ -122,10 +122,10 @@ def facts(
     supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], behind: bool = False,
     trouble: str = "",
 ) -> Facts:  # fmt: skip
-    """Returns the facts that a reader can see of a run.
+    """Returns the facts that a reader can observe about a run.
 
-    `supervisor` is supervisor.json with its newest state, {} where no document has one (`trouble`
-    may say why); `run` is run.json; `behind` says that records are left to read.
+    `supervisor` is supervisor.json with its newest state, or {} if there is no such document
+    (`trouble` may say why). `run` is run.json. `behind` says that some records have not been read.
     """
     records = [head.last.record for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)
@@ -169,7 +169,7 @@ def _age_words(seconds: float) -> str:
 
 
 def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEnd]:
-    """Returns the ends of ranks by their exit records; an exit that the supervisor saw wins."""
+    """Returns the ends of ranks; an exit that the supervisor observed overrides the exit record."""
     attempt = jsonl.integer(supervisor, "attempt")
     exits = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")
              for worker in jsonl.entries(supervisor, "workers")}  # fmt: skip
@@ -188,14 +188,14 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
 
 
 def _workers_without_exit(supervisor: Record) -> list[tuple[dict[str, Any], bool]]:
-    """Returns the workers of supervisor.json without an exit, and whether each is alive here."""
+    """Returns the workers without an exit in supervisor.json, and whether each is alive here."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     workers = [each for each in jsonl.entries(supervisor, "workers") if each.get("exit") is None]
     return [(worker, rundir.is_alive(here | worker)) for worker in workers]
 
 
 def still_run(thing: str, names: Sequence[object]) -> str:
-    """Returns "ranks 0, 1 still run", "" without names; of many it names the first eight."""
+    """Returns "ranks 0, 1 still run", or "" without names; at most eight names are listed."""
     first = ", ".join(map(str, names[:8])) + (", …" if len(names) > 8 else "")
     plural = "es" if thing.endswith("s") else "s"
     one = f"{thing} {first} still runs" if names else ""
@@ -203,7 +203,7 @@ def still_run(thing: str, names: Sequence[object]) -> str:
 
 
 def living_ranks(supervisor: Record) -> str:
-    """Returns a sentence on the ranks of supervisor.json that are alive here, "" for none."""
+    """Returns a sentence on the living ranks of supervisor.json here, or "" if none lives."""
     ranks = [
         str(worker.get("rank")) for worker, alive in _workers_without_exit(supervisor) if alive
     ]
@@ -211,14 +211,14 @@ def living_ranks(supervisor: Record) -> str:
 
 
 def living_processes(run: Record, supervisor: Record) -> str:
-    """Returns a sentence on the processes with a run's token that are alive here, "" for none."""
+    """Returns a sentence on the living processes with a run's token here, or "" if none lives."""
     named = jsonl.text(supervisor, "live_dir").rpartition("-")[2]
     token = jsonl.text(jsonl.mapping(run, "environment"), environ.TOKEN) or named
     return still_run("process", process.with_token(token) if token else [])
 
 
 def living_in(run: Path) -> str:
-    """Returns a sentence on the processes of a run directory that are alive here, "" for none."""
+    """Returns a sentence on the living processes of a run directory here, or "" if none lives."""
     supervisor, document = (
         rundir.read_json(run / name, below=run) or {} for name in (rundir.SUPERVISOR, rundir.RUN)
     )
@@ -226,7 +226,7 @@ def living_in(run: Path) -> str:
 
 
 def has_lost_rank(supervisor: Record) -> bool:
-    """Returns whether a worker has ended, by supervisor.json or by the kernel of this host."""
+    """Returns whether a worker has ended, as supervisor.json or this host's kernel shows."""
     left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
         is_here and not alive for _, alive in left
@@ -237,9 +237,9 @@ def has_lost_rank(supervisor: Record) -> bool:
 
 
 def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
-    """Returns an alert for each stopped process of a supervisor, else one where it is silent.
+    """Returns an alert for each stopped process of a supervisor, or else one if it is silent.
 
-    `status` is the supervisor heartbeat, {} without one.
+    `status` is the supervisor heartbeat, or {} if there is none.
     """
     texts = _stopped_processes(supervisor)
     times = (jsonl.number(supervisor, "updated_ts"), jsonl.number(status, "ts"))
@@ -254,7 +254,7 @@ def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
 
 
 def _stopped_processes(supervisor: Record) -> dict[str, str]:
-    """Returns name and text of an alert for each process that a signal has stopped."""
+    """Returns the name and text of an alert for each process that a signal has stopped."""
     here = {"boot_id": supervisor.get("boot_id"), "host": supervisor.get("host")}
     texts = {}
     for role, (key, effect) in ROLES.items():
@@ -269,7 +269,7 @@ def _stopped_processes(supervisor: Record) -> dict[str, str]:
 
 
 def exit_words(worker: Record, record: Record) -> str:
-    """Returns how a worker ended, "" while it is alive: as observed, else by its exit record."""
+    """Returns how a worker ended: as observed, or else by its exit record; "" while it is alive."""
     observed = worker.get("exit")
     if not isinstance(observed, dict):
         code = jsonl.integer(record, "exit_code") or 0

@@ -1,4 +1,4 @@
-"""The logs of a run, merged in the order in which their lines are read, safe for a terminal."""
+"""The logs of a run, merged in the order in which lines are read, and safe for a terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one log from its last `BACKLOG_BYTES`, which may begin in its rotated file.
+    """Follows one log; reading starts `BACKLOG_BYTES` before its end, maybe in its rotated file.
 
-    Lines that a later rotation removes before they are read are skipped.
+    If a later rotation removes lines before they were read, these lines are skipped.
     """
 
     def __init__(self, run: Path, path: Path, source: str):
@@ -29,7 +29,7 @@ class Log:
         self._carry = b""
 
     def poll(self, over: bool = False) -> list[bytes]:
-        """Returns the new lines; with `over` also the last one without a newline."""
+        """Returns the new complete lines; with `over` also an incomplete last line."""
         try:
             with jsonl.opened(self.path, self._run) as fd:
                 status = os.fstat(fd)
@@ -46,7 +46,7 @@ class Log:
         return lines
 
     def _begin(self, status: os.stat_result) -> None:
-        """Sets the offset in a file that is new, was replaced or was truncated."""
+        """Sets the offset when the file is new, was replaced or was truncated."""
         if self._offset < 0:
             self._offset = max(0, status.st_size - BACKLOG_BYTES)
             before = BACKLOG_BYTES - status.st_size
@@ -67,7 +67,7 @@ class LogSource:
         self._events = jsonl.Tail(run / rundir.EVENTS, lambda record: record)
 
     def poll(self, over: bool = False) -> list[LogLine]:
-        """Returns the new lines of all logs; `over` as in `Log.poll`."""
+        """Returns the new lines of all logs; `over` has the same meaning as in `Log.poll`."""
         self._discover()
         fresh = [line for record in self._events.poll() if (line := _event_line(record))]
         for file in self._files.values():

@@ -1,7 +1,7 @@
 """Samples each GPU through pynvml in its own thread, and counts GPUs in a child process.
 
-A GPU that hangs delays no other. Until NVML is initialised, one thread tries again, first after
-5 s, later once a minute.
+A GPU that hangs does not delay the others. Until NVML is initialised, one thread retries, at first
+after 5 s, later once a minute.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Reading:
 
 
 def has_library() -> bool:
-    """Returns whether the NVML library can be loaded; the driver is not called."""
+    """Returns whether the NVML library can be loaded; does not call the driver."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -60,9 +60,9 @@ def has_library() -> bool:
 
 
 def kernel_count(root: Path = Path("/")) -> int | None:
-    """Returns the number of GPUs in the kernel driver's list, None without that list.
+    """Returns the number of GPUs in the kernel driver's list, or None without such a list.
 
-    In a container or a batch job NVML may count fewer: it skips GPUs that it may not open.
+    In a container or a batch job NVML may count fewer GPUs: it skips those that it may not open.
     """
     try:
         return sum(1 for _ in (root / KERNEL_GPUS).iterdir())
@@ -71,10 +71,10 @@ def kernel_count(root: Path = Path("/")) -> int | None:
 
 
 def count(limit_s: float = COUNT_TIMEOUT_S) -> int:
-    """Returns the number of GPUs of NVML, 0 without a driver.
+    """Returns the number of GPUs that NVML finds, or 0 without a driver.
 
-    A child process calls NVML: KILL does not end a call that hangs in the driver, nor a process
-    with such a thread. Raises TimeoutError, or ContractError with the reason.
+    A child process calls NVML, because KILL ends neither a call that hangs in the driver nor a
+    process with a thread in such a call. Raises TimeoutError, or ContractError with the reason.
     """
     if not has_library():
         return 0
@@ -114,14 +114,14 @@ class Nvml:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Starts the thread that finds the GPUs; the first rows exist a little later."""
+        """Starts the thread that finds the GPUs; the first rows are available a little later."""
         self._spawn("nvml", self._discover)
 
     def stop(self) -> None:
         self._stop.set()
 
     def rows(self) -> list[Gpu]:
-        """Returns the newest row of each GPU; a GPU that does not answer has the time in `why`."""
+        """Returns the newest row of each GPU; if a GPU does not answer, `why` says for how long."""
         now = time.monotonic()
         rows = []
         for index, reading in sorted(dict(self._readings).items()):
@@ -152,7 +152,7 @@ class Nvml:
         threading.Thread(target=work, args=args, name=name, daemon=True).start()
 
     def _discover(self) -> None:
-        """Initialises NVML, with retries, and starts a thread for each GPU."""
+        """Initialises NVML, with retries, and starts one thread per GPU."""
         delay_s = self._retry_s
         while not self._stop.is_set():
             if has_library() and self._initialise():
@@ -185,7 +185,8 @@ class Nvml:
     def _fail(self, error: Exception, listed: int) -> None:
         """Sets an error row for each expected GPU.
 
-        A library without a driver means no GPU; after any other failure there is at least one.
+        A library without a driver means that there is no GPU; any other failure counts as one GPU
+        at least.
         """
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
         why = f"NVML cannot be initialised ({words_of(error)}); retrying"

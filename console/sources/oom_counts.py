@@ -1,4 +1,4 @@
-"""Reads the kernel's counts of out-of-memory kills, of a cgroup and of the host."""
+"""Reads the kernel's counts of out-of-memory kills, for a cgroup and for the host."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MOUNTS, EVENTS = "/proc/self/mounts", "memory.events"
 
 
 def snapshot(pid: int | str = "self") -> OomCounts:
-    """Returns the counts for a process, of its nearest cgroup that has one."""
+    """Returns the OOM-kill counts of the host, and of the process's nearest cgroup with counts."""
     path = _counting_file(pid)
     return OomCounts(_count(path) if path else None, _count(VMSTAT), str(path or ""))
 
 
 def since(before: OomCounts) -> OomEvidence:
-    """Returns the counts before and now, of the same cgroup."""
+    """Returns the counts `before` and the present counts of the same cgroup."""
     path = Path(before.path) if before.path else None
     return OomEvidence(before, OomCounts(_count(path) if path else None, _count(VMSTAT),
                                          before.path))  # fmt: skip
@@ -30,9 +30,10 @@ def _count(path: Path) -> int | None:
 
 
 def _counting_file(pid: int | str) -> Path | None:
-    """Returns the count file of a process's cgroup, or of the nearest parent with one.
+    """Returns the count file of a process's cgroup, or of the nearest parent that has one.
 
-    In a container the mount may start at the process's own cgroup while its path does not.
+    In a container the mount may begin at the process's own cgroup, while the path of the cgroup
+    does not.
     """
     cgroups = (line.split(":", 2) for line in _lines(f"/proc/{pid}/cgroup"))
     place = next((path for hierarchy, _, path in cgroups if hierarchy == "0"), None)

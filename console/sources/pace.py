@@ -1,6 +1,6 @@
 """The pace of one rank in one attempt: times between its records, durations of steps and phases.
 
-Only a reader that detects stalls has a pace; the content of the records is in `LatestRecords`.
+Only a reader that detects stalls has a pace. `LatestRecords` has the content of the records.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Progress:
 
 
 def progress_of(record: Mapping[str, object], dead: tuple[str, ...] = ()) -> Progress:
-    """Returns the figures of a progress record; fields that are not valid are None."""
+    """Returns the figures of a progress record; an invalid field becomes None."""
     steps_s = _steps_s(record)
     highest = jsonl.number(record, "gate_entropy_max")
     return json_documents.read(
@@ -82,7 +82,7 @@ def _p99(ordered: list[float]) -> float:
 class Pace:
     """The pace of one rank, for a reader that has read all older records at `live_since`.
 
-    `live_since` is in monotonic seconds, and infinite before.
+    `live_since` is in monotonic seconds; it is infinite while older records are left.
     """
 
     def __init__(self, live_since: float = math.inf):
@@ -108,9 +108,9 @@ class Pace:
         """Its last times in each phase, by arrival and sorted; "" for steps."""
 
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
-        """Adds one record that was read at `mono`, unix time `ts`.
+        """Adds one record that was read at `mono` and written at unix time `ts`.
 
-        `first_step` is that of the attempt: gaps between steps count after it.
+        `first_step` is that of the attempt; gaps between steps count only after it.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:
@@ -139,7 +139,7 @@ class Pace:
     # --- times between records -----------------------------------------------------------------
 
     def _add_step(self, step: int, first_step: int, mono: float, written: float) -> None:
-        """Adds a new step; before the reader follows live, the times in the records count."""
+        """Adds a new step. The time in the record counts until the reader follows the run live."""
         live = self._new_step_at > -math.inf
         took_s = _span(mono - self._new_step_at if live else written - self._new_step_ts)
         steps = step - self._step
@@ -151,21 +151,21 @@ class Pace:
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def without_step_s(self, mono: float) -> float:
-        """Returns the seconds since a new step was read, infinite without one since `mark_old`."""
+        """Returns the seconds since the last new step; infinite without one since `mark_old`."""
         return max(0.0, mono - self._new_step_at)
 
     def age_s(self, mono: float) -> float:
-        """Returns the seconds since its newest record was written."""
+        """Returns the seconds since the rank's newest record was written."""
         return self._age_s + max(0.0, mono - self._read_at)
 
     def gap_s(self) -> float:
-        """Returns the longest of the last gaps between records with a new step, 0 without one."""
+        """Returns the longest recent gap between records with a new step, or 0 without gaps."""
         return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
-        """Returns the 99th percentile of these gaps, a long estimate while they are irregular.
+        """Returns the 99th percentile of these gaps, or a long estimate while they are irregular.
 
-        The estimate is at least `least_s` while no step follows another.
+        While no step follows another, the estimate is at least `least_s`.
         """
         steps = [count for count, _ in self._gaps]
         if not steps:
@@ -178,7 +178,7 @@ class Pace:
     # --- times of steps and phases -------------------------------------------------------------
 
     def _possible(self, steps_s: list[float], mono: float) -> list[float]:
-        """Returns the step times that are possible: no longer than the reader follows live.
+        """Returns the possible step times: no longer than the reader has followed the run live.
 
         The steps in the first record may have started earlier; each is limited to that time.
         """
@@ -195,10 +195,11 @@ class Pace:
         return steps_s
 
     def _take_durations(self, record: Mapping[str, Any], steps_s: list[float]) -> None:
-        """Adds step times, and the longest that each phase can have lasted in these steps.
+        """Adds step times, and the longest time that each phase can have lasted in these steps.
 
-        A record has the mean of a phase: in one of n steps it lasted at most n means, and no longer
-        than the longest step. Times of a GPU say nothing about the phases of the host.
+        A record contains the mean time of a phase. In one of n steps the phase lasted at most n
+        times the mean, and not longer than the longest step. Times of a GPU say nothing about the
+        phases of the host.
         """
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)
@@ -211,7 +212,7 @@ class Pace:
                 self._keep(phase, [min(mean_s * len(steps_s), max(steps_s))])
 
     def _keep(self, phase: str, durations_s: list[float]) -> None:
-        """Adds durations; a stall counts only up to the limit that it exceeded."""
+        """Adds durations; a stall counts only up to the limit that the stall exceeded."""
         kept, ordered = self._durations.setdefault(phase, (deque(), []))
         most_s = (SAFETY * _p99(ordered) if ordered else 0.0) or LONGEST_STEP_S
         for duration_s in durations_s:
@@ -221,9 +222,9 @@ class Pace:
                 del ordered[bisect_left(ordered, kept.popleft())]
 
     def p99_s(self, phase: str = "") -> float | None:
-        """Returns the 99th percentile of its last times in a phase, None without times.
+        """Returns the 99th percentile of the rank's recent times in a phase, or None without times.
 
-        A phase without times, and the phase "", return the percentile of its steps.
+        A phase without times, and the phase "", use the percentile of the steps.
         """
         found = self._durations.get(phase) or self._durations.get("")
         return None if found is None else _p99(found[1])
@@ -234,5 +235,5 @@ UNTIMED = Pace()
 
 
 def _span(seconds: float) -> float:
-    """Returns a valid time span, 0 for any other."""
+    """Returns a time span in seconds, or 0 if it is not valid."""
     return seconds if math.isfinite(seconds) and 0 < seconds < 1e8 else 0.0

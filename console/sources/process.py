@@ -1,8 +1,8 @@
 """Reads processes from /proc and signals them through pidfds.
 
 psutil is not used: it reads three files per process instead of one, and scans all processes to find
-the children of one. A process is identified by pid and start time. Its pidfd is opened first and
-checked afterwards, so that a signal never reaches a reused pid.
+the children of one. A process is identified by pid and start time. Its pidfd is opened before the
+identity is checked, so that a signal never reaches a reused pid.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Meter:
         """Start time, CPU ticks and time of the last sample, by pid."""
 
     def sample(self, pid: int) -> ProcessUse:
-        """Returns a sample of a process; its CPU is since the last sample, None at the first."""
+        """Returns a sample of a process; CPU is since the last sample, or None at the first one."""
         fields = _stat(pid)
         if len(fields) <= _RSS:
             self._known.pop(pid, None)
@@ -65,7 +65,7 @@ class Meter:
 
 
 def user_name() -> str:
-    """Returns the name of the user, the user id where it has no name."""
+    """Returns the name of the user, or the user id if it has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -73,7 +73,7 @@ def user_name() -> str:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Returns the fields of /proc/PID/stat from the state on, [] for a reaped process."""
+    """Returns the fields of /proc/PID/stat from the state on, or [] for a reaped process."""
     try:
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
@@ -81,7 +81,7 @@ def _stat(pid: int) -> list[bytes]:
 
 
 def _read(path: str) -> bytes:
-    """Returns the first 4 KiB of a file of the kernel. Raises OSError."""
+    """Returns the first 4 KiB of a file in /proc. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -90,7 +90,7 @@ def _read(path: str) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the direct children of a process, [] where they cannot be read."""
+    """Returns the direct children of a process, or [] if they cannot be read."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -107,7 +107,7 @@ def state(pid: int) -> str:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """Returns the initial environment of a process, {} where it cannot be read."""
+    """Returns the initial environment of a process, or {} if it cannot be read."""
     try:
         data = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -117,9 +117,9 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def with_token(token: str, home: str = "") -> list[int]:
-    """Returns the processes that were started with this token, of any parent.
+    """Returns the processes that were started with this token, whatever their parent.
 
-    With `home` their environment also has to name this run directory: a token may be copied.
+    With `home`, their environment must also name this run directory, because a token may be copied.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token
@@ -143,7 +143,7 @@ class Handle:
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks
 
     def send(self, number: int) -> bool:
-        """Sends a signal; returns False where the process was reaped or this handle is closed."""
+        """Sends a signal; returns False if the process was reaped or this handle is closed."""
         if self.fd < 0:
             return False
         try:
@@ -161,10 +161,10 @@ class Handle:
         return bool(poller.poll(0))
 
     def exit_code(self) -> int | None:
-        """Returns the exit code, a signal as a negative number, None where it is not available.
+        """Returns the exit code, negative for a signal, or None if it is not available.
 
-        It needs no wait and works for any parent: before the process is reaped from /proc, later
-        from its pidfd. Call it when `is_over`.
+        It does not wait, and works whichever process is the parent: it reads /proc until the
+        process is reaped, and the pidfd afterwards. Call it when `is_over` returns True.
         """
         status = _zombie_status(self.pid, self.start_ticks)
         if status is None and self.fd >= 0:
@@ -172,7 +172,7 @@ class Handle:
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def is_unreaped(self) -> bool:
-        """Returns whether the process is a zombie."""
+        """Returns whether the process is a zombie (ended and not reaped)."""
         return _zombie_status(self.pid, self.start_ticks) is not None
 
     def close(self) -> None:
@@ -182,12 +182,12 @@ class Handle:
 
 
 def open_process(pid: int, token: str) -> Handle | None:
-    """Opens a process and then checks its token; returns None for any other process."""
+    """Opens a process, then checks its token; returns None if the token differs."""
     return _open(pid, lambda: environment(pid).get(environ.TOKEN) == token)
 
 
 def open_child(pid: int, parent: int) -> Handle | None:
-    """Opens a process and then checks its parent; returns None for any other process."""
+    """Opens a process, then checks its parent; returns None if the parent differs."""
     return _open(pid, lambda: pid in children(parent))
 
 
@@ -204,11 +204,11 @@ def _open(pid: int, is_meant: Callable[[], bool]) -> Handle | None:
 
 
 def open_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle | None:
-    """Opens the process that a document names and then checks its identity and its run.
+    """Opens the process that a document names, then checks its identity and its run.
 
-    For a process that has overwritten its environment, as setproctitle does. A document may name
-    any process: it has to belong to this user, with its output in one of the run's `logs`. `logs`
-    is None for a document that this process wrote.
+    This is for a process that has overwritten its environment, as setproctitle does. A document may
+    name any process, so the process must belong to this user and write its output into one of the
+    run's `logs`. `logs` is None for a document that this process wrote.
     """
     if not rundir.is_alive(owner):
         return None
@@ -221,7 +221,7 @@ def open_named(owner: Mapping[str, Any], run: Path, logs: Path | None) -> Handle
 
 
 def writes_into(pid: int, run: Path, logs: Path) -> bool:
-    """Returns whether a process of this user writes its output into a file of `logs`.
+    """Returns whether a process of this user writes its output into one of the files in `logs`.
 
     A file with a second hard link does not count.
     """
@@ -241,9 +241,9 @@ def writes_into(pid: int, run: Path, logs: Path) -> bool:
 
 
 def _zombie_status(pid: int, start_ticks: int) -> int | None:
-    """Returns the wait status of a zombie, which is the last field of its stat.
+    """Returns the wait status of a zombie, which is the last field of its stat file.
 
-    The kernel shows 0 to a process without the right to see it; `open_process` has read the
+    The kernel shows 0 to a process without the required right; `open_process` has read the
     environment, which needs the same right.
     """
     fields = _stat(pid)
@@ -253,7 +253,7 @@ def _zombie_status(pid: int, start_ticks: int) -> int | None:
 
 
 def _reaped_status(fd: int) -> int | None:
-    """Returns the wait status of a reaped process from its pidfd, None if not available."""
+    """Returns the wait status of a reaped process from its pidfd, or None if not available."""
     info = bytearray(_INFO_SIZE)
     struct.pack_into("<Q", info, 0, _INFO_EXIT)
     try:
@@ -273,7 +273,7 @@ def signal_name(number: int) -> str:
 
 
 def host_memory_mib() -> tuple[float | None, float | None]:
-    """Returns total and available memory of this host, None where not available."""
+    """Returns total and available memory of this host, or None if not available."""
     found: dict[bytes, float] = {}
     try:
         for line in _read("/proc/meminfo").splitlines()[:3]:

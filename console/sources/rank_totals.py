@@ -1,7 +1,7 @@
-"""The totals of one rank over all its attempts, added up in the order of its file.
+"""The totals of one rank over all its attempts, added up in the order of the rank's file.
 
-Memory is bounded. Records are numbered, so missing records are known by number, and with them the
-first step that they may belong to.
+Memory is bounded. Records are numbered, so missing records are known by number; so is the first
+step that they may belong to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LastPulse:
-    """The last pulse of a rank in one attempt, read after the end of its process."""
+    """The last pulse of a rank in one attempt, read after its process ended."""
 
     attempt: int
     rank: int
@@ -40,7 +40,7 @@ class LastPulse:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Missing records by number, and the first step that they may belong to."""
+    """Missing records, by number, and the first step that they may belong to."""
 
     first: int
     last: int
@@ -49,7 +49,7 @@ class Missing:
 
 @dataclass(slots=True)
 class AttemptTotals:
-    """The totals of one rank in one attempt; the names of the fields are keys in a snapshot."""
+    """The totals of one rank in one attempt; the names of the fields are the keys in a snapshot."""
 
     last: int = 0
     """The number of the newest record."""
@@ -83,7 +83,7 @@ class AttemptTotals:
 
     @classmethod
     def load(cls, saved: Record) -> AttemptTotals:
-        """Returns the totals from `as_dict`."""
+        """Returns the totals from the result of `as_dict`."""
         mono, ended = jsonl.number(saved, "_mono"), jsonl.integers(saved, "exit")
         holes = [json_documents.read(Missing, each) for each in jsonl.entries(saved, "holes")]
         return json_documents.read(
@@ -93,11 +93,11 @@ class AttemptTotals:
         )  # fmt: skip
 
     def has(self, number: int, mono: float | None) -> bool:
-        """Returns whether a record was added before: a file that was replaced is read again."""
+        """Returns whether a record was added before, because a replaced file is read again."""
         return 1 <= number <= self.last and mono is not None and mono <= self._mono
 
     def add(self, record: Record, number: int, mono: float | None) -> None:
-        """Adds the number of a record, and the fields that all kinds share."""
+        """Adds the number of a record, and the fields that all kinds of records have."""
         step, msg = record["step"], record["msg"]
         if number < 1:
             self.trouble = self.trouble or "its records have no numbers (an older program)"
@@ -154,7 +154,7 @@ class AttemptTotals:
         return self.step > 0 or begun > 0
 
     def every_loss_is_recorded(self, end: LastPulse | None) -> bool:
-        """Returns whether each step has a record with its loss, the unfinished one excepted."""
+        """Returns whether each step has a record with its loss, except the unfinished step."""
         if self.exit is not None:
             step, code = self.exit
             return not self.broken and step <= self.step + (code != 0)
@@ -166,7 +166,7 @@ _EMPTY = asdict(AttemptTotals())
 
 
 class Peak:
-    """The largest value up to each step; after a roll-back it may be too large, never too small."""
+    """The largest value so far; after a roll-back it may be too large, never too small."""
 
     def __init__(self, found: Iterable[list[float | None]] = ()):
         self.found = [(int(step or 0), value or 0.0) for step, value in found]
@@ -187,12 +187,12 @@ class Peak:
             self.found = [(first[0], second[1]) for first, second in pairs] + odd
 
     def cut(self, step: int) -> None:
-        """Drops the values from a step on."""
+        """Drops the values of `step` and of later steps."""
         self.found = [each for each in self.found if each[0] < step]
 
 
 class Figures(NamedTuple):
-    """The figures of one progress record that gates use."""
+    """The figures of one progress record that the gates use."""
 
     step: int
     loss: float | None
@@ -201,7 +201,7 @@ class Figures(NamedTuple):
 
 
 class Window:
-    """The newest records of rank 0 and its first losses, of steps that no attempt repeated."""
+    """The newest records of rank 0 and its first losses, for steps that no attempt repeated."""
 
     def __init__(self) -> None:
         self.first: list[tuple[int, float]] = []
@@ -219,7 +219,7 @@ class Window:
                 self.first.append((found.step, found.loss))
 
     def cut(self, step: int) -> None:
-        """Drops the records from a step on; counts are then lower bounds."""
+        """Drops the records of `step` and of later steps; counts are then lower bounds."""
         gone = [each for each in self.newest if each.step >= step]
         kept = [each for each in self.newest if each.step < step]
         self.newest = deque(kept, maxlen=KEPT_RECORDS)
@@ -235,21 +235,21 @@ class Window:
         }  # fmt: skip
 
     def load(self, saved: Record) -> None:
-        """Sets the window to the one from `as_dict`."""
+        """Sets the window to the state that `as_dict` returned."""
         self.first = [(int(step or 0), loss or 0.0) for step, loss in _rows(saved, "first")]
         self.newest.extend(Figures(int(row[0] or 0), *row[1:]) for row in _rows(saved, "newest"))
         self.losses = jsonl.integer(saved, "losses") or 0
         self.dropped = saved.get("dropped") is True
 
     def last(self, name: str, count: int) -> list[float] | None:
-        """Returns the newest `count` values of a figure, None where some of them were dropped."""
+        """Returns the newest `count` values of a figure, or None if some of them were dropped."""
         values = (getattr(each, name) for each in self.newest)
         found = [value for value in values if value is not None][-count:]
         return None if self.dropped and len(found) < count else found
 
 
 def _rows(saved: Record, key: str) -> list[list[float | None]]:
-    """Returns rows of numbers. Raises TypeError for anything else."""
+    """Returns rows of numbers. Raises TypeError for any other value."""
     return [
         [None if value is None else jsonl.number({"": value}, "") for value in row]
         for row in saved[key]
@@ -257,14 +257,14 @@ def _rows(saved: Record, key: str) -> list[list[float | None]]:
 
 
 def _saved(value: Any) -> Any:
-    """Returns one sum as a snapshot has it."""
+    """Returns one sum in the form that a snapshot stores."""
     if isinstance(value, Peak):
         return list(value.found)
     return value.as_dict() if isinstance(value, Window) else value
 
 
 def _loaded(saved: Record, name: str, empty: Any) -> Any:
-    """Returns the sum of that name in a snapshot; it has the type of the empty sum."""
+    """Returns the sum of that name in a snapshot, with the type of the `empty` sum."""
     if isinstance(empty, Peak):
         return Peak(_rows(saved, name))
     if isinstance(empty, Window):
@@ -274,9 +274,9 @@ def _loaded(saved: Record, name: str, empty: Any) -> Any:
 
 
 class RankTotals:
-    """The totals of one rank. Its records are added in the order of its file.
+    """The totals of one rank. Its records are added in the order of the rank's file.
 
-    A new sum is an int, a float or None, or a `Peak`, which a resume cuts.
+    A new sum must be an int, a float or None, or a `Peak`, which is cut when an attempt resumes.
     """
 
     def __init__(self, rank: int):
@@ -294,17 +294,17 @@ class RankTotals:
         self.window = Window()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the totals as a snapshot has them: each field by its name."""
+        """Returns the totals in the form that a snapshot stores: each field by its name."""
         parts = {str(number): part.as_dict() for number, part in self.attempts.items()}
         return {"parts": parts} | {name: _saved(value) for name, value in self._sums()}
 
     def _sums(self) -> list[tuple[str, Any]]:
-        """Returns the fields that each are one sum."""
+        """Returns the names and values of the fields that are single sums."""
         return [each for each in vars(self).items() if each[0] not in ("rank", "attempts")]
 
     @classmethod
     def load(cls, rank: int, saved: Record) -> RankTotals:
-        """Returns the totals from `as_dict`. Raises ValueError for anything else."""
+        """Returns the totals from the result of `as_dict`. Raises ValueError for other values."""
         found = cls(rank)
         try:
             found.attempts = {
@@ -344,7 +344,7 @@ class RankTotals:
         return True
 
     def _begin(self, part: AttemptTotals, step: int) -> None:
-        """Starts an attempt at a step; later steps of attempts before it no longer count."""
+        """Starts an attempt at a step; later steps of former attempts no longer count."""
         if part.start is not None and part.start != step:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step

@@ -1,4 +1,4 @@
-"""The ranks of a run as they are now: from supervisor.json, samples, records and pulses."""
+"""The present ranks of a run, read from supervisor.json, samples, records and pulses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMPTY: Record = {}
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The entries of one rank in all sources, {} where a source has none."""
+    """The entries of one rank in all sources; {} for a source without an entry."""
 
     rank: int
     worker: Record
@@ -51,10 +51,10 @@ class _Sources:
 def read_ranks(
     supervisor: Record, records: RunRecords, live: Path | None, devices: str, ended: bool
 ) -> tuple[Rank, ...]:
-    """Returns all ranks that any source has.
+    """Returns all ranks that any source contains.
 
-    `devices` is CUDA_VISIBLE_DEVICES, `live` the run's directory in shared memory. For a run that
-    has `ended` no age and no use is shown.
+    `devices` is CUDA_VISIBLE_DEVICES, `live` the run's directory in shared memory. Ranks of a run
+    that has `ended` have no age and no use.
     """
     gpus = {gpu.index: gpu for gpu in records.gpus}
     ranks = []
@@ -69,7 +69,7 @@ def read_ranks(
 
 
 def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
-    """Returns the sources of each rank in the order of ranks."""
+    """Returns the sources of each rank, in the order of the ranks."""
     workers = _entries(supervisor, "workers")
     sampled = {rank: (entry, sample) for sample in records.samples.values()
                for rank, entry in _entries(sample, "ranks").items()}  # fmt: skip
@@ -82,7 +82,7 @@ def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
 
 
 def _entries(record: Record, key: str) -> dict[int, Record]:
-    """Returns the entries of a list by their rank."""
+    """Returns the entries of a list, by rank."""
     return {
         rank: entry for entry in jsonl.entries(record, key)
         if (rank := jsonl.integer(entry, "rank")) is not None and 0 <= rank < MAX_RANKS
@@ -109,7 +109,7 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None) -> Rank:
 
 
 def gpu_index(devices: str, local: int) -> int | None:
-    """Returns NVML's index of a rank's GPU; None where CUDA_VISIBLE_DEVICES has no number."""
+    """Returns NVML's index of a rank's GPU, or None if CUDA_VISIBLE_DEVICES has no number."""
     if not devices:
         return local
     names = devices.split(",")
@@ -118,20 +118,20 @@ def gpu_index(devices: str, local: int) -> int | None:
 
 
 def _without_use(rank: Rank) -> Rank:
-    """Returns a rank without the figures of an old sample."""
+    """Returns a rank without the CPU and memory figures of an old sample."""
     gpu = rank.gpu and replace(rank.gpu, util_pct=None, power_w=None)
     state = rank.state if rank.state == "gone" else ""
     return replace(rank, state=state, cpu_pct=None, rss_mib=None, gpu=gpu)
 
 
 def _without_ages(rank: Rank) -> Rank:
-    """Returns a rank of a run that has ended: its times no longer advance."""
+    """Returns a rank of a run that has ended, without the times that no longer advance."""
     found = rank.pulse and replace(rank.pulse, since_s=None)
     return replace(rank, pulse=found, age_s=None)
 
 
 def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
-    """Returns a rank's pulse in shared memory, None unless its process is alive."""
+    """Returns a rank's pulse in shared memory, or None unless its process is alive."""
     found = pulse.read(rundir.pulse(live, rank)) if live else None
     if found is None or (pid and found.pid != pid) or rundir.start_ticks(found.pid) is None:
         return None
@@ -143,7 +143,7 @@ def _live_pulse(live: Path | None, rank: int, pid: int) -> Pulse | None:
 
 
 def _exit_pulse(record: Record) -> Pulse | None:
-    """Returns the pulse of a rank with an exit record: its sample may be older."""
+    """Returns a pulse made from a rank's exit record, because the rank's sample may be older."""
     if record.get("msg") != "exit":
         return None
     age_s, step = liveness.age(jsonl.number(record, "ts")) or 0.0, record["step"]
@@ -151,7 +151,7 @@ def _exit_pulse(record: Record) -> Pulse | None:
 
 
 def _sampled_pulse(sources: _Sources) -> Pulse | None:
-    """Returns the pulse in a rank's sample, None without one."""
+    """Returns the pulse in a rank's sample, or None if there is none."""
     sampled = jsonl.mapping(sources.entry, "pulse")
     step, phase = jsonl.integer(sampled, "step"), jsonl.text(sampled, "phase")
     if step is None or phase not in pulse.CODES:
@@ -169,7 +169,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
 def newest_step(
     supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
 ) -> int | None:  # fmt: skip
-    """Returns the newest step of a pulse, a record or supervisor.json, None without one."""
+    """Returns the newest step in a pulse, a record or supervisor.json, or None if there is none."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
     steps += [head.last.record["step"] for head in records.heads.values()]
     steps.append(jsonl.integer(supervisor, "steps"))
@@ -177,7 +177,7 @@ def newest_step(
 
 
 def data_age_s(ranks: tuple[Rank, ...], records: RunRecords) -> float | None:
-    """Returns the age of the newest pulse, record or sample, None without one."""
+    """Returns the age of the newest pulse, record or sample, or None if there is none."""
     ages = [rank.age_s for rank in ranks]
     ages += [liveness.age(jsonl.number(sample, "ts")) for sample in records.samples.values()]
     return min((age for age in ages if age is not None), default=None)

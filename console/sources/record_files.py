@@ -30,9 +30,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The place up to which a file was read; `head` is the hash of its first line.
+    """The place up to which a file was read; `head` is the hash of the file's first line.
 
-    `skipped` counts the lines before it that are not records.
+    `skipped` counts the lines before this place that are not records.
     """
 
     head: str
@@ -40,7 +40,7 @@ class Cursor:
     skipped: int = 0
 
     def fits(self, path: Path) -> bool:
-        """Returns whether a file is the one that was read, and not shorter now."""
+        """Returns whether a file is the same as when it was read, and is not shorter."""
         if not self.place.at:
             return True
         found = _part_at(path, self.place.part)
@@ -53,7 +53,7 @@ FILE_START = Cursor("", Place(0, 0))
 
 
 def line_before(path: Path, at: int, count_bytes: int) -> int:
-    """Returns the start of a line about `count_bytes` before the line at `at`."""
+    """Returns the offset of the line that starts about `count_bytes` before `at`."""
     begin = at - count_bytes
     if begin <= 0 or not count_bytes:
         return at if begin > 0 else 0
@@ -63,14 +63,14 @@ def line_before(path: Path, at: int, count_bytes: int) -> int:
 
 
 def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
-    """Returns the last bytes of a file; a short file is preceded by its rotated file."""
+    """Returns the last bytes of a file; for a short file, also the end of its rotated file."""
     data = jsonl.read_bytes(path, limit_bytes, below=below)
     left = limit_bytes - len(data)
     return (jsonl.read_bytes(rundir.rotated_log(path), left, below=below) if left else b"") + data
 
 
 class Line(NamedTuple):
-    """One record with its place and the length of its line in bytes."""
+    """One record, with its place and the length of its line in bytes."""
 
     place: Place
     length: int
@@ -78,7 +78,7 @@ class Line(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """New lines of one file in their order, and the place up to which it was read.
+    """New lines of one file in their order, and the place up to which the file was read.
 
     `replaced` counts how often the file was replaced or truncated.
     """
@@ -90,13 +90,13 @@ class Batch(NamedTuple):
 
 
 def rank_of(name: str) -> int | None:
-    """Returns the rank whose heartbeat file has this name, None for another file."""
+    """Returns the rank whose heartbeat file has this name, or None for another file."""
     found = HEARTBEAT.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def whole_name(name: str) -> str:
-    """Returns the name of the file of records that a part belongs to, any other name as it is."""
+    """Returns the name of the record file that a part belongs to; other names are unchanged."""
     base, found, part = name.partition(".jsonl")
     is_part = found and base.startswith(SAMPLES) and rundir.PART.fullmatch(part)
     return base + found if is_part else name
@@ -111,13 +111,13 @@ def parts(path: Path) -> dict[int, Path]:
 
 
 def _part_at(path: Path, number: int) -> Path | None:
-    """Returns the path of a part: the growing file, which is renamed when the next part starts."""
+    """Returns the path of a part. The growing file is renamed when the next part starts."""
     there = path if jsonl.size_bytes(path) else None
     return parts(path).get(number, there) if number else there
 
 
 def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
-    """Returns the record at a place, {} where it no longer exists."""
+    """Returns the record at a place, or {} if it no longer exists."""
     found = _part_at(path, place.part)
     if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
         return {}
@@ -137,10 +137,10 @@ def _any(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class RecordFile:
-    """Follows one file of records through its parts, the oldest first.
+    """Follows one file of records through its parts, the oldest part first.
 
-    The growing file becomes the next part when it is long. `number` is that of the part, 0 for a
-    file without parts.
+    When the growing file is long, it becomes the next part. `number` is that of the part being
+    read, or 0 for a file without parts.
     """
 
     def __init__(self, path: Path, tail: jsonl.Tail, number: int = 0, skipped: int = 0,
@@ -155,22 +155,22 @@ class RecordFile:
 
     @property
     def replaced(self) -> int:
-        """Number of times that the file was replaced or truncated."""
+        """The number of times that the file was replaced or truncated."""
         return self._replaced + max(0, self.tail.generation - 1)
 
     @property
     def skipped(self) -> int:
-        """Number of lines that are not records."""
+        """The number of lines that are not records."""
         return self._skipped + self.tail.skipped
 
     @property
     def left_out_bytes(self) -> int:
-        """The bytes before the place where reading started, 0 after a cursor."""
+        """The number of bytes before the place where reading started, or 0 after a cursor."""
         return self._left_out_bytes + self.tail.left_out_bytes
 
     @property
     def behind_bytes(self) -> int:
-        """The bytes left to read; compressed parts count with their size."""
+        """The number of bytes left to read; a compressed part counts with its compressed size."""
         tail = self.tail
         size_bytes = tail.size_bytes if tail.generation else jsonl.size_bytes(tail.path)
         has_begun = tail.generation or tail.path.suffix == jsonl.GZIP  # its lines count as text
@@ -181,7 +181,7 @@ class RecordFile:
         return behind + sum(map(jsonl.size_bytes, (*later, self.path)))
 
     def cursor(self) -> Cursor:
-        """Returns how far the file was read; its first line is hashed once."""
+        """Returns how far the file was read; the hash of its first line is computed once."""
         if not self._head or self.tail.generation != self._of:
             self._head, self._of = jsonl.head(self.tail.path), self.tail.generation
         return Cursor(self._head, Place(self.number, self.tail.line_at), self.skipped)
@@ -205,7 +205,7 @@ class RecordFile:
         return found, limit_bytes - left
 
     def _next_part(self) -> bool:
-        """Continues with the next part where this one no longer grows; returns whether it did."""
+        """Continues with the next part if this part no longer grows; returns whether it did so."""
         if self.tail.unread:
             return False
         there = parts(self.path)
@@ -232,17 +232,17 @@ class RecordFile:
 
 
 def open_part(path: Path, begin_at: int = 0) -> jsonl.Tail:
-    """Returns a reader of a sample file or of a part of it."""
+    """Returns a reader of a sample file, or of one part of such a file."""
     if path.suffix == jsonl.GZIP:
         return jsonl.GzipTail(path, _any, begin_at)
     return jsonl.Tail(path, _any, begin_at=begin_at, stays=True)
 
 
 class RecordFiles:
-    """Reads the heartbeats, samples and events of one run, a bounded number of bytes at each poll.
+    """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from that place on, a heartbeat file from `warm_up_bytes` before it. `only` limits the
+    is read from its cursor on, a heartbeat file from `warm_up_bytes` before that. `only` limits the
     files by name.
     """
 
@@ -267,7 +267,10 @@ class RecordFiles:
 
     @property
     def has_all_records(self) -> bool:
-        """True if heartbeats are read from the start of their files or from a cursor on."""
+        """True if no heartbeat record was left out.
+
+        Reading began at the start of each file, or at its cursor.
+        """
         return not any(
             each.left_out_bytes
             for name, each in self._followed.items()
@@ -276,23 +279,23 @@ class RecordFiles:
 
     @property
     def left_out_bytes(self) -> int:
-        """The bytes before the places where reading started, without those before a cursor."""
+        """The number of bytes left out before reading started, except those before a cursor."""
         return sum(each.left_out_bytes for each in self._followed.values())
 
     @property
     def unread(self) -> str:
-        """A sentence on a heartbeat file that exists and cannot be read, "" for none."""
+        """A sentence on a heartbeat file that exists and cannot be read, or "" if there is none."""
         beats = {name: rank for name in self._followed if (rank := rank_of(name)) is not None}
         ranks = sorted(rank for name, rank in beats.items() if self._followed[name].tail.unread)
         return f"the heartbeat of rank {ranks[0]} cannot be read" if ranks else ""
 
     @property
     def behind_bytes(self) -> int:
-        """The bytes left to read."""
+        """The number of bytes left to read."""
         return sum(follower.behind_bytes for follower in self._followed.values())
 
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
-        """Yields about `limit_bytes` of new lines, starting with the file after the last one read.
+        """Yields about `limit_bytes` of new lines; starts with the file after the last one read.
 
         Heartbeats of ranks beyond `world` are ignored.
         """

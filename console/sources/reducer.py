@@ -1,7 +1,7 @@
-"""Reduces the records of a run to its state: each file by itself, then all files together.
+"""Reduces the records of a run to its state: first each file separately, then all together.
 
-The order in which the files are read does not matter, so every reader gets the same state, and a
-snapshot of that state replaces all records before it.
+The order in which the files are read does not matter. So every reader gets the same state, and a
+snapshot of that state replaces all earlier records.
 """
 
 from __future__ import annotations
@@ -73,24 +73,24 @@ class LatestRecords:
             self.ended = self.ended or line
 
     def has(self, record: Mapping[str, Any]) -> bool:
-        """Returns whether a record is not newer than the newest one, by their numbers."""
+        """Returns whether the number of a record is not above that of the newest record."""
         number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last.record))
         return self.records > 0 and number <= newest
 
     @property
     def code(self) -> int | None:
-        """The exit code of its last record; an exit record without a code means 0."""
+        """The exit code in the last record; an exit record without a code counts as code 0."""
         code = jsonl.integer(self.last.record, "exit_code")
         return 0 if code is None and self.last.record.get("msg") == "exit" else code
 
     @property
     def error_words(self) -> str:
-        """The text of its `error` record, "" without one."""
+        """The text of the `error` record, or "" if there is none."""
         return clean(error_of(self.error.record), 400) if self.error else ""
 
     @property
     def reason(self) -> str:
-        """The reason for which it halted or exited, "" without one."""
+        """The recorded reason why the rank halted or exited, or "" if there is none."""
         return jsonl.text(self.ended.record, "reason")[:80] if self.ended else ""
 
 
@@ -101,7 +101,7 @@ NO_RECORDS = LatestRecords(Line(Place(0, 0), 0, {}))
 
 @dataclass(slots=True)
 class Events:
-    """The events of the supervisor so far: its last state, its alerts and their counts."""
+    """The supervisor's events so far: its last state, its alerts and their counts."""
 
     state: Line | None = None
     alerts: dict[str, Line] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class Events:
             self.alerts[name] = line
 
     def forget_lines(self) -> None:
-        """Drops the events of a file that was replaced; their counts stay."""
+        """Drops the events of a file that was replaced; their counts remain."""
         self.counted_until_ts = max(self.counted_until_ts, self.alert_ts.get(STALL, -math.inf))
         self.state = None
         self.alerts.clear()
@@ -158,10 +158,11 @@ class Events:
 
 
 class Reducer:
-    """The state of a run from its records: totals in `summary`, the newest records in heads.
+    """The state of a run from its records: totals in `summary`, newest records in the heads.
 
-    supervisor.json names the present attempt; without it an attempt needs two records. `series`
-    gets the charted values. With `timed` heads have a pace, which the stall detection needs.
+    supervisor.json names the present attempt; without that document, an attempt needs two records.
+    `series` receives the charted values. With `timed` the heads have a pace, for the stall
+    detection.
     """
 
     def __init__(self, series: Series, summary: Summary | None = None, timed: bool = False):
@@ -181,7 +182,7 @@ class Reducer:
     # --- adding records ------------------------------------------------------------------------
 
     def add(self, batch: Batch, world: int = MAX_RANKS, present: int | None = None) -> None:
-        """Adds new lines of one file of a run with `world` ranks, in its `present` attempt.
+        """Adds new lines of one file of a run with `world` ranks, in the `present` attempt.
 
         A line that was added before changes only the pace.
         """
@@ -234,7 +235,7 @@ class Reducer:
             self.series.add_steps(at, record["step"], jsonl.numbers(record, "steps_dt_s"))
 
     def mark_old(self) -> None:
-        """Marks all records so far as written before this reader started."""
+        """Marks all records so far as older than the start of this reader."""
         self._live_since = time.monotonic()
         for heads in self.all_heads.values():
             for head in heads.values():
@@ -246,27 +247,27 @@ class Reducer:
             self._chart(name, line, self.series.add)
 
     def _chart(self, name: str, line: Line, add: Callable[..., object]) -> None:
-        """Adds the charted values of a record to the series, and keeps its place."""
+        """Adds the charted values of a record to the series, and remembers the record's place."""
         at, values = jsonl.number(line.record, "ts"), _charted(name, line.record)
         if at is not None and values is not None and add(name, at, values) is not None:
             self.charted.setdefault(name, deque(maxlen=RAW_RECORDS)).append(line.place)
 
     def take_points(self, batch: Batch) -> None:
-        """Adds the points of records before a snapshot."""
+        """Adds only the chart points of records that are older than a snapshot."""
         end = self.cursors[batch.name].place
         for line in batch.lines:
             if line.place < end:
                 self._chart(batch.name, line, self.series.add_point)
 
     def drop_points(self, name: str) -> None:
-        """Drops the points of a file where some are missing."""
+        """Drops the points of a file from which some points are missing."""
         self.charted.pop(name, None)
         self.series.drop_points(name)
 
     # --- all files together --------------------------------------------------------------------
 
     def attempt(self, named: int | None) -> int:
-        """Returns the present attempt: `named` by supervisor.json, else the newest started one."""
+        """Returns the present attempt: that of supervisor.json, or else the newest that started."""
         if named is not None and 0 < named <= MAX_ATTEMPT:
             return named
         records: dict[int, int] = {}
@@ -277,12 +278,12 @@ class Reducer:
         return max(started, default=1)
 
     def heads(self, attempt: int) -> dict[int, LatestRecords]:
-        """Returns the head of each rank with records in an attempt."""
+        """Returns the head of each rank that has records in an attempt."""
         heads = sorted(self.all_heads.items())
         return {rank: by_attempt[attempt] for rank, by_attempt in heads if attempt in by_attempt}
 
     def samples(self, attempt: int) -> dict[str, dict[str, Any]]:
-        """Returns the newest sample of each host, without samples of an earlier attempt."""
+        """Returns the newest sample of each host, except samples of an earlier attempt."""
         found = {}
         for line in self.newest_samples.values():
             of = jsonl.integer(line.record, "attempt")
@@ -292,7 +293,7 @@ class Reducer:
 
 
 def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | None:
-    """Returns the charted values of a record, None for a record without any."""
+    """Returns the charted values of a record, or None if the record has none."""
     rank = rank_of(name)
     if rank is None:
         return _charted_sample(record)
@@ -304,7 +305,7 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 
 
 def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the gate entropy of each layer (nats) and of the lowest, {} without all layers."""
+    """Returns the gate entropy of each layer (nats) and the lowest; {} if a layer is missing."""
     layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
     if not layers or "cut" in record:
         return {}
@@ -332,5 +333,5 @@ def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def alert_of(name: str, record: Mapping[str, Any]) -> Alert:
-    """Returns an alert of the supervisor from its event."""
+    """Returns an alert of the supervisor, made from its event."""
     return json_documents.read(Alert, record, id=name, acknowledged=False, observed=False)

@@ -1,6 +1,6 @@
-"""Reads one run, or the current run of a launch, as a `RunState`: each poll reads what is new.
+"""Reads one run, or the current run of a launch, as a `RunState`; each poll reads what is new.
 
-No content of a run directory raises here; what cannot be read is counted or None.
+No content of a run directory raises an error here; unreadable content is counted, or None.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WHOLE_BYTES = 1 << 30
 
 
 class RunSource:
-    """Follows a run, or a launch's current run. One thread at a time may `poll`.
+    """Follows a run, or the current run of a launch. Only one thread at a time may call `poll`.
 
-    One `poll` reads about `limit_bytes` of records; the state has the number of bytes left.
-    `reads` selects the records as in `RunRecords`. With `charts` the first polls show the present
-    state; the series before it follow.
+    One `poll` reads about `limit_bytes` of records; the state has the number of bytes left. `reads`
+    selects the records as in `RunRecords`. With `charts` the first polls show the present state,
+    and later polls add the older series.
     """
 
     def __init__(self, path: Path, limit_bytes: int = WHOLE_BYTES, reads: Reads = "recent"):
@@ -63,24 +63,24 @@ class RunSource:
 
     @property
     def summary(self) -> Summary | None:
-        """The totals of the run that was read last, None before the first poll."""
+        """The totals of the run that was read last, or None before the first poll."""
         return self._records.summary if self._records is not None else None
 
     @property
     def has_all_records(self) -> bool:
-        """True if all records were read, or replaced by a snapshot: totals need that."""
+        """True if all records were read or replaced by a snapshot, which totals require."""
         return self._records is None or self._records.files.has_all_records
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Returns the basis of the totals: a snapshot, its time, and the heartbeats read since."""
+        """Returns the basis of the totals: whether a snapshot, its time, heartbeats read since."""
         records = self._records
         if records is None:
             return False, None, 0
         return records.has_snapshot, records.snapshot_ts, records.reducer.counted
 
     def read_all(self, progress: Callable[[int], object] = lambda _: None) -> RunState:
-        """Polls until nothing more can be read; `progress` gets the number of bytes left."""
+        """Polls until nothing is left to read; `progress` gets the number of bytes left."""
         state = self.poll()
         while before := state.behind_bytes:
             progress(before)
@@ -90,11 +90,11 @@ class RunSource:
         return state
 
     def of_phase(self, run: Path) -> RunSource:
-        """Returns a source for another run of the launch that reads as much."""
+        """Returns a source for another run of the launch that reads the same kinds of records."""
         return RunSource(run, reads=self._reads)
 
     def poll(self) -> RunState:
-        """Returns the state as it is on disk and in shared memory now."""
+        """Returns the present state on disk and in shared memory."""
         launch = self._launch()
         if self._fixed is None:
             self.run_path = self._current_run(launch)
@@ -117,7 +117,7 @@ class RunSource:
     # --- records -------------------------------------------------------------------------------
 
     def _read(self, run: Path, attempt: int | None, world: int | None) -> RunRecords:
-        """Returns the records of a run, with the new ones."""
+        """Reads the new records of a run; returns all records."""
         records = self._records
         is_back = self._began_away and not self._is_away
         if records is None or records.run != run or is_back:
@@ -135,13 +135,13 @@ class RunSource:
         return records
 
     def _begin(self, run: Path) -> RunRecords:
-        """Returns a reader for a run; it looks for no snapshot behind a link."""
+        """Returns a reader for a run; a snapshot is not read through a link."""
         self._began_away = self._is_away
         first: Reads = "recent" if self._reads == "charts" else self._reads
         return RunRecords(run, "all" if self._is_away else first)
 
     def _behind_bytes(self, records: RunRecords) -> int:
-        """Returns the number of bytes left to read, with those of the charts."""
+        """Returns the number of bytes left to read, including those for the charts."""
         if self._reads != "charts" or self._charts is records:
             return records.files.behind_bytes
         charts = self._charts
@@ -163,7 +163,7 @@ class RunSource:
     def _phase_of(self, run: Path) -> dict[str, Any]:
         """Returns the entry of a run in plan_state.json, with the keys of supervisor.json.
 
-        {} for a run that did not start; `ts` is the time of its end.
+        Returns {} for a run that did not start; `ts` is the time of its end.
         """
         state = self._document(self.launch_path / rundir.PLAN_STATE) if self.launch_path else {}
         for index, phase in enumerate(jsonl.entries(state, "phases")):
@@ -178,8 +178,10 @@ class RunSource:
         return {}
 
     def _current_run(self, launch: LaunchState | None) -> Path | None:
-        """Returns the newest run with living processes where the documents are in doubt, else the
-        run of the last phase that has started."""
+        """Returns the run of the last phase that has started.
+
+        If the documents are in doubt, the newest run with living processes comes first.
+        """
         if launch is None or self.launch_path is None:
             return None
         if launch.state == "unsupervised" or (launch.doubt and not launch.under_way):
@@ -199,7 +201,7 @@ class RunSource:
         return document.read()
 
     def _troubles(self) -> list[Alert]:
-        """Returns an alert for each document that exists and cannot be shown."""
+        """Returns an alert for each document that exists but cannot be shown."""
         return [
             Alert(f"document {path.name}", time.time(), "warn", document.trouble, observed=True)
             for path, document in self._documents.items() if document.trouble

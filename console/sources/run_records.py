@@ -28,7 +28,7 @@ ends of the files. `charts`: from the snapshot on, with the series before it; el
 
 
 class RunRecords:
-    """Follows heartbeats, samples and events of one run; `reads` selects the records."""
+    """Follows heartbeats, samples and events of one run; `reads` selects which records."""
 
     def __init__(self, run: Path, reads: Reads = "all"):
         self.run, self.reducer = run, Reducer(Series(), timed=reads == "end")
@@ -50,7 +50,7 @@ class RunRecords:
 
     @property
     def summary(self) -> Summary:
-        """The totals of all attempts, with the counts of the events."""
+        """The totals of all attempts, including the counts of the events."""
         summary, events = self.reducer.summary, self.reducer.events
         summary.set_counts(events.attempts, events.stalls)
         return summary
@@ -80,9 +80,9 @@ class RunRecords:
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
-        `status` is the supervisor heartbeat, {} without one. It lists the open alerts, also one
-        whose event the disk did not accept. While the heartbeat is recent, an older event raises
-        or clears nothing.
+        `status` is the supervisor heartbeat, or {} if there is none. It lists all open alerts,
+        including those whose event could not be written to the disk. While the heartbeat is recent,
+        older events neither raise nor clear an alert.
         """
         by_events, event_ts = self.reducer.events.open(), self.reducer.events.alert_ts
         by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")

@@ -20,8 +20,8 @@ _TABLE[ord("\t")] = "    "
 def clean(text: str, limit: int = MAX_CHARS) -> str:
     """Returns `text` on one line, without escape sequences, control and direction characters.
 
-    The result has at most `limit` characters; an ellipsis marks a cut. Of a progress bar, which
-    rewrites its line with carriage returns, the last text remains.
+    The result has at most `limit` characters; an ellipsis marks a cut. A progress bar rewrites its
+    line with carriage returns; only its last text remains.
     """
     if len(text) > 4 * limit:
         text = text[: 4 * limit]

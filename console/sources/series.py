@@ -1,7 +1,7 @@
 """The time series of one run, for the charts, the step percentiles and the ETA.
 
-The newest records of a file are kept as points. Older ones are thinned to the smallest and the
-largest value of each span of 10 s, 1 min, 10 min and 2 h; every reader gets the same spans.
+The newest records of a file are stored as points. Older points are reduced to the smallest and the
+largest value in each span of 10 s, 1 min, 10 min and 2 h; every reader gets the same spans.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Band = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """The bands of one file's quantities in one span of time, which starts at `at`.
+    """The bands of one file's quantities in one span of time, which begins at `at`.
 
-    `number` counts the spans of a file at a resolution and identifies a span that is read twice.
+    `number` counts the spans of a file at one resolution. It identifies a span that is read twice.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 def read_span(record: Mapping[str, Any], level: int) -> Span | None:
-    """Returns the span in a line of a history file, None where it is not valid."""
+    """Returns the span in a line of a history file, or None if the line is not valid."""
     at, number = jsonl.number(record, "ts"), jsonl.integer(record, "n")
     if at is None or not 0 <= at < LATEST_S or number is None:
         return None
@@ -59,7 +59,7 @@ def read_span(record: Mapping[str, Any], level: int) -> Span | None:
 
 
 def _bands(saved: Mapping[str, Any]) -> dict[str, Band]:
-    """Returns the bands of a line, without those that are not two finite numbers in order."""
+    """Returns the bands of a line, except those that are not two finite numbers in order."""
     found: dict[str, Band] = {}
     for name, value in saved.items():
         low, high = value if isinstance(value, list) and len(value) == 2 else (value, value)
@@ -69,7 +69,7 @@ def _bands(saved: Mapping[str, Any]) -> dict[str, Band]:
 
 
 class Thinner:
-    """Thins the points of one file, independently of other files."""
+    """Reduces the points of one file to spans, independently of other files."""
 
     def __init__(self, file: str):
         self._file = file
@@ -78,7 +78,7 @@ class Thinner:
         """The open span of each level."""
 
     def add(self, at: float, values: Mapping[str, float]) -> Iterator[Span]:
-        """Adds the values of one record; yields the spans that ended before it."""
+        """Adds the values of one record; yields the spans that ended before this record."""
         self.records += 1
         for level, width_s in enumerate(SPANS_S):
             begin = at // width_s * width_s
@@ -94,17 +94,17 @@ class Thinner:
                 bands[name] = min(low, value), max(high, value)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the open spans as a snapshot has them."""
+        """Returns the open spans in the form that a snapshot stores."""
         return {"records": self.records, "now": [span and span.as_dict() for span in self.now]}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Sets the open spans from `as_dict`. Raises KeyError and TypeError for anything else."""
+        """Sets the open spans from the result of `as_dict`. Raises KeyError or TypeError."""
         self.records = jsonl.integer(saved, "records") or 0
         for level, each in enumerate(saved["now"][: len(SPANS_S)]):
             self.now[level] = read_span(each, level) if isinstance(each, dict) else None
 
     def has_ended(self, span: Span) -> bool:
-        """Returns whether a span is older than the open one of its level."""
+        """Returns whether a span is older than the open span of its level."""
         now = self.now[span.level]
         return now is not None and span.number < now.number
 
@@ -118,7 +118,7 @@ class _Spans:
         self._points: list[tuple[float, float]] | None = None
 
     def extend(self, spans: Sequence[Span], name: str) -> None:
-        """Adds spans with this quantity, in the order in which they ended."""
+        """Adds the spans that contain this quantity, in the order in which they ended."""
         bands = [span.bands[name] for span in spans]
         for values, more in (
             (self._ats, [span.at for span in spans]), (self._lows, [low for low, _ in bands]),
@@ -131,7 +131,7 @@ class _Spans:
 
     @property
     def has_all(self) -> bool:
-        """True if the first span of the file is among them."""
+        """True if the first span of the file is still stored."""
         return self._numbers[max(0, len(self._numbers) - self._most)] == 1
 
     def points(self) -> list[tuple[float, float]]:
@@ -145,9 +145,9 @@ class _Spans:
 
 
 class Series:
-    """The series of one run. One thread at a time may use them; `points` returns copies.
+    """The series of one run. Only one thread at a time may use it; `points` returns copies.
 
-    Without `keeps` there are no points, and ended spans wait in `ended` to be written.
+    Without `keeps` no points are stored, and ended spans wait in `ended` to be written.
     """
 
     def __init__(self, keeps: bool = True) -> None:
@@ -163,10 +163,10 @@ class Series:
         self._ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
 
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> Values | None:
-        """Adds the values of one record of a file, without those that are not finite.
+        """Adds the values of one record of a file, except those that are not finite.
 
-        Returns the added values, None for a time that is not valid. Times may be out of order
-        where a clock was set back.
+        Returns the added values, or None if the time is not valid. If a clock was set back, times
+        may be out of order.
         """
         known = self.add_point(file, at, values)
         if known is not None:
@@ -178,7 +178,7 @@ class Series:
     def add_point(
         self, file: str, at: float, values: Mapping[str, float | None]
     ) -> Values | None:  # fmt: skip
-        """Adds the values as a point only: their spans exist already."""
+        """Adds the values only as a point, because their spans exist already."""
         if not 0 <= at < LATEST_S:
             return None
         known = {
@@ -190,7 +190,7 @@ class Series:
         return known
 
     def drop_points(self, file: str) -> None:
-        """Drops the points of a file, not its spans."""
+        """Drops the points of a file; its spans remain."""
         self._newest.pop(file, None)
 
     def _add_spans(self, file: str, level: int, spans: Sequence[Span]) -> None:
@@ -210,7 +210,7 @@ class Series:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all series that have had a point."""
+        """The names of all series that have ever had a point."""
         return frozenset(self._files)
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
@@ -220,9 +220,10 @@ class Series:
             self._ends.append((at, step))
 
     def points(self, name: str) -> Points:
-        """Returns the points of a series, older ones coarser; empty without measurements.
+        """Returns the points of a series, coarser for older times; empty without measurements.
 
-        Points more than `AHEAD_S` later than the last record are dropped: their clock was ahead.
+        Points more than `AHEAD_S` later than the last record are dropped, because their clock was
+        ahead.
         """
         of = self._files.get(name, "")
         rows, thinner = self._newest.get(of, ()), self._thinners.get(of)
@@ -246,7 +247,7 @@ class Series:
         return tuple(found)
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
-        """Returns p50 and p99 of the last steps' durations, and the number of these steps."""
+        """Returns p50 and p99 of the durations of the last steps, and the number of these steps."""
         steps = sorted(self._durations_s)
         if not steps:
             return None
@@ -254,7 +255,7 @@ class Series:
         return p50, p99, len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
-        """Returns the seconds to the planned step at the measured speed, pauses included."""
+        """Returns the seconds to the planned step at the measured speed, including pauses."""
         if planned <= step:
             return 0.0
         if len(self._ends) < 2:
@@ -267,7 +268,7 @@ class Series:
     # --- the snapshot --------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the open spans and the speed as a snapshot has them."""
+        """Returns the open spans and the speed in the form that a snapshot stores."""
         return {
             "thinned": {of: thinner.as_dict() for of, thinner in self._thinners.items()},
             "durations_s": list(self._durations_s), "ends": [list(end) for end in self._ends],
@@ -276,7 +277,8 @@ class Series:
     def add_history(self, level: int, lines: Sequence[bytes]) -> None:
         """Adds the lines of a history file that are older than the loaded snapshot.
 
-        It reads backwards until it has all spans that are kept. The first line may be incomplete.
+        The method reads backwards until it has all spans that are stored. The first line may be
+        incomplete.
         """
         found: dict[str, dict[int, Span]] = {of: {} for of in self._thinners}
         for line in reversed(lines):
@@ -291,7 +293,7 @@ class Series:
             self._add_spans(of, level, [saved[number] for number in sorted(saved)])
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Sets the state from `as_dict`. Raises TypeError and ValueError for anything else."""
+        """Sets the state from the result of `as_dict`. Raises TypeError or ValueError."""
         for of, spans in jsonl.mapping(saved, "thinned").items():
             self._thinners.setdefault(of, Thinner(of)).load(spans)
         self._durations_s.extend(jsonl.numbers(saved, "durations_s"))
@@ -304,6 +306,6 @@ def _valid_durations(durations: Sequence[float]) -> list[float]:
 
 
 def mean_step_s(durations: Sequence[float]) -> float | None:
-    """Returns the mean of the valid step durations, None without one."""
+    """Returns the mean of the valid step durations, or None if there is none."""
     valid = _valid_durations(durations)
     return sum(valid) / len(valid) if valid else None

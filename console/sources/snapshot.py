@@ -1,8 +1,8 @@
-"""Writes and reads `snapshot.json`: the state of a reducer, which replaces all records before it.
+"""Writes and reads `snapshot.json`: the state of a reducer, which replaces all earlier records.
 
-It has totals, and the places of the newest records. It is valid only for the files that it was
-made of: each is identified by name, part and the hash of its first line, and the newest records
-have to be at their places.
+A snapshot has totals and the places of the newest records. It is valid only for the files from
+which it was made: each is identified by name, part and the hash of its first line, and the newest
+records must still be at their places.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def max_bytes(ranks: int) -> int:
 
 
 def history(run: Path, level: int) -> Path:
-    """Returns the file of the spans of one resolution."""
+    """Returns the path of the history file for one resolution."""
     return run / f"history_{SPANS_S[level]}s.jsonl"
 
 
@@ -83,7 +83,7 @@ def load(
 ) -> bool:
     """Fills a new reducer from a snapshot; returns whether the snapshot is valid for the files.
 
-    A snapshot with more than `most_bytes` of newer heartbeats is not valid.
+    A snapshot is not valid if more than `most_bytes` of heartbeats were written after it.
     """
     if saved is None or saved.get("v") != VERSION:
         return False
@@ -95,7 +95,7 @@ def load(
 
 
 class _Loader:
-    """Reads one snapshot; invalid content raises ValueError, or the error of its type."""
+    """Reads one snapshot; invalid content raises one of the errors that `load` catches."""
 
     def __init__(self, run: Path, saved: Mapping[str, Any], most_bytes: int | None):
         self._run, self._saved, self._most_bytes = run, saved, most_bytes
@@ -152,7 +152,7 @@ class _Loader:
         return found
 
     def _line(self, name: str, ref: Any) -> Line | None:
-        """Returns the record at a place, None without a place or a record."""
+        """Returns the record at a place, or None without a place or a record."""
         if ref is None:
             return None
         if name not in self._cursors:
@@ -213,9 +213,9 @@ def _place(value: Any) -> Place:
 
 
 def load_series(run: Path, reducer: Reducer) -> None:
-    """Adds the spans and the newest points before the snapshot to the series.
+    """Adds the spans and the newest points from before the snapshot to the series.
 
-    Call it before the reducer gets other records.
+    Call it before other records are added to the reducer.
     """
     for level in range(len(SPANS_S)):
         data = record_files.read_end(history(run, level), HISTORY_BYTES, run)

@@ -67,7 +67,7 @@ class Stack:
 
 
 def parse(text: str) -> tuple[Thread, ...]:
-    """Returns the threads of a dump; of several dumps in one text, those of the last."""
+    """Returns the threads of a dump; if the text has several dumps, those of the last."""
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         frame = _FRAME.match(line)
@@ -88,7 +88,7 @@ def parse(text: str) -> tuple[Thread, ...]:
 
 
 def innermost_own(frames: Sequence[Frame]) -> Frame | None:
-    """Returns the innermost frame that is not in a library, or the innermost of all."""
+    """Returns the innermost frame outside the libraries, or else the innermost frame of all."""
     top = frames[0] if frames else None
     return next((frame for frame in frames if not frame.is_of_library), top)
 
@@ -96,7 +96,7 @@ def innermost_own(frames: Sequence[Frame]) -> Frame | None:
 def latest(
     run: Path, ranks: Iterable[int], since_ts: float = 0.0, until_ts: float = math.inf
 ) -> dict[int, Stack]:
-    """Returns the newest requested dump of each rank that has one of that time (unix s)."""
+    """Returns the newest requested dump of each rank that has one from that time (unix s)."""
     newest: dict[int, int] = {}
     wanted = set(ranks)
     try:

@@ -1,6 +1,6 @@
-"""The totals of a run over all its ranks and attempts, from which gates are evaluated.
+"""The totals of a run over all its ranks and attempts; the gates are evaluated from them.
 
-The file of each rank is added up by itself, so the order in which files are read does not matter.
+The file of each rank is added up separately, so the order in which files are read does not matter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainers.contract.pulse import Pulse
 
 
 class Summary:
-    """The totals of all ranks of a run; `attempts` and `stalls` are None while they are unknown.
+    """The totals of all ranks of a run; `attempts` and `stalls` are None while unknown.
 
     Records of ranks beyond `world` are left out.
     """
@@ -43,7 +43,7 @@ class Summary:
         return totals.add(record)
 
     def limit(self, world: int) -> None:
-        """Drops the ranks beyond `world`, which may be known only after the records were read."""
+        """Drops the ranks beyond `world`, which may become known only after the records."""
         self.world = world
         self.ranks = {rank: each for rank, each in self.ranks.items() if rank < world}
 
@@ -52,16 +52,16 @@ class Summary:
         self.stalls = None if self.stalls is None else self.stalls_seen
 
     def set_counts(self, attempts: int | None, stalls: int | None) -> None:
-        """Replaces the counts by those of the supervisor's events."""
+        """Replaces the counts with those of the supervisor's events."""
         self.attempts, self.stalls, self.stalls_seen = attempts, stalls, stalls or 0
 
     def take_end(self, attempt: int, rank: int, found: Pulse | None) -> None:
-        """Adds the last pulse of a process that has ended, None for a process without one."""
+        """Adds the last pulse of a process that has ended; None for a process without a pulse."""
         counts = (found.records, found.nonfinite_steps, found.step) if found else (0, 0, 0)
         self.ends[attempt, rank] = LastPulse(attempt, rank, *counts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the part of the totals that supervisor.json keeps; the records have the rest."""
+        """Returns the part of the totals that supervisor.json stores; the records have the rest."""
         open_ends = [asdict(end) for end in self.ends.values() if not self._has_exit(end)]
         return {"stalls": self.stalls, "ends": open_ends}
 
@@ -70,7 +70,7 @@ class Summary:
         return part is not None and part.exit is not None and part.last == end.records
 
     def take_document(self, supervisor: Record) -> None:
-        """Adds the last pulses in supervisor.json."""
+        """Adds the last pulses in supervisor.json to the totals."""
         for entry in jsonl.entries(supervisor, "ends"):
             values = {each.name: jsonl.integer(entry, each.name) for each in fields(LastPulse)}
             if None not in values.values():
@@ -92,9 +92,9 @@ class Summary:
         return range(1, min(max(self.attempts or 0, newest), MAX_ATTEMPTS) + 1)
 
     def gap(self, ranks: range, surviving: bool, tails: bool) -> str:
-        """Returns why the records do not cover the run, "" where they do.
+        """Returns why the records do not cover the run, or "" if they do.
 
-        With `surviving` only steps count that no later attempt repeated. With `tails` the pulse
+        With `surviving` only the steps count that no later attempt repeated. With `tails` the pulse
         replaces the last records of a rank that was killed.
         """
         if not self.of_rank(0).progress:
@@ -131,7 +131,7 @@ class Summary:
     def _gap_in(
         part: AttemptTotals | None, end: LastPulse | None, until: float, tails: bool
     ) -> str:
-        """Returns what is missing of the steps below `until`, "" for nothing."""
+        """Returns which records of the steps below `until` are missing, or "" if none is."""
         if part is None:
             if end is None:
                 return "no record"
@@ -156,7 +156,7 @@ class Summary:
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
-        """Returns how ranks differ on the first step of an attempt, "" where they agree."""
+        """Returns which ranks began an attempt at different steps, or "" if they agree."""
         for attempt in self.all_attempts[1:]:
             starts = {
                 part.start: rank for rank in sorted(self.ranks) if rank in ranks
@@ -168,7 +168,7 @@ class Summary:
         return ""
 
     def all_parts(self) -> Iterator[tuple[int, int, AttemptTotals, LastPulse | None]]:
-        """Yields attempt, rank, totals and last pulse wherever a rank has records."""
+        """Yields attempt, rank, totals and last pulse for each rank with records in an attempt."""
         for attempt in self.all_attempts:
             for rank, totals in sorted(self.ranks.items()):
                 part = totals.attempts.get(attempt)

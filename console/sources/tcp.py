@@ -1,4 +1,4 @@
-"""The TCP connections of a process in the tables of its network namespace. Nothing is read here."""
+"""Parses the kernel's TCP tables, text that the caller has read, into connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the verdicts that supervisors wrote into `verdicts/` of their runs."""
+"""Reads the verdicts that supervisors wrote into the directory `verdicts/` of their runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME = re.compile(r"([0-9]{1,16})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A verdict of another run with the same cause at the same line."""
+    """A verdict of another run that has the same cause at the same line of code."""
 
     run: str
     verdict: Verdict
@@ -79,10 +79,10 @@ def newest(run: Path, is_open: bool = False) -> Verdict | None:
 
 
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
-    """Returns the newest verdict of another run below `root` with the same cause and line.
+    """Returns the newest verdict of another run in `root` with the same cause and line of code.
 
-    The newest `MAX_LAUNCHES` launches are searched, at most `MAX_SEARCH_BYTES` in all. A verdict
-    without a line is never the same as another one.
+    The search covers the newest `MAX_LAUNCHES` launches, and at most `MAX_SEARCH_BYTES` in all. A
+    verdict without a line is never the same as another verdict.
     """
     left = MAX_SEARCH_BYTES
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():

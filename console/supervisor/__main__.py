@@ -30,13 +30,13 @@ UNHANDLED_SIGNALS = frozenset((
 
 
 def log(text: object) -> None:
-    """Writes a line into the supervisor's log, unless its disk is full."""
+    """Writes a line into the supervisor's log; a failed write (a full disk) is ignored."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def become_subreaper() -> None:
-    """Makes orphans of this process its children, so that it can reap them."""
+    """Makes this process the parent of orphans among its descendants, so that it can reap them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         error = ctypes.get_errno()
@@ -44,10 +44,10 @@ def become_subreaper() -> None:
 
 
 def handle_signals(on_stop: Callable[[int], None]) -> None:
-    """Makes TERM and INT call `on_stop`, and every other signal that can be caught harmless.
+    """Makes TERM and INT call `on_stop`, and gives other signals a harmless handler.
 
-    USR1 is ignored, and torchrun inherits that through exec. The others have a handler that does
-    nothing, so that torchrun inherits no further ignored signal.
+    USR1 is ignored, and torchrun inherits that through exec. The other signals get a handler that
+    does nothing, so that torchrun inherits no other ignored signal.
     """
     for number in signal.valid_signals() - UNHANDLED_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -57,7 +57,7 @@ def handle_signals(on_stop: Callable[[int], None]) -> None:
 
 
 def take_lock(launch: Path, fd: int) -> lock.LaunchLock:
-    """Writes this process into the lock that it inherited. Raises RefusedError if it cannot."""
+    """Writes this process into the inherited lock. Raises RefusedError if the write fails."""
     os.set_inheritable(fd, False)
     try:
         return lock.LaunchLock(launch, fd)
@@ -68,7 +68,7 @@ def take_lock(launch: Path, fd: int) -> lock.LaunchLock:
 
 
 def main() -> int:
-    """Returns 0 when the launch has ended, in whatever state."""
+    """Runs the supervisor; returns 0 when the launch has ended, in whatever state."""
     parser = argparse.ArgumentParser(prog="python -m console.supervisor", description=__doc__)
     parser.add_argument("launch", type=Path, help="launch directory")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The open alerts of a run, across its attempts; each is raised once until it is cleared."""
+"""The open alerts of a run, across its attempts; each alert is raised once until it is cleared."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Alerts:
     def restore(
         self, former: Mapping[str, dict[str, Any]], has_ended: Callable[[str], bool]
     ) -> None:  # fmt: skip
-        """Opens the alerts of a former process again, and clears those that ended with it."""
+        """Opens the alerts of a former process again, and clears the alerts that ended with it."""
         self._open |= former
         for name in filter(has_ended, former):
             self.clear(name, "it concerned a working process that was replaced")
 
     def raise_(self, name: str, text: str, level: str = "warn", key: str = "") -> bool:
-        """Opens an alert; returns False when it is already open."""
+        """Opens an alert; returns False if the alert is already open."""
         if name in self._open:
             return False
         self._open[name] = self._event("alert", text, level, alert=name, key=key)
@@ -42,7 +42,7 @@ class Alerts:
         self._open[name] = self._open[name] | {"text": text}
 
     def clear(self, name: str, text: str) -> None:
-        """Closes an alert, if it is open."""
+        """Closes an alert if it is open; otherwise does nothing."""
         if self._open.pop(name, None) is not None:
             self._event("clear", text, alert=name)
 
@@ -51,7 +51,7 @@ class Alerts:
             self.clear(name, text)
 
     def open(self) -> dict[str, dict[str, Any]]:
-        """Returns the events of the open alerts by name."""
+        """Returns the event of each open alert, by name."""
         return dict(self._open)
 
     def check_directory(self) -> None:

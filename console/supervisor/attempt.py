@@ -1,4 +1,4 @@
-"""One attempt of a run: its processes, their records, and the state that follows from them."""
+"""One attempt of a run: its processes, their records, and the state that these imply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RECORDS_OLD_S = 5.0
 
 
 class Attempt:
-    """Owns the processes of one attempt; `tick` moves it on, `decided` is its state.
+    """Owns the processes of one attempt; `tick` does the work that is due, `decided` is the state.
 
     With `former` it adopts the living processes of a run instead of starting torchrun.
     """
@@ -86,7 +86,7 @@ class Attempt:
             self._adopt(former)
 
     def _adopt(self, former: FormerRun) -> None:
-        """Finds the living processes, and gives them to the owner unless it owns them."""
+        """Finds the living processes, and passes them to the owner if it does not own them yet."""
         context, link = self._context, self._context.services.link
         self.tree.adopt(former.state, self.path, self._number)
         if not link.owns(context.home, self._number):
@@ -98,7 +98,7 @@ class Attempt:
     # --- what the run calls --------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Does what is due; never waits."""
+        """Does the work that is due; never waits."""
         if self.stage == "run":
             self._watch_processes()
         elif self.stage != "over" and time.monotonic() >= self._again_at:
@@ -106,9 +106,9 @@ class Attempt:
             (self._begin_preparing if self.stage == "prepare" else self._read_rest)()
 
     def end(self, action: str, by: str) -> str:
-        """Halts, stops or kills the ranks, unless as much was requested; returns the answer.
+        """Halts, stops or kills the ranks unless this was already requested; returns the answer.
 
-        The caller has written `.HALT`; this method only records a halt.
+        The caller has already written `.HALT`; for a halt, this method only records the request.
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
@@ -130,12 +130,12 @@ class Attempt:
         return f"TERM is sent; processes still alive after {grace_s:g} s are killed"
 
     def abandon(self) -> None:
-        """Ends an attempt that a former process has already reported as over."""
+        """Ends an attempt that a former process has already reported as ended."""
         self.stage = "over"
         self.tree.close()
 
     def decided(self) -> tuple[State, str]:
-        """Returns the state that follows from the facts; the last one while records are read."""
+        """Returns the state that the facts imply; while records are read, the former state."""
         since_end_s = time.monotonic() - self._ended_at
         if self.stage != "collect" or since_end_s > LONG_COLLECTING_S:
             fallback: State = "crashed" if self.stage == "over" else self._decided[0]
@@ -150,7 +150,7 @@ class Attempt:
         self._directory.job(self._prepare, self._begin, self.path)
 
     def _prepare(self) -> int:
-        """Makes the directories; returns the descriptor of torchrun's log."""
+        """Makes the directories of the attempt; returns the descriptor of torchrun's log."""
         self._run.prepare(self._number)
         self._is_ours = True
         logs = rundir.logs(self.path, self._number)
@@ -173,7 +173,7 @@ class Attempt:
             os.close(log_fd)
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
-        """Retries a restart whose directory error may be temporary; else ends the attempt."""
+        """Retries a restart if its directory error may be temporary; otherwise ends the attempt."""
         is_temporary = isinstance(error, OSError) or (
             self._is_ours and isinstance(error, RefusedError)
         )
@@ -270,7 +270,7 @@ class Attempt:
             self.monitor.reset()
 
     def _unread(self) -> str:
-        """Says why the records cannot confirm the pulses, "" when they can."""
+        """Returns why the records cannot confirm the pulses, or "" if they can."""
         if self._context.live.path is None:
             return "there is no shared memory: pulses and records are in one directory"
         if self._directory.failing:
@@ -287,11 +287,11 @@ class Attempt:
         self._read_rest()
 
     def _read_rest(self) -> None:
-        """Reads the next part of the remaining records."""
+        """Reads the next part of the records that are left after the end."""
         self._directory.job(lambda: self.files.poll(True), self._add_part, self.path)
 
     def _add_part(self, news: Poll | None, error: Exception | None) -> None:
-        """Adds a part of the records, and reads the next; an unreadable part is read again."""
+        """Adds a part of the records and reads the next; after an error, reads the part again."""
         unread = f"cannot read the run directory: {error}"
         if news is not None:
             self.take(news)
@@ -326,7 +326,7 @@ class Attempt:
     # --- facts ---------------------------------------------------------------------------------
 
     def take(self, news: Poll) -> None:
-        """Adds the new content of the run's files."""
+        """Adds the new content of the run's files to the attempt."""
         self.behind = news.behind
         taken = self._observers.run("records", lambda: self._take_records(news), False)
         if not self._caught_up and news.disk and not news.behind:
@@ -345,10 +345,10 @@ class Attempt:
         return True
 
     def checkpoint(self, former: int) -> int:
-        """Returns the step of the newest checkpoint at the attempt's end, 0 without one.
+        """Returns the step of the newest checkpoint at the attempt's end, or 0 if there is none.
 
-        A checkpoint that is newer than `former` needs a directory and a record; for a program
-        without records the directory is enough.
+        A checkpoint newer than `former` needs both a directory and a record; for a program without
+        records, the directory is enough.
         """
         recorded = max(former, self.saved)
         if self._checkpoint_step is None:
@@ -357,14 +357,14 @@ class Attempt:
 
     @property
     def saved(self) -> int:
-        """The step of the newest checkpoint that a record names, 0 without one."""
+        """The step of the newest checkpoint that a record names, or 0 if there is none."""
         return max((head.saved for head in self._heads().values()), default=0)
 
     def _learn(self, **facts: Any) -> None:
         self.known = replace(self.known, **facts)
 
     def facts(self) -> Facts:
-        """Returns the facts from which the state follows."""
+        """Returns the facts that determine the state."""
         tree, heads, verdict = self.tree, self._heads(), self.monitor.verdict
         codes = [heads[rank].code if rank in heads else None for rank in range(self._world)]
         return replace(
@@ -380,13 +380,13 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        """The newest step in a pulse or a record."""
+        """The newest step in any pulse or record."""
         pulsed = max((seen.step for seen in self._sampler.evidence), default=0)
         recorded = (head.step for head in self._heads().values())
         return max(pulsed, self._pulses.newest, *recorded)
 
     def workers(self) -> list[dict[str, Any]]:
-        """Returns `workers` of supervisor.json."""
+        """Returns the value of the key `workers` of supervisor.json."""
         return self._ends.documents(self.facts().culprit())
 
     def document(self) -> dict[str, Any]:

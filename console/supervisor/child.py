@@ -1,6 +1,6 @@
 """The working process of a supervisor: it reads, writes and decides for a launch.
 
-The owner of the processes forks it, and replaces it when it ends too soon.
+The owner forks this process, and replaces it if it ends before the launch does.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ OPEN_FILES = 64
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Raises the soft limit of open files to the hard one; the owner and torchrun keep theirs.
+    """Raises the soft limit of open files to the hard limit, not for the owner and torchrun.
 
-    Raises RefusedError where the hard limit is too low for that many ranks.
+    Raises RefusedError if the hard limit is too low for that many ranks.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -49,16 +49,16 @@ def raise_file_limit(ranks: int) -> None:
 
 
 def _wake(fd: int) -> None:
-    """Ends the main loop's wait; a full pipe has ended it already."""
+    """Wakes the main loop; if the pipe is full, the loop has already been woken."""
     with contextlib.suppress(BlockingIOError):
         os.write(fd, b"\0")
 
 
 def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link: Link) -> None:
-    """Runs the phases of a launch, from its start or from where a former process left it.
+    """Runs the phases of a launch, from its start or from where a former process stopped.
 
-    `adopt` holds the settings of the operator who adopts it, as JSON. Raises ContractError when
-    plan.json cannot be used.
+    `adopt` has the settings of the adopting operator, as JSON. Raises ContractError if plan.json
+    cannot be used.
     """
     record = link.stored(path / rundir.PLAN) or rundir.read_json(path / rundir.PLAN)
     spec, former = launch_spec.load(path, record), link.stored(path / rundir.PLAN_STATE)
@@ -112,7 +112,7 @@ def _handle_signals(launch: Launch, link: Link) -> None:
 def main(
     path: Path, adopt: str | None, launch_lock: lock.LaunchLock, channel: Channel, state: ChildState
 ) -> int:
-    """Returns the exit code of this process: 0 when the launch has ended, in whatever state."""
+    """Runs this process; returns its exit code: 0 when the launch has ended, in whatever state."""
     link = Link(channel, state)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # exec resets a handler, but keeps SIG_IGN
     try:

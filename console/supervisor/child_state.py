@@ -1,4 +1,4 @@
-"""The state that the owner of a launch gives to each child, and the memory that they share."""
+"""The state that the owner of a launch passes to each child, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MAIN, FILES = range(SLOTS)
 
 
 class Activity:
-    """Shared memory in which each thread of a child writes the name of the observer that it runs.
+    """Shared memory in which each thread of a child writes the name of its running observer.
 
-    The owner reads it after a child has died.
+    The owner reads the names after a child has died.
     """
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, SLOTS * SLOT_BYTES)
 
     def write(self, slot: int, name: str) -> None:
-        """Writes the name of an observer, "" when it has returned."""
+        """Writes the name of an observer, or "" after the observer has returned."""
         at = slot * SLOT_BYTES
         self._map[at : at + SLOT_BYTES] = name.encode()[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0")
 
@@ -41,7 +41,10 @@ class Activity:
 
 @dataclass(slots=True)
 class ChildState:
-    """The state with which a child starts: it is forked with a copy, and shares `activity`."""
+    """The state with which a child starts.
+
+    The child gets a copy by fork; only `activity` stays shared with the owner.
+    """
 
     identity: Mapping[str, Any] = field(default_factory=rundir.identity)
     """The owner's identity; documents name it as the supervisor."""
@@ -66,7 +69,7 @@ class ChildState:
     activity: Activity = field(default_factory=Activity)
 
     def add_exit_code(self, pid: int, code: int) -> None:
-        """Stores the exit code of a process; drops the oldest of too many, never torchrun's."""
+        """Stores an exit code; if there are too many, drops the oldest, but never torchrun's."""
         self.exit_codes[pid] = code
         while len(self.exit_codes) > MAX_EXIT_CODES:
             del self.exit_codes[next(old for old in self.exit_codes if old != self.torchrun_pid)]

@@ -1,4 +1,4 @@
-"""The objects that a launch shares (I/O thread, NVML, hook), and those of all attempts."""
+"""What is passed around: `Services` for a whole launch, `RunContext` for all attempts of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trainers.contract.plan import Phase, Watch
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Objects of a launch: the run directory's thread, NVML, the main loop's poller, the alert
-    hook, the token in the lock file, and the link to the owner of the processes."""
+    """The objects that a launch shares with its runs: the thread of the run directory, NVML, the
+    main loop's poller, the alert hook, the token in the lock file, and the link to the owner."""
 
     directory: Directory
     nvml: Nvml
@@ -32,14 +32,14 @@ class Services:
     link: Link
 
     def publish(self, path: Path, record: Mapping[str, Any], **more: Any) -> None:
-        """Replaces a document, and stores it with `more` in the owner, for the next child."""
+        """Replaces a document; with `more` added, the owner stores it for the next child."""
         self.directory.document(path, record)
         self.link.store(path, {**record, **more})
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Objects and settings that are the same for all attempts of a run."""
+    """Objects and settings that are the same for all attempts of one run."""
 
     services: Services
     path: Path
@@ -66,14 +66,14 @@ class AttemptOwner(Protocol):
         ...
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends to the run's events."""
+        """Appends an event to the run's events and returns it."""
         ...
 
     def publish(self) -> None:
         """Replaces supervisor.json."""
 
     def prepare(self, number: int) -> None:
-        """Prepares the run directory for an attempt; runs on the directory's thread."""
+        """Prepares the run directory for an attempt; runs on the thread of the run directory."""
 
     def command(self, number: int) -> tuple[Sequence[str], Mapping[str, str]]:
         """Returns the arguments and the environment of torchrun."""

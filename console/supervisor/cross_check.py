@@ -1,8 +1,8 @@
 """Checks the documents of a former supervisor against each other before an adoption.
 
-An action that one document demands needs a second record that confirms it: an event, a file, or
-another document. An unconfirmed entry is ignored, with a warning; where two documents that must be
-equal differ, the launch is not adopted.
+If a document demands an action, a second record must confirm it: an event, a file, or another
+document. An unconfirmed entry is ignored, with a warning. If two documents that must be equal
+differ, the launch is not adopted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Evidence:
         }
 
     def answered_requests(self) -> dict[str, Path]:
-        """Returns the ids of the requests that were answered, with their mailboxes."""
+        """Returns the ids of the answered requests, and the mailbox of each."""
         return {
             jsonl.text(record, "request"): folder / rundir.REQUESTS
             for folder, records in self._events.items()
@@ -42,7 +42,7 @@ class Evidence:
         }  # fmt: skip
 
     def confirms_end(self, action: str, run: Path) -> bool:
-        """Says whether a request, a watch rule or a `.HALT` demanded the end of a run."""
+        """Returns whether a request, a watch rule or a `.HALT` demanded the end of a run."""
         folders = (self._launch, run)
         if action == "halt" and any(os.path.lexists(each / rundir.HALT) for each in folders):
             return True
@@ -57,7 +57,7 @@ class Evidence:
         )
 
     def confirms_flag(self, name: str, value: str, phase: str) -> bool:
-        """Says whether the last done request on a flag of a phase set this value."""
+        """Returns whether the last done request for a flag of a phase set this value."""
         records = self._events[self._launch]
         requests = {each.get("request") for each in records if each.get("kind") == "request"}
         answer = ("answer", "set-flag", True)
@@ -70,7 +70,7 @@ class Evidence:
         return last == [set_words(name, value, phase)]
 
     def confirms_state(self, state: str, run: Path) -> bool:
-        """Says whether the last event on the state of a run, or its gates.json, agrees."""
+        """Returns whether the last event on the state of a run, or its gates.json, agrees."""
         states = [jsonl.text(each, "state") for each in self._events[run]
                   if each.get("kind") == "state" and each.get("state")]  # fmt: skip
         ended = state in former_documents.FINAL and (run / rundir.GATES).exists()
@@ -81,9 +81,9 @@ def check_launch(
     plan_state: Mapping[str, Any], spec: LaunchSpec, index: int, runs: Sequence[Path],
     evidence: Evidence,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Returns the confirmed entries of plan_state.json, and a warning on each other one.
+    """Returns the confirmed entries of plan_state.json, and a warning for each unconfirmed entry.
 
-    Raises RefusedError where plan.json or the runs contradict it.
+    Raises RefusedError if plan.json or the runs contradict plan_state.json.
     """
     run = runs[index]
     check_plan(plan_state, spec)
@@ -111,9 +111,9 @@ def check_launch(
 def check_run(
     run: Path, spec: LaunchSpec, index: int
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns run.json, the confirmed entries of supervisor.json, and a warning on each other one.
+    """Returns run.json, the confirmed entries of supervisor.json, and warnings for the others.
 
-    Raises RefusedError where plan.json or the living processes contradict them.
+    Raises RefusedError if plan.json or the living processes contradict these documents.
     """
     document, record = (
         former_documents.document(run, name) for name in (rundir.SUPERVISOR, rundir.RUN)
@@ -141,9 +141,9 @@ def _unconfirmed(name: str, claim: str) -> str:
 
 
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
-    """Raises RefusedError where the phase in plan_state.json is not the newest one.
+    """Raises RefusedError if the phase in plan_state.json is not the newest phase.
 
-    A later phase has begun, or processes of another phase live.
+    This is the case if a later phase has begun, or if processes of another phase live.
     """
     for number, run in enumerate(runs):
         if number > index and (run / rundir.RUN).exists():
@@ -160,7 +160,7 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
 
 
 def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
-    """Raises RefusedError where plan_state.json and plan.json differ."""
+    """Raises RefusedError if plan_state.json and plan.json differ."""
     mine = [phase.name for phase in spec.plan.phases]
     theirs = [jsonl.text(entry, "name") for entry in jsonl.entries(plan_state, "phases")]
     differ = ["phases"] * (bool(theirs) and mine != theirs)
@@ -169,7 +169,7 @@ def check_plan(plan_state: Mapping[str, Any], spec: LaunchSpec) -> None:
 
 
 def check_copies(record: Mapping[str, Any], spec: LaunchSpec, index: int) -> None:
-    """Raises RefusedError where a key of run.json differs from plan.json."""
+    """Raises RefusedError if a key of run.json differs from plan.json."""
     phase = spec.plan.phases[index]
     command = {"argv": argv(phase, spec.plan.watch.grace_s, Path())}
     copies = jsonl.decode(jsonl.encode({**spec.copies(index), **command})) or {}
@@ -187,10 +187,10 @@ def _same(name: str, mine: Any, theirs: Any) -> bool:
 
 
 def program(words: Any) -> list[str]:
-    """Returns the program and its arguments from a command of torchrun, [] for any other command.
+    """Returns the program and its arguments from a torchrun command, or [] for any other command.
 
-    The options of torchrun are left out: another version may have others. A config is named
-    without its folder, which depends on the working directory.
+    The options of torchrun are left out, because another version may have other options. A config
+    is named without its folder, which depends on the working directory.
     """
     if not isinstance(words, list) or LOG_DIR not in words:
         return []
@@ -210,7 +210,8 @@ def check_flags(
 ) -> None:  # fmt: skip
     """Raises RefusedError for a flag in run.json that the plan or the living processes contradict.
 
-    No plan has a flag of an operator: the answer to the request, or a living process, confirms it.
+    A plan never contains an operator's flag; the answer to the request, or a living process, must
+    confirm such a flag.
     """
     planned, phase = spec.flags(index, {}), spec.plan.phases[index].name
     recorded = jsonl.mapping(record, "flags")

@@ -1,6 +1,6 @@
-"""Diagnoses a run now, for `nsa-console diagnose`, with or without a supervisor.
+"""Diagnoses the present state of a run, for `nsa-console diagnose`, even without a supervisor.
 
-While a supervisor decides the state of a stalled run, its newest verdict counts. Otherwise this
+While a supervisor decides the state of a stalled run, its newest verdict is used. Otherwise this
 process collects the evidence itself, with the functions of the supervisor.
 """
 
@@ -48,9 +48,9 @@ DUMPED_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result for one run at one moment; `why` is the sentence where there is no verdict.
+    """The result for one run at one moment; `why` is a sentence if there is no verdict.
 
-    `source` says where the verdict comes from, `missing` which evidence is not available.
+    `source` says where the verdict comes from; `missing` says which evidence is not available.
     """
 
     outlook: Outlook
@@ -67,13 +67,13 @@ class Diagnosis:
 
 
 def is_supervised(state: RunState) -> bool:
-    """Returns whether a supervisor works and decides the state of a run."""
+    """Returns whether a living supervisor decides the state of the run."""
     silent = any(alert.id in SILENT_ALERTS for alert in state.alerts)
     return state.state not in ("unsupervised", "lost", "queued") and not silent
 
 
 class Diagnoser:
-    """Reads one run; `diagnose` may be called again."""
+    """Reads one run; `diagnose` may be called several times."""
 
     def __init__(self, path: Path):
         self._source = OfflineRun(path)
@@ -86,9 +86,9 @@ class Diagnoser:
         return state, self._source.of[0] if self._source.of else None, now
 
     def diagnose(self, dump: bool = False) -> Diagnosis:
-        """Returns the verdict on the run now; takes about 4 s where it collects the evidence.
+        """Returns the verdict on the run now; takes about 4 s if it collects the evidence itself.
 
-        With `dump` it signals the ranks of a run without a supervisor that have the handler.
+        With `dump` it signals the ranks that have the handler, if the run has no supervisor.
         """
         state, run, now = self._poll()
         if self._source.over:
@@ -115,7 +115,7 @@ class Diagnoser:
         )  # fmt: skip
 
     def _of_supervisor(self, state: RunState, run: Path) -> Diagnosis:
-        """Returns the newest verdict of this stall, explained where it will be within seconds."""
+        """Returns the newest verdict of this stall; waits up to `EXPLAINED_S` for its cause."""
         until = time.monotonic() + EXPLAINED_S
         while True:
             found = state.verdict or verdicts.newest(run, is_open=True)
@@ -133,7 +133,7 @@ class Diagnoser:
         return Diagnosis("stalled", state, why, found, "supervisor", exit_code=1, run=run)
 
     def _own(self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
-        """Returns the verdict by evidence that is collected now."""
+        """Returns the verdict, from evidence that this process collects now."""
         watch = self._source.watch
         early = replace(watch, stall_floor_s=min(SLOW_S, watch.stall_floor_s))
         if diagnose(ranks, early, time.time()) is None:
@@ -168,7 +168,7 @@ class Diagnoser:
     def _without_verdict(
         self, state: RunState, run: Path, ranks: tuple[RankEvidence, ...]
     ) -> Diagnosis:
-        """Returns "no stall" where every rank shows its position, else "unknown"."""
+        """Returns "no stall" if every rank shows its position, or else "unknown"."""
         silent = [each for each in ranks if not each.phase]
         why, missing = "", _elsewhere(state)
         if not ranks:
@@ -188,10 +188,11 @@ class Diagnoser:
     # --- the ranks -----------------------------------------------------------------------------
 
     def _ranks(self, state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, ...]:
-        """Returns the ranks of the last poll, each with the process that belongs to it.
+        """Returns the ranks of the last poll, each with its process.
 
-        A rank that only records show gets the pulse that a program without a supervisor copies
-        into its run directory. Pid 0 stands for a process that is not proved to be the rank.
+        A rank that only records show gets its pulse from the run directory, into which a program
+        without a supervisor copies it. Pid 0 stands for a process that is not proved to be the
+        rank.
         """
         document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
         here = {key: document.get(key) for key in ("boot_id", "host")}
@@ -236,7 +237,7 @@ class Diagnoser:
 
 
 def writes(pid: int, run: Path, rank: int) -> bool:
-    """Returns whether a process of this user has the stack file or heartbeat of a rank open.
+    """Returns whether a process of this user has the stack file or the heartbeat of a rank open.
 
     Only a rank that has installed the handler of SIGUSR1 opens its stack file.
     """
@@ -250,7 +251,7 @@ def _stack_files(run: Path, rank: int, live: Path | None) -> set[str]:
 
 
 def _open_files(pid: int) -> set[str]:
-    """Returns the paths that a process has open; a link is read, no file is touched."""
+    """Returns the paths that a process has open; reads only the links, never the files."""
     found = set[str]()
     with suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd")[:MAX_DESCRIPTORS]:
@@ -266,7 +267,7 @@ def _elsewhere(state: RunState) -> tuple[str, ...]:
 
 
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
-    """Returns two samples of each process, and the dumps since all ranks are where they are."""
+    """Returns two samples of each process, and the dumps made since no rank has moved."""
     running = [each for each in ranks if each.phase != "exit"]
     still_s = min((each.unchanged_s for each in running), default=0.0)
     directory, nvml = Directory(), Nvml()
@@ -284,9 +285,9 @@ def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
 
 
 def _dump(run: Path, ranks: Sequence[RankEvidence]) -> Outcome:
-    """Dumps the ranks that have the handler of the contract, in place of a supervisor.
+    """Dumps the ranks that have the handler of the contract, without a supervisor.
 
-    Raises RefusedError where the run directory is not ours.
+    Raises RefusedError if the run directory belongs to another user.
     """
     rundir.check_ours(run)
     live = liveness.live_directory(rundir.read_json(run / rundir.SUPERVISOR, below=run) or {})

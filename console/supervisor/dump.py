@@ -1,4 +1,4 @@
-"""Dumps rank stacks: signals ranks that catch SIGUSR1, then copies what they wrote."""
+"""Dumps rank stacks: signals the ranks that catch SIGUSR1, then copies the files they wrote."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Answer = Callable[[Request, Outcome], None]
 
 @dataclass(slots=True)
 class _RankDump:
-    """The dump of one rank."""
+    """The state of the dump of one rank."""
 
     rank: int
     handle: process.Handle
@@ -47,7 +47,7 @@ class _RankDump:
 
 
 def why_not(pid: int) -> str:
-    """Returns why a process cannot dump its stack, "" when it can."""
+    """Returns why a process cannot dump its stack, or "" if it can."""
     state = process.state(pid)
     if state in ("Z", "X", process.GONE):
         return "has exited"
@@ -59,9 +59,9 @@ def why_not(pid: int) -> str:
 
 
 class Dumps:
-    """Owns the dump in progress, at most one, and the requests that wait for it.
+    """Owns the dump in progress (at most one), and the requests that wait for its end.
 
-    Call `poll` while it is `busy`; no method waits.
+    Call `poll` while `busy` is true; no method waits.
     """
 
     def __init__(self, directory: Directory):
@@ -79,7 +79,7 @@ class Dumps:
     def request(
         self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
     ) -> Outcome | None:
-        """Starts the dump that a request asks for; returns None when the answer follows."""
+        """Starts the dump for a request; returns None if the answer follows later."""
         rank = request.args.get("rank")
         wanted = sorted(alive) if rank is None else [rank]
         if not alive:
@@ -113,7 +113,7 @@ class Dumps:
         return found
 
     def poll(self, answer: Answer) -> None:
-        """Reads what the ranks wrote, and answers the requests when each rank has a result."""
+        """Reads the ranks' stacks; answers the requests when each rank has a result."""
         waited_s = time.monotonic() - self._began
         for each in self._ranks:
             if not each.result:
@@ -122,7 +122,7 @@ class Dumps:
             self._finish(answer)
 
     def abandon(self, answer: Answer) -> None:
-        """Answers the requests that still wait, because the ranks have ended."""
+        """Answers the requests that are still waiting, because the ranks have ended."""
         for each in self._ranks:
             late = _late(each) if each.copy else "exited before it wrote its stack"
             each.result = each.result or late
@@ -141,9 +141,9 @@ class Dumps:
             self._send_last_resort(each)
 
     def _send_last_resort(self, each: _RankDump) -> None:
-        """Sends the signal whose handler needs no GIL, to a rank that has not moved since.
+        """Sends the signal whose handler needs no GIL, to a rank that has not moved since the dump.
 
-        A rank that moves is only slow: its frames must not be read while they change.
+        A rank that moves is only slow, and its frames must not be read while they change.
         """
         pid, position = each.handle.pid, _position(self._live, each.rank)
         is_still = position is not None and position == each.position
@@ -173,7 +173,7 @@ class Dumps:
             answer(request, outcome)
 
     def _outcome(self) -> Outcome:
-        """Returns whether any stack was dumped, a sentence, and the result of each rank."""
+        """Returns the outcome of the dump: success, a sentence, and the result of each rank."""
         detail = [f"rank {each.rank} {each.result}" for each in self._ranks]
         failed = [line for line in detail if " dumped: " not in line]
         dumped = len(detail) - len(failed)
@@ -192,14 +192,14 @@ def _late(each: _RankDump) -> str:
 
 
 def _set_result(each: _RankDump, result: str, reason: str) -> None:
-    """Sets the result of a rank whose copy was written, or was not for a `reason`."""
+    """Sets a rank's result: its stack was copied, or it was not copied for a `reason`."""
     if not each.result:
         failure = f"was dumped, but {each.copy} cannot be written: {reason}"
         each.result = failure if reason else result
 
 
 def _size(path: Path) -> int:
-    """Returns the size of a file in bytes, 0 where there is none. Raises OSError."""
+    """Returns the size of a file in bytes, or 0 if the file does not exist. Raises OSError."""
     try:
         return os.stat(path, follow_symlinks=False).st_size
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The end of each rank of an attempt: from the kernel, else from its records, log and pulse."""
+"""The end of each rank of an attempt: from the kernel, or else from its records, log and pulse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE_END_S = 5.0
 
 
 class Ends:
-    """Returns how the ranks of one attempt ended; `crashes` are read when all have ended."""
+    """Returns how the ranks of one attempt ended; `crashes` are read after all have ended."""
 
     def __init__(
         self, tree: Tree, heads: Callable[[], Mapping[int, LatestRecords]], pulses: LastPulses
@@ -37,12 +37,15 @@ class Ends:
         return replace(found, phase=self._pulses.phase(worker.rank, found.step))
 
     def so_far(self) -> list[RankEnd]:
-        """Returns the ends of the ranks that have ended."""
+        """Returns the ends of those ranks that have ended so far."""
         over = [each for each in self._tree.workers.values() if each.over_ts is not None]
         return [self.of(worker) for worker in over]
 
     def failed(self) -> list[int]:
-        """Returns the ranks that failed, by their exit code or by exit and last record."""
+        """Returns the failed ranks, as their exit codes show.
+
+        If the exit of a rank was not observed, its exit record counts.
+        """
         return sorted(rank for rank, each in self._tree.workers.items() if self._has_failed(each))
 
     def _has_failed(self, worker: Worker) -> bool:
@@ -71,7 +74,7 @@ class Ends:
         self._pulses.read_all(pids, self._tree.nproc)
 
     def documents(self, blamed: RankEnd | None) -> list[dict[str, Any]]:
-        """Returns `workers` of supervisor.json."""
+        """Returns the value of the key `workers` of supervisor.json."""
         found = []
         for _, worker in sorted(self._tree.workers.items()):
             record = worker.as_dict()
@@ -94,8 +97,8 @@ def end_of(
 ) -> RankEnd:
     """Returns how a rank ended, from its exit, its records, and the end of its log if it was read.
 
-    The last record gives an exit code that the kernel did not report; exit 0 then needs a second
-    source. `step` is that of the pulse: a crash loses the records that were not yet written.
+    If the kernel did not report the exit code, the last record has it; exit 0 then needs a second
+    source. `step` is the step in the pulse, because a crash loses the records not yet written.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
     doubt = "" if worker.observed or worker.confirmed else _doubt(worker, head, step)
@@ -115,7 +118,7 @@ def end_of(
 
 
 def _doubt(worker: Worker, head: LatestRecords, step: int) -> str:
-    """Says why exit 0 in the last record of a rank is not accepted, "" where it is."""
+    """Returns why exit 0 in the last record of a rank is not accepted, or "" if it is accepted."""
     recorded = head.step
     claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")
     if head.code != 0 or (step == recorded and not claimed):

@@ -1,4 +1,4 @@
-"""Collects the evidence about a stall: stacks and flight records once, processes while it lasts."""
+"""Collects the evidence about a stall: stacks and flight records once, processes repeatedly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Places = tuple[tuple[int, str, tuple[int, int, int]], ...]
 
 
 def _places(ranks: Sequence[RankEvidence]) -> Places:
-    """Returns the position of each rank, and its process state where that lasts."""
+    """Returns the position of each rank; also its process state, if that state lasts."""
     return tuple(
         (each.rank, each.state if each.state in LASTING_STATES else "", each.position)
         for each in ranks
@@ -45,16 +45,16 @@ def _places(ranks: Sequence[RankEvidence]) -> Places:
 
 
 class Collector:
-    """Owns the evidence about the present stall; it is collected again when a rank has moved.
+    """Owns the evidence about the present stall; collects it again if a rank has moved.
 
-    `poll` is called once a second and never waits. The directory's thread reads the files.
+    `poll` is called once a second and never waits. The thread of the run directory reads the files.
     """
 
     def __init__(
         self, directory: Directory, run: Path, gpus: Callable[[], Sequence[Gpu]] = tuple,
         dumps_since_ts: float | None = None,
     ):  # fmt: skip
-        """Dumps count from `dumps_since_ts` on; None: from the begin of each collection."""
+        """Uses dumps from `dumps_since_ts` on; with None, those since each collection began."""
         self._directory, self._run, self._gpus = directory, run, gpus
         self._dumps_since_ts = dumps_since_ts
         self._places: Places = ()
@@ -73,7 +73,7 @@ class Collector:
         a pulse has not installed the handler of the contract, so it gets no signal."""
 
     def clear(self) -> None:
-        """Drops the evidence, because the ranks make progress."""
+        """Drops the evidence, because the ranks make progress again."""
         self._places, self.complete, self._found = (), None, Evidence()
         self.wants_dump = frozenset()
 

@@ -1,6 +1,6 @@
 """Reads and validates the documents that a former supervisor wrote.
 
-The documents may hold anything.
+The content of the documents is not trusted.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ NOT_ADOPTED = "the launch is not adopted"
 
 
 def document(folder: Path, name: str, consequence: str = NOT_ADOPTED) -> dict[str, Any]:
-    """Returns a document, {} where there is none.
+    """Returns a document, or {} if there is none.
 
-    Raises RefusedError, which names the consequence, for one that cannot be read or is of another
-    version.
+    If the document cannot be read or has another version, RefusedError names the consequence.
     """
     path = folder / name
     record = rundir.read_json(path, below=folder)
@@ -45,7 +44,7 @@ def document(folder: Path, name: str, consequence: str = NOT_ADOPTED) -> dict[st
 
 
 def token(record: Mapping[str, Any]) -> str:
-    """Returns the token in run.json. Raises RefusedError where there is none."""
+    """Returns the token in run.json. Raises RefusedError if there is no token."""
     found = jsonl.text(jsonl.mapping(record, "environment"), environ.TOKEN)
     if not TOKEN.fullmatch(found):
         raise RefusedError(
@@ -55,14 +54,14 @@ def token(record: Mapping[str, Any]) -> str:
 
 
 def home(record: Mapping[str, Any]) -> str:
-    """Returns the run directory in the environment of the run's processes, from run.json."""
+    """Returns, from run.json, the run directory in the environment of the run's processes."""
     return jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR)
 
 
 def flags(entries: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
-    """Returns flags from a document; the key `origin` of each entry names its origin.
+    """Returns the flags in a document; the key `origin` of each entry has its origin.
 
-    Raises UsageError for a flag or value that the registry does not know.
+    Raises UsageError for a flag or value that the registry does not accept.
     """
     found = {}
     for name, entry in entries.items():
@@ -73,7 +72,7 @@ def flags(entries: Mapping[str, Any], origin: str) -> dict[str, FlagValue]:
 
 
 def next_flags(plan_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the flags that wait for the next phase. Raises UsageError as `flags` does."""
+    """Returns the flags set for the next phase. Raises UsageError like `flags`."""
     return {
         name: {"value": flag.value, "by": flag.origin, "ts": time.time()}
         for name, flag in flags(jsonl.mapping(plan_state, "next_flags"), "by").items()
@@ -81,13 +80,13 @@ def next_flags(plan_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def phases(plan_state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the progress of each phase; names and directories are the plan's."""
+    """Returns the progress of each phase; names and directories are those of the plan."""
     entries = jsonl.entries(plan_state, "phases")
     found = (json_documents.read(PhaseState, each, index=0) for each in entries)
     return [{key: getattr(each, key) for key in PHASE_KEYS} for each in found]
 
 
 def events(folder: Path, below: Path) -> list[dict[str, Any]]:
-    """Returns the newest events of a launch or run, without lines that are no records."""
+    """Returns the newest events of a launch or run, without lines that are not records."""
     data = jsonl.read_bytes(folder / rundir.EVENTS, EVENTS_BYTES, below=below)
     return [record for record in map(jsonl.decode, data.splitlines()) if record is not None]

@@ -1,7 +1,8 @@
 """Finds the living processes of an attempt that a former supervisor's document names.
 
 The document may be older than the processes, and any user can copy a token or write a file. So
-processes with the token are sorted by certainty, and one that only the document names is checked.
+processes with the token are sorted by certainty, and a process that only the document names is
+checked.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from trainers.contract import jsonl, rundir
 
 
 class FormerProcesses:
-    """The processes that `document`, a former supervisor.json of attempt `number`, names.
+    """The processes in `document`, the former supervisor.json of attempt `number`.
 
-    With `is_stored` the owner process stored the document: it is trusted alone, and the logs are
-    not read, because their disk may hang.
+    With `is_stored` the document came from the owner process: it is trusted without the logs, which
+    are not read because their disk may hang.
     """
 
     def __init__(self, document: Mapping[str, Any], run: Path, number: int, is_stored: bool):
@@ -39,8 +40,8 @@ class FormerProcesses:
     def find(self, token: str, home: str) -> list[int]:
         """Returns the living processes of the attempt by their token, the most certain first.
 
-        Those named in the document, or writing into a log of the attempt, come first. Any other
-        process may carry a copied token: it is left out when its rank has ended.
+        Processes named in the document, or writing into a log of the attempt, come first. Any other
+        process may have a copied token: it is left out if its rank has ended.
         """
         found = []
         for pid in process.with_token(token, home):
@@ -58,7 +59,7 @@ class FormerProcesses:
         return not self._is_stored and process.writes_into(pid, self._run, self._logs)
 
     def hold(self, entry: Mapping[str, Any]) -> process.Handle | None:
-        """Returns a handle of the process that an entry names, None when it has ended."""
+        """Returns a handle of the process that an entry names, or None if it has ended."""
         logs = None if self._is_stored else self._logs
         return process.open_named(self._place | dict(entry), self._run, logs)
 

@@ -1,4 +1,4 @@
-"""A run as a former process left it: a child of the same owner, or a supervisor that has died."""
+"""Reads the run state that a dead child or a dead supervisor left, so that the run can continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_ENDED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class FormerRun:
-    """The documents of a run, and the attempt at which it continues."""
+    """The documents of a run, and the attempt with which the run continues."""
 
     record: dict[str, Any]
     """run.json."""
@@ -45,7 +45,7 @@ class FormerRun:
         return former_documents.home(self.record)
 
     def oom_counts(self) -> OomCounts | None:
-        """Returns the counts before the newest attempt, where a former child stored them."""
+        """Returns the OOM counts from before the newest attempt, if a former child stored them."""
         counts = jsonl.mapping(self.state, "oom")
         is_newest = self.state.get("attempt") == self.number
         return OomCounts(**counts) if counts and is_newest and self.is_stored else None
@@ -56,9 +56,9 @@ class FormerRun:
 
 
 def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
-    """Returns a run from the documents in the owner, else from those in its directory.
+    """Returns a run from the documents that the owner stored, or else from those on disk.
 
-    Raises RefusedError or UsageError where the run cannot be adopted.
+    Raises RefusedError or UsageError if the run cannot be adopted.
     """
     stored, warnings = link.stored(run / rundir.RUN), []
     if stored is not None:
@@ -75,10 +75,10 @@ def read(link: Link, run: Path, spec: LaunchSpec, index: int) -> FormerRun:
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Returns the newest attempt that has processes, 0 without any.
+    """Returns the newest attempt that has processes, or 0 if none has.
 
-    Raises RefusedError where the token in run.json is that of another run: processes with it name
-    another run directory, or supervisor.json names the shared memory of another token.
+    Raises RefusedError if the token in run.json belongs to another run: processes with the token
+    name another run directory, or supervisor.json names the shared memory of another token.
     """
     token, mine = former_documents.token(record), former_documents.home(record)
     environments = [process.environment(pid) for pid in process.with_token(token)]
@@ -95,16 +95,16 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
 
 
 def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
-    """Returns how the attempts ended, from supervisor.json."""
+    """Returns how the attempts ended, as supervisor.json records it."""
     entries = jsonl.entries(state, "ended")[-MAX_ENDED:]
     return [each for entry in entries if (each := json_documents.read(AttemptEnd, entry)).state]
 
 
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
-    """Returns the counts of the former attempts; the records are read again.
+    """Returns the counts of the former attempts; the records themselves are read again.
 
     A count that supervisor.json lacks stays unknown. The number of stalls is compared with the
-    events of `run`, unless that is None.
+    events of `run`, unless `run` is None.
     """
     stalls = jsonl.integer(state, "stalls")
     if stalls is not None and run is not None:

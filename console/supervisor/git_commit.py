@@ -1,4 +1,4 @@
-"""The commit of the code that a run starts, read in a thread because git may take seconds."""
+"""The commit of the code that a run starts; a thread reads it because git may take seconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CODE_CHANGED = "code-changed"
 
 
 class Commit:
-    """Owns the commit of the newest attempt; `git` is {} where it is not available."""
+    """Owns the commit of the newest attempt; `git` is {} if the commit is not available."""
 
     def __init__(self, folder: Path, alerts: Alerts, git: Mapping[str, Any]):
         self.git, self._folder, self._alerts = git, folder, alerts
         self._found: deque[tuple[Mapping[str, Any], bool]] = deque()
 
     def read(self, begins: bool) -> None:
-        """Starts git; an attempt that was adopted keeps the commit with which it began."""
+        """Starts git. An adopted attempt keeps the commit with which it began."""
         folder, found = self._folder, self._found
         threading.Thread(
             target=lambda: found.append((launch_spec.git_facts(folder), begins)), name="git",
@@ -31,7 +31,7 @@ class Commit:
         ).start()  # fmt: skip
 
     def poll(self) -> bool:
-        """Returns whether git has answered since the last call; alerts on another commit."""
+        """Returns whether git has answered since the last call; alerts on a changed commit."""
         if not self._found:
             return False
         (git, begins), former = self._found.popleft(), self.git

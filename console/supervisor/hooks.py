@@ -1,6 +1,6 @@
 """Runs the operator's alert hook: one process at a time, with a time limit and a minimum interval.
 
-`timeout` of coreutils ends a hook that hangs, also after the supervisor has died.
+`timeout` of coreutils ends a hook that hangs, even if the supervisor has died.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Hooks:
-    """Owns the alerts that wait for the hook, and the hook that runs.
+    """Owns the alerts that wait for the hook, and the running hook.
 
     `event(kind, text, level)` writes an event of the launch. `log(work)` calls a function that
     writes into the launch directory, on a thread that may hang.
@@ -54,18 +54,18 @@ class Hooks:
         self._next_at = 0.0
 
     def alert(self, record: Mapping[str, Any]) -> None:
-        """Queues an event for the hook if its level is one of the operator's settings."""
+        """Queues an event for the hook if the operator's settings include its level."""
         if self._argv and jsonl.text(record, "level") in self._settings.hook_levels:
             self._waiting.append(record)
             self._count += 1
 
     @property
     def busy(self) -> bool:
-        """Returns whether a hook runs or an alert waits."""
+        """Returns whether a hook is running or an alert is waiting for the hook."""
         return self._run is not None or self._count > 0
 
     def poll(self) -> None:
-        """Reports a hook that has ended, and starts the next when it is due; never waits."""
+        """Reports a hook that has ended, and starts the next one when it is due; never waits."""
         if self._run is not None:
             if not self._run.done():
                 return
@@ -79,9 +79,9 @@ class Hooks:
             self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
 
     def close(self) -> None:
-        """Waits for the hook that runs, and runs it once more for the alerts that wait.
+        """Waits for the running hook, then runs the hook once more if alerts are waiting.
 
-        Returns after the time limit of two hooks at the latest.
+        Returns at the latest after the time limits of two hooks.
         """
         self._next_at = 0.0
         until = time.monotonic() + 2 * (self._limit_s + GRACE_S + SPARE_S)
@@ -112,8 +112,8 @@ def run(
 ) -> tuple[str, bytes]:
     """Runs the hook once; returns how it ended, and the first bytes of its output.
 
-    Its process group gets KILL before its leader is reaped, so that the number of the group cannot
-    have been reused.
+    The process group of the hook gets KILL before its leader is reaped, so that the number of the
+    group cannot be reused before.
     """
     begun = time.monotonic()
     with os.fdopen(os.memfd_create("alert"), "r+b", buffering=0) as stdin:
@@ -140,13 +140,13 @@ def run(
 
 
 def _drain(out: IO[bytes], output: bytearray) -> None:
-    """Reads all output and stores its first bytes."""
+    """Reads the whole output and stores only its first bytes."""
     while data := out.read(CHUNK_BYTES):
         output += data[: MAX_OUTPUT_BYTES - len(output)]
 
 
 def write_log(folder: Path, text: str, output: bytes) -> None:
-    """Appends one run of the hook to the log, and truncates a long log first. Raises OSError."""
+    """Appends the result of one hook to the log; truncates a long log first. Raises OSError."""
     with os.fdopen(rundir.open_append(folder / LOG), "wb") as log:
         if os.fstat(log.fileno()).st_size > MAX_LOG_BYTES:
             log.truncate(0)
@@ -155,7 +155,7 @@ def write_log(folder: Path, text: str, output: bytes) -> None:
 
 
 def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    """Returns the stdin of a hook: the newest alert, the count, the texts of earlier alerts."""
+    """Returns the document for the hook's stdin: newest alert, count, texts of earlier alerts."""
     newest = records[-1]
     texts = {key: _line(newest, key) for key in ("level", "text", "run", "state")}
     return {

@@ -41,7 +41,7 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request file. `error` says why it cannot be executed, "" when it can."""
+    """One request file. `error` says why it cannot be executed; "" if it can."""
 
     path: Path
     id: str
@@ -59,7 +59,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """The id in the file, else the path: requests with one key are executed once."""
+        """The id in the request, or else its path; each key is executed only once."""
         return self.id if self.has_own_id else str(self.path)
 
     @property
@@ -75,9 +75,9 @@ Execute = Callable[[Request], Outcome | None]
 
 
 def disk_ns(place: Path | int) -> int:
-    """Touches a file or folder; returns the time by the clock of its file system.
+    """Touches a file or folder; returns the time according to the clock of its file system.
 
-    Returns the time of this host where the place cannot be touched.
+    If the place cannot be touched, returns the time of this host.
     """
     try:
         os.utime(place)
@@ -87,10 +87,10 @@ def disk_ns(place: Path | int) -> int:
 
 
 def scan(folder: Path, mailbox: Mailbox) -> list[Request]:
-    """Returns the requests in the mailbox of a run or launch, oldest name first.
+    """Returns the requests in the mailbox of a run or launch, sorted by name.
 
-    Files come before anything else, so that other entries never delay them. A mailbox that is a
-    link is not read.
+    Regular files come first, so that other entries never delay them. A mailbox that is a link is
+    not read.
     """
     box = folder / rundir.REQUESTS
     fd = jsonl.open_inside(box, folder)
@@ -136,7 +136,7 @@ def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
 
 
 def remove(path: Path) -> None:
-    """Removes a request of any file type; renames it where it cannot be removed."""
+    """Removes a request of any file type; if that fails, renames it."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -148,9 +148,9 @@ def remove(path: Path) -> None:
 class Inbox:
     """Owns the keys of the requests that were seen; each key is executed once.
 
-    A request that is not newer than `since_ns`, the start of this supervisor, is rejected: an
-    earlier supervisor may have executed it. Only times of the file system are compared, never the
-    clock of a host or the time in a request.
+    A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
+    an earlier supervisor may have executed it. Only times of the file system are compared, never
+    the clock of a host or the time in a request.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class Inbox:
         self.since_ns = since_ns
 
     def restore(self, answered: Mapping[str, Path]) -> None:
-        """Marks requests as done that an earlier supervisor answered: mailbox by id."""
+        """Marks the requests as done that an earlier supervisor answered (mailboxes by id)."""
         self._seen |= {name: (box, True) for name, box in answered.items()}
 
     def execute(self, found: Sequence[Request], execute: Execute) -> bool:
-        """Executes the new requests and writes their answers; returns whether any was new."""
+        """Executes the new requests and writes their answers; returns whether there were any."""
         any_new = False
         for request in found:
             seen = self._seen.get(request.key)
@@ -208,7 +208,7 @@ class Inbox:
         )  # fmt: skip
 
     def _removed(self, request: Request) -> None:
-        """Records that the next file with this name is another request."""
+        """Notes that a file was removed: the next file with its name is another request."""
         if self._seen.get(request.key) != (request.path, True):
             return
         if request.has_own_id:
@@ -229,9 +229,9 @@ class _Found:
 class Poller:
     """Polls the mailboxes of a launch, its `.HALT` and the files of the current attempt.
 
-    One poll runs at a time, on the directory's thread. A poll is due once a second, which also
-    reads heartbeats, and at once when a watched file or a mailbox changes. `execute` is called with
-    the requests; `halt` is called while a `.HALT` exists in the launch directory.
+    One poll runs at a time, on the thread of the run directory. A poll is due once a second (it
+    then also reads heartbeats), and at once when a watched file or a mailbox changes. `execute` is
+    called with the requests; `halt` is called while a `.HALT` exists in the launch directory.
     """
 
     def __init__(
@@ -247,9 +247,9 @@ class Poller:
         directory.check_for_changes = self._has_changed
 
     def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
-        """Starts a poll if one is due, or the last is `every_s` ago; returns whether it did.
+        """Starts a poll if one is due or the last was `every_s` ago; returns whether it did so.
 
-        `runs` are the runs that have started, `attempt` is the current attempt.
+        `runs` are the runs that have started; `attempt` is the current attempt.
         """
         now, changed = time.monotonic(), self._directory.changed
         is_new_second = int(now) != int(self._heartbeats_at)
@@ -310,7 +310,7 @@ class Poller:
         return found
 
     def _read_files(self, files: Files, heartbeats: bool) -> Poll | None:
-        """Reads a run's files, with a note for the owner in case this process dies in it."""
+        """Reads a run's files; before that, notes it for the owner in case this process dies."""
         if FILES_NAME in self._link.observers_off():
             return None
         self._link.state.activity.write(FILES, FILES_NAME)
@@ -320,7 +320,7 @@ class Poller:
             self._link.state.activity.write(FILES, "")
 
     def _has_changed(self) -> bool:
-        """Returns whether a watched file has another time stamp than at the last call."""
+        """Returns whether a watched file has a new modification time since the last call."""
         stamps: list[object] = [rundir.stamp(path) for path in self._watched]
         if stamps == self._stamps:
             return False

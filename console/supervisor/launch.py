@@ -1,4 +1,4 @@
-"""A launch: its phases in sequence, and the requests to it."""
+"""A launch: the sequence of its phases, and the requests to the launch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def method(action: str) -> str:
 
 
 class Launch:
-    """Owns plan_state.json and the sequence of phases; `tick` moves them on.
+    """Owns plan_state.json and the sequence of phases; `tick` does the work that is due.
 
     With `former`, the plan_state.json of a former process, it continues that launch.
     """
@@ -86,14 +86,14 @@ class Launch:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next tick; work that is done once a second starts with the second."""
+        """Seconds until the next tick; a tick that comes once a second comes at the full second."""
         if self._quiet and not self._poller.is_polling:
             return 1 - time.monotonic() % 1
         return min(self._pace_s, IDLE_S)
 
     @property
     def _quiet(self) -> bool:
-        """Returns whether the next tick can wait for a wake-up or the next second."""
+        """Returns whether the next tick can wait for a wake-up or for the next second."""
         return self._pace_s == QUIET_S and not self._services.hooks.busy
 
     @property
@@ -105,8 +105,8 @@ class Launch:
     def tick(self) -> None:
         """Does the work that is due; never waits.
 
-        The result of a poll wakes the main loop. While nothing else is due, that tick does the
-        work.
+        The result of a poll wakes the main loop. If nothing else is due, the work waits for the
+        tick after that wake-up.
         """
         self._directory.deliver()
         if self._start_poll() and self._quiet:
@@ -128,11 +128,11 @@ class Launch:
 
     @property
     def _observers(self) -> Observers:
-        """The observers of the run; between phases those of the launch."""
+        """The observers of the run; between two phases, the observers of the launch."""
         return self._own_observers if self.run is None else self.run.observers
 
     def end(self, action: str, by: str) -> str:
-        """Ends the running phase, and the plan with it; returns the answer."""
+        """Ends the running phase, and with it the plan; returns the answer to the request."""
         if self.run is None:
             if self.state != "ended":
                 self._end(f"{action} requested by {by} before the next phase")
@@ -163,9 +163,9 @@ class Launch:
         return self._publish()
 
     def _continue(self, former: Mapping[str, Any]) -> None:
-        """Continues the launch that a former process left, at the phase in plan_state.json.
+        """Continues the launch of a former process, at the phase in plan_state.json.
 
-        Raises ContractError where its documents contradict each other.
+        Raises ContractError if the documents of the launch contradict each other.
         """
         link, runs = self._services.link, [self.path / entry["dir"] for entry in self._phases]
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)
@@ -201,7 +201,7 @@ class Launch:
             self._event("note", warning, "warn")
 
     def _continue_phase(self, former: Mapping[str, Any], run: Path) -> None:
-        """Waits for confirmation again, continues the run of the phase, or starts it."""
+        """Continues a phase: waits for confirmation again, continues its run, or starts the run."""
         is_last, link = self._index + 1 == len(self._phases), self._services.link
         if former.get("state") == "waiting" and not is_last:
             self.state, self.why = "waiting", jsonl.text(former, "why")[:400]
@@ -239,7 +239,7 @@ class Launch:
             self._start(self._index + 1)
 
     def _why_no_next(self, run: Run, result: str) -> str:
-        """Says why the plan ends after this run, "" when the next phase may start."""
+        """Returns why the plan ends after this run, or "" if the next phase may start."""
         if run.state != "completed":
             return f"{run.state}: {run.why}"
         if result != "pass":
@@ -257,7 +257,7 @@ class Launch:
     # --- requests ------------------------------------------------------------------------------
 
     def _start_poll(self) -> bool:
-        """Starts the next poll of the files if it is due; returns whether it did."""
+        """Starts the next poll of the files if one is due; returns whether it did so."""
         every_s = math.inf if self._quiet else 0.0 if self.state == "ended" else POLL_EVERY_S
         attempt = self.run.attempt if self.run is not None else None
         runs = [self.path / entry["dir"] for entry in self._phases[: self._index + 1]]
@@ -266,7 +266,7 @@ class Launch:
         return begun
 
     def _take_requests(self, found: Sequence[Request]) -> None:
-        """Executes requests; the launch is over when a poll after the end finds no new one."""
+        """Executes requests; a launch has ended when a poll after its end finds no new one."""
         new = self._inbox.execute(found, self._execute)
         self.over = self._last_poll and not new
 
@@ -279,12 +279,12 @@ class Launch:
         )
 
     def _addressed(self, request: Request) -> Run | None:
-        """Returns the running phase's run, None where the request is in another mailbox."""
+        """Returns the run of the running phase, or None if the request is in another mailbox."""
         run = self.run
         return run if run and request.path.parent.parent == run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
-        """Writes `.HALT`; the answer follows."""
+        """Writes `.HALT`; the answer to the request follows later."""
         if self.run is None:
             return self._do_stop(request)
         self._policy.halt(self.run, request.by, partial(self._inbox.answer, request))
@@ -317,7 +317,7 @@ class Launch:
         return True, f"{name} acknowledged", []
 
     def _attempt_in(self, folder: Path) -> int:
-        """Returns the attempt that a record in a launch or run belongs to."""
+        """Returns the attempt to which an event of a launch or run belongs."""
         run = self.run
         return run.number if run and folder == run.path else self._numbers.get(folder, 1)
 
@@ -358,7 +358,7 @@ class Launch:
         return self._directory.event(self.path, 1, kind, text, level, **more)
 
     def _steps(self, run: Run) -> int | None:
-        """Returns the number of completed steps; until the records are read, the last number."""
+        """Returns the number of completed steps; until the records are read, the last known one."""
         return gates.steps_done(run.summary) if run.is_read else self._phases[self._index]["steps"]
 
     def _publish(self) -> None:

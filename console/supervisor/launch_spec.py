@@ -1,6 +1,6 @@
 """The content of plan.json and run.json: plan, flags, settings, torchrun's command, git.
 
-The plan includes the changes that the launch made, with their origins.
+The plan includes the changes that the options of the launch made, with their origins.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LaunchSpec:
     """Settings of the operator who launched or adopted; a plan has none."""
 
     def as_dict(self, created_ts: float) -> dict[str, Any]:
-        """Returns plan.json: the keys of the plan, and those of the launch."""
+        """Returns plan.json: the keys of the plan, and the keys of the launch."""
         return self.plan.as_dict() | {
             "v": VERSION, "launch": self.launch, "by": self.by, "created_ts": created_ts,
             "flag_origins": dict(self.flag_origins), "set_origins": dict(self.set_origins),
@@ -63,7 +63,7 @@ class LaunchSpec:
         } | asdict(self.operator)  # fmt: skip
 
     def flags(self, index: int, pending: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
-        """Returns the flags of a phase: those of the plan, the phase and `pending`, last wins."""
+        """Returns the flags of a phase, from the plan, the phase and `pending`; the last counts."""
         phase = self.plan.phases[index]
         found = {name: FlagValue(value, PLAN_ENV) for name, value in self.plan.env.items()}
         for name, value in phase.flags.items():
@@ -73,7 +73,7 @@ class LaunchSpec:
     def settings(self, index: int, flags: Mapping[str, FlagValue]) -> dict[str, Any]:
         """Returns the resolved settings of a phase with origins; {} for a foreign program.
 
-        Raises UsageError when they do not fit together.
+        Raises UsageError if the settings are not valid together.
         """
         phase = self.plan.phases[index]
         if not is_ours(phase):
@@ -87,7 +87,7 @@ class LaunchSpec:
         return resolved.as_dict()
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns `phases` of plan_state.json before the first phase begins."""
+        """Returns the key `phases` of plan_state.json as it is before the first phase begins."""
         return [
             {"name": phase.name, "state": "next" if i == 0 else "later", "why": "", "result": "",
              "steps": None, "started_ts": None, "ended_ts": None, "dir": f"{i}-{phase.name}"}
@@ -95,7 +95,7 @@ class LaunchSpec:
         ]  # fmt: skip
 
     def copies(self, index: int) -> dict[str, Any]:
-        """Returns the keys of run.json that repeat plan.json; an adoption compares them."""
+        """Returns the keys of run.json that repeat plan.json; an adoption compares the two."""
         phase = self.plan.phases[index]
         return {
             "launch": self.launch, "plan": self.plan.name, "phase": phase.name, "index": index,
@@ -109,7 +109,7 @@ class LaunchSpec:
     ) -> dict[str, Any]:
         """Returns run.json of a phase: its command, environment, flags and settings.
 
-        Raises UsageError when settings and flags do not fit together.
+        Raises UsageError if settings and flags are not valid together.
         """
         phase = self.plan.phases[index]
         settings = self.settings(index, flags)
@@ -127,7 +127,7 @@ class LaunchSpec:
 
 
 def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
-    """Returns the launch in plan.json of a launch directory, or in a `stored` plan.json.
+    """Returns the launch in plan.json of a directory, or in `stored`, the content of a plan.json.
 
     Raises NotFoundError or UsageError.
     """
@@ -148,13 +148,16 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
 
 
 def is_ours(phase: Phase) -> bool:
-    """Says whether the phase starts a trainer of this project, whose settings are known."""
+    """Returns whether the phase starts a trainer of this project, whose settings are known."""
     return not phase.script and phase.module.startswith("trainers.")
 
 
 @functools.cache
 def _has_shutdown_timeout() -> bool:
-    """Returns whether torchrun has the option; before torch 2.12 it gives ranks 30 s."""
+    """Returns whether torchrun has the option --shutdown-timeout (torch 2.12 and newer).
+
+    Older versions always give the ranks 30 s.
+    """
     try:
         numbers = importlib.metadata.version("torch").split(".")[:2]
         return tuple(int(number) for number in numbers) >= (2, 12)
@@ -163,7 +166,7 @@ def _has_shutdown_timeout() -> bool:
 
 
 def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
-    """Returns the command that starts a phase on one host; torchrun writes below `logs`."""
+    """Returns the command that starts a phase on one host; torchrun writes its files in `logs`."""
     words = [
         sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(phase.nproc), "--max-restarts", "0",
@@ -179,7 +182,7 @@ def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
 
 
 def inherited() -> dict[str, str]:
-    """Returns the allow-listed environment with this project in PYTHONPATH."""
+    """Returns the inherited variables that are allowed, with this project in PYTHONPATH."""
     found = environ.inherited()
     paths = [entry for entry in found.get("PYTHONPATH", "").split(":") if entry]
     if str(PROJECT) not in paths:
@@ -190,7 +193,7 @@ def inherited() -> dict[str, str]:
 def environment(
     phase: Phase, flags: Mapping[str, FlagValue], contract: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the whole environment of torchrun: allow-list, flags, contract, nothing else.
+    """Returns the whole environment of torchrun: only inherited variables, flags and contract.
 
     The trainers of this project import nothing from the working directory.
     """
@@ -200,7 +203,7 @@ def environment(
 
 
 def code_folder(phase: Phase) -> Path:
-    """Returns the folder of the code that a phase runs."""
+    """Returns the folder that contains the code that a phase runs."""
     return Path(phase.script).absolute().parent if phase.script else PROJECT
 
 
@@ -210,10 +213,10 @@ cd "$0" && git rev-parse HEAD && git diff --no-ext-diff --no-textconv HEAD && ec
 
 
 def git_facts(folder: Path) -> dict[str, Any]:
-    """Returns the commit of the code in a folder, {} where there is no git.
+    """Returns the commit of the code in a folder, or {} if there is no git repository.
 
-    `diff` is a hash of the local changes, "" without any. The last line of the output shows that
-    git succeeded: a supervisor reaps all its children, so the exit code may be lost.
+    `diff` is a hash of the local changes, or "" if there are none. The last line of the output
+    shows that git succeeded: a supervisor reaps all its children, so the exit code may be lost.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Starts the supervisor of a new launch, or of one whose supervisor has died."""
+"""Starts the supervisor of a new launch, or of a launch whose supervisor has died."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ HALF_WRITTEN = f".{rundir.PLAN}.tmp-"
 class Claim:
     """A launch directory that belongs to this process while the lock's descriptor is open.
 
-    A launch that was interrupted before its supervisor was ready never ran: its files are removed.
-    `adopt` claims the directory of a launch whose supervisor has died.
+    If a launch was interrupted before its supervisor was ready, it never ran, and its files are
+    removed. `adopt` claims the directory of a launch whose supervisor has died.
     """
 
     def __init__(self, directory: Path, adopt: bool = False):
@@ -49,9 +49,9 @@ class Claim:
         self.fd = -1
 
     def take(self) -> None:
-        """Creates or checks the directory and locks it. Raises RefusedError.
+        """Creates or checks the directory, and locks it. Raises RefusedError.
 
-        A directory that is rejected keeps its mode.
+        The mode of a rejected directory is not changed.
         """
         rundir.check_parents(self.directory)
         if self.directory.is_dir():
@@ -71,7 +71,10 @@ class Claim:
             raise RefusedError(f"cannot lock or clear {where}: {error.strerror}") from error
 
     def _lock(self, path: Path) -> None:
-        """Raises RefusedError where another process holds the lock or it is unsafe, and OSError."""
+        """Locks the file. Raises RefusedError if it is unsafe or another process has the lock.
+
+        Raises OSError if the file cannot be opened.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(path, flags, 0o600)
         status = os.fstat(self.fd)
@@ -99,7 +102,7 @@ class Claim:
             (self.directory / name).unlink(missing_ok=True)
 
     def _check_content(self) -> None:
-        """Raises RefusedError where the directory holds anything but this launch."""
+        """Raises RefusedError if the directory contains files that do not belong to this launch."""
         try:
             names = os.listdir(self.directory)
         except OSError as error:
@@ -146,11 +149,11 @@ class Claim:
         )
 
     def is_free(self) -> bool:
-        """Says whether no other process holds the lock."""
+        """Returns whether no other process holds the lock."""
         return self.fd >= 0 or not lock.is_held(self.directory)
 
     def release(self) -> None:
-        """Closes the lock; a process that inherited its descriptor still holds it."""
+        """Closes the lock; a process that inherited its descriptor still has the lock."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -167,7 +170,7 @@ class Claim:
 
 
 def _owner_words(owner: Mapping[str, Any]) -> str:
-    """Returns the launch, process and user in a lock file, as words."""
+    """Returns, in words, the launch, process and user that a lock file names."""
     if not owner:
         return "another launch that is starting"
     held_for = status_text.age(liveness.age(jsonl.number(owner, "since_ts")))
@@ -177,10 +180,10 @@ def _owner_words(owner: Mapping[str, Any]) -> str:
 
 
 def start(directory: Path, spec: LaunchSpec) -> None:
-    """Starts the supervisor of a launch and waits until it is ready.
+    """Starts the supervisor of a launch and waits until the supervisor is ready.
 
-    Raises RefusedError when the directory cannot be used, ContractError when the supervisor does
-    not start; both leave no file.
+    Raises RefusedError if the directory cannot be used, ContractError if the supervisor does not
+    start. In both cases no file remains.
     """
     record, claim = spec.as_dict(time.time()), Claim(directory)
     claim.take()
@@ -200,8 +203,8 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns the launch's id.
 
     The supervisor may start the command of the phase again. A launch that was not supervised since
-    this host booted therefore needs `sure`. Raises RefusedError when the launch cannot be adopted,
-    ContractError when the supervisor does not start.
+    this host booted therefore needs `sure`. Raises RefusedError if the launch cannot be adopted,
+    ContractError if the supervisor does not start.
     """
     rundir.check_ours(directory)
     plan = former_documents.document(directory, rundir.PLAN)
@@ -225,9 +228,9 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
 
 
 def _wait_until_free(claim: Claim, launch: str, former: Mapping[str, Any]) -> None:
-    """Waits for a moment: the lock of a process that was killed is released after its end.
+    """Waits briefly, because the lock of a killed process is released only after its end.
 
-    Raises RefusedError where the former supervisor lives and its lock is not the directory's.
+    Raises RefusedError if the former supervisor lives with a lock other than this directory's.
     """
     deadline = time.monotonic() + DYING_S
     while not (claim.is_free() or rundir.is_alive(former)) and time.monotonic() < deadline:
@@ -240,7 +243,7 @@ def _wait_until_free(claim: Claim, launch: str, former: Mapping[str, Any]) -> No
 
 
 def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]:
-    """Returns plan_state.json. Raises RefusedError where this host cannot adopt the launch."""
+    """Returns plan_state.json. Raises RefusedError if this host cannot adopt the launch."""
     state = former_documents.document(directory, rundir.PLAN_STATE)
     former = jsonl.mapping(state, "supervisor")
     if jsonl.text(state, "state") == "ended" and not any(
@@ -259,7 +262,7 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
 
 
 def _start_supervisor(directory: Path, lock_fd: int, *adopt: str) -> None:
-    """Starts the supervisor and waits until it is ready. Raises OSError, ContractError."""
+    """Starts the supervisor and waits until it is ready. Raises OSError or ContractError."""
     log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
         sys.executable, "-P", "-m", "console.supervisor", str(directory.absolute()),
@@ -282,9 +285,9 @@ def _start_supervisor(directory: Path, lock_fd: int, *adopt: str) -> None:
 def _wait_until_ready(
     started: subprocess.Popen[bytes], directory: Path, ranks_live: bool
 ) -> None:  # fmt: skip
-    """Waits for the supervisor in plan_state.json. Raises ContractError.
+    """Waits until plan_state.json names the new supervisor. Raises ContractError.
 
-    A supervisor that is not ready in time is ended, unless ranks that live would end with it.
+    A supervisor that is not ready in time is ended, unless living ranks would end with it.
     """
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
@@ -320,7 +323,7 @@ def _last_line(directory: Path) -> str:
 
 
 def host_facts() -> dict[str, Any]:
-    """Returns the machine of this process, for run.json."""
+    """Returns facts about this host, for run.json."""
     uname = os.uname()
     return {
         "name": rundir.host_name(), "kernel": f"{uname.sysname} {uname.release}",

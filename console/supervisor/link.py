@@ -57,7 +57,7 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """One end of a socket of messages."""
+    """One end of a socket that transports messages."""
 
     def __init__(self, end: socket.socket):
         self.socket = end
@@ -65,9 +65,9 @@ class Channel:
         self._fds: deque[int] = deque()
 
     def send(self, kind: bytes, data: bytes = b"", fd: int | None = None) -> None:
-        """Sends a whole message. Raises OSError where the other end does not read.
+        """Sends a whole message. Raises OSError if the other end does not read.
 
-        On a socket that does not block, the message has to be smaller than the socket's buffer.
+        On a non-blocking socket, the message must be smaller than the socket's buffer.
         """
         frame = HEAD.pack(kind, len(data)) + data
         sent = socket.send_fds(self.socket, [frame], [fd] if fd is not None else [])
@@ -75,7 +75,7 @@ class Channel:
             self.socket.sendall(frame[sent:])
 
     def receive(self) -> list[Message]:
-        """Returns the messages that one read completes. Raises OSError, EOFError at the end."""
+        """Returns the messages that one read completes. Raises OSError, or EOFError at the end."""
         data, fds, _, _ = socket.recv_fds(self.socket, READ_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         self._fds.extend(fds)
         if not data:
@@ -99,10 +99,10 @@ class Channel:
 
 
 class Link:
-    """The child's end of the socket; every method but `spawn` returns at once.
+    """The child's end of the socket; every method except `spawn` returns at once.
 
-    Messages wait while the owner does not read (it is stopped). The kernel ends this process when
-    its owner ends.
+    Messages wait while the owner does not read (it may be stopped). The kernel ends this process
+    when its owner ends.
     """
 
     def __init__(self, channel: Channel, state: ChildState):
@@ -119,23 +119,23 @@ class Link:
         return self._channel.socket.fileno()
 
     def observers_off(self) -> list[str]:
-        """Returns the observers that are switched off, because former children died in them."""
+        """Returns the observers that are switched off because former children died in them."""
         deaths = self.state.observer_deaths
         return [name for name, count in deaths.items() if count >= MAX_OBSERVER_DEATHS]
 
     # --- the state from the owner --------------------------------------------------------------
 
     def stored(self, path: Path) -> dict[str, Any] | None:
-        """Returns the newest document that a child of this owner stored, None without one."""
+        """Returns the newest document that a child of this owner stored, or None if none did."""
         data = self.state.documents.get(str(path))
         return None if data is None else jsonl.decode(data)
 
     def owns(self, home: str, attempt: int) -> bool:
-        """Says whether the owner has owned the processes of an attempt since before this child."""
+        """Returns whether the owner owned the processes of an attempt before this child began."""
         return self.state.attempt == (home, str(attempt))
 
     def has_no_processes(self, run: Path, home: str, attempt: int) -> bool:
-        """Says whether a former child began an attempt and never started its torchrun."""
+        """Returns whether a former child began an attempt but never started its torchrun."""
         return self.stored(run / rundir.RUN) is not None and not self.owns(home, attempt)
 
     def receive(self) -> None:
@@ -155,7 +155,7 @@ class Link:
     # --- requests to the owner -----------------------------------------------------------------
 
     def send_alive(self) -> None:
-        """Sends every `ALIVE_EVERY_S` that this child works, and the messages that wait."""
+        """Sends, every `ALIVE_EVERY_S`, that this child works; also sends the waiting messages."""
         now = time.monotonic()
         if now - self._alive_sent >= ALIVE_EVERY_S and not self._waiting:
             self._alive_sent = now
@@ -163,24 +163,24 @@ class Link:
         self._flush()
 
     def signals_handled(self) -> None:
-        """Sends that all signals of `state` were handled, and removes them."""
+        """Reports to the owner that all signals of `state` were handled, and removes them."""
         self._send(HANDLED, str(len(self.state.signals)).encode())
         self.state.signals.clear()
 
     def closing(self) -> None:
-        """Sends that from now on this child may wait for a disk."""
+        """Reports to the owner that this child may wait for a disk from now on."""
         self._send(CLOSING)
 
     def store(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Sends a document, which the owner gives to the next child."""
+        """Sends a document that the owner will pass to the next child."""
         self._send(STORE, os.fsencode(path) + b"\0" + jsonl.encode(record), path)
 
     def kill_after(self, grace_s: float) -> None:
-        """Has the owner kill the processes that live after the grace time."""
+        """Asks the owner to kill the processes that still live after the grace time."""
         self._send(KILL_AFTER, repr(grace_s).encode())
 
     def adopt(self, torchrun_pid: int, environment: Mapping[str, str], grace_s: float) -> None:
-        """Gives the owner the processes of an attempt that this supervisor did not start."""
+        """Passes to the owner the processes of an attempt that this supervisor did not start."""
         self.state.torchrun_pid = torchrun_pid
         named = {"agent": torchrun_pid, "environment": dict(environment), "grace_s": grace_s}
         self._send(ADOPT, jsonl.encode(named))
@@ -188,9 +188,9 @@ class Link:
     def spawn(
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
     ) -> tuple[int, int]:
-        """Has the owner start a command in a session of its own; returns its pid and pidfd.
+        """Asks the owner to start a command in a session of its own; returns its pid and pidfd.
 
-        Raises OSError where it cannot be started.
+        Raises OSError if the command cannot be started.
         """
         command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s}
         self.state.exit_codes.clear()
@@ -207,7 +207,7 @@ class Link:
         return number, answer.fd
 
     def _receive_answer(self) -> Message:
-        """Waits for the answer to SPAWN; handles the other messages."""
+        """Waits for the answer to SPAWN; handles other messages meanwhile."""
         answer = None
         while answer is None:
             for message in self._channel.receive():
@@ -222,6 +222,6 @@ class Link:
         self._flush()
 
     def _flush(self, wait: bool = False) -> None:
-        """Sends the messages that wait, in order, as far as the owner reads them."""
+        """Sends the waiting messages in order, as far as the owner reads them."""
         while self._waiting and (wait or select.select([], [self.fd], [], 0)[1]):
             self._channel.send(*self._waiting.pop(next(iter(self._waiting))))

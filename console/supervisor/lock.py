@@ -1,7 +1,7 @@
 """The lock file of a launch: the process that owns it, and the token of this ownership.
 
-The flock says whether the owner lives, the token says which owner it is: a copy of the directory
-has the token and no flock, and another launch at the same path has another token.
+The flock shows whether the owner lives; the token shows which owner it is. A copy of the directory
+has the token but no flock, and another launch at the same path has another token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 16
 
 
 def is_held(launch: Path) -> bool:
-    """Says whether a process of this host holds the lock of a launch directory."""
+    """Returns whether a process of this host holds the lock of a launch directory."""
     fd = jsonl.open_regular(launch / rundir.LOCK)
     if fd is None:
         return False
@@ -34,7 +34,7 @@ def is_held(launch: Path) -> bool:
 
 
 def read(fd: int) -> dict[str, Any]:
-    """Returns the owner in the lock file, {} for anything else. Raises OSError."""
+    """Returns the owner in the lock file, or {} if the content is not valid. Raises OSError."""
     return jsonl.decode(os.pread(fd, MAX_BYTES, 0)) or {}
 
 
@@ -45,7 +45,7 @@ def claim(fd: int, launch: str, user: str) -> None:
 
 
 def take_over(fd: int) -> str:
-    """Writes this process into the lock in the place of its launcher; returns the token.
+    """Replaces the launcher in the lock by this process; returns the token.
 
     Raises OSError.
     """
@@ -55,7 +55,7 @@ def take_over(fd: int) -> str:
 
 
 def _write(fd: int, record: dict[str, Any]) -> None:
-    """Replaces the content in place: the flock belongs to the file. A reader never finds half."""
+    """Replaces the content in place: the flock belongs to the file, and readers never see half."""
     data = jsonl.encode(record)
     old = min(os.fstat(fd).st_size, MAX_BYTES)
     # The blocks of the file are freed after the write: on a full disk they may be the last ones.
@@ -64,10 +64,10 @@ def _write(fd: int, record: dict[str, Any]) -> None:
 
 
 class LaunchLock:
-    """The lock of a launch that this process owns: which file it is, and the token in it.
+    """The lock of a launch that this process owns: its file, and the token in the file.
 
-    A directory that was moved away, or put in its place, may belong to another launch. Raises
-    OSError where this process cannot be written into the lock.
+    After a directory was moved away, the directory at its path may belong to another launch. Raises
+    OSError if this process cannot be written into the lock.
     """
 
     def __init__(self, launch: Path, fd: int):
@@ -75,7 +75,7 @@ class LaunchLock:
         self._file, self.token, self._lost = os.fstat(fd), take_over(fd), ""
 
     def lost(self) -> str:
-        """Says why the directory at the path is not this launch's any more, "" while it is."""
+        """Returns why the directory at the path is no longer this launch's, or "" while it is."""
         try:
             same = os.path.samestat(os.stat(self._path), self._file)
         except (FileNotFoundError, NotADirectoryError):

@@ -34,10 +34,10 @@ PULSE, DOUBTFUL_POLLS = "pulse", 3
 
 
 class Monitor:
-    """Owns the verdict on one attempt and the actions that are due; raises and clears alerts.
+    """Owns the verdict on one attempt and the due actions; raises and clears alerts.
 
     A `late` monitor starts while the ranks already run. It acts on no stall until it has seen each
-    pulse change, because what it reads may be a copy.
+    pulse change, because a pulse that it reads may be a copy.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Monitor:
         )
 
     def on_stall(self) -> tuple[str, str]:
-        """Returns the action on a stall, and the sentence that also says when it is due."""
+        """Returns the action on a stall, and a sentence that also says when the action is due."""
         return self._watchdog.stall_action, self._watchdog.stall_policy()
 
     def poll(
@@ -78,9 +78,9 @@ class Monitor:
     ) -> bool:
         """Applies the watch rules to the last sample; returns True.
 
-        `seen` is empty while no rank runs or its records are not read yet. No action is due on
-        ranks that end for the reason `ending`. `unread` says why the records are not up to date, ""
-        when they are.
+        `seen` is empty while no rank runs or its records are not read yet. While the ranks end for
+        the reason `ending`, no action is due. `unread` says why the records are not up to date; ""
+        if they are.
         """
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
@@ -98,7 +98,7 @@ class Monitor:
         return True
 
     def reset(self) -> None:
-        """Drops the verdict and its alerts, because no sample was taken."""
+        """Drops the verdict and its alerts, because there is no new sample."""
         why = "the watch rules are not evaluated"
         self.close(why)
         self._evidence.clear()
@@ -110,12 +110,12 @@ class Monitor:
         return rule in self._watchdog.raised()
 
     def pop_actions(self) -> list[Change]:
-        """Returns the actions that became due since the last call."""
+        """Returns the actions that have become due since the last call."""
         actions, self._actions = self._actions, []
         return actions
 
     def pop_dump_wanted(self) -> frozenset[int]:
-        """Returns the ranks whose stacks became needed as evidence since the last call."""
+        """Returns the ranks whose stacks are needed as evidence since the last call."""
         wanted, self._evidence.wants_dump = self._evidence.wants_dump, frozenset()
         return wanted
 
@@ -166,7 +166,7 @@ class Monitor:
             self._alerts.clear(PULSE, "the pulse of every rank agrees with its records")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
-        """Says which pulse has not changed since a late supervisor started, "" when all have."""
+        """Returns which pulse has not changed since a late supervisor started, or "" if none."""
         for each in seen:
             first = self._first_positions
             if each.phase and first.setdefault(each.rank, each.position) != each.position:
@@ -213,7 +213,7 @@ class Monitor:
         return self._changed[1] != evidence.ts
 
     def _why_over(self, seen: Sequence[RankEvidence]) -> str:
-        """Returns why there is no stall now, although nothing ends the ranks."""
+        """Returns why there is no stall any more, although nothing ends the ranks."""
         running = [each for each in seen if each.phase != "exit" and not each.doubt]
         lasted_s = time.time() - self._stalled_since
         if any(each.unchanged_s < lasted_s - 1 for each in running):
@@ -221,7 +221,7 @@ class Monitor:
         return RUN_AGAIN if running else "the ranks exit, or their pulses cannot be trusted"
 
     def close(self, why: str) -> None:
-        """Ends the verdict, if there is one, for the reason `why`."""
+        """Ends the verdict, if there is one; `why` is the reason."""
         verdict, self.verdict = self.verdict, None
         self._documents, self._sampled_ts, self._changed = 0, 0.0, None
         if verdict is not None:
@@ -246,7 +246,7 @@ class Monitor:
         self._actions.append(change)
 
     def _update_alerts(self, change: Change) -> None:
-        """Raises or clears the alerts of a rule; the verdict does so for the stall itself."""
+        """Raises or clears the alerts of a rule; for the stall rule, the verdict does this."""
         name = change.rule.name
         if change.kind == "withhold":
             self._alerts.raise_(_withheld(name), change.text, "crit")
@@ -259,7 +259,7 @@ class Monitor:
 
 
 def _says(verdict: Verdict) -> tuple[object, ...]:
-    """Returns the parts of a verdict whose change makes it a new one; times change always."""
+    """Returns the parts of a verdict that make it a new verdict if they change; not the times."""
     place, sentence = (
         (verdict.rank, verdict.phase, verdict.step),
         _CHANGING.sub("", verdict.sentence),
@@ -268,17 +268,17 @@ def _says(verdict: Verdict) -> tuple[object, ...]:
 
 
 def _pause(verdict: Verdict, seconds: float) -> str:
-    """Returns what a stall was that has ended by itself."""
+    """Returns a sentence on a stall that ended by itself."""
     who = "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
     how = verdict.cause if verdict.cause in ("stopped", "traced", "frozen") else "slow"
     return f"{how}: {seconds:.0f} s in {verdict.phase or 'start-up'} on {who}"
 
 
 def stop_cost(step: int, saved: int, reports: bool) -> str:
-    """Returns what a stop in a stall costs, "" where it is not known.
+    """Returns what a stop in a stall costs, or "" if that is not known.
 
-    `saved` is the step of the newest checkpoint, 0 without one; `reports` says that this program
-    records each: it is ours.
+    `saved` is the step of the newest checkpoint, or 0 if there is none. `reports` says that the
+    program records each checkpoint, as the trainers of this project do.
     """
     if not saved and not (reports and step):
         return ""
@@ -297,9 +297,9 @@ def readings(
     gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
     csv: Progress | None = None, stall_doubt: str = "", env: Mapping[str, Any] | None = None,
 ) -> Readings:  # fmt: skip
-    """Returns the readings of one moment from samples and records.
+    """Returns the readings of one moment, made from samples and records.
 
-    `here` says that the ranks are on this host. `csv` and `stall_doubt` come from the second
+    `here` says that the ranks run on this host. `csv` and `stall_doubt` come from the second
     sources, as in `Readings`.
     """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)

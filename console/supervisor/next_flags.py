@@ -12,12 +12,12 @@ from trainers.contract.errors import UsageError
 
 
 def set_words(name: str, value: str, phase: str) -> str:
-    """Returns the answer to a request that set a flag; an adoption compares it with the flag."""
+    """Returns the answer to a request that set a flag; an adoption compares both."""
     return f"{name}={value} for {phase} only"
 
 
 class NextFlags:
-    """Owns the flags that an operator set for the next phase, and for that phase only."""
+    """Owns the flags that an operator set for the next phase; no later phase gets them."""
 
     def __init__(self, spec: LaunchSpec):
         self._spec = spec
@@ -25,16 +25,17 @@ class NextFlags:
         """`next_flags` of plan_state.json."""
 
     def values(self) -> dict[str, FlagValue]:
-        """Returns the flags with their origin, for the phase that starts."""
+        """Returns the flags with their origin, for the phase that starts now."""
         return {
             name: FlagValue(flag["value"], f"operator {flag['by']}")
             for name, flag in self.pending.items()
         }
 
     def set(self, index: int, name: str, value: str | None, by: str) -> tuple[bool, str]:
-        """Sets a flag of the phase `index`, or unsets it for None. Returns success and a sentence.
+        """Sets a flag of the phase `index`, or removes it if `value` is None.
 
-        A flag that does not fit the settings of that phase is rejected.
+        Returns success and a sentence. A flag that is not valid with the settings of the phase is
+        rejected.
         """
         phase = self._spec.plan.phases[index].name
         changed = {key: flag for key, flag in self.pending.items() if key != name}

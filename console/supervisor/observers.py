@@ -1,7 +1,7 @@
-"""Calls the observing functions of a run; an exception in one raises an alert, ends no rank.
+"""Calls the observing functions of a run; an exception in one raises an alert and ends no rank.
 
 An observer that fails is skipped, tried again later, and switched off after repeated failures. The
-code that owns processes (the process tree of an attempt, the order of phases) is no observer.
+code that owns processes (the process tree of an attempt, the order of phases) is not an observer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Health:
 
 
 class Observers:
-    """Owns the failures of the observers of a run, and raises an alert on each."""
+    """Owns the failures of the observers of a run, and raises an alert for each failure."""
 
     def __init__(
         self, alerts: Alerts, link: Link, waits_s: tuple[float, ...] = WAITS_S,
@@ -51,7 +51,7 @@ class Observers:
         self._health: dict[str, _Health] = {}
 
     def run(self, name: str, look: Callable[[], T], otherwise: T) -> T:
-        """Returns the result of `look`, `otherwise` where it raises or is skipped."""
+        """Returns the result of `look`, or `otherwise` if `look` raises an error or is skipped."""
         health = self._health.setdefault(name, _Health())
         now = time.monotonic()
         if now < health.again_at:
@@ -72,7 +72,7 @@ class Observers:
         return result
 
     def call(self, name: str, look: Callable[[], T], otherwise: T) -> T:
-        """Returns the result of `look`, `otherwise` when it raises; the next call runs it again.
+        """Returns the result of `look`, or `otherwise` if it raises; the next call runs it again.
 
         An observer in which former processes died is skipped once.
         """
@@ -87,7 +87,7 @@ class Observers:
             return otherwise
 
     def _look(self, name: str, look: Callable[[], T]) -> T:
-        """Runs an observer, with a note for the owner in case this process dies in it."""
+        """Runs an observer, after a note to the owner in case this process dies in the observer."""
         before = self._link.state.activity.read(MAIN)
         self._link.state.activity.write(MAIN, name)
         try:

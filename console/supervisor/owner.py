@@ -1,10 +1,10 @@
-"""The owner of a launch: it holds the lock and the processes, and replaces a child that fails.
+"""The owner of a launch: it has the lock and the processes, and replaces a child that fails.
 
-The owner reads and writes no file of the run, except that it starts the program. It parses nothing
-that a rank wrote. The child, which is forked from here, reads, writes and decides. A child that
-ends, or sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that
-this process stores. The owner acts alone where no child does: after TERM it ends the ranks within
-the grace time.
+The owner reads and writes no file of the run (it only starts the program), and parses nothing that
+a rank wrote. Its child, a fork of this process, reads, writes and decides. A child that ends, or
+sends nothing for `SILENT_S`, is replaced; the next child starts with the documents that this
+process stores. The owner acts alone if no child acts: after TERM it ends the ranks within the grace
+time.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Owner:
         signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
 
     def add_signal(self, number: int) -> None:
-        """Stores a signal that ends the launch; called from the signal handler."""
+        """Stores a signal that ends the launch; the signal handler calls this method."""
         self._state.signals.append(number)
 
     def run(self) -> int:
-        """Returns the exit code of the supervisor."""
+        """Runs the owner; returns the exit code of the supervisor."""
         while self._result is None:
             try:
                 self._step()
@@ -121,7 +121,7 @@ class Owner:
             self._channel = None
 
     def _become_child(self, owner: int, channel: Channel) -> None:
-        """Never returns. The kernel ends this process with its owner."""
+        """Runs as the child and never returns. The kernel ends this process with its owner."""
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -160,7 +160,7 @@ class Owner:
                 self._receive()
 
     def _receive(self) -> bool:
-        """Handles messages of the child; returns False when there are no more."""
+        """Handles messages of the child; returns False if there is no message left."""
         if self._channel is None:
             return False
         try:
@@ -197,9 +197,9 @@ class Owner:
             self._silent_limit_s = CLOSING_S
 
     def _kill_silent_child(self) -> None:
-        """Kills a child that sends nothing. One in state D cannot end; the owner waits for it.
+        """Kills a child that sends nothing; if it is in state D, the owner waits until it ends.
 
-        Silence does not count while this process was stopped itself.
+        Silence does not count while the owner itself was stopped.
         """
         before, self._checked_at = self._checked_at, time.monotonic()
         if self._checked_at - before > 2 * POLL_S:
@@ -211,7 +211,7 @@ class Owner:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _child_ended(self, code: int) -> None:
-        """Sets the result of the supervisor, or the time of the next fork."""
+        """Sets the result of the supervisor, or the time at which the next child is forked."""
         closing = self._silent_limit_s == CLOSING_S
         self._pid = 0
         self._close_channel()
@@ -257,7 +257,7 @@ class Owner:
     # --- the processes -------------------------------------------------------------------------
 
     def _spawn(self, command: Mapping[str, Any], log_fd: int) -> None:
-        """Starts torchrun in its own session. SIGUSR1 is ignored here, and so in torchrun."""
+        """Starts torchrun in its own session. It inherits that SIGUSR1 is ignored here."""
         argv, environment = command["argv"], command["environment"]
         actions = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -296,7 +296,7 @@ class Owner:
         state.exit_codes.clear()
 
     def _reap(self) -> None:
-        """Reaps every process that ended: the child, torchrun, and orphaned ranks.
+        """Reaps every process that has ended: the child, torchrun, and orphaned ranks.
 
         The last messages of a child are handled before its pid can be reused.
         """
@@ -319,7 +319,7 @@ class Owner:
             self._unsent.append((link.REAPED, link.PID_AND_CODE.pack(pid, code)))
 
     def _living(self) -> list[int]:
-        """Returns the processes of the newest attempt that live."""
+        """Returns the living processes of the newest attempt."""
         if not self._token:
             return []
         torchrun = [self._state.torchrun_pid] if self._torchrun_lives else []
@@ -327,11 +327,11 @@ class Owner:
 
     @property
     def _torchrun_lives(self) -> bool:
-        """Says whether torchrun is a child of this process that was not reaped."""
+        """Returns whether torchrun is a child of this process that has not been reaped."""
         return self._is_parent and self._state.torchrun_pid not in self._state.exit_codes
 
     def _forward_signals(self) -> None:
-        """Sends new signals to the child, and limits the time that it has to handle them."""
+        """Sends new signals to the child, and limits the time that the child has to handle them."""
         now, state = time.monotonic(), self._state
         for number in state.signals[state.forwarded :]:
             self._unsent.append((link.SIGNAL, str(number).encode()))
@@ -340,7 +340,7 @@ class Owner:
             self._fork_at = min(self._fork_at, now)
 
     def _enforce_deadlines(self) -> None:
-        """Acts in the place of a child that has not: handles TERM, kills after the grace time."""
+        """Acts for a child that has not acted in time: handles TERM, kills after the grace time."""
         now = time.monotonic()
         if now >= self._handle_at:
             self._kill_at = min(self._kill_at, self._handle_at - HANDLE_S + self._grace_s)
@@ -350,7 +350,7 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun; where it has exited, to the ranks that are left."""
+        """Sends TERM to torchrun, or to the remaining ranks if torchrun has exited."""
         self._state.term_sent = True
         self._unsent.append((link.TERM_SENT, b""))
         if self._torchrun_lives:
@@ -361,7 +361,7 @@ class Owner:
             self._signal(pid, signal.SIGTERM)
 
     def _kill(self, now: float) -> None:
-        """Sends KILL to all processes of the attempt; the interval of the next scan doubles."""
+        """Sends KILL to all processes of the attempt; doubles the interval until the next scan."""
         if self._torchrun_lives:  # first: a scan over a process in state D may take long
             os.kill(self._state.torchrun_pid, signal.SIGKILL)
         living = self._living()
@@ -373,7 +373,7 @@ class Owner:
             self._kill_at, self._scan_s = math.inf, SCAN_EVERY_S
 
     def _signal(self, pid: int, number: int) -> None:
-        """Sends a signal to a process, unless the pid belongs to one without the token by now."""
+        """Sends a signal to a process, unless its pid now belongs to one without the token."""
         handle = process.open_process(pid, self._token)
         if handle is not None:
             handle.send(number)

@@ -58,7 +58,7 @@ class Policy:
             self._end(action, by)
 
     def halt(self, run: Run, by: str, then: Callable[[Outcome], object]) -> None:
-        """Writes `.HALT` for the ranks and ends the plan; `then` gets the outcome."""
+        """Writes `.HALT` for the ranks and ends the plan; `then` gets the outcome of the write."""
 
         def report(why_not: str) -> None:
             if why_not:
@@ -79,7 +79,7 @@ class Policy:
             self.halt(run, by, partial(self._report_failure, run))
 
     def _report_failure(self, run: Run, outcome: Outcome) -> None:
-        """Writes an event when a halt that no request waits for failed; it is tried again."""
+        """Writes an event if a halt failed for which no request waits; the halt is tried again."""
         done, text, _ = outcome
         if not done:
             self._halt_at = time.monotonic() + HALT_AGAIN_S

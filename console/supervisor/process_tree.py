@@ -1,8 +1,9 @@
 """The processes of one attempt: torchrun, its ranks and everything that they started.
 
-The owner is the subreaper, so a rank that outlives torchrun becomes its child and its exit status
-is known; the kernel reports the exit of ranks that torchrun reaps. Processes are found by the
-attempt's token in their environment. A rank keeps its pidfd, even if it overwrites the token.
+The owner is the subreaper: a rank that outlives torchrun becomes its child, so the exit status of
+the rank is known. The kernel reports the exit of ranks that torchrun reaps. Processes are found by
+the attempt's token in their environment. A known rank keeps its pidfd, even if it overwrites the
+token.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ROOT_CAUSE = b"Root Cause (first observed failure):"
 
 @dataclass(slots=True)
 class Worker:
-    """One rank: its process while it lives, its exit afterwards."""
+    """One rank: its process while the process lives, and its exit afterwards."""
 
     rank: int
     local_rank: int
@@ -88,7 +89,7 @@ class Worker:
 class Tree:
     """Owns the processes of one attempt; every method returns at once.
 
-    Their environment contains the `token` and the run directory, `home`.
+    The environment of these processes contains `token` and `home`, the run directory.
     """
 
     def __init__(
@@ -127,15 +128,15 @@ class Tree:
     def spawn(
         self, argv: Sequence[str], environment: Mapping[str, str], log_fd: int, grace_s: float
     ) -> None:
-        """Makes the owner start torchrun in a new session. Raises OSError when it cannot."""
+        """Asks the owner to start torchrun in a new session. Raises OSError if that fails."""
         pid, fd = self._link.spawn(argv, environment, log_fd, grace_s)
         self.agent = self._watch(process.Handle(pid, fd, rundir.start_ticks(pid) or 0))
 
     def adopt(self, document: Mapping[str, Any], run: Path, number: int) -> None:
         """Takes over the processes of an attempt that a former supervisor, or child, started.
 
-        `document` is the former supervisor.json. Exit codes of processes that ended meanwhile, or
-        that are not children of the owner, may stay unknown.
+        `document` is the former supervisor.json. The exit codes of processes that ended meanwhile,
+        or that are not children of the owner, may stay unknown.
         """
         is_stored = self._link.stored(run / rundir.SUPERVISOR) is not None
         former = FormerProcesses(document, run, number, is_stored)
@@ -160,7 +161,7 @@ class Tree:
     def _adopt_named(
         self, rank: int, entry: Mapping[str, Any], handle: process.Handle | None
     ) -> None:
-        """Adds a rank from its entry in the document; without a handle it has ended."""
+        """Adds a rank from its entry in the document; a rank without a handle has ended."""
         local, exit_ = jsonl.integer(entry, "local_rank") or 0, jsonl.mapping(entry, "exit")
         ended = process.Handle(jsonl.integer(entry, "pid") or 0, -1, 0)
         self.workers[rank] = worker = Worker(rank, local, handle or ended)
@@ -183,7 +184,7 @@ class Tree:
         return handle
 
     def poll(self) -> bool:
-        """Finds new ranks and ranks that ended; returns whether anything changed."""
+        """Finds new ranks and ranks that have ended; returns whether anything changed."""
         new = process.children(self.agent_pid) if self.incomplete else []
         changed = bool(sum(map(self._add_rank, new)))
         for worker in self.workers.values():
@@ -199,7 +200,7 @@ class Tree:
         return {worker.rank: worker.handle for worker in self.alive()}
 
     def is_over(self) -> bool:
-        """Returns whether all processes have ended; kills leftovers after their grace time."""
+        """Returns whether all processes have ended; kills the others after their grace time."""
         if not self.spawned or not self.agent_over or self.alive():
             return False
         now = time.monotonic()
@@ -213,7 +214,7 @@ class Tree:
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
-        """Sends TERM to torchrun, to the ranks if it has ended; KILL follows after the grace."""
+        """Sends TERM to torchrun, or to the ranks after its end; KILL follows after `grace_s`."""
         if not self.spawned:
             return
         if self._kill_at == math.inf:
@@ -228,7 +229,7 @@ class Tree:
             worker.handle.send(signal.SIGTERM)
 
     def kill_ranks_after(self, grace_s: float) -> None:
-        """Sets when the ranks get KILL: torchrun alone would wait 30 s after a failure."""
+        """Sets when the ranks get KILL, because torchrun would wait 30 s after a failure."""
         self._ranks_kill_at = min(self._ranks_kill_at, time.monotonic() + grace_s)
 
     def kill(self) -> None:
@@ -254,7 +255,7 @@ class Tree:
         return [f"{pid} ({state})" for pid, state in states.items() if state not in GONE_STATES]
 
     def _kill_ranks(self) -> None:
-        """Sends KILL to all but torchrun, which then logs the first failure."""
+        """Sends KILL to all processes except torchrun, which then logs the first failure."""
         for worker in self.alive():
             worker.handle.send(signal.SIGKILL)
         for pid in self._found():
@@ -267,17 +268,17 @@ class Tree:
             handle.close()
 
     def _found(self) -> list[int]:
-        """Returns the processes that carry the token of this attempt."""
+        """Returns the processes that have the token of this attempt."""
         return process.with_token(self.token, self._home)
 
     def _strays(self) -> list[int]:
-        """Returns processes without token whose parents ended: the owner is their subreaper."""
+        """Returns processes without the token whose parents ended: the owner is their subreaper."""
         left = process.children(self._parent) if self._parent else []
         return [pid for pid in left if pid not in (os.getpid(), self.agent_pid)
                 and process.state(pid) not in GONE_STATES]  # fmt: skip
 
     def enforce(self) -> bool:
-        """Sends KILL when a grace time is over; returns whether it was the first time."""
+        """Sends KILL after a grace time has ended; returns whether this was the first time."""
         now = time.monotonic()
         if now >= self._ranks_kill_at and self.alive():
             for worker in self.alive():
@@ -292,8 +293,9 @@ class Tree:
     def take_log(self, log: bytes) -> None:
         """Reads the exits of ranks from the summary at the end of torchrun's log.
 
-        Only the log knows a rank that ended before it was found. Text never replaces an exit that
-        the kernel reported, and it counts as confirmed only if torchrun's own exit agrees.
+        Only the log has the exit of a rank that ended before it was found. An exit from the log
+        never replaces one that the kernel reported. An exit from the log counts as confirmed only
+        if torchrun's own exit agrees.
         """
         root = log.rfind(ROOT_CAUSE)
         for match in FAILED.finditer(log):
@@ -318,7 +320,7 @@ class Tree:
             self._forget(self.agent)
 
     def _add_rank(self, pid: int) -> bool:
-        """Adds a process as the rank that its environment names, unless that rank is known."""
+        """Adds a process as the rank that its environment names, unless the rank is known."""
         variables = process.environment(pid)
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:
@@ -332,9 +334,9 @@ class Tree:
         return True
 
     def _record_end(self, worker: Worker) -> bool:
-        """Records the end of a rank, and its exit once that is known; returns whether it is new.
+        """Records the end of a rank, and its exit once known; returns whether anything is new.
 
-        The kernel reports ranks that torchrun reaps, the owner reports those that it reaps.
+        The kernel reports ranks that torchrun reaps; the owner reports ranks that it reaps itself.
         """
         before, handle = (worker.over_ts, worker.observed, worker.unreaped), worker.handle
         code = None if worker.observed else self._link.state.exit_codes.get(handle.pid)
@@ -352,7 +354,7 @@ class Tree:
         return before != (worker.over_ts, worker.observed, worker.unreaped)
 
     def _look_at_agent(self) -> bool:
-        """Records the end of torchrun; returns whether it is new."""
+        """Records the end of torchrun; returns whether this is new."""
         agent = self.agent
         if agent is None or self.agent_over or not agent.is_over():
             return False

@@ -1,4 +1,4 @@
-"""The restart policy: whether the next attempt of a run begins, and why not."""
+"""The restart policy: whether the next attempt of a run begins, and if not, why."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RESTARTABLE: frozenset[State] = frozenset(("crashed", "failed"))
 class AttemptEnd:
     """The end of one attempt.
 
-    `checkpoint` is the step of the newest checkpoint at that time, 0 without one. `signature` is
-    the error without its variable parts, "" where the attempt was killed from outside. `hopeless`
-    says that each further attempt fails with the same error.
+    `checkpoint` is the step of the newest checkpoint at that time, or 0 if there was none.
+    `signature` is the error without its variable parts, or "" if the attempt was killed from
+    outside. `hopeless` says that each further attempt would fail with the same error.
     """
 
     state: State
@@ -36,16 +36,16 @@ class AttemptEnd:
 
 @dataclass(frozen=True, slots=True)
 class NextAttempt:
-    """The next attempt: it begins after `wait_s` at `origin`, a checkpoint or step 1."""
+    """The next attempt: it begins after `wait_s`, from `origin` (a checkpoint, or step 1)."""
 
     wait_s: float
     origin: str
 
 
 def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) -> int:
-    """Returns the number of restarts left if the present attempt crashed now.
+    """Returns how many restarts would be left if the present attempt crashed now.
 
-    `saved` is the step of the newest checkpoint of this attempt, 0 without one.
+    `saved` is the step of the newest checkpoint of this attempt, or 0 if there is none.
     """
     former = ended[-1].checkpoint if ended else 0
     now = AttemptEnd("crashed", "", max(saved, former))
@@ -53,10 +53,10 @@ def restarts_left(ended: Sequence[AttemptEnd], policy: Restart, saved: int = 0) 
 
 
 def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | str:
-    """Returns the next attempt, or why there is none ("" where the policy has no restart).
+    """Returns the next attempt, or why there is none ("" if the policy has no restart).
 
     Only attempts without a new checkpoint use up the restarts, and each of them doubles the
-    back-off. The same error twice without a new checkpoint between ends the run.
+    back-off. The run ends if the same error occurs twice without a new checkpoint between.
     """
     last = ended[-1]
     if policy.when == "never" or last.state not in RESTARTABLE:
@@ -75,7 +75,7 @@ def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | 
 
 
 def _same_error(ended: Sequence[AttemptEnd]) -> bool:
-    """Says whether the last two attempts had one error and no new checkpoint between them."""
+    """Returns whether the last two attempts had one error and no new checkpoint between them."""
     if len(ended) < 2 or not ended[-1].signature:
         return False
     last, former = ended[-1], ended[-2]
@@ -83,7 +83,7 @@ def _same_error(ended: Sequence[AttemptEnd]) -> bool:
 
 
 def _without_checkpoint(ended: Sequence[AttemptEnd]) -> int:
-    """Returns the number of attempts since the last one that wrote a new checkpoint."""
+    """Returns the number of attempts since the last attempt that wrote a new checkpoint."""
     steps = (0, *(each.checkpoint for each in ended))
     new = [step > before for before, step in pairwise(steps)]
     return [*reversed(new), True].index(True)
@@ -92,9 +92,9 @@ def _without_checkpoint(ended: Sequence[AttemptEnd]) -> int:
 def signature(facts: Facts) -> str:
     """Returns the error that ended an attempt, without steps, pids, ranks, addresses and sizes.
 
-    It is "" for an end that says nothing about the next attempt: success, a request, a signal from
-    outside, a lost peer, an unknown exit. Two attempts in a row with one signature and no
-    checkpoint between them have an error that a restart does not cure.
+    The result is "" for an end that predicts nothing about the next attempt: success, a request, a
+    signal from outside, a lost peer, an unknown exit. If two attempts in a row have the same
+    signature, without a checkpoint between them, a restart does not fix the error.
     """
     if not facts.over or decide(facts)[0] not in ("failed", "crashed"):
         return ""
@@ -108,7 +108,7 @@ def signature(facts: Facts) -> str:
 
 
 def is_permanent(facts: Facts) -> bool:
-    """Says whether an attempt ended with an error of settings, usage or imports.
+    """Returns whether an attempt ended with an error of settings, usage or imports.
 
     Such an error prevents the first restart. It therefore needs an exit that the kernel reported
     and an error record of the rank; after an error that only a log shows, one restart follows.

@@ -1,7 +1,7 @@
-"""Bounds the growing files of an attempt: rotates logs, and splits samples into compressed parts.
+"""Bounds the growing files of an attempt: rotates logs, splits samples into compressed parts.
 
-Ranks and torchrun append (O_APPEND), so they write at the beginning after a log was copied to `.1`
-and truncated. Bytes written between the copy and the truncation are lost.
+Ranks and torchrun open logs with O_APPEND. After a log was copied to `.1` and truncated, they write
+at its beginning. Bytes written between the copy and the truncation are lost.
 
 `samples_H.jsonl` is always the newest part; `samples_H.jsonl.0001.gz` is the oldest.
 """
@@ -49,7 +49,7 @@ class Rotation:
     def poll(self) -> str:
         """Rotates at most one long log; returns a sentence to report, or "".
 
-        Only one a poll, because the directory's thread also has to read requests and records.
+        A poll rotates only one log, because its thread also has to read requests and records.
         """
         at = jsonl.open_inside(self._folder, self._folder.parents[1])
         if at is None:
@@ -78,7 +78,7 @@ class Rotation:
         return text
 
     def _rotate(self, at: int, name: str) -> str:
-        """Copies and truncates one log. Raises OSError; the log is unchanged then."""
+        """Copies and truncates one log. Raises OSError; in that case the log is unchanged."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(name, flags, dir_fd=at)
         try:
@@ -97,7 +97,7 @@ class Rotation:
     def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
         """Moves the content of an open log to `.1`.
 
-        The copy gets its name before the log is truncated, and then the bytes written meanwhile.
+        The copy gets its name before the log is truncated; bytes written meanwhile are added to it.
         """
         temporary = f".{name}.copy"
         with contextlib.suppress(FileNotFoundError):
@@ -116,17 +116,17 @@ class Rotation:
 
 
 def _copy(fd: int, out: int, start: int, end: int) -> int:
-    """Copies bytes from `start` to the end of the file, at most to `end`; returns its end."""
+    """Copies the bytes from `start` to at most `end`; returns the offset where it stopped."""
     while start < end and (sent := os.sendfile(out, fd, start, CHUNK_BYTES)):
         start += sent
     return start
 
 
 class Parts:
-    """Owns the parts of one file of records; `poll` runs on the directory's thread.
+    """Owns the parts of one file of records; `poll` runs on the thread of the run directory.
 
-    One part at a time is compressed in a separate thread, so that a hung disk blocks only that. The
-    next poll repeats a compression that was interrupted.
+    One part at a time is compressed in a separate thread, so that a hung disk blocks only that
+    thread. After an interruption, the next poll repeats the compression.
     """
 
     def __init__(self, directory: Directory, path: Path, part_bytes: int = PART_BYTES):
@@ -134,7 +134,7 @@ class Parts:
         self._thread: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Starts a new part when the current one is long enough. Raises OSError."""
+        """Starts a new part if the current part is long enough. Raises OSError."""
         if jsonl.size_bytes(self._path) >= self._part_bytes:
             numbers = [number for number, _ in rundir.parts(self._path)]
             part = rundir.part(self._path, max(numbers, default=0) + 1)
@@ -149,7 +149,7 @@ class Parts:
             self._thread.start()
 
     def _compress(self, part: Path) -> None:
-        """Replaces the plain part by a compressed one; on a full disk the plain part stays."""
+        """Replaces a plain part by a compressed one; on a full disk the plain part remains."""
         whole = part.with_name(part.name + rundir.GZIP)
         half = part.with_name(f".{whole.name}.tmp")
         try:
@@ -166,14 +166,14 @@ class Parts:
 
 
 class Upkeep:
-    """Bounds the logs and samples of one attempt, on the directory's thread."""
+    """Bounds the logs and samples of one attempt, on the thread of the run directory."""
 
     def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
         self._directory, self._run, self._due_at = directory, run, 0.0
         self._rotation, self._parts = Rotation(rundir.logs(run, attempt)), Parts(directory, samples)
 
     def poll(self, event: Callable[..., object]) -> None:
-        """Starts a job if it is due, one at a time; calls `event` with a sentence to report."""
+        """Starts a job if one is due, one at a time; calls `event` with a sentence to report."""
         if time.monotonic() >= self._due_at:
             self._due_at = math.inf
             self._directory.job(self._run_job, partial(self._report, event), self._run)

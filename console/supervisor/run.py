@@ -1,4 +1,4 @@
-"""A run: its directory, its state, its supervisor heartbeat, and its attempts in sequence."""
+"""A run: its directory, its state, its supervisor heartbeat, and its sequence of attempts."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ NO_MEMORY, REPLACED = "live-directory", "supervisor-replaced"
 
 
 class Run:
-    """Owns supervisor.json, the events and the attempts of one phase; `tick` moves it on.
+    """Owns supervisor.json, the events and the attempts of one phase; `tick` does what is due.
 
-    With `former` it continues the run that a former process left. Raises UsageError when the
-    phase's settings and flags do not fit together.
+    With `former` it continues the run of a former process. Raises UsageError if the phase's
+    settings and flags are not valid together.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Run:
         )  # fmt: skip
 
     def _continue(self, former: FormerRun) -> None:
-        """Continues the newest attempt, or the wait for the next one."""
+        """Continues the newest attempt, or continues to wait for the next attempt."""
         # Only now: a next child that finds run.json and no processes in the owner starts torchrun.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
@@ -144,7 +144,7 @@ class Run:
             self.event("note", "a new supervisor watches this run", "warn")
 
     def _continue_waiting(self, state: Mapping[str, Any]) -> bool:
-        """Waits for the next attempt if the former process did; returns whether it did."""
+        """Waits for the next attempt if the former process did; returns whether it waits."""
         policy = self.spec.plan.restart
         if len(self._ended) < self.number or not (
             again := restart.next_attempt(self._ended, policy)
@@ -163,12 +163,12 @@ class Run:
 
     @property
     def live(self) -> Path | None:
-        """The memory-backed directory of the ranks' pulses, None without shared memory."""
+        """The directory of the ranks' pulses in shared memory, or None without shared memory."""
         return self._context.live.path
 
     @property
     def is_read(self) -> bool:
-        """Says whether the counts of former records are known: a new process reads them first."""
+        """Returns whether the counts of former records are known; a new process reads them."""
         return self._snapshots.is_loaded
 
     @property
@@ -182,7 +182,7 @@ class Run:
         return QUIET_S if whole and self.state == "running" and not attempt.behind else IDLE_S
 
     def tick(self) -> None:
-        """Does what is due; never waits."""
+        """Does the work that is due; never waits."""
         if self._next_at is not None:
             self._wait()
         elif not self.over:
@@ -216,7 +216,7 @@ class Run:
             self.alerts.clear(NO_MEMORY, "the run has shared memory again")
 
     def end(self, action: str, by: str) -> str:
-        """Halts, stops or kills the run, unless as much was requested; returns the answer."""
+        """Halts, stops or kills the run unless this was already requested; returns the answer."""
         if self._next_at is not None:
             self._conclude(
                 *decide(Facts(previous_end=self._ended[-1].why, requested=action, by=by))
@@ -227,7 +227,7 @@ class Run:
         return answer
 
     def event(self, kind: str, text: str, level: str = "info", **more: Any) -> dict[str, Any]:
-        """Appends to the run's events, under the attempt's number; alerts also reach the hook."""
+        """Appends to the run's events, with the attempt's number; alerts also reach the hook."""
         record = self._directory.event(self.path, self.number, kind, text, level, **more)
         if kind in ("alert", "clear"):
             self._published_at = 0.0  # supervisor.json has the open alerts for the next child
@@ -323,7 +323,7 @@ class Run:
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
-        """Ends the run, writes its gates and its last state; on a full disk, to shared memory."""
+        """Ends the run; writes its gates and last state, to shared memory if the disk is full."""
         self._next_at, self.over = None, True
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:
@@ -385,7 +385,7 @@ class Run:
         return {"armed": text, "armed_short": short}
 
     def _send_heartbeat(self) -> None:
-        """Writes the supervisor heartbeat to shared memory, also while no disk can be written."""
+        """Writes the supervisor heartbeat to shared memory, which works even if no disk does."""
         self._status_at = time.monotonic()
         self.observers.run("the supervisor heartbeat", self._write_status, None)
 

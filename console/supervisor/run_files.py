@@ -1,4 +1,4 @@
-"""Reads an attempt's `.HALT`, heartbeats, training.csv and disk space, and its logs at the end."""
+"""Reads an attempt's `.HALT`, heartbeats, training.csv and disk space; at its end also its logs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FinalRead:
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """Returns the step of the newest complete checkpoint, 0 without one, None if unreadable."""
+    """Returns the step of the newest complete checkpoint (0: there is none, None: unreadable)."""
     try:
         os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
     except FileNotFoundError:
@@ -67,16 +67,16 @@ def newest_checkpoint(run: Path) -> int | None:
 
 
 class Disk:
-    """The space on the disk of a run, and the size of its newest checkpoint."""
+    """The space on the disk of a run, and the size of the run's newest checkpoint."""
 
     def __init__(self, run: Path):
         self._run = run
         self._latest, self._latest_gib = "", 0.0
 
     def poll(self) -> dict[str, float]:
-        """Returns `free_gib`, `total_gib` and, with a checkpoint, `checkpoint_gib`.
+        """Returns `free_gib`, `total_gib` and, if there is a checkpoint, `checkpoint_gib`.
 
-        Raises OSError also where the directory exists and cannot be read.
+        Raises OSError; also if the directory exists but cannot be read.
         """
         space = os.statvfs(f"{self._run}/.")
         gib = space.f_frsize / (1 << 30)
@@ -94,7 +94,7 @@ class Disk:
 
 
 class NewestRow:
-    """The last complete row of training.csv, a second source on the figures of rank 0."""
+    """The last complete row of training.csv, a second source for the figures of rank 0."""
 
     def __init__(self, run: Path):
         self._run, self._path = run, run / rundir.TRAINING_CSV
@@ -102,7 +102,7 @@ class NewestRow:
         self._row: Progress | None = None
 
     def poll(self) -> Progress | None:
-        """Returns the row, None without one; reads the file only when it has changed."""
+        """Returns the row, or None if there is none; reads the file only if it has changed."""
         stamp = rundir.stamp(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
@@ -126,21 +126,21 @@ class NewestRow:
 
 
 class Environment:
-    """The env.json of an attempt, a document that rank 0 writes at its start."""
+    """The env.json of an attempt; rank 0 writes this document at its start."""
 
     def __init__(self, run: Path, attempt: int):
         self._document, self._attempt = json_documents.Document(run / rundir.ENV), attempt
 
     def poll(self) -> Mapping[str, Any]:
-        """Returns the document, {} without one or where another attempt wrote it."""
+        """Returns the document, or {} if there is none or another attempt wrote it."""
         record = self._document.read()
         return record if jsonl.integer(record, "attempt") == self._attempt else {}
 
 
 class Files:
-    """Reads the files of one attempt; `poll` and `read_final` run on the directory's thread.
+    """Reads the files of one attempt; `poll` and `read_final` run on the run directory's thread.
 
-    All attempts of a run share one `reading`, which continues where the last one ended.
+    All attempts of a run share one `reading`, which continues where the last attempt ended.
     """
 
     def __init__(self, run: Path, attempt: int, world: int, reading: RecordFiles):
@@ -153,7 +153,7 @@ class Files:
         self._world, self._reading = world, reading
 
     def poll(self, heartbeats: bool) -> Poll:
-        """Returns the news; reads only `.HALT` if `heartbeats` is False.
+        """Returns what is new; reads only `.HALT` if `heartbeats` is False.
 
         Records are read last, so that an OSError loses none. Raises OSError.
         """
@@ -167,7 +167,7 @@ class Files:
         return news
 
     def read_final(self) -> FinalRead:
-        """Returns what is read once, after all processes have ended."""
+        """Returns the data that are read once, after all processes have ended."""
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}
         for rank in range(self._world):

@@ -1,4 +1,4 @@
-"""The one thread that reads and writes the run directory, so that a hung disk blocks only it."""
+"""The only thread that reads and writes the run directory, so that a hung disk blocks no other."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Directory(Recorder):
     """Writes events, documents and samples in the order of the calls.
 
     The thread calls `on_done` when a job has a result for `deliver`, and when it sets `changed`.
-    `find_loss` returns why the path no longer leads to this launch's directory, "" while it does.
-    In a lost directory nothing is read, executed, opened or replaced.
+    `find_loss` returns why the path no longer leads to this launch's directory, or "" while it
+    does. In a lost directory nothing is read, executed, opened or replaced.
     """
 
     check_every_s = 0.0
@@ -81,7 +81,7 @@ class Directory(Recorder):
         return not self.lost
 
     def _check(self, path: Path) -> None:
-        """Raises OSError (ESTALE) where the launch's or the run's directory was replaced."""
+        """Raises OSError (ESTALE) if the directory of the launch or of the run was replaced."""
         if not self.is_ours():
             raise OSError(errno.ESTALE, self.lost, str(path))
         self.check_run(path)
@@ -99,13 +99,13 @@ class Directory(Recorder):
             raise OSError(errno.ESTALE, self.replaced_run, str(path))
 
     def append(self, path: Path, line: bytes) -> None:
-        """Appends a line. Raises OSError where it is not written in full."""
+        """Appends a line. Raises OSError if the line is not written completely."""
         self._write(path, line)
         if path in self._torn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def set_aside(self, path: Path, to: Path) -> None:
-        """Renames a file of records; the next record starts a new one. Raises OSError."""
+        """Renames a file of records; the next record starts a new file. Raises OSError."""
         path.rename(to)
         fd, _ = self._descriptors.pop(path, (-1, 0.0))
         if fd >= 0:
@@ -114,7 +114,7 @@ class Directory(Recorder):
     def make_run(self, run: Path, record: Mapping[str, Any]) -> Path | None:
         """Creates the directory of the current run. Raises OSError.
 
-        Returns the new path of a `.HALT` that existed before, None where there was none.
+        If a `.HALT` existed before, it is renamed; returns its new path, or None.
         """
         rundir.make_directory(run)
         self.set_run(run)
@@ -125,7 +125,7 @@ class Directory(Recorder):
         return aside
 
     def check_token(self, run: Path, token: str) -> None:
-        """Raises RefusedError when a run directory belongs to another run.
+        """Raises RefusedError if a run directory belongs to another run.
 
         Raises OSError while run.json is missing or unreadable, which may be temporary.
         """
@@ -137,7 +137,7 @@ class Directory(Recorder):
             raise RefusedError(f"{run} belongs to another run; no further attempt starts")
 
     def set_run(self, run: Path) -> None:
-        """Makes a directory the one of the current run. Raises OSError."""
+        """Makes a directory the directory of the current run. Raises OSError."""
         former, self._home = self._home, rundir.OpenDirectory(run)
         if former is not None:
             former.close()
@@ -159,7 +159,7 @@ class Directory(Recorder):
         self.replaced.append(path)
 
     def _write_document(self, path: Path, number: int) -> None:
-        """Writes a document, unless a later call does."""
+        """Writes a document, unless a later call will write it again."""
         with self._lock:
             self._calls_done += 1
             if self._documents.get(path, (0,))[0] != number:
@@ -177,7 +177,7 @@ class Directory(Recorder):
         return super()._open(path)
 
     def _write_rest(self) -> None:
-        """Tries for `RETRY_S` to write the unwritten documents. Raises OSError when it cannot."""
+        """Tries for `RETRY_S` to write the unwritten documents. Raises OSError if that fails."""
         until = time.monotonic() + RETRY_S
         while self.unwritten and self.is_ours():
             try:
@@ -195,8 +195,8 @@ class Directory(Recorder):
     ) -> None:  # fmt: skip
         """Queues work on files; `deliver` then calls `then` with its result or its error.
 
-        The error is OSError (ESTALE) where the launch's directory, or the run's around `folder`,
-        was replaced.
+        The error is OSError (ESTALE) if the directory of the launch, or of the run that contains
+        `folder`, was replaced.
         """
 
         def done() -> None:
@@ -214,7 +214,7 @@ class Directory(Recorder):
     def reported_job(
         self, work: Callable[[], object], then: Callable[[str], object], folder: Path
     ) -> None:
-        """Queues work as `job` does; calls `then` with why it failed, "" when it did not."""
+        """Queues work like `job`; calls `then` with why the work failed, or "" after success."""
 
         def report(_: object, error: Exception | None) -> None:
             then(str(getattr(error, "strerror", None) or error or ""))
@@ -222,7 +222,7 @@ class Directory(Recorder):
         self.job(work, report, folder)
 
     def deliver(self) -> None:
-        """Calls `then` of each finished job, on the thread of the caller.
+        """Calls `then` for each finished job, on the thread of the caller.
 
         An exception that is neither OSError nor ContractError is also added to `unexpected_errors`.
         """
@@ -235,7 +235,7 @@ class Directory(Recorder):
     def write_request(self, run: Path, name: str, by: str, then: Callable[[str], object]) -> None:
         """Writes `.HALT` or one of `rundir.REQUEST_FILES` into the run directory, for the ranks.
 
-        `deliver` calls `then` with why it could not be written, "" when it was.
+        `deliver` calls `then` with the reason why the write failed, or "" after success.
         """
 
         def report(reason: str) -> None:
@@ -247,17 +247,18 @@ class Directory(Recorder):
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
         by: str = "supervisor", **more: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Appends one event to a run or launch, and returns it; events are never dropped."""
+        """Appends one event to a run or launch and returns the event; events are never dropped."""
         record = event_record(attempt, kind, text, level, by, **more)
         self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
         return record
 
     def document(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Replaces a JSON document; of several that wait for one path, the newest is written.
+        """Replaces a JSON document; of several versions that wait, only the newest is written.
 
-        Each is written in the place of its newest call among all calls: plan_state.json says
-        "ended" only after gates.json was written, supervisor.json comes after its directory was
-        made. Where `MAX_WAITING` calls wait, as on a disk that hangs, it keeps its older place.
+        A document keeps the queue position of its newest call, so that the order of calls holds:
+        plan_state.json says "ended" only after gates.json was written, and supervisor.json is
+        written after its directory was made. If `MAX_WAITING` calls wait, as on a hung disk, the
+        document keeps its older position.
         """
         with self._lock:
             number, _ = self._documents.get(path, (0, None))
@@ -270,6 +271,6 @@ class Directory(Recorder):
         self.call(lambda: self._write_document(path, number))
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Closes as `Recorder` does, after trying for `RETRY_S` to write unwritten documents."""
+        """Closes like `Recorder`, after trying for `RETRY_S` to write unwritten documents."""
         self.call(self._write_rest)
         return super().close(timeout_s)

@@ -1,6 +1,6 @@
 """Samples GPUs, processes and pulses each second, as records and as evidence for a verdict.
 
-It does not access the run directory.
+No code here accesses the run directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sampler:
         self.evidence: tuple[RankEvidence, ...] = ()
 
     def clear(self) -> None:
-        """Drops the last sample, because this moment was not sampled."""
+        """Drops the last sample, because there is no sample of this moment."""
         self.evidence, self.gpus, self.rss_mib = (), (), {}
 
     def sample(

@@ -22,11 +22,11 @@ def _prefix() -> str:
 
 
 class Live:
-    """Owns the live directory of an attempt; `path` is None where there is no shared memory.
+    """Owns the live directory of an attempt; `path` is None if there is no shared memory.
 
     A lock, released when this process ends, marks the directory as owned. Every file is created
-    before the ranks start, so that all ranks have one or none has. `adopt` opens the directory of a
-    former supervisor.
+    before the ranks start, so that either all ranks have one or no rank has. `adopt` opens the
+    directory of a former supervisor.
 
     Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
     logout while the ranks still have the files mapped.
@@ -65,7 +65,7 @@ class Live:
                 rundir.remove_tree(unready)
 
     def _create_files(self, folder: Path, attempt: int) -> None:
-        """Creates the files of all ranks at full size. Raises OSError without enough memory."""
+        """Creates the files of all ranks at full size. Raises OSError if memory is insufficient."""
         pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
         for path in (*pulses, rundir.halt_board(folder, attempt)):
             pulse.mapped(path, pulse.SIZE_BYTES).close()
@@ -79,9 +79,9 @@ class Live:
                 self._pulses[rank] = fd
 
     def pulse(self, rank: int) -> pulse.Pulse | None:
-        """Returns the pulse of a rank, None where it is not available.
+        """Returns the pulse of a rank, or None if the pulse is not available.
 
-        Without shared memory it is the copy that the rank writes into the run directory.
+        Without shared memory this is the copy that the rank writes into the run directory.
         """
         if self.path is None:
             return pulse.read(rundir.pulse(self._run, rank))
@@ -89,7 +89,7 @@ class Live:
         return None if fd is None else pulse.read_open(fd)
 
     def is_blank(self, rank: int) -> bool:
-        """Returns whether a rank has a file for its pulse and never wrote into it."""
+        """Returns whether a rank has a file for its pulse but never wrote a pulse into the file."""
         fd = self._pulses.get(rank)
         return fd is not None and pulse.is_blank(fd)
 
@@ -98,7 +98,7 @@ class Live:
         return self._is_there() is False
 
     def _is_there(self) -> bool | None:
-        """Returns whether the directory is at its path, None where that cannot be read."""
+        """Returns whether the directory is at its path, or None if the path cannot be read."""
         if self.path is None:
             return None
         try:
@@ -117,12 +117,12 @@ class Live:
             self._lock = -1
 
     def renew(self, attempt: int) -> None:
-        """Replaces the directory by a new one for the next attempt."""
+        """Replaces the directory by a new one, for the next attempt."""
         self.remove()
         self._open(attempt, adopt=False)
 
     def remove(self) -> None:
-        """Removes the directory, unless another one is at its path."""
+        """Removes the directory, unless another directory is at its path."""
         if self.path is not None:
             if self._is_there():
                 rundir.remove_tree(self.path)
@@ -130,7 +130,7 @@ class Live:
         self._unlock()
 
     def write_status(self, record: Mapping[str, Any]) -> None:
-        """Replaces the supervisor heartbeat; does nothing when shared memory is full."""
+        """Replaces the supervisor heartbeat; does nothing if shared memory is full."""
         if self.path is not None and not self.is_removed():
             with contextlib.suppress(OSError):
                 rundir.write_atomic(self.path / rundir.LIVE_STATUS, jsonl.encode(record))
@@ -139,7 +139,7 @@ class Live:
 class LastPulses:
     """The pulse of each rank after its process ended, because its last records may be lost.
 
-    Calls `add` once for each rank with its pulse, with None for a rank that never wrote one.
+    Calls `add` once for each rank, with its pulse, or with None if the rank never wrote one.
     """
 
     def __init__(self, live: Live, add: Callable[[int, pulse.Pulse | None], object]):
@@ -147,7 +147,7 @@ class LastPulses:
         self._found: dict[int, pulse.Pulse | None] = {}
 
     def step(self, rank: int, pid: int) -> int:
-        """Returns the last step of an ended rank, 0 without a pulse of that process."""
+        """Returns the last step of an ended rank, or 0 if there is no pulse of that process."""
         if rank not in self._found:
             found = self._live.pulse(rank)
             self._found[rank] = found if found is not None and found.pid == pid else None
@@ -165,11 +165,11 @@ class LastPulses:
 
     @property
     def newest(self) -> int:
-        """The newest last step of the ended ranks, 0 without a pulse."""
+        """The newest of the last steps of the ended ranks, or 0 if there is no pulse."""
         return max((last.step for last in self._found.values() if last is not None), default=0)
 
     def read_all(self, pids: Mapping[int, int], world: int) -> None:
-        """Reads the pulses of all ranks; a rank that never wrote one wrote no record either."""
+        """Reads the pulses of all ranks; a rank that never wrote a pulse wrote no record either."""
         for rank, pid in pids.items():
             self.step(rank, pid)
         for rank in range(world):
@@ -178,15 +178,16 @@ class LastPulses:
 
 
 def _is_used(path: Path) -> bool:
-    """Returns whether a process that a pulse names lives; its token may be overwritten."""
+    """Returns whether a process named in a pulse lives, even if it has overwritten its token."""
     pulses = map(pulse.read, path.glob("pulse_rank*"))
     return any(each and process.state(each.pid) not in (process.GONE, "Z") for each in pulses)
 
 
 def sweep(after_s: float = SWEPT_AFTER_S) -> None:
-    """Removes the directories of this user's dead supervisors whose ranks have ended.
+    """Removes the live directories of dead supervisors of this user if their ranks have ended.
 
-    Each stays for `after_s`, because its pulses are a second source on how the ranks ended.
+    Each directory remains for `after_s`, because its pulses are a second source on how the ranks
+    ended.
     """
     for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):
         try:

@@ -1,6 +1,6 @@
 """Writes snapshot.json and the history files of a run when they are due.
 
-Readers start from them.
+Readers start from these files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TOO_LONG, NO_HISTORY = "snapshot", "history"
 
 
 class Snapshots:
-    """Writes the state of `reducer` when it is due.
+    """Writes the state of `reducer` when a snapshot is due.
 
-    The owner process stores a snapshot once the history before it is on disk. The process that
-    continues from it reads the later records again.
+    The owner process stores a snapshot once the earlier history is on disk. A new child continues
+    from that snapshot and reads the later records again.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Snapshots:
         self._run_job(lambda: snapshot.load(self._run, stored, self._reducer), None)
 
     def poll(self) -> None:
-        """Writes what is due, nothing while a write waits for the disk; call it once a second."""
+        """Writes what is due, nothing while a write waits for the disk. Call it once a second."""
         if self._is_waiting:
             return
         if time.monotonic() - self._written >= EVERY_S:
@@ -54,9 +54,9 @@ class Snapshots:
             self._run_job(self._add_history, None)
 
     def write(self) -> None:
-        """Replaces the snapshot, after the lines of the history that it refers to.
+        """Replaces the snapshot, after writing the history lines to which the snapshot refers.
 
-        A snapshot that would be too long is not written; the former one stays valid.
+        A snapshot that would be too long is not written; the former snapshot stays valid.
         """
         self._written = time.monotonic()
         found = snapshot.document(self._reducer, self._name, time.time())
@@ -85,9 +85,9 @@ class Snapshots:
             self._services.link.store(self._run / rundir.SNAPSHOT, found)
 
     def _add_history(self) -> None:
-        """Writes the spans that ended; on the directory's thread.
+        """Writes the spans that have ended; runs on the thread of the run directory.
 
-        Raises OSError when a span cannot be written; the next call writes it again.
+        Raises OSError if a span cannot be written; the next call writes that span again.
         """
         directory, ended = self._services.directory, self._reducer.series.ended
         while ended:

@@ -1,7 +1,7 @@
 """Reads a run's files into `Readings`, for `nsa-console watchdog`.
 
-It needs no supervisor, and reads runs of this and of the legacy system. The state of a rank comes
-from its pulse, from the supervisor's last sample while that is recent, or from the age of its
+This needs no supervisor, and works for runs of this and of the legacy system. The state of a rank
+comes from its pulse, or from the supervisor's last sample if that is recent, or from the age of its
 records.
 """
 
@@ -36,10 +36,11 @@ ENDING = frozenset(("halting", "stopping", "restarting"))
 
 
 def stall_doubt(run: Path) -> str:
-    """Returns why a run whose records stopped may not be stalled, "" when other files confirm it.
+    """Returns why a run without new records may not be stalled, or "" if no file contradicts it.
 
-    The other files are CSV files, logs and checkpoints. They confirm a stall when the last write
-    was shortly after the newest record, and longer ago than that.
+    The other files are CSV files, logs and checkpoints. They contradict a stall if they were
+    written more than `RECORDS_LATE_S` after the newest record, unless even more time has passed
+    since.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
@@ -52,7 +53,7 @@ def stall_doubt(run: Path) -> str:
 
 
 def _newest(paths: Iterable[Path]) -> tuple[float, Path] | None:
-    """Returns the time and the path of the file that was written last, None without any."""
+    """Returns the time and the path of the newest file, or None if there is no file."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError):
@@ -67,7 +68,7 @@ def _disk(disk: Disk) -> dict[str, float]:
 
 
 class OfflineRun:
-    """A run, or the current run of a launch; `over` says how it ended, "" while it has not."""
+    """A run, or the current run of a launch; `over` says how the run ended, "" before that."""
 
     over, exit_code = "", 0
 
@@ -96,7 +97,7 @@ class OfflineRun:
         self._env = Environment(run, attempt)
 
     def poll(self) -> Readings | None:
-        """Returns the readings of this moment, None before the launch has a run."""
+        """Returns the readings of this moment, or None while the launch has no run."""
         state, run = self._source.poll(), self._source.run_path
         if status_text.is_over(state):
             state = poll_confirmed(RunSource(self._path))
@@ -139,7 +140,7 @@ class OfflineRun:
 
 
 def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | None:
-    """Returns a rank by its pulse, None where the pulse is old or missing."""
+    """Returns the evidence about a rank from its pulse, or None if the pulse is old or missing."""
     last = rank.pulse
     if last is None or last.since_s is None:
         return None
@@ -155,13 +156,13 @@ def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | Non
 
 
 def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvidence, ...]:
-    """Returns the ranks that record steps, all ranks before any does, by their records."""
+    """Returns the evidence from records, for the ranks that record steps (all, until one does)."""
     stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 
 
 def _watch_of(record: Mapping[str, Any]) -> Watch:
-    """Returns the limits in run.json, the defaults where it has none."""
+    """Returns the limits in run.json, or the defaults if run.json has none."""
     try:
         return plan.section(Watch, jsonl.mapping(record, "watch"), rundir.RUN)
     except UsageError:

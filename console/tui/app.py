@@ -1,4 +1,4 @@
-"""The Textual app: it shows the feed's snapshots in one view at a time, and dispatches keys."""
+"""The Textual app: shows the feed's snapshots in one view at a time, and dispatches keys."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
 
 
 def bindings() -> list[Binding]:
-    """Returns the table of keys as bindings; ctrl+c leaves even from a field or a question."""
+    """Returns the key bindings of the table of keys; ctrl+c always exits, even from a field."""
     leave = Binding(LEAVE, "quit_now", keys.KEYS["leave"].help, show=False, priority=True)
     return [leave] + [
         Binding(name, f"key('{key.id}')", key.help, show=False)
@@ -55,7 +55,7 @@ def bindings() -> list[Binding]:
 
 
 class ConsoleApp(App[int], inherit_bindings=False):
-    """The screen. Leaving it changes no run."""
+    """The Textual app. Leaving it changes no run."""
 
     CSS = """
     Screen { layout: vertical; layers: base over; background: ansi_default; color: ansi_default; }
@@ -115,7 +115,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.set_interval(TICK_S, self._tick)
 
     def exit(self, *given: Any, **named: Any) -> None:
-        """Exits, also if the terminal does not read."""
+        """Exits, even if the terminal does not read."""
         if isinstance(self._driver, TerminalDriver):
             self._driver.end_in_time()
         super().exit(*given, **named)
@@ -133,7 +133,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         )  # fmt: skip
 
     def _painted(self) -> None:
-        """Starts reading and garbage collection after the first picture."""
+        """Starts reading and garbage collection after the first picture was drawn."""
         self.feed.start()
         threading.Thread(target=preload, name="preload", daemon=True).start()
         gc.freeze()
@@ -161,11 +161,11 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.feed.allow_next()
 
     def _wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
-        """Returns the series that the view draws; the feed's thread calls it."""
+        """Returns the series that the view draws; the feed's thread calls this method."""
         return self.dashboard.wanted(state, recorded) if self.view_name == "dashboard" else ()
 
     def set_paused(self, paused: bool) -> None:
-        """Pauses or resumes the view; header and alert line stay current."""
+        """Pauses or resumes the view; the header and the alert line are still updated."""
         self.paused = self.feed.paused = self.header.paused = paused
         self.header.redraw()
         if not paused:
@@ -174,13 +174,13 @@ class ConsoleApp(App[int], inherit_bindings=False):
             self.feed.nudge()
 
     def _tick(self) -> None:
-        """Updates ages without a new snapshot."""
+        """Updates the displayed ages, even without a new snapshot."""
         self.answer.tick()
         for panel in (self.header, self.alert):
             panel.redraw()
 
     async def show_view(self, name: str) -> None:
-        """Shows a view; it is made when it is first looked at."""
+        """Shows a view; the widget of a view is created when the view is first shown."""
         if not self.body.is_attached:
             return
         if self.paused and name != self.view_name:
@@ -200,7 +200,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.feed.nudge()
 
     async def action_key(self, key_id: str) -> None:
-        """Calls the method of a key in this view."""
+        """Calls the method of a key in the present view."""
         key = keys.KEYS[key_id]
         if self.overlay is not None:
             work = getattr(self.overlay, f"do_{key_id}", None)
@@ -225,7 +225,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
-        """Shows that a key has no meaning."""
+        """Shows a message that a key has no meaning."""
         bound = {event.key, event.character} & keys.BOUND
         if self.overlay is None and event.is_printable and not bound:
             self.say(f"{event.character} has no function; ? shows the keys", "error")
@@ -237,7 +237,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         return focused is not None and focused.check_consume_key("a", "a")
 
     def on_paste(self, event: Paste) -> None:
-        """Shows that pasted text was ignored: no field has the focus."""
+        """Shows a message that pasted text was ignored, because no field has the focus."""
         self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
 
     def open_overlay(self, overlay: Overlay) -> None:

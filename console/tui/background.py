@@ -1,6 +1,7 @@
 """Runs the operator's actions in daemon threads, and shows each result when it arrives.
 
-Each action has a daemon thread: a directory that does not answer blocks neither keys nor painting.
+Each action has its own thread, so a directory that does not answer blocks neither keys nor
+painting.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LIMIT_S = 20.0
 
 
 class Screen(Protocol):
-    """The part of the app that shows results and the actions under way."""
+    """The part of the app that shows results and the actions in progress."""
 
     pending: list[Pending]
     answer: Answer
@@ -41,7 +42,7 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An action without a result yet. `since` is monotonic."""
+    """An action without a result yet. `since` is a monotonic time."""
 
     label: str
     about: str
@@ -67,9 +68,9 @@ def run_in_background(
     failed: Callable[[str], object] | None = None,
     about: str = "",
 ) -> None:
-    """Runs `work` in a thread; `then` gets its result, `failed` the sentence of its error.
+    """Runs `work` in a thread; `then` gets the result, or `failed` the sentence of the error.
 
-    Without `failed` the screen shows the error. Until then the action is one of `screen.pending`.
+    Without `failed` the screen shows the error. Until the end the action is in `screen.pending`.
     """
     fail = failed or (lambda sentence: screen.say(sentence, "error"))
     pending = Pending(label, about, time.monotonic())
@@ -98,10 +99,10 @@ def run_in_background(
 
 
 def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
-    """Sends a request by `nsa-console do` (or `adopt`) in its own process, and returns the answer.
+    """Sends a request by `nsa-console do` (or `adopt`) in its own process; returns the answer.
 
-    A thread that writes into a frozen directory cannot be ended, and the console could not exit.
-    Raises ContractError with the rejection.
+    A thread that writes into a frozen directory cannot be ended, so the console could not exit.
+    Raises ContractError if the request is rejected.
     """
     from console.supervisor import launch_spec
 

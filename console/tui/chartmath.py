@@ -1,7 +1,7 @@
 """Computes a chart as text: time window, columns, axis bounds, braille or block characters.
 
-A scrolling chart is sent whole with every sample. This one fills from left to right and, when it
-is full, jumps left by a quarter: a sample changes one column.
+A scrolling chart would be sent completely with every sample. This chart fills from left to right
+and, when it is full, jumps left by a quarter of its width; so a sample changes one column.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
-    """Returns start and length of the time that is shown.
+    """Returns the start and the length of the displayed time.
 
-    A length of 0 is the shortest that shows all so far, at most ten minutes.
+    With `span_s` 0 the length is the shortest that shows all points so far, at most ten minutes.
     """
     elapsed = now - first
     auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
@@ -39,13 +39,13 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
 
 
 def window_start(first: float, now: float, span: float) -> float:
-    """Returns where the window begins: at `first`, and then in jumps of a quarter of `span`."""
+    """Returns where the window begins: at `first`, later in jumps of a quarter of `span`."""
     over = now - first - span
     return first if over <= 0 else first + math.ceil(over / (span / 4)) * (span / 4)
 
 
 def bins(points: Sequence[Point], start: float, span: float, count: int) -> list[Bin]:
-    """Returns smallest and largest value of each of `count` columns. Points are sorted by time."""
+    """Returns smallest and largest value in each of `count` columns; points are sorted by time."""
     first, end = (bisect_left(points, (edge, -math.inf)) for edge in (start, start + span))
     ats, values = ([point[index] for point in points[first:end]] for index in (0, 1))
     found: list[Bin] = []
@@ -60,7 +60,7 @@ def bins(points: Sequence[Point], start: float, span: float, count: int) -> list
 
 
 def merge(several: Sequence[list[Bin]]) -> list[Bin]:
-    """Returns the band from the smallest to the largest of several series."""
+    """Returns the band from the smallest to the largest value of several series."""
     merged: list[Bin] = []
     for column in zip(*several, strict=True):
         held = [b for b in column if b is not None]
@@ -69,7 +69,7 @@ def merge(several: Sequence[list[Bin]]) -> list[Bin]:
 
 
 def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:
-    """Returns round bounds around all values: they move rarely, so the chart is redrawn rarely."""
+    """Returns round bounds around all values. They rarely change, so redrawing is rare."""
     known = [b for b in held if b is not None]
     if not known:
         return 0.0, 1.0
@@ -96,7 +96,10 @@ def _round_step(step: float) -> float:
 def levels(
     held: Sequence[Bin], low: float, high: float, count: int
 ) -> list[tuple[int, int] | None]:
-    """Returns the lowest and highest dot of each column, neighbours joined. 0 is the bottom."""
+    """Returns the lowest and highest dot of each column; gaps between neighbours are closed.
+
+    Dot 0 is at the bottom.
+    """
     found: list[tuple[int, int] | None] = []
     before: tuple[int, int] | None = None
     for column in held:
@@ -119,7 +122,7 @@ def _dot(value: float, low: float, high: float, count: int) -> int:
 
 
 def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
-    """Fills short gaps between points by a straight line: rare samples still read as a curve."""
+    """Fills short gaps between points by a straight line: rare samples then form a curve."""
     filled = list(held)
     known = [(index, sum(dots) / 2) for index, dots in enumerate(held) if dots is not None]
     for (first, a), (last, b) in pairwise(known):
@@ -131,7 +134,7 @@ def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
 
 
 def columns_of(mode: Mode, width: int) -> int:
-    """Returns how many columns of values `width` cells hold."""
+    """Returns how many columns of values fit into `width` cells."""
     return width * 2 if mode == "braille" else width
 
 
@@ -147,7 +150,7 @@ def draw(held: Sequence[Bin], low: float, high: float, height: int, mode: Mode) 
 def draw_curves(
     curves: Sequence[list[Bin]], low: float, high: float, height: int, mode: Mode
 ) -> list[str]:  # fmt: skip
-    """Returns `height` lines of cells with all curves; blocks show the band that they span."""
+    """Returns `height` lines of cells with all curves; in block mode, the band that they span."""
     if mode == "block" or len(curves) == 1:
         return draw(merge(curves), low, high, height, mode)
     pictures = [draw(curve, low, high, height, mode) for curve in curves]

@@ -1,6 +1,6 @@
 """The charts of the Dashboard: their series and units, and the choice of those to show.
 
-An operator who chose none gets those with data, in the order of `CATALOG`.
+If the operator has chosen no charts, those with data are shown, in the order of `CATALOG`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: its title, and the series whose band from lowest to highest it draws.
+    """One chart: its title and its series; it draws the band from their lowest to highest value.
 
-    `each` is the kind of thing that has a series of its own: "GPU", "rank" or "layer".
+    `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer".
     """
 
     title: str
@@ -77,9 +77,9 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
 
 
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:
-    """Returns the charts of a run in their order: the operator's, else those with a series.
+    """Returns the charts of a run: those that the operator chose, or else those with a series.
 
-    `recorded` are the names of the series that have points.
+    `recorded` has the names of the series that have points.
     """
     charts = {chart.title: _of_run(chart, state, recorded) for chart in CATALOG}
     if chosen := [charts[title] for title in choice if title in charts]:

@@ -1,4 +1,4 @@
-"""The palette: the table of keys as a list, filtered by the typed words."""
+"""The palette: the keys of the table as a list, filtered by the typed words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SKIPPED = frozenset(
 
 
 def matches(view: str, typed: str) -> list[Key]:
-    """Returns the keys of a view whose texts contain all typed words, in the table's order."""
+    """Returns the keys of a view with all typed words in their texts, in the table's order."""
     words = typed.lower().split()
     return [
         key for key in for_view(view)
@@ -32,7 +32,7 @@ def command_rows(found: list[Key]) -> list[Row]:
 
 
 class Commands(Reader):
-    """A field and the list of keys that match it; enter presses the chosen key."""
+    """A text field and the list of matching keys; enter presses the selected key."""
 
     BINDINGS = [Binding("ctrl+n", "app.key('down')", show=False)]  # noqa: RUF012 - the framework's
     below = 8

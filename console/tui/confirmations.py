@@ -14,7 +14,7 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One button of a question: its word, the action and the arguments of the request."""
+    """One button of a question: its label, the action and the arguments of the request."""
 
     word: str
     action: str
@@ -23,9 +23,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question. The first button is always No; `typed` must be typed before another counts.
+    """A question. The first button is always No; other buttons work only after `typed` was typed.
 
-    `path` is the run or launch that an answer acts on, whatever the screen shows by then.
+    `path` is the run or launch that an answer acts on, even if the screen shows another one by
+    then.
     """
 
     title: str
@@ -40,9 +41,9 @@ class CannotAsk(Exception):
 
 
 def question(state: RunState | None, *actions: Action) -> Question:
-    """Returns the confirmation of actions on the run on the screen, with a button for each.
+    """Returns the confirmation of actions on the displayed run, with one button per action.
 
-    Between two phases an action that ends a run ends the launch. Raises CannotAsk.
+    Between two phases, an action that ends a run ends the launch. Raises CannotAsk.
     """
     state, first = _shown(state), actions[0]
     launch = state.launch
@@ -63,20 +64,20 @@ def question(state: RunState | None, *actions: Action) -> Question:
 
 
 def _choice(action: Action, **args: Any) -> Choice:
-    """Returns the button of an action; it sets the switches of its request."""
+    """Returns the button of an action; the button sets the switches of the request."""
     switches = {each.name: True for each in action.args if not each.metavar}
     return Choice(action.name.capitalize(), action.name, switches | args)
 
 
 def _shown(state: RunState | None) -> RunState:
-    """Returns the run on the screen. Raises CannotAsk when there is none."""
+    """Returns the displayed run. Raises CannotAsk if there is no run."""
     if state is None:
         raise CannotAsk("there is no run; L launches one")
     return state
 
 
 def _end(launch: LaunchState) -> Question:
-    """Returns the confirmation of the end of a launch that waits between two phases."""
+    """Returns the confirmation to end a launch that waits between two phases."""
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
     facts = (("launch", launch.id), ("keeps", "completed phases"), ("not started", rest))
     return Question("Halt this launch here?", facts, launch.path, (_choice(ACTIONS["halt"]),))
@@ -86,7 +87,7 @@ def _end(launch: LaunchState) -> Question:
 
 
 def _of_halt(state: RunState) -> dict[str, str]:
-    """Returns the step, the phases that are not started, and a warning where a rank is stalled."""
+    """Returns facts about a halt: its step, phases not started, a warning about stalled ranks."""
     facts = {}
     if state.step is not None:
         facts["step"] = f"{state.step:,}"
@@ -107,7 +108,7 @@ def _last_checkpoint(state: RunState) -> dict[str, str]:
 
 
 def _of_adopt(state: RunState) -> dict[str, str]:
-    """Returns the phases that follow. Raises CannotAsk where a supervisor lives."""
+    """Returns the phases that follow an adoption. Raises CannotAsk if a supervisor is alive."""
     launch = state.launch
     if launch is None or "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; adopt needs a run without a supervisor")
@@ -124,7 +125,7 @@ FACTS = {
 
 
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
-    """Returns the confirmation of `ack` for the alert with an id and a text."""
+    """Returns the confirmation of `ack` for the alert with this id and text."""
     state, action = _shown(state), ACTIONS["ack"]
     if not alert:
         clears = "this cannot be acknowledged: it clears automatically"

@@ -1,4 +1,4 @@
-"""The launch that the operator prepares, and the flag values of a running launch's next phase."""
+"""The launch that the operator prepares, and the flag values for a running launch's next phase."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
-    """Returns the values of the next phase by flag name, {} after the last phase.
+    """Returns the values of the next phase by flag name, or {} after the last phase.
 
-    These are its flags, else the values of its settings. Raises ContractError.
+    The values come from the flags of the phase, or else from its settings. Raises ContractError.
     """
     if not launch.rest:
         return {}
@@ -36,7 +36,8 @@ class Draft:
     """A launch in preparation: a plan with the operator's flags, and the result of its preflight.
 
     A launch from the screen waits for confirmation between phases unless the operator chooses `go`.
-    `prepared` and `trouble` are the result of the newest check, `checked` its options.
+    `prepared` and `trouble` are the result of the newest check; `checked` has the options of that
+    check.
     """
 
     def __init__(self, plan_name: str, root: Path):
@@ -49,13 +50,13 @@ class Draft:
         self.checked: Any = None
 
     def choose(self, plan_name: str) -> None:
-        """Prepares another plan from now on, without flags."""
+        """Selects another plan for the draft, without flags."""
         if plan_name != self.plan_name:
             self.plan_name, self.flags, self.prepared, self.trouble = plan_name, {}, None, ""
         self.is_chosen = True
 
     def offer(self, plan_name: str) -> None:
-        """Prepares the plan of the run on the screen, unless the operator has chosen one."""
+        """Selects the plan of the displayed run, unless the operator has chosen a plan."""
         if plan_name and not self.is_chosen and not self.flags:
             self.choose(plan_name)
             self.is_chosen = False
@@ -67,14 +68,14 @@ class Draft:
 
     @property
     def is_checked(self) -> bool:
-        """True if the result belongs to the options that are chosen now."""
+        """True if the result of the check belongs to the options that are chosen now."""
         held = self.checked
         return held is not None and (held.plan, held.flags, held.between) == (
             self.plan_name, self.flags, self.between,
         )  # fmt: skip
 
     def take(self, options: Any, prepared: Any, trouble: str) -> None:
-        """Stores the result of a check; after an error the last plan that was readable stays."""
+        """Stores the result of a check; after an error, the last readable plan remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
         if prepared is None and not self.is_chosen and self.plan_name != DEFAULT_PLAN:
@@ -89,7 +90,7 @@ class Draft:
         return self.prepared.checks if self.prepared is not None else ()
 
     def planned_flags(self) -> Mapping[str, str]:
-        """Returns the values of the first phase: flags of the plan, else settings."""
+        """Returns the values of the first phase: the flags of the plan, or else its settings."""
         if self.prepared is None:
             return {}
         from console.sources.json_documents import flag_settings  # not for the first picture

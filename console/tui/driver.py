@@ -37,9 +37,9 @@ RESTORE = (
 
 
 class TerminalDriver(LinuxDriver):
-    """Exits at once when the terminal is gone, and within `GRACE_S` of a key or signal that ends.
+    """Exits at once when the terminal is gone, and within `GRACE_S` after a key or signal to exit.
 
-    Also when the terminal reads nothing, which blocks the writer and then the event loop.
+    This also works if the terminal reads nothing, which blocks the writer and then the event loop.
     """
 
     def __init__(self, *given: Any, **named: Any):
@@ -56,7 +56,7 @@ class TerminalDriver(LinuxDriver):
         self._bursts, self._notified_at, self._ignored = Bursts(), 0.0, False
 
     def close(self) -> None:
-        """Waits for the writer; where the terminal is being restored without it, for that too."""
+        """Waits for the writer thread; if another thread restores the terminal, also for that."""
         super().close()
         if self._late is not None:
             self._late.join()
@@ -71,7 +71,7 @@ class TerminalDriver(LinuxDriver):
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
     def run_input_thread(self) -> None:
-        """Reads keys until the driver stops; bytes that are no UTF-8 are replaced."""
+        """Reads keys until the driver stops; bytes that are not valid UTF-8 are replaced."""
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         while not self.exit_event.is_set():
@@ -93,7 +93,7 @@ class TerminalDriver(LinuxDriver):
             self._accept(list(parser.tick()))
 
     def _accept(self, messages: Sequence[Message]) -> None:
-        """Passes on what was typed, without the keys that count for nothing in a burst."""
+        """Passes on typed keys, except keys in a burst, which do not count."""
         together = sum(isinstance(message, Key) for message in messages) > 1
         for message in messages:
             if not isinstance(message, Key) or self._bursts.accepts(
@@ -104,7 +104,7 @@ class TerminalDriver(LinuxDriver):
                 self._say_ignored()
 
     def _say_ignored(self) -> None:
-        """Shows that input is ignored, at once and again when the burst is over."""
+        """Shows that input is ignored: at once, and again when the burst has ended."""
         self._ignored = True
         if (now := time.monotonic()) - self._notified_at >= TOLD_S:
             self._notified_at = now
@@ -117,7 +117,7 @@ class TerminalDriver(LinuxDriver):
     # --- the ways out --------------------------------------------------------------------------
 
     def end_in_time(self) -> None:
-        """Ends the process if it is still there after `GRACE_S`; called when it begins to exit."""
+        """Ends the process if it still exists after `GRACE_S`; called when the exit begins."""
 
         def wait() -> None:
             time.sleep(GRACE_S)
@@ -126,18 +126,18 @@ class TerminalDriver(LinuxDriver):
         _thread(wait)
 
     def _end_with_terminal(self) -> None:
-        """Waits for the hang-up of the terminal; there is nothing left to restore then."""
+        """Waits for the hang-up of the terminal, then ends the process without restoring it."""
         poll = select.poll()
         poll.register(self.fileno, 0)
         poll.poll()
         os._exit(0)
 
     def _on_signal(self, *_: object) -> None:
-        """Python runs this also while the loop is blocked, and the loop's own handler if it can."""
+        """Ends the process in time; Python calls this handler even if the loop is blocked."""
         self.end_in_time()
 
     def _end_now(self) -> None:
-        """Ends a process whose loop did not, because the terminal reads nothing.
+        """Ends a process whose loop did not end, because the terminal reads nothing.
 
         Pending output is dropped and the writer redirected to /dev/null, so that the terminal has
         room for `RESTORE`. Typed input is dropped too, because the shell would run it.
@@ -159,7 +159,7 @@ class TerminalDriver(LinuxDriver):
         os._exit(0)
 
     def _wait_until_drained(self) -> None:
-        """Waits until the writer has dropped what it held, which would undo the restoring."""
+        """Waits until the writer has dropped its pending output, which would undo the restoring."""
         end, writer = time.monotonic() + RESTORE_S, self._writer_thread
         time.sleep(RESTORE_S / 10)
         while writer is not None and writer._queue.qsize() and time.monotonic() < end:

@@ -1,7 +1,7 @@
 """Polls the run for the screen in one thread; delivers an immutable snapshot each second.
 
-A thread of our own, a daemon: a directory that does not answer blocks neither the screen nor
-its exit (the interpreter waits for the threads of an executor).
+The thread is a separate daemon thread: a directory that does not answer blocks neither the screen
+nor its exit (at exit, the interpreter waits for the threads of an executor).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json"
 
 @dataclass(frozen=True, slots=True)
 class ScreenData:
-    """The data of one moment. `at` is monotonic, `now` unix seconds.
+    """The data of one moment. `at` is a monotonic time, `now` is in unix seconds.
 
-    `recorded` are the names of all series of the run, `charts` the points of those that are shown.
+    `recorded` has the names of all series of the run; `charts` has the points of the displayed
+    series.
     """
 
     at: float
@@ -62,7 +63,7 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest launch under `root` that still lives, else the newest, None without."""
+    """Returns the newest living launch in `root`, or else the newest launch, or None."""
     from console.sources import launch_documents, launches
 
     found = launches.launches(root)[:50]
@@ -77,9 +78,10 @@ def find_newest(root: Path) -> Path | None:
 
 
 class Feed:
-    """Owns the source. `deliver` is called in the feed's thread and must only pass on.
+    """Owns the source. `deliver` is called in the feed's thread and must only pass the snapshot on.
 
-    The next one is made only after `allow_next()`: a slow screen skips samples, no queue grows.
+    The next snapshot is made only after `allow_next()`: a slow screen skips samples, and no queue
+    grows.
     """
 
     def __init__(
@@ -128,14 +130,14 @@ class Feed:
         self._nudged.set()
 
     def allow_next(self) -> None:
-        """Allows the next snapshot: the last one is shown."""
+        """Allows the next snapshot, because the last one is displayed."""
         self._taken.set()
 
     @property
     def silent_s(self) -> float:
-        """Time for which the read that is under way has waited for the run directory, 0 for none.
+        """Time for which the present read has waited for the run directory, or 0 without a read.
 
-        The feed's thread sets it, so a busy screen does not look like a silent directory.
+        The feed's thread sets this value, so a busy screen does not look like a silent directory.
         """
         since = self._reading_since
         return time.monotonic() - since if since is not None else 0.0
@@ -166,7 +168,7 @@ class Feed:
         return ScreenData(at, time.time(), self._state, trouble=text)
 
     def take(self) -> ScreenData:
-        """Reads once."""
+        """Reads once and returns the data."""
         from console.plans.gate_check import poll_confirmed
 
         at, now = time.monotonic(), time.time()

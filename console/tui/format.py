@@ -10,12 +10,12 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def span(seconds: float | None) -> str:
-    """Returns for how long something has lasted: as `age`, but `<1s` for what just began."""
+    """Returns how long something has lasted: like `age`, but `<1s` for less than a second."""
     return "<1s" if seconds is not None and 0 <= seconds < 1 else age(seconds)
 
 
 def eta(seconds: float | None) -> str:
-    """Returns a time to go, coarse enough not to flicker: `20s`, `1m30`, `19h04`."""
+    """Returns a remaining time, rounded so that it does not flicker: `20s`, `1m30`, `19h04`."""
     if seconds is None or not math.isfinite(seconds):
         return DASH
     seconds = max(0.0, seconds)
@@ -54,7 +54,7 @@ def short(value: float | None) -> str:
 
 
 def figure(value: float, unit: str) -> str:
-    """Returns a figure in its unit; losses and entropies with three decimals, as they are read."""
+    """Returns a figure with its unit; losses and entropies have three decimals."""
     if not math.isfinite(value):
         return str(value)
     if unit in ("nats", "nats/token"):
@@ -75,7 +75,7 @@ def figure(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a measured duration: `0.80 s`, `12 ms`, `74 s`."""
+    """Returns a measured duration as text: `0.80 s`, `12 ms`, `74 s`."""
     if seconds >= 90:
         return age(seconds)
     if seconds >= 10:

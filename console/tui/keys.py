@@ -1,7 +1,7 @@
 """The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-The keys of actions are rows of `console.action_table`. Each other key is a row here, and a method
-`do_<id>` of each view that has it, or of the app.
+The keys of actions are rows of `console.action_table`. Every other key is a row here, and a method
+`do_<id>` of the app or of each view that has the key.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LISTS = ("launch", "stall", "logs")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. The footer shows its `label`, unless that is ""; the highest weights stay longest.
+    """One key. The footer shows its `label` unless that is ""; highest weights are dropped last.
 
-    `button` is its word on the action bar, `actions` are the actions that it asks about.
+    `button` is the label on the action bar; `actions` are the actions that the key asks about.
     """
 
     id: str
@@ -37,12 +37,12 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The first of its keys as the footer and the help write it."""
+        """The first of the row's keys, as the footer and the help write it."""
         return NAMES.get(self.keys[0], self.keys[0])
 
     @property
     def asks(self) -> str:
-        """The cost of its actions in short, "" for a key that asks nothing."""
+        """The cost of the key's actions in short, or "" for a key that asks for no confirmation."""
         if not self.actions:
             return ""
         word, text = self.actions[0].cost
@@ -50,7 +50,7 @@ class Key:
 
     @property
     def question(self) -> Callable[[RunState | None], Question] | None:
-        """Returns the confirmation for the run on the screen; None if the app asks its own."""
+        """Returns the confirmation for the displayed run; None if the app makes another one."""
         if not self.actions or not self.actions[0].title:
             return None
         return lambda state: confirmations.question(state, *self.actions)
@@ -63,7 +63,7 @@ NAMES = {
 
 
 def _of_actions(key: str) -> Key:
-    """Returns the row of a key that asks about one action, or about several to choose from."""
+    """Returns the row of a key that asks about one action, or about a choice of several actions."""
     actions = tuple(action for action in action_table.TABLE if action.key == key)
     first = actions[0]
     return Key(
@@ -127,5 +127,5 @@ BUTTONS: tuple[tuple[str, str], ...] = tuple(
 
 
 def for_view(view: str) -> tuple[Key, ...]:
-    """Returns the keys that do something in a view, in the order of the table."""
+    """Returns the keys that have a function in a view, in the order of the table."""
     return tuple(key for key in TABLE if view in key.views)

@@ -1,4 +1,4 @@
-"""Asks for confirmation, then sends requests and launches in background threads."""
+"""Asks for confirmation, then sends requests and starts launches in background threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Request = Callable[[Path, str, Mapping[str, Any]], str]
 
 
 def preload(wait_s: float = 0.5) -> None:
-    """Imports the modules of `LATER` in a thread beside the screen, with pauses for the keys."""
+    """Imports the modules of `LATER` in a background thread, with pauses for the keys."""
     for name in LATER:
         time.sleep(wait_s)
         import_module(name)
@@ -56,7 +56,7 @@ class Screen(background.Screen, Protocol):
 
 
 class Operator:
-    """Asks, sends requests and launches. A key's method is `do_<id>`.
+    """Asks questions, sends requests and starts launches. A key's method is `do_<id>`.
 
     `actions` is `console.actions`, imported when it is first needed; `request` sends a request and
     returns the answer.
@@ -71,7 +71,7 @@ class Operator:
 
     @property
     def _state(self) -> RunState | None:
-        """The run on the screen."""
+        """The displayed run."""
         return self._screen.snapshot.state if self._screen.snapshot else None
 
     # --- confirmations and requests ------------------------------------------------------------
@@ -81,7 +81,7 @@ class Operator:
         make: Callable[[RunState | None], Question],
         then: Callable[[Choice], object] | None = None,
     ) -> None:
-        """Opens the question that `make` returns for the run on the screen, or says why not."""
+        """Opens the question that `make` returns for the displayed run, or shows why it cannot."""
         from console.tui.widgets.confirm import Confirm
 
         try:
@@ -97,7 +97,7 @@ class Operator:
         self.send(path, choice.action, dict(choice.args))
 
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
-        """Sends a request to a supervisor, beside the screen, and shows the answer."""
+        """Sends a request to a supervisor in the background, and shows the answer."""
         self._screen.say(f"{action}: sent …", "wait")
         work = partial(self._request, path, action, args)
         run_in_background(self._screen, action, work, self._screen.say, about=path.name)
@@ -108,7 +108,7 @@ class Operator:
         self.ask(lambda state: confirmations.acknowledge(state, alert, text))
 
     def set_flag(self, launch: LaunchState, name: str, value: str | None) -> None:
-        """Sends the change of a flag for the next phase; None undoes the change."""
+        """Sends a changed flag for the next phase; None as value undoes the change."""
         if not launch.rest:
             self._screen.say(f"{launch.id} has no next phase: {name} would have no effect", "error")
             return
@@ -117,9 +117,9 @@ class Operator:
     # --- launching -----------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Checks the draft beside the screen, one check at a time; nothing is written.
+        """Checks the draft in the background, one check at a time; writes nothing.
 
-        A change during a check starts another one at its end, and the older result is not used.
+        A change during a check starts another check at its end, and the older result is not used.
         """
         screen, draft = self._screen, self._screen.draft
         if self._pending("check"):
@@ -140,14 +140,14 @@ class Operator:
         return next((each for each in self._screen.pending if each.label == label), None)
 
     def _is_starting(self) -> bool:
-        """Returns whether a launch has no result yet; shows that on the screen too."""
+        """Returns whether a launch has no result yet; if so, also shows that on the screen."""
         if held := self._pending("launch"):
             text = f"the launch of {held.about} is still starting ({age(held.waited_s)}); its "
             self._screen.say(f"{text}result will be shown here", "error")
         return held is not None
 
     async def do_launch(self) -> None:
-        """Asks whether to start the next phase of a launch that waits, or else the draft."""
+        """Asks whether to start the next phase of a waiting launch, or else the draft."""
         screen, state = self._screen, self._state
         if self._is_starting():
             return
@@ -173,7 +173,7 @@ class Operator:
         self._screen.run_worker(self._screen.show_view("dashboard"))
 
     def _launch(self, options: Any, plan: Any) -> None:
-        """Launches `plan` as it was checked and confirmed, or nothing."""
+        """Launches `plan` as it was checked and confirmed; if it has changed, launches nothing."""
         screen, actions = self._screen, self.actions
         if self._is_starting():
             return

@@ -1,6 +1,7 @@
-"""Tells typed keys from pasted text where the terminal does not mark a paste.
+"""Distinguishes typed keys from pasted text if the terminal does not mark a paste.
 
-In a burst nobody can read what a key opened before the next key arrives, so that key does not act.
+In a burst, nobody can read what one key opened before the next key arrives; so the next key has no
+effect.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Bursts:
         self._in_a_row = 0
 
     def is_pasting(self, now: float) -> bool:
-        """Returns whether input at `now` belongs to a paste, and then extends the paste."""
+        """Returns whether input at `now` belongs to a paste; if so, extends the paste."""
         if self._in_a_row <= PASTE_KEYS or now - self._last >= QUIET_S:
             return False
         self._last = now
         return True
 
     def accepts(self, key: Key, now: float, together: bool, in_field: bool) -> bool:
-        """Says whether a key counts; in a text field all but enter are text.
+        """Returns whether a key counts; in a text field, all keys except enter count as text.
 
         `together` says that other keys came in the same read.
         """

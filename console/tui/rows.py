@@ -1,4 +1,4 @@
-"""Rows of styled text as plain data, and how two of them differ. No Textual, no terminal."""
+"""Rows of styled text as plain data, and how two rows differ. No Textual, no terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def text_of(row: Row) -> str:
 
 
 def width_of(row: Row) -> int:
-    """Returns how many cells the row takes."""
+    """Returns the width of the row in cells."""
     return sum(cell_len(text) for text, _ in row)
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
-    """Returns at most `width` cells of `text`; what was cut is marked."""
+    """Returns at most `width` cells of `text`; an ellipsis marks a cut."""
     if width <= 0:
         return ""
     if cell_len(text) <= width:
@@ -32,14 +32,14 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def fill(text: str, width: int, right: bool = False) -> str:
-    """Returns exactly `width` cells: cut, or padded (on the left for `right`)."""
+    """Returns exactly `width` cells: cut, or padded (on the left if `right` is set)."""
     text = cut(text, width)
     blank = " " * (width - cell_len(text))
     return blank + text if right else text + blank
 
 
 def safe(row: Row) -> Row:
-    """Returns a row without control, escape and direction characters: the last line of defence."""
+    """Returns a row without control, escape and direction characters, as a last protection."""
     if all(text.isprintable() for text, _ in row):
         return row
     return tuple(
@@ -48,7 +48,7 @@ def safe(row: Row) -> Row:
 
 
 def clip(row: Row, width: int) -> Row:
-    """Returns at most `width` cells of a row, the cut marked by an ellipsis."""
+    """Returns at most `width` cells of a row; an ellipsis marks a cut."""
     if width_of(row) <= width:
         return row
     kept: list[Span] = []
@@ -63,13 +63,13 @@ def clip(row: Row, width: int) -> Row:
 
 
 def labelled(label: Span, lines: Iterable[str], style: str = "") -> list[Row]:
-    """Returns one row per line: the label before the first, blanks before the others."""
+    """Returns one row per line: the label before the first line, spaces before the others."""
     blank = (" " * cell_len(label[0]), "")
     return [(blank if index else label, (line, style)) for index, line in enumerate(lines)]
 
 
 def spread(left: Row, right: Row, width: int) -> Row:
-    """Returns two parts at the ends of a row; where both do not fit, `right` is left out."""
+    """Returns two parts at the ends of a row; if both do not fit, `right` is left out."""
     gap = width - width_of(left) - width_of(right)
     if gap < 1:
         return clip(left, width)
@@ -80,7 +80,7 @@ def rule(
     title: str, width: int, right: str = "", focused: bool = False, line: str = "─",
     detail: str = "",
 ) -> Row:  # fmt: skip
-    """Returns the heading of a panel: a line with a title, its detail, and a note at the end."""
+    """Returns the heading of a panel: a rule with a title, a detail, and a note at its end."""
     head: Row = ((f"{title} ", "focus" if focused else "title"),) if title else ()
     head = (*head, (f"{detail} ", "dim")) if detail else head
     right = cut(right, width - width_of(head) - 3)
@@ -92,7 +92,7 @@ def rule(
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
-    """Breaks text at spaces into lines of at most `width` cells, at most `limit` of them."""
+    """Breaks text at spaces into at most `limit` lines of at most `width` cells."""
     text = " ".join(text.split())
     if not text:
         return []
@@ -102,8 +102,10 @@ def wrap(text: str, width: int, limit: int = 99) -> list[str]:
 
 
 def flow(text: str, first: int, width: int, limit: int) -> list[str]:
-    """Breaks text at spaces into at most `limit` lines: the first of `first` cells at most, the
-    others of `width`; the last one is cut where the text is longer."""
+    """Breaks text at spaces into at most `limit` lines; the last line is cut if the text is longer.
+
+    The first line has at most `first` cells, the others at most `width`.
+    """
     text = " ".join(text.split())
     if cell_len(text) <= first or limit == 1:
         return [cut(text, first)]
@@ -112,7 +114,7 @@ def flow(text: str, first: int, width: int, limit: int) -> list[str]:
 
 
 def flowed(parts: Iterable[Row], width: int, gap: int = 3) -> list[Row]:
-    """Returns rows of as many parts as fit, none of them broken."""
+    """Returns rows that contain as many parts as fit; no part is broken."""
     rows: list[Row] = []
     for part in parts:
         joined = (*rows[-1], (" " * gap, ""), *part) if rows else part
@@ -124,10 +126,10 @@ def flowed(parts: Iterable[Row], width: int, gap: int = 3) -> list[Row]:
 
 
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
-    """Breaks text into lines of at most `width` cells, at spaces where there are any; blanks stay.
+    """Breaks text into lines of at most `width` cells, at spaces if there are any; spaces remain.
 
-    Unlike `wrap` it keeps the spacing of the text: logs are often tables. A space before `first`
-    (the middle of the line) is none to break at.
+    Unlike `wrap` it does not change the spacing of the text, because logs are often tables. It does
+    not break at a space before `first` (the middle of the line).
     """
     lines: list[str] = []
     while cell_len(text) > width and len(lines) < limit - 1:
@@ -144,9 +146,9 @@ Part = tuple[int, Sequence[Row]]
 
 
 def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
-    """Joins parts with `gap` blanks; what does not fit is shortened, the least important first.
+    """Joins parts with `gap` blanks; if they do not fit, the least important are shortened first.
 
-    What does not fit in its last form either goes away, again the least important first.
+    A part whose shortest form still does not fit is left out, again the least important first.
     """
     chosen = [0] * len(parts)
     order = sorted(range(len(parts)), key=lambda i: parts[i][0])
@@ -169,7 +171,7 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 
 
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
-    """Returns the first cell that differs and the one after the last, None when nothing does."""
+    """Returns the first differing cell and the end of the last one, or None if rows are equal."""
     if old == new:
         return None
     a, b = _cells(old, width), _cells(new, width)
@@ -180,7 +182,7 @@ def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
 
 
 def _cells(row: Row, width: int) -> list[Span]:
-    """Returns one entry a cell; of another length when a character is not one cell wide."""
+    """Returns one entry per cell; the length differs if a character is not one cell wide."""
     cells = [(char, style) for text, style in row for char in text]
     if len(cells) > width:
         return cells[:width] if width_of(row) == len(cells) else []
@@ -190,7 +192,7 @@ def _cells(row: Row, width: int) -> list[Span]:
 
 
 def columns(cells: Iterable[tuple[str, int, str]], gap: str = " ") -> Row:
-    """Returns a table row; a cell is (text, width, style), a negative width aligns right."""
+    """Returns a table row; a cell is (text, width, style), and a negative width aligns right."""
     row: list[Span] = []
     for text, width, style in cells:
         if row:

@@ -1,6 +1,6 @@
 """Saves copied text or a traceback in a file of the user's state directory.
 
-A copy needs a file too, because a terminal does not answer OSC 52.
+A copy is also saved in a file, because a terminal does not confirm OSC 52.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from trainers.contract import environ, rundir
 
 
 def save(name: str, text: str) -> Path:
-    """Writes a file of that name in the state directory of the user; returns it. Raises OSError."""
+    """Writes a file into the user's state directory; returns its path. Raises OSError."""
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     folder = Path(state) / "nsa-console"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Styles by name: the terminal's own sixteen colours; every state also has a word or a sign."""
+"""Styles by name, in the terminal's own sixteen colours; every state also has a word or a sign."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ascii_only = False
 
 
 def drawn(text: str) -> str:
-    """Returns text as the terminal can show it, cell for cell."""
+    """Returns text as the terminal can display it, with the same number of cells."""
     if not ascii_only or text.isascii():
         return text
     return "".join(c if c.isascii() else "?" for c in text.translate(PLAIN))

@@ -1,4 +1,4 @@
-"""The abilities of the terminal, read from the environment once."""
+"""The abilities of the terminal, read once from the environment."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Terminal:
 
 
 def detect(environment: Mapping[str, str], mouse: bool | None) -> Terminal:
-    """Returns what the environment says; `mouse` decides when it is not None.
+    """Returns the terminal that the environment describes; `mouse` overrides it unless None.
 
-    The mouse is off over SSH: terminals that reattach lose its mode, and selecting text needs it.
+    The mouse is off over SSH: a terminal that reattaches loses its mouse mode, and selecting text
+    needs the mouse off.
     """
     term = environment.get("TERM", "")
     locale = next(

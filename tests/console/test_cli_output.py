@@ -89,8 +89,8 @@ def test_a_launch_says_once_what_its_preflight_warns_of_and_its_data_stay_data(t
         assert (done.returncode, json.loads(done.stdout)["path"]) == (0, str(path))
         (line,) = [line for line in done.stderr.splitlines() if "NCCL_DEBUG" in line]
         assert line == (
-            "nsa-console: warning: shell: passed from the shell: NSA_LR; not passed: NCCL_DEBUG; "
-            "to pass one, add --flag NCCL_DEBUG=VALUE"
+            "nsa-console: warning: shell: handed to the training: NSA_LR; not handed to the "
+            "training: NCCL_DEBUG; to set one, add --flag NCCL_DEBUG=VALUE"
         )
     finally:
         end(path)

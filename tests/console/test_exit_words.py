@@ -130,7 +130,7 @@ def test_a_kill_of_a_loader_follows_the_error_of_its_rank():
     lost = "RuntimeError: DataLoader worker (pid(s) 812) exited unexpectedly"
     sentence = why(RankEnd(0, 1, None, 5, log=lost), oom=counted(1, 4))
     assert sentence.startswith(
-        f"rank 0: {lost} at step 5 (code 1); the kernel killed a process for"
+        f"rank 0: {lost} at step 5 (code 1); the kernel killed a process because"
     )
 
 

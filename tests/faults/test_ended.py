@@ -155,7 +155,7 @@ def test_a_rank_that_is_dead_and_not_reaped_is_not_alive(scene, run):
     try:
         words = scene.inject(run, lambda: os.kill(victim, signal.SIGKILL), verdict_of("exited"))
         assert process.state(victim) == "Z"
-        assert "rank 1 exited and was not reaped" in words
+        assert "but its parent has not reaped it" in words
     finally:
         os.kill(agent, signal.SIGCONT)
     run.wait_end()

@@ -350,7 +350,7 @@ def test_a_source_without_data_is_a_sentence(tmp_path, case):
 
 def test_rows_without_text_end_in_a_sentence_and_in_no_endless_loop(tmp_path):
     pq.write_table(pa.table({"text": pa.array([None] * 9, pa.string())}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="has no token"):
+    with pytest.raises(DataError, match="contains no text to train on"):
         stream_of(tmp_path, "parquet").read(1, 0, 1)
 
 

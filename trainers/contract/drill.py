@@ -25,12 +25,12 @@ _WORD = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """How a fault shows itself in a run of two ranks, and the right reactions of an operator.
+    """How a fault shows in a run of two ranks, and which reactions of an operator are right.
 
-    It shows as the `cause` of a verdict in this `phase`, as the state in which the run `ends`, or
-    as an `alert`. One without any of them shows in figures only, or after minutes, and is not
-    scored. `right` are actions, and "resume" for a rank that steps again by itself; () where no
-    reaction is needed.
+    The fault shows as a verdict with this `cause` in this `phase`, as the state in which the run
+    `ends`, or as an `alert`. A fault with none of these shows only in figures, or only after
+    minutes, and is not scored. `right` has the right actions; "resume" means that the rank steps
+    again without an action, () that no reaction is needed.
     """
 
     cause: str = ""
@@ -46,7 +46,7 @@ STALLS = ("stop", "kill")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One fault. `amount` is the default of SECONDS; None: the kind accepts none."""
+    """One kind of fault. `amount` is the default of SECONDS; None if the kind accepts none."""
 
     about: str
     amount: float | None = None
@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One fault of one rank (None: of all) at an optimizer step; `str` returns its grammar."""
+    """One fault at an optimizer step, on one rank (None: on all); `str` returns its grammar."""
 
     kind: str
     step: int
@@ -105,7 +105,7 @@ class Drill:
 
 
 def parse(text: str, named: str) -> tuple[Drill, ...]:
-    """Returns the drills in `text`, none for "". Raises UsageError that begins with `named`."""
+    """Returns the drills in `text`. Raises UsageError; its sentence begins with `named`."""
     return tuple(_one(word.strip(), named) for word in text.split(",")) if text else ()
 
 

@@ -49,7 +49,7 @@ UNSEEN = "  (not available: faulthandler shows the 100 newest threads only)\n"
 
 
 def ignore() -> None:
-    """Ignores the dump signals until `install`; children inherit this through exec."""
+    """Ignores the dump signals until `install`; child processes inherit this through exec."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(LAST_RESORT, signal.SIG_IGN)
 
@@ -59,10 +59,10 @@ def _woken(_number: int, _frame: FrameType | None) -> None:
 
 
 def _flight_record() -> str:
-    """Returns torch's collective flight record as JSON, "" without one.
+    """Returns torch's collective flight record as JSON, or "" if there is none.
 
-    NCCL has a recorder of its own (`_dump_nccl_trace_json`). It is not asked: it queries CUDA
-    events, and a query that hangs with the GIL would stop the rank. So a NCCL rank has no entries.
+    NCCL has its own recorder (`_dump_nccl_trace_json`), which is not read: it queries CUDA events,
+    and a query that hangs with the GIL would stop the rank. So a NCCL rank has no entries.
     """
     torch = sys.modules.get("torch")
     distributed = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
@@ -77,7 +77,7 @@ def _flight_record() -> str:
 
 
 def _scratch() -> int:
-    """Returns a file in memory, or a temporary one where Python or the kernel has no memfd."""
+    """Returns a file in memory, or a temporary file if Python or the kernel has no memfd."""
     try:
         return os.memfd_create("nsa-dump", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
@@ -88,8 +88,9 @@ def _scratch() -> int:
 class StackDumper:
     """Owns SIGUSR1 and `LAST_RESORT` of this process; install it in the main thread.
 
-    The dump goes to `live`, which is in memory, so a frozen run directory cannot block it. `later`
-    runs a function that may block; it copies the dump to `stackdump_rank{R}.txt` of the run.
+    The dump goes to `live`, a file in memory, so a frozen run directory cannot block the dump.
+    `later` runs a function that may block; that function copies the dump to the run directory as
+    `stackdump_rank{R}.txt`.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class StackDumper:
         self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Registers both signals; a native crash writes its stack to stderr from here on."""
+        """Registers both signals; from now on a native crash writes its stack to stderr."""
         if not faulthandler.is_enabled():
             # Only the crashing thread: the frames of the others may change meanwhile.
             faulthandler.enable(STDERR, all_threads=False)
@@ -125,7 +126,7 @@ class StackDumper:
         os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals from here on: a dump while Python exits would kill the process."""
+        """Ignores both signals from now on: a dump while Python exits would kill the process."""
         if self._thread.ident is None:
             return
         self._unregister()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ContractError(Exception):
-    """Base of all errors here; `nsa-console` returns its `exit_code`."""
+    """Base class of all errors here; `nsa-console` exits with its `exit_code`."""
 
     exit_code = 5
 
@@ -31,7 +31,7 @@ class RefusedError(ContractError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?` or, without a near match, the known words, "" without any."""
+    """Returns `; did you mean X?`, or the known words if none is similar."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:

@@ -1,8 +1,8 @@
 """The registry of environment flags. The trainer, forms and help read it.
 
-A flag of ours overrides one key of the settings: a row in `OWN` names both, and `trainers.schema`
-has the type, limits, default and help of the key. Flags of libraries (NCCL, CUDA, OpenMP) are
-passed on and recorded.
+A flag of this project overrides one key of the settings: a row in `OWN` names the flag and the key,
+and `trainers.schema` has the type, limits, default and help of the key. Flags of libraries (NCCL,
+CUDA, OpenMP) are handed to the training and recorded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ LEAST = {"OMP_NUM_THREADS": 1}
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One environment variable. `default` is that of the settings, "" for a library's flag."""
+    """One environment variable. `default` is that of the setting, or "" for a library's flag."""
 
     name: str
     key: Key
@@ -78,7 +78,7 @@ class Flag:
 
     @property
     def group(self) -> str:
-        """The section of the settings (those of the training are one group), or "library"."""
+        """The group of the flag: the section of its setting, "training", or "library"."""
         section = self.setting.partition(".")[0] or "library"
         return "training" if section in ("train", "optim", "scaler") else section
 
@@ -107,7 +107,7 @@ FLAGS: dict[str, Flag] = {flag.name: flag for flag in TABLE}
 
 
 def lookup(name: str) -> Flag:
-    """Returns the flag of that name. Raises UsageError with the nearest one."""
+    """Returns the flag of that name. Raises UsageError with the most similar name."""
     flag = FLAGS.get(name)
     if flag is None:
         raise UsageError(f"there is no flag {name!r}{did_you_mean(name, FLAGS)}")
@@ -115,7 +115,7 @@ def lookup(name: str) -> Flag:
 
 
 def parse(name: str, text: str) -> Value:
-    """Returns the value of a flag. Raises UsageError that says what would be right."""
+    """Returns the value of a flag. Raises UsageError with the accepted values."""
     flag, text = lookup(name), text.strip()
     try:
         value = convert(text, flag.kind, flag.key.low, flag.key.high)
@@ -129,7 +129,7 @@ def parse(name: str, text: str) -> Value:
 
 
 def expected(flag: Flag) -> str:
-    """Returns in words which values a flag takes."""
+    """Returns a text with the values that a flag accepts."""
     if flag.setting == DRILL:
         return drill.GRAMMAR
     return (
@@ -138,12 +138,12 @@ def expected(flag: Flag) -> str:
 
 
 def format_value(value: Value) -> str:
-    """Returns the text of a value in the environment."""
+    """Returns a value as text for the environment."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def check_names(environment: Mapping[str, str]) -> None:
-    """Raises UsageError for an unknown `NSA_*` variable; a typo would have no effect."""
+    """Raises UsageError for an unknown `NSA_*` variable, because a typo would have no effect."""
     known = {*FLAGS, *CONTRACT_NAMES, *ALERT_NAMES}
     for name in environment:
         if name.startswith(OWN_PREFIX) and name not in known:
@@ -153,7 +153,7 @@ def check_names(environment: Mapping[str, str]) -> None:
 
 
 def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the flags that a launch copies from the operator's shell: our own and the GPUs.
+    """Returns the flags that a launch copies from the operator's shell: `NSA_*` and the GPUs.
 
     Variables of other libraries may be set there for other reasons. Raises UsageError.
     """

@@ -18,7 +18,7 @@ TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Returns the line of a record, shortened to 4 KiB; `cut` names the shortened field."""
+    """Returns the line of a record, cut to 4 KiB; its key `cut` names the shortened field."""
     line = jsonl.encode(record)
     if len(line) <= jsonl.MAX_HEARTBEAT_BYTES:
         return line
@@ -38,7 +38,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def accept(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the record where it is a heartbeat of this version, else None."""
+    """Returns the record if it is a heartbeat of this version, or else None."""
     if any(jsonl.integer(record, key) is None for key in REQUIRED_INTEGERS):
         return None
     if record["v"] != VERSION:

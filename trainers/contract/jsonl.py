@@ -28,7 +28,7 @@ NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with non-finite floats replaced by their names, as JSON has none."""
+    """Returns the value with each non-finite float as its name, because JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
 
 
 def _foreign(value: Any) -> Any:
-    """Returns the number in a value of another type (a tensor, for example), else its text."""
+    """Returns the number in a value of another type (for example a tensor), or else its text."""
     try:
         return _plain(float(value))
     except (TypeError, ValueError, RuntimeError):
@@ -49,7 +49,7 @@ def _foreign(value: Any) -> Any:
 def encode(record: Mapping[str, Any]) -> bytes:
     """Returns one line with its newline; non-finite floats become "nan", "inf", "-inf".
 
-    It raises for no value, as the thread that writes records must survive unknown types.
+    No value raises an error, because the thread that writes records must survive unknown types.
     """
     try:
         text = json.dumps(record, separators=(",", ":"), allow_nan=False, default=_foreign)
@@ -59,7 +59,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Returns the object on one line, None for anything else."""
+    """Returns the object on one line, or None for any other content."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Returns `record[key]` as a float (also names of non-finite numbers), None for others."""
+    """Returns `record[key]` as a float, also for "nan" and "inf"; None for any other value."""
     value = record.get(key)
     return value if type(value) is float else _number(value)
 
@@ -85,7 +85,7 @@ def _number(value: Any) -> float | None:
 
 
 def integer(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns `record[key]` when it is an integer that fits 64 bits, else None."""
+    """Returns `record[key]` if it is an integer that fits 64 bits, or else None."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 63:
         return None
@@ -93,39 +93,39 @@ def integer(record: Mapping[str, Any], key: str) -> int | None:
 
 
 def text(record: Mapping[str, Any], key: str, default: str = "") -> str:
-    """Returns `record[key]` when it is a string, else `default`."""
+    """Returns `record[key]` if it is a string, or else `default`."""
     value = record.get(key)
     return value if isinstance(value, str) else default
 
 
 def numbers(record: Mapping[str, Any], key: str) -> list[float]:
-    """Returns the numbers in the list `record[key]`, [] for anything else."""
+    """Returns the numbers in the list `record[key]`, or [] for any other value."""
     value = record.get(key)
     found = map(_number, value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
 def integers(record: Mapping[str, Any], key: str) -> list[int]:
-    """Returns the integers in the list `record[key]`, [] for anything else."""
+    """Returns the integers in the list `record[key]`, or [] for any other value."""
     value = record.get(key)
     found = (integer({"": each}, "") for each in value) if isinstance(value, list) else ()
     return [each for each in found if each is not None]
 
 
 def mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns `record[key]` when it is an object, else {}."""
+    """Returns `record[key]` if it is an object, or else {}."""
     value = record.get(key)
     return value if isinstance(value, dict) else {}
 
 
 def entries(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the objects in the list `record[key]`, [] for anything else."""
+    """Returns the objects in the list `record[key]`, or [] for any other value."""
     value = record.get(key)
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def open_regular(path: Path, below: Path | None = None) -> int | None:
-    """Opens a regular file for reading; None for a link, fifo, directory or missing file.
+    """Opens a regular file for reading; returns None for a link, fifo, directory or missing file.
 
     With `below`, the directories between it and the file must not be links either.
     """
@@ -142,7 +142,7 @@ def open_regular(path: Path, below: Path | None = None) -> int | None:
 
 
 def open_inside(path: Path, below: Path | None) -> int | None:
-    """Opens `path` for reading without following links below `below`; None where that fails."""
+    """Opens `path`, following no links below `below`; returns None if that fails."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     at, names = None, [str(path)]
     if below is not None:
@@ -162,7 +162,7 @@ def open_inside(path: Path, below: Path | None) -> int | None:
 
 @contextlib.contextmanager
 def opened(path: Path, below: Path | None = None) -> Iterator[int]:
-    """Yields the descriptor of a file opened as by `open_regular`. Raises OSError."""
+    """Yields the descriptor of a file opened with `open_regular`. Raises OSError."""
     fd = open_regular(path, below)
     if fd is None:
         raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
@@ -175,9 +175,9 @@ def opened(path: Path, below: Path | None = None) -> Iterator[int]:
 def read_bytes(
     path: Path, limit: int, offset: int | None = None, below: Path | None = None
 ) -> bytes:
-    """Returns at most `limit` bytes from `offset` on (None: the last ones), b"" on an error.
+    """Returns at most `limit` bytes from `offset` on, or b"" after an error.
 
-    `below` as in `open_regular`.
+    If `offset` is None, returns the last bytes. `below` has the same meaning as in `open_regular`.
     """
     with contextlib.suppress(OSError), opened(path, below) as fd:
         start = max(0, os.fstat(fd).st_size - limit) if offset is None else offset
@@ -186,7 +186,7 @@ def read_bytes(
 
 
 def size_bytes(path: Path) -> int:
-    """Returns the size of a regular file in bytes, 0 where it cannot be read."""
+    """Returns the size of a regular file in bytes, or 0 if it cannot be read."""
     with contextlib.suppress(OSError), opened(path) as fd:
         return os.fstat(fd).st_size
     return 0
@@ -196,7 +196,7 @@ HEAD_BYTES = 4096
 
 
 def head(path: Path) -> str:
-    """Returns a hash of a file's first line, "" while that is incomplete.
+    """Returns a hash of a file's first line, or "" while that line is incomplete.
 
     The hash identifies a file of records, also in a copy and under another name.
     """
@@ -213,7 +213,7 @@ def head(path: Path) -> str:
 
 
 class Line(NamedTuple):
-    """One record, with offset and length of its line in bytes."""
+    """One record, with the offset and the length of its line in bytes."""
 
     at: int
     length: int
@@ -221,7 +221,7 @@ class Line(NamedTuple):
 
 
 def is_missing(path: Path) -> bool:
-    """Returns whether nothing is at a path; False also where that is unknown."""
+    """Returns whether nothing exists at a path; False if this is unknown."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -234,10 +234,11 @@ def is_missing(path: Path) -> bool:
 class Tail:
     """Follows one growing file of JSON lines.
 
-    `accept` returns a record for a decoded object, or None, which counts as skipped. `poll` returns
-    the new records and `poll_lines` also their places; repeat it until `offset` no longer changes
-    to reach the end of a long file. Reading starts at `begin_at`, or with `recent_bytes` that far
-    before the end. Holes are skipped. A replaced file is read from its start, except with `stays`.
+    `accept` returns a record for a decoded object, or None, which counts as a skipped line. `poll`
+    returns the new records and `poll_lines` also their places; to reach the end of a long file,
+    call it until `offset` no longer changes. Reading starts at `begin_at`, or, with `recent_bytes`,
+    that many bytes before the end. Holes are skipped. A replaced file is read from its start,
+    unless `stays` is set.
     """
 
     def __init__(
@@ -331,7 +332,7 @@ class Tail:
         return data
 
     def _skip_hole(self, fd: int, size_bytes: int) -> None:
-        """Continues after a hole. Raises OSError."""
+        """Continues reading after a hole. Raises OSError."""
         try:
             data_at = os.lseek(fd, self.offset, os.SEEK_DATA)
         except OSError as error:
@@ -344,9 +345,9 @@ class Tail:
             self._carry, self._overlong = b"", False
 
     def _begin(self, identity: tuple[int, int], size_bytes: int) -> None:
-        """Starts with a new file at the path; a partial first line is left out.
+        """Starts reading a new file at the path; a partial first line is left out.
 
-        The byte before the start shows whether a line starts there.
+        The byte before the start shows whether a line begins at the start.
         """
         recent = size_bytes if self._recent_bytes is None else self._recent_bytes + 1
         self._identity, self._carry = identity, b""

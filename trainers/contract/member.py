@@ -52,8 +52,9 @@ _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 class Member:
     """One rank in one attempt of one run. No method except `close` waits for the disk.
 
-    `halt_reason` says why this rank is to halt, "" while it is not. All ranks must agree on the
-    step first; `Joined.step` does that for programs with a collective in every step.
+    `halt_reason` is the reason why this rank wants to halt, or "" if there is none. All ranks must
+    agree on the step before they halt; `Joined.step` does that for programs with a collective in
+    every step.
     """
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
@@ -96,7 +97,7 @@ class Member:
     def record(self, msg: str, step: int, **figures: Any) -> None:
         """Records one heartbeat; `figures` are the fields of docs/run-directory.md.
 
-        A dropped record uses its number too, so the gap shows it.
+        A dropped record also uses up its number, so the gap is visible.
         """
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
@@ -118,7 +119,7 @@ class Member:
         self.recorder.put(STDOUT, f"{text}\n".encode("utf-8", "replace"))
 
     def close(self, step: int, **figures: Any) -> bool:
-        """Writes the exit record and waits for the disk; False where records are still queued."""
+        """Writes the exit record and waits for the disk; returns False if records are left."""
         self._stop.set()
         self.pulse.set(step, "exit")
         self.record("exit", step, dropped_records=self.recorder.dropped, **figures)
@@ -127,7 +128,7 @@ class Member:
         return written
 
     def _attach_log(self) -> None:
-        """Points stdout and stderr at this rank's own appendable log."""
+        """Redirects stdout and stderr to this rank's own log, which both append to."""
         path = rundir.rank_log(self.run, self.attempt, self.rank)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -169,7 +170,7 @@ class Member:
                 self.recorder.call(self._mirror_pulse)
 
     def _mirror_pulse(self) -> None:
-        """Copies a private pulse into the run directory when there is no shared memory."""
+        """Copies a private pulse into the run directory if there is no shared memory."""
         path = rundir.pulse(self.run, self.rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
@@ -180,12 +181,12 @@ class Member:
 
 
 class HaltBoard:
-    """Shared bytes through which the ranks of one host agree on the step to halt at.
+    """Shared memory through which the ranks of one host agree on the step at which they halt.
 
-    Rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can begin
-    `step + 1` before that collective, so all ranks see the decision in time. Rank 0 clears the
-    decision of an earlier program at the start; ranks repeat their request each step. Other bytes
-    than a request or a sealed step are ignored.
+    Rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can begin `step +
+    1` before that collective, so all ranks see the decision in time. At its start, rank 0 clears
+    the decision of an earlier program; ranks repeat their request at each step. Bytes that are
+    neither a request nor a sealed step are ignored.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -194,7 +195,7 @@ class HaltBoard:
             self._memory[:] = bytes(_BOARD.size)
 
     def decide(self, rank: int, step: int, halt: bool) -> bool:
-        """Returns whether to halt before `step`; `halt` is this rank's own request."""
+        """Returns whether to halt before `step`; `halt` is the request of this rank."""
         mark, halt_at, seal = _BOARD.unpack_from(self._memory)
         requested, decided = mark == _REQUESTED, halt_at > 0 and seal == halt_at ^ _SEAL
         if halt and not requested:
@@ -206,7 +207,7 @@ class HaltBoard:
 
 
 class Joined(Member):
-    """One rank of a foreign program, which needs a collective of all ranks in every step."""
+    """One rank of a foreign program, whose ranks all take part in a collective in every step."""
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
@@ -221,10 +222,10 @@ class Joined(Member):
         atexit.register(self._exit)
 
     def step(self, step: int, **figures: Any) -> bool:
-        """Marks the start of `step`; returns True where all ranks halt before it.
+        """Marks the start of `step`; returns True if all ranks halt before this step.
 
         `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
-        each step passes a plain number.
+        the loss of each step is a plain number.
         """
         if self._in_step:
             self._count(figures.get("loss"))
@@ -240,9 +241,9 @@ class Joined(Member):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Marks a phase of this step, for example "fetch" or "eval", for the time of a `with`.
+        """Marks a phase of this step (for example "fetch" or "eval") for the length of a `with`.
 
-        Evaluation and saving have stall limits of their own. Raises UsageError for another name.
+        Evaluation and saving have their own stall limits. Raises UsageError for an unknown phase.
         """
         if name not in STEP_PHASES:
             raise UsageError(f"there is no phase {name!r}{did_you_mean(name, STEP_PHASES)}")
@@ -260,15 +261,18 @@ class Joined(Member):
             self.record("progress", self._last_step, steps_dt_s=[duration_s], **figures)
 
     def _count(self, loss: object) -> None:
-        """Counts a non-finite loss. A loss that is no plain number could wait for a device, so it
-        ends the count."""
+        """Counts a non-finite loss.
+
+        The first loss that is not a plain number ends the count, because reading it could wait for
+        a device.
+        """
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
             self.pulse.nonfinite_steps += not math.isfinite(loss)
 
     def _exit(self) -> None:
-        """Ends the last step, unless an uncaught exception did, and writes the exit record."""
+        """Writes the exit record; without an uncaught exception, also ends the last step."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end_step()
@@ -279,9 +283,10 @@ class Joined(Member):
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
-    """Returns the run directory of this process (the environment's, else `run`), and its variables.
+    """Returns the run directory of this process, and its variables.
 
-    Raises UsageError without either.
+    The environment names the directory; otherwise it is `run`. Raises UsageError if both are
+    missing.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)
@@ -296,5 +301,5 @@ def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
 
 
 def join(run: Path | None = None) -> Joined:
-    """Joins the run that the environment names, or `run`. Call it once, in the main thread."""
+    """Joins the run that the environment names, or else `run`. Call it once, in the main thread."""
     return Joined(*open_run(run))

@@ -1,4 +1,4 @@
-"""Plans: the phases of a launch as frozen data, parsed strictly from YAML."""
+"""Plans: the phases of a launch as frozen data, parsed from YAML that allows no unknown key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WATCH_ACTIONS: tuple[WatchAction, ...] = get_args(WatchAction)
 
 @dataclass(frozen=True, slots=True)
 class WatchRule:
-    """A plan's changes to one watch rule; None leaves the table's own value."""
+    """A plan's changes to one watch rule; None means the value of the table of rules."""
 
     threshold: float | None = None
     for_s: float | None = None
@@ -45,8 +45,8 @@ class WatchRule:
 class Watch:
     """Stall limits and other time limits of the supervisor, in seconds.
 
-    `eval_s` and `save_s` None: as `startup_s`. The supervisor reacts with more than a dump only
-    after `stall_act_s` of a stall; the default is longer than a collective may take.
+    If `eval_s` or `save_s` is None, `startup_s` applies. The supervisor reacts with more than a
+    dump only after a stall of `stall_act_s`; its default is longer than a collective may take.
     """
 
     stall_floor_s: float = 60.0
@@ -62,8 +62,8 @@ class Watch:
 class Restart:
     """The policy for restarts of a run from its newest verified checkpoint.
 
-    `stall` includes `crash`. Restarts stop after `attempts` without a new checkpoint. The wait
-    before the first is `backoff_s`; it doubles each time.
+    `stall` includes `crash`. There are at most `attempts` restarts without a new checkpoint. The
+    wait before the first restart is `backoff_s`; it doubles before each further restart.
     """
 
     when: RestartWhen = "never"
@@ -110,12 +110,12 @@ SHARED_KEYS = ("nproc", "module", "script", "config", "flags")
 
 
 def load(path: Path) -> Plan:
-    """Returns the plan in a YAML file. Raises UsageError with file, key and what to do."""
+    """Returns the plan in a YAML file. Raises UsageError with file, key and correction."""
     return parse(yamlfile.load(path), str(path))
 
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
-    """Returns the plan in parsed YAML. Raises UsageError that begins with `where`."""
+    """Returns the plan in parsed YAML. Raises UsageError; its sentence begins with `where`."""
     _check_printable(document, where)
     _check_keys(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
     shared = {key: document[key] for key in SHARED_KEYS if key in document}
@@ -156,9 +156,9 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 
 
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
-    """Returns a section of a plan from `raw`, converted by its annotations, and from `read`.
+    """Returns a section of a plan, with values of `raw` converted as its annotations say.
 
-    A null, as in plan.json, counts as absent. Raises UsageError.
+    A null, as in plan.json, counts as a missing value. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
     _check_keys(raw, list(kinds), where)

@@ -40,8 +40,8 @@ _END = SIZE_BYTES - _SEQUENCE.size
 class Pulse:
     """The position of one rank. `since` and `beat` are CLOCK_MONOTONIC seconds of its host.
 
-    `records` is the number of the newest queued heartbeat, `nonfinite_steps` the number of steps
-    with a non-finite loss in this process, -1 where they are not counted.
+    `records` is the number of the newest queued heartbeat. `nonfinite_steps` is the number of steps
+    with a non-finite loss in this process, or -1 if they are not counted.
     """
 
     rank: int
@@ -58,9 +58,9 @@ class Pulse:
 
 
 def mapped(path: Path, size: int) -> mmap.mmap:
-    """Maps a file of at least `size` bytes and creates it where it is missing. Raises OSError.
+    """Maps a file of at least `size` bytes; creates a missing file. Raises OSError.
 
-    It allocates the bytes: a store into a hole raises SIGBUS when the memory is full.
+    The bytes are allocated, because a store into a hole raises SIGBUS if the memory is full.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -71,11 +71,11 @@ def mapped(path: Path, size: int) -> mmap.mmap:
 
 
 class PulseWriter:
-    """Writes this rank's pulse into `path`, or into private memory when `path` is None.
+    """Writes this rank's pulse into `path`, or into private memory if `path` is None.
 
-    One `set` makes three copies into mapped memory and no system call, so it cannot block where
-    the file is in memory. A single `struct.pack_into` would clear its target first, visibly to
-    readers.
+    One `set` makes three copies into mapped memory and no system call, so it cannot block if the
+    file is in memory. A single `struct.pack_into` would first clear its target, which readers would
+    see.
     """
 
     def __init__(self, path: Path | None, rank: int):
@@ -96,7 +96,7 @@ class PulseWriter:
         self.set(0, "boot")
 
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
-        """Marks the start of `phase` of `step`. Without device figures, the host's are used."""
+        """Marks the start of `phase` of `step`; the device figures default to the host's."""
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase
         self._write(self._since)
@@ -133,7 +133,7 @@ class PulseWriter:
 
 
 def unpack(data: bytes) -> Pulse | None:
-    """Returns the pulse in 256 bytes, None where they are torn or invalid."""
+    """Returns the pulse in 256 bytes, or None if they are torn or invalid."""
     if len(data) != SIZE_BYTES:
         return None
     (magic, rank, pid, step, code, since, beat, count, device_step, device_code, records,
@@ -150,7 +150,7 @@ def unpack(data: bytes) -> Pulse | None:
 
 
 def is_blank(fd: int) -> bool:
-    """Returns whether an open file with room for a pulse has none yet."""
+    """Returns whether an open file has room for a pulse, but contains none yet."""
     try:
         return os.pread(fd, SIZE_BYTES + 1, 0) == bytes(SIZE_BYTES)
     except OSError:
@@ -158,16 +158,16 @@ def is_blank(fd: int) -> bool:
 
 
 def read(path: Path, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in a file, None without a valid one."""
+    """Returns the pulse in a file, or None without a valid one."""
     with contextlib.suppress(OSError), jsonl.opened(path) as fd:
         return read_open(fd, tries)
     return None
 
 
 def read_open(fd: int, tries: int = 3) -> Pulse | None:
-    """Returns the pulse in an open file, None without a valid one.
+    """Returns the pulse in an open file, or None without a valid pulse.
 
-    It uses `pread`: a file that shrinks would raise SIGBUS in a mapping.
+    The file is read with `pread`: in a mapping, a file that shrinks would raise SIGBUS.
     """
     try:
         for _ in range(tries):

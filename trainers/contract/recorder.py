@@ -31,9 +31,9 @@ Item = tuple[Path, Any]
 class Recorder:
     """Appends whole records to files from one daemon thread.
 
-    `put` costs the caller one queue insertion. Heartbeats are queued as dicts and encoded here.
-    While `is_ours` returns False, another directory is at the path, perhaps of another run: files
-    that are open are still written, and no file is opened or replaced.
+    `put` costs the caller one queue insertion. Heartbeats are queued as dicts and encoded by the
+    thread. While `is_ours` returns False, another directory is at the path, perhaps that of another
+    run: open files are still written, but no file is opened or replaced.
     """
 
     check_every_s = 1.0
@@ -62,14 +62,14 @@ class Recorder:
         return self._queue.qsize()
 
     def blocked_s(self) -> float:
-        """Returns for how long the current write has waited for the disk, 0 without one."""
+        """Returns for how long the current write has waited for the disk, or 0 without a write."""
         since = self._busy_since
         return time.monotonic() - since if since else 0.0
 
     def put(self, path: Path, record: dict[str, Any] | bytes, keep: bool = False) -> bool:
-        """Queues one record for `path`; returns False where the full queue drops it.
+        """Queues one record for `path`; returns False if the queue is full and drops the record.
 
-        A record to `keep` is queued in any case.
+        With `keep` the record is always queued.
         """
         if self._closed or (self._queue.qsize() >= MAX_WAITING and not keep):
             self.dropped += 1
@@ -78,7 +78,7 @@ class Recorder:
         return True
 
     def call(self, work: Callable[[], None]) -> None:
-        """Queues a function that writes something else, such as an atomic document."""
+        """Queues a function that writes something other than a record, such as a document."""
         self._queue.put(work)
 
     def close(self, timeout_s: float = 60.0) -> bool:
@@ -135,7 +135,7 @@ class Recorder:
             self._torn.discard(path)
 
     def _file(self, path: Path) -> int:
-        """Returns a descriptor of the file at `path`, which may have been removed or replaced."""
+        """Returns a descriptor of the file at `path`; opens a removed or replaced file again."""
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()
         if fd is None:
@@ -150,7 +150,7 @@ class Recorder:
     def _reopen(self, path: Path, fd: int) -> None:
         """Redirects the descriptor to the file at `path`, whose last line may be incomplete.
 
-        Where that cannot be opened, records still go to the file that was moved away.
+        If that file cannot be opened, records still go to the file that was moved away.
         """
         try:
             new = self._open(path)

@@ -1,7 +1,7 @@
 """Paths of launches and runs, safe file access, and the identity of processes.
 
-A launch directory holds one run directory per phase. Their content may come from other users, so
-links are not followed, only regular files are read, and sizes are bounded.
+A launch directory contains one run directory per phase. Other users may have written its content,
+so links are not followed, only regular files are read, and sizes are bounded.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ PART = re.compile(r"\.([0-9]{4,9})(\.gz)?")
 
 
 def part(path: Path, number: int) -> Path:
-    """Returns the path of an older part of a file of records, before compression."""
+    """Returns the uncompressed path (without `.gz`) of part `number` of a record file."""
     return path.with_name(f"{path.name}.{number:04d}")
 
 
 def parts(path: Path) -> list[tuple[int, Path]]:
-    """Returns the older parts of a file of records with their numbers, the oldest first.
+    """Returns the older parts of a record file with their numbers, the oldest first.
 
-    Where a part exists compressed and plain, it is the compressed one. Raises OSError.
+    If a part exists both compressed and plain, the compressed file is returned. Raises OSError.
     """
     found: dict[int, Path] = {}
     for name in sorted(os.listdir(path.parent)):
@@ -108,7 +108,7 @@ def host_name() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Returns the kernel's boot id, "" where it is not available; pids are valid in one boot."""
+    """Returns the kernel's boot id, or "" if it is not available; pids are valid in one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -116,7 +116,7 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns the start time of a process in clock ticks since boot, None where it has ended."""
+    """Returns the start time of a process in clock ticks since boot, or None if it has ended."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -135,12 +135,15 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 @functools.cache
 def _own_start_ticks(pid: int) -> int | None:
-    """Cached, because without a free descriptor this process would look dead to all others."""
+    """Returns this process's start time, cached for when no file descriptor is free.
+
+    Without the cache, this process would then look dead to all others.
+    """
     return start_ticks(pid)
 
 
 def is_alive(owner: Mapping[str, Any]) -> bool:
-    """Returns whether the process with this `identity` runs on this host and boot."""
+    """Returns whether the process with this `identity` is alive on this host, in this boot."""
     pid = jsonl.integer(owner, "pid")
     if pid is None or pid <= 0:
         return False
@@ -151,7 +154,7 @@ def is_alive(owner: Mapping[str, Any]) -> bool:
 
 
 class OpenDirectory:
-    """An open directory; it detects another directory at its path. Raises OSError."""
+    """An open directory; detects whether another directory is at its path. Raises OSError."""
 
     def __init__(self, path: Path):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -169,7 +172,7 @@ class OpenDirectory:
         return self._is_there
 
     def is_replaced(self) -> bool:
-        """Returns whether something else is at its path; False where nothing is there."""
+        """Returns whether something else is at the directory's path; False if nothing is there."""
         return not self.is_there() and os.path.lexists(self.path)
 
     def close(self) -> None:
@@ -177,7 +180,7 @@ class OpenDirectory:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns inode, size and modification time of a file, None without one."""
+    """Returns inode, size and modification time of a file, or None if there is none."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -188,16 +191,16 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 def read_json(
     path: Path, limit: int = MAX_DOCUMENT_BYTES, below: Path | None = None
 ) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, None for anything else at `path`.
+    """Returns the object in a JSON file, or None if `path` has no such object.
 
-    `below` as in `jsonl.open_regular`.
+    `below` has the same meaning as in `jsonl.open_regular`.
     """
     data = jsonl.read_bytes(path, limit + 1, 0, below)
     return jsonl.decode(data) if len(data) <= limit else None
 
 
 def lock_token(launch: Path) -> str:
-    """Returns the token of the supervisor that owns a launch directory, "" without one."""
+    """Returns the token of the supervisor that owns a launch directory, or "" if there is none."""
     return jsonl.text(read_json(launch / LOCK, below=launch) or {}, "token")
 
 
@@ -256,7 +259,7 @@ def open_append(path: Path) -> int:
 
 
 def set_safe_umask() -> None:
-    """Sets a umask that lets this process use its own files and closes them to others."""
+    """Sets a umask with which only this user can use the files of this process."""
     mask = os.umask(0o077) & 0o077
     os.umask(mask or 0o022)
 
@@ -287,7 +290,7 @@ def remove_tree(path: Path) -> None:
 
 
 def check_ours(path: Path) -> None:
-    """Raises RefusedError where `path` is a link, no directory, or writable for other users."""
+    """Raises RefusedError if `path` is a link, no directory, or writable for other users."""
     if check_owner(path).st_mode & stat.S_IWOTH:
         raise RefusedError(
             f"every user can write into {path}, so its content may be forged; chmod go-w {path}"
@@ -295,7 +298,7 @@ def check_ours(path: Path) -> None:
 
 
 def check_owner(path: Path) -> os.stat_result:
-    """Returns the status of a directory. Raises RefusedError for a link or another user's."""
+    """Returns the stat result of a directory. Raises RefusedError for a link or another user's."""
     try:
         status = path.lstat()
     except OSError as error:
@@ -310,7 +313,7 @@ def check_owner(path: Path) -> os.stat_result:
 
 
 def check_parents(path: Path) -> None:
-    """Raises RefusedError where any user could replace `path` by another directory."""
+    """Raises RefusedError if another user could replace `path` by another directory."""
     try:
         resolved = path.absolute().parent.resolve()
         for parent in (resolved, *resolved.parents):
@@ -325,7 +328,7 @@ def check_parents(path: Path) -> None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Removes the rights of group and others from a directory. Raises RefusedError."""
+    """Removes the permissions of group and others from a directory. Raises RefusedError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -338,9 +341,9 @@ def _close_to_others(path: Path) -> None:
 
 
 def write_request(run: Path, name: str, by: str) -> None:
-    """Creates or touches `.HALT` or one of `REQUEST_FILES`; on a full disk the file is empty.
+    """Creates or touches `.HALT` or one of `REQUEST_FILES`; if the disk is full, the file is empty.
 
-    Raises OSError where the ranks would see no change.
+    Raises OSError if the ranks would see no change.
     """
     path = run / name
     before = stamp(path)
@@ -358,7 +361,7 @@ def write_request(run: Path, name: str, by: str) -> None:
 
 
 def set_aside_stale_halt(run: Path) -> Path | None:
-    """Renames a `.HALT` from before the start; returns its new path, None without one."""
+    """Renames a `.HALT` that is older than the start; returns its new path, or None."""
     halt = run / HALT
     aside = run / f"{HALT}.stale-{time.time_ns() // 1_000_000}"
     try:

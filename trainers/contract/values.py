@@ -13,9 +13,9 @@ Kind = type | tuple[str, ...]
 
 
 def convert(value: Any, kind: Kind, low: float = -math.inf, high: float = math.inf) -> Any:
-    """Returns a value or its text as `kind`; numbers must be finite and within the limits.
+    """Returns a value, or the value in a text, as `kind`. Numbers must be within the limits.
 
-    Raises ValueError.
+    Raises ValueError, also for a number that is not finite.
     """
     try:
         found = _convert(value, kind)
@@ -43,7 +43,7 @@ def _convert(value: Any, kind: Kind) -> Any:
 
 
 def accepted_values(kind: Kind, low: float = -math.inf, high: float = math.inf) -> str:
-    """Returns in words which values `convert` accepts."""
+    """Returns a text with the values that `convert` accepts."""
     if isinstance(kind, tuple):
         return " or ".join(kind) if len(kind) == 2 else "one of " + ", ".join(kind)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]

@@ -12,7 +12,7 @@ MAX_DEPTH = 16
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file. Raises UsageError with file, line and what to do."""
+    """Returns the mapping in a YAML file. Raises UsageError with file, line and correction."""
     try:
         data = path.read_bytes() if path.is_file() else None
     except OSError as error:
@@ -25,11 +25,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def parse(data: bytes | str, name: str) -> dict[str, Any]:
-    """Returns the mapping in YAML text. Raises UsageError that begins with `name`."""
+    """Returns the mapping in YAML text. Raises UsageError; its sentence begins with `name`."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """SafeLoader without aliases (no bombs) and without silent duplicate keys."""
+        """A SafeLoader that rejects aliases (no bombs) and duplicate keys."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):

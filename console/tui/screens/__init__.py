@@ -1,1 +1,1 @@
-"""The views, one a file."""
+"""The views, one per file."""

@@ -1,4 +1,4 @@
-"""The Dashboard: ranks and figures, charts, the newest log lines; one chart zoomed on demand."""
+"""The Dashboard: ranks and figures, charts, the newest log lines; one chart can be zoomed."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ ZOOMED = Shape(0, 0, 1, 1, 0)
 
 
 def shape(width: int, height: int, ranks: int, available: int) -> Shape:
-    """Returns what the Dashboard shows in `width` × `height` cells, of `available` charts.
+    """Returns what the Dashboard shows of `available` charts in `width` × `height` cells.
 
-    Too small for all: the log goes first, then charts; ranks stay.
+    If there is not enough room, the log is left out first, then charts; ranks always stay.
     """
     tall = height >= TALL
     wanted = max(13 if tall else 7, ranks + 1)
@@ -70,12 +70,12 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
 
 
 def _settings() -> Any:
-    """Returns `console.user_config`, which the first picture does not need."""
+    """Returns the module `console.user_config`, which the first picture does not need."""
     return import_module("console.user_config")
 
 
 class Dashboard(View):
-    """`choice` are the titles of the charts that the operator chose, () for the default ones."""
+    """The Dashboard. `choice` has the titles of the operator's charts, () for the defaults."""
 
     DEFAULT_CSS = """
     Dashboard { layout: vertical; }
@@ -107,7 +107,7 @@ class Dashboard(View):
         yield LogTail(self._book, id="log")
 
     def wanted(self, state: RunState, recorded: Collection[str]) -> tuple[str, ...]:
-        """Returns the series that the shown charts need; the feed's thread calls it."""
+        """Returns the series that the displayed charts need; called by the feed's thread."""
         found = charts.of_run(state, recorded, self.choice)
         if self.zoomed:
             return found[min(self.selected or 0, len(found) - 1)].series(zoomed=True)
@@ -151,7 +151,7 @@ class Dashboard(View):
         log.display, log.styles.height = now.log > 0, now.log or 1
 
     def draw_again(self) -> None:
-        """Draws the newest snapshot again; the feed then reads the series that it lacks."""
+        """Draws the newest snapshot again; the feed then reads the series that are missing."""
         if self.snapshot is not None:
             self.take(self.snapshot)
 
@@ -162,13 +162,13 @@ class Dashboard(View):
         run_in_background(self.console, "settings", lambda: _settings().charts(), self.choose)
 
     def save_choice(self, titles: Sequence[str]) -> None:
-        """Shows the charts that the operator chose; the settings file keeps them."""
+        """Shows the charts that the operator chose, and saves the choice in the settings file."""
         self.choose(titles)
         run_in_background(self.console, "settings", lambda: _settings().save_charts(titles),
                lambda path: self.console.say(f"charts saved in {path}"))  # fmt: skip
 
     def choose(self, titles: Sequence[str]) -> None:
-        """Shows these charts in this order, the default ones for none."""
+        """Shows these charts in this order, or the default charts if there are none."""
         if tuple(titles) != tuple(self.choice):
             self.choice, self.selected = titles, None
             self.draw_again()
@@ -182,7 +182,7 @@ class Dashboard(View):
     do_span_less, do_span_more = partialmethod(_change_span, -1), partialmethod(_change_span, 1)
 
     def _step(self, by: int) -> None:
-        """Moves the crosshair of the zoomed chart, or else selects a chart."""
+        """Moves the crosshair of the zoomed chart; without a zoomed chart, selects a chart."""
         if self.zoomed:
             self.query(ChartPanel).first().move_crosshair(by)
         elif self._shape is not None and self._shape.charts:
@@ -193,7 +193,7 @@ class Dashboard(View):
     do_left, do_right = partialmethod(_step, -1), partialmethod(_step, 1)
 
     def do_zoom(self) -> None:
-        """Shows the selected chart on the whole view, or all charts again."""
+        """Shows the selected chart in the whole view, or all charts again."""
         if not self._charts:
             self.console.say("there is no chart yet", "error")
             return
@@ -202,7 +202,7 @@ class Dashboard(View):
         self.draw_again()
 
     def do_back(self) -> None:
-        """Closes the zoomed chart, or else what is open in every view."""
+        """Closes the zoomed chart; without a zoomed chart, closes whatever else is open."""
         app: Any = self.app
         if self.zoomed:
             self.do_zoom()
@@ -210,7 +210,7 @@ class Dashboard(View):
             app.do_back()
 
     def do_charts(self) -> None:
-        """Opens the list of charts to choose from."""
+        """Opens the list from which charts are chosen."""
         from console.tui.widgets.chartlist import ChartList
 
         shown = self.choice or [chart.title for chart in self._charts]

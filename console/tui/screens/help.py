@@ -1,4 +1,4 @@
-"""The help of a view, and `Reader`, an overlay that scrolls any rows."""
+"""The help of a view, and `Reader`, an overlay in which rows can be scrolled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = (
 
 
 def help_rows(view: str, width: int) -> list[Row]:
-    """Returns the keys of a view, and the document that explains the words."""
+    """Returns the keys of a view, and the name of the document that explains the words."""
     rows: list[Row] = [((line, "dim"),) for line in wrap(WORDS, width)]
     for key in for_view(view):
         names = " ".join(NAMES.get(name, name) for name in key.keys)
@@ -27,7 +27,7 @@ def help_rows(view: str, width: int) -> list[Row]:
 
 
 class Reader(Scrolls, Overlay):
-    """A text to scroll through: the help, or the whole stack of a rank."""
+    """An overlay with a text to scroll through: the help, or the whole stack of a rank."""
 
     below = 5
     """Rows of the screen below it."""

@@ -1,4 +1,4 @@
-"""Launch: phases with what they prove, flags now and next, the exact command, checks or gates."""
+"""The Launch view: phases with what they prove, flags, the exact command, checks or gates."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
-    """Returns the run and the launch under way, None when a new one can be prepared."""
+    """Returns the run and the launch in progress, or None if a new launch can be prepared."""
     state = snapshot.state if snapshot else None
     launch = state.launch if state else None
     return (state, launch) if state and launch and launch.under_way else None
 
 
 def command_rows(title: str, line: str, routes: str, width: int, height: int) -> list[Row]:
-    """Returns the command, wrapped; what is set in the environment stands out.
+    """Returns the command, wrapped, with its environment variables highlighted.
 
-    The effective attention backend is in the heading, or below it where the heading is too short.
+    The heading shows the effective attention backend, or the line below it if the heading is too
+    short.
     """
     note = f"attention: {routes}" if routes else "y copies it"
     rows = [rule(title, width, note)]
@@ -51,7 +52,7 @@ def command_rows(title: str, line: str, routes: str, width: int, height: int) ->
 
 
 class DraftPanel(Panel):
-    """Shows the launch that is under way, or else the draft of one."""
+    """A panel that shows the launch in progress, or else the draft of a launch."""
 
     def __init__(self, draft: Draft, id: str):
         super().__init__(id=id)
@@ -74,7 +75,7 @@ class Phases(DraftPanel):
 
 class Command(DraftPanel):
     def line(self, snapshot: ScreenData) -> tuple[str, str]:
-        """Returns the title and the command: the one that runs, or the one that would."""
+        """Returns a title and the running command, or else the command that the draft would run."""
         if live := live_launch(snapshot):
             state, launch = live
             ended = ", which ended" if launch.state == "waiting" else ""
@@ -90,7 +91,7 @@ class Command(DraftPanel):
 
 
 class Training(DraftPanel):
-    """Facts of the prepared training; empty while a launch is under way."""
+    """Shows facts about the prepared training; empty while a launch is in progress."""
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         prepared = self.draft.prepared
@@ -125,7 +126,7 @@ class Checks(DraftPanel):
 
 
 class FlagList(Picker):
-    """Its rows are made for its width."""
+    """The list of flags; its rows are made for its width."""
 
     def on_resize(self) -> None:
         super().on_resize()
@@ -223,7 +224,7 @@ class Launch(Scrolls, View):
         return self._items[cursor] if 0 <= cursor < len(self._items) else None
 
     def do_toggle(self) -> None:
-        """Changes what the cursor is on, or opens a field for what must be typed."""
+        """Changes the value under the cursor, or opens a field if a value must be typed."""
         item = self._chosen()
         if item is None:
             return
@@ -239,7 +240,7 @@ class Launch(Scrolls, View):
             self.do_open()
 
     def do_zoom(self) -> None:
-        """Opens all of what the panels show in part."""
+        """Opens the complete content of the panels that are cut."""
         from console.tui.screens.help import Reader
 
         snapshot, width = self.snapshot, self.size.width

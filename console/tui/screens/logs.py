@@ -1,4 +1,4 @@
-"""Logs: all ranks merged or one, following or paused, with find."""
+"""The Logs view: all ranks merged or one rank, following or paused, with a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = "all"
 
 
 def highlighted(row: Row, needle: str) -> Row:
-    """Returns a row in which the found text stands out."""
+    """Returns a row in which the found text is highlighted."""
     if not needle:
         return row
     *head, (text, style) = row
@@ -41,10 +41,10 @@ class LogPane(Lines, can_focus=True):
 
 
 class LogView(Scrolls, View):
-    """`bottom` is the number of the line under the last one shown, None while it follows; `at`
-    is the number of the line that was found.
+    """The view of log lines. `bottom` is the number after the last displayed line.
 
-    Lines are numbered by arrival, so the shown part stays in place when new lines come.
+    `bottom` is None while the view follows; `at` is the number of the line that was found. Lines
+    are numbered by arrival, so the displayed part stays in place when new lines come.
     """
 
     DEFAULT_CSS = "LogView { layout: vertical; }"
@@ -76,24 +76,24 @@ class LogView(Scrolls, View):
         return max(1, self.seen - 1)
 
     def _index(self, number: int | None) -> int:
-        """Returns where the line with a number stands, or the next one; None is after the last."""
+        """Returns the index of the line with a number, or of the next; None is after the last."""
         if number is None:
             return len(self._lines)
         return bisect_left(self._lines, number, key=lambda entry: entry[0])
 
     @property
     def end(self) -> int:
-        """The number of lines above the foot of the picture, at least as many as it shows."""
+        """The number of lines above the view's lower edge, at least as many as the view shows."""
         return max(min(self.seen, len(self._lines)), self._index(self.bottom))
 
     def scroll_to_line(self, end: int) -> None:
-        """Shows the lines before `end`; at the end of all it follows."""
+        """Shows the lines before `end`; at the end of the log, the view follows again."""
         end = max(min(self.seen, len(self._lines)), end)
         self.bottom = None if end >= len(self._lines) else self._lines[end][0]
         self.redraw()
 
     def _refresh_lines(self) -> None:
-        """Chooses the lines of the source again when there are others."""
+        """Selects the lines of the source again if there are other lines."""
         seen = (self.book.epoch, self.book.total, self.source)
         if seen == self._seen:
             return
@@ -122,7 +122,7 @@ class LogView(Scrolls, View):
         pane.show([*rows, *(body or [(("no line yet", "dim"),)])])
 
     def _body(self, end: int, width: int, height: int) -> tuple[int, list[Row]]:
-        """Returns the first whole line that is shown and the rows up to `end`, from below."""
+        """Returns the index of the first displayed line, and the rows before `end`."""
         body: list[Row] = []
         start = end
         while start > 0 and len(body) < height:
@@ -160,7 +160,7 @@ class LogView(Scrolls, View):
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:
-        """Goes to the newest line with a text."""
+        """Moves to the newest line that contains a text."""
         self.needle, self.at = needle, None
         if needle:
             self._step(-1)

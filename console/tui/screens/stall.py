@@ -1,4 +1,4 @@
-"""Stall: the verdict, the ranks side by side, their stacks side by side, and the evidence."""
+"""The Stall view: the verdict, the ranks and their stacks side by side, and the evidence."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ PLACE = "frame, age"
 
 
 def _layout(state: RunState) -> list[tuple[str, int]]:
-    """Returns the columns before the frame; without GPUs there is no power."""
+    """Returns the columns left of the frame; without GPUs there is no column for the power."""
     has_gpus = any(rank.gpu for rank in state.ranks)
     return [(name, width) for name, width in COLUMNS if has_gpus or name != "power"]
 
@@ -80,7 +80,7 @@ def heading(state: RunState) -> str:
 
 
 def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: float) -> list[Row]:
-    """Returns one row per rank; ranks that are behind are marked."""
+    """Returns one row per rank; slower ranks are marked."""
     rows, layout = [], _layout(state)
     left = max(0, width - sum(abs(cell) + 1 for _, cell in layout) - MARK_WIDTH)
     newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
@@ -122,7 +122,7 @@ CALM = {"running": "none: no stall detected", "unsupervised": "none: no supervis
 
 
 def evidence_rows(state: RunState, width: int, height: int, _now: float) -> list[Row]:
-    """Returns the evidence for the verdict, one sign per line, wrapped where it fits."""
+    """Returns the evidence for the verdict: one line per sign, wrapped if there is room."""
     verdict = state.verdict
     sure = f"how sure: {verdict.sure}" if verdict else ""
     rows = [rule("evidence", width, sure)]

@@ -21,21 +21,21 @@ from console.tui.widgets.overlay import Overlay
 
 
 def shown_text(panels: Iterable[Lines]) -> str:
-    """Returns the text of some panels."""
+    """Returns the text that some panels show."""
     return "\n".join(text_of(row).rstrip() for panel in panels for row in panel.shown)
 
 
 class Main(Screen[None], inherit_bindings=False):
-    """The one screen. A change of focus repaints two widgets, not the screen.
+    """The only screen. A change of focus repaints two widgets, not the whole screen.
 
-    Its keys are those of the table: tab stays in an overlay.
+    Its keys are those of the table of keys; tab stays within an overlay.
     """
 
     focused = Reactive[Widget | None](None, repaint=False)
 
 
 class Body(Widget):
-    """Holds the views: when they change, nothing outside is painted again."""
+    """Contains the views: when they change, nothing outside this widget is painted again."""
 
     DEFAULT_CSS = "Body { height: 1fr; width: 1fr; }"
 
@@ -53,9 +53,9 @@ class Console(background.Screen, Protocol):
 
 
 class View(Widget):
-    """One of the four pictures between the alert line and the action bar.
+    """One of the four views between the alert line and the action bar.
 
-    A key's work is a method `do_<id>`; the app looks here first.
+    The method `do_<id>` executes the key `<id>`; the app looks for the method here first.
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
@@ -80,8 +80,8 @@ class View(Widget):
             self.take(self.snapshot)
 
     def focus_default(self) -> None:
-        """Sets the focus when the view is shown."""
+        """Sets the focus when the view is opened."""
 
     def copied(self) -> str:
-        """Returns what `y` copies."""
+        """Returns the text that the key `y` copies."""
         return shown_text(self.query(Lines))

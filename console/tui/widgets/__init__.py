@@ -1,1 +1,1 @@
-"""The parts of the screen, one a file."""
+"""The parts of the screen, one per file."""

@@ -1,4 +1,4 @@
-"""The buttons of the most used actions, on every view: by key, by Tab and Enter, by click."""
+"""The buttons of the most used actions, on every view: pressed by key, Tab and Enter, or click."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from console.tui.widgets.overlay import FlatButton
 
 
 class ActionBar(Widget):
-    """The row of buttons."""
+    """The row of buttons of the most used actions."""
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"
 
@@ -26,7 +26,7 @@ class ActionBar(Widget):
         yield from self._buttons.values()
 
     def take(self, snapshot: ScreenData) -> None:
-        """Disables the buttons that have nothing to act on."""
+        """Disables the buttons whose actions have no target."""
         for key_id, button in self._buttons.items():
             if question := KEYS[key_id].question:
                 try:

@@ -1,4 +1,4 @@
-"""The alert line: the worst notice first, with the key that deals with it."""
+"""The alert line: the worst notice first, with the key that handles it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One notice. `hint` names the key that deals with it, `alert` what A acknowledges."""
+    """One notice. `hint` names the key that handles the notice, `alert` what A acknowledges."""
 
     level: Level
     text: str
@@ -37,9 +37,10 @@ class Notice:
 def notices(
     snapshot: ScreenData | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
 ) -> list[Notice]:
-    """Returns all notices, worst first.
+    """Returns all notices, the worst first.
 
-    `silent_s` is the time without an answer of the directory, `pending` the actions in progress.
+    `silent_s` is the time for which the directory has not answered; `pending` has the actions in
+    progress.
     """
     found: list[Notice] = []
     if snapshot is not None and snapshot.trouble:
@@ -138,9 +139,9 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
 
 
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:
-    """Returns one of the notices in at most `limit` lines; a calm line without any.
+    """Returns one of the notices in at most `limit` lines, or a neutral line if there is none.
 
-    The first line ends with the keys; what does not fit beside them goes on below.
+    The first line ends with the keys; text that does not fit to their left continues below.
     """
     if not found:
         return [(("  no alert", "dim"),)]
@@ -162,7 +163,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 class AlertLine(Panel):
-    """Shows one notice, which `A` acknowledges; any change selects the worst again.
+    """Shows one notice, which `A` acknowledges; after any change, shows the worst notice again.
 
     It takes as many lines as the notice needs, at most `MOST_LINES`.
     """
@@ -184,7 +185,7 @@ class AlertLine(Panel):
         return alert_rows(found, width, self._at, limit)
 
     def redraw(self) -> None:
-        """Also without a snapshot: a directory that never answered is an alert."""
+        """Draws the line, even without a snapshot: a directory that never answered is an alert."""
         if not self.size.area:
             return
         rows = self.rows(self.snapshot, *self.size)
@@ -193,6 +194,6 @@ class AlertLine(Panel):
         self.show(rows)
 
     def turn(self) -> None:
-        """Shows the next notice, after the last the first."""
+        """Shows the next notice; after the last notice, the first."""
         self._at += 1
         self.redraw()

@@ -1,6 +1,6 @@
 """Shows the message of the last action or key for some seconds.
 
-Without a message it has no height.
+Without a message its height is zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_LINES = 3
 
 
 def answer_rows(text: str, level: str, width: int) -> list[Row]:
-    """Returns at most three lines; the sign says without colour how it went."""
+    """Returns at most three lines; a sign at the start shows success or failure without colour."""
     sign, style = {"ok": ("✓", "ok"), "error": ("✗", "crit")}.get(level, ("…", "info"))
     lines = wrap(text, max(10, width - 3), MOST_LINES)
     return labelled((f"{sign} ", style), lines, style if level != "ok" else "")
@@ -32,7 +32,7 @@ class Answer(Lines):
         self._until = 0.0
 
     def say(self, text: str, level: str) -> None:
-        """Shows a text: `ok`, `error`, or `wait` while it is not known."""
+        """Shows a text with its level: `ok`, `error`, or `wait` while there is no result."""
         self.text = text
         self._until = time.monotonic() + KEEP_S[level]
         self.shown = tuple(map(safe, answer_rows(text, level, self.screen.size.width)))
@@ -41,7 +41,7 @@ class Answer(Lines):
         self.refresh()
 
     def show_longer(self) -> None:
-        """Shows the present text for longer."""
+        """Shows the present text for a longer time."""
         self._until = time.monotonic() + LATE_S
 
     def clear(self) -> None:
@@ -49,6 +49,6 @@ class Answer(Lines):
         self.styles.height = 0
 
     def tick(self) -> None:
-        """Clears the result after its time."""
+        """Clears the message when its time has passed."""
         if self.text and time.monotonic() > self._until:
             self.clear()

@@ -1,4 +1,4 @@
-"""A chart that fills column by column; the maths is in `chartmath`."""
+"""A chart that fills column by column; `chartmath` computes it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def chart_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
     mode: Mode, at: float | None = None, selected: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """Returns the title, the body with its value axis, and where it has room the time axis.
+    """Returns the title, the body with its value axis and, if there is room, the time axis.
 
-    `at` is the time of the crosshair, None for none.
+    `at` is the time of the crosshair, or None without a crosshair.
     """
     held = [points for name in chart.names if (points := series.get(name))]
     start, span = window
@@ -63,7 +63,7 @@ def chart_rows(
 def _curves(
     chart: Chart, held: Sequence[Points], window: Window, count: int
 ) -> list[list[Bin]]:  # fmt: skip
-    """Returns what is drawn: the curve of each series of layers, else one band over all series."""
+    """Returns what is drawn: one curve per series of a layer, or else one band over all series."""
     found = [chartmath.bins(points, *window, count) for points in held]
     found = found if chart.each == "layer" else [chartmath.merge(found)]
     if chart.scale == 1.0:
@@ -72,7 +72,7 @@ def _curves(
 
 
 def _crossed(line: str, cell: int | None) -> Row:
-    """Returns a line of the body, with the crosshair in one cell."""
+    """Returns a line of the body with the crosshair in one cell."""
     if cell is None:
         return ((line, "data"),)
     cross = line[cell] if line[cell : cell + 1].strip() else "│"
@@ -85,7 +85,7 @@ def _window_words(span: int, width: int) -> str:
 
 
 def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
-    """Returns the newest value; of several series the lowest and the highest."""
+    """Returns the newest value, or the lowest and the highest one of several series."""
     now = "now " * (width >= WIDE)
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
@@ -102,7 +102,7 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
 
 
 def scale_label(value: float, unit: str) -> str:
-    """Returns a value for an axis, short."""
+    """Returns a value in a short form, for an axis."""
     if unit == "share":
         return f"{value * 100:.0f}%"
     if unit == "%":
@@ -127,7 +127,7 @@ def _labels(low: float, high: float, unit: str, height: int) -> list[str]:
 
 
 def time_axis(start: float, span: int, width: int) -> str:
-    """Returns clock times at both ends."""
+    """Returns the clock times at both ends of the time axis."""
     form = "%H:%M:%S" if span <= 300 else "%H:%M"
     left, right = (time.strftime(form, time.localtime(t)) for t in (start, start + span))
     return left + right.rjust(width - len(left)) if width > len(left + right) else left
@@ -140,8 +140,10 @@ def zoomed_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
     mode: Mode, at: float | None, state: RunState, now: float,
 ) -> list[Row]:  # fmt: skip
-    """Returns one chart for the whole view: below it the value at the crosshair, and the value of
-    each GPU, rank or layer then."""
+    """Returns one chart for the whole view, with values below the chart.
+
+    The values are those at the crosshair: of the whole chart, and of each GPU, rank or layer.
+    """
     parts = part_rows(chart, series, at, width, height // 3)
     shares = [f for b in BRANCHES if (f := state.figures.get(f"gate_share_{b}"))]
     if parts and chart.each == "layer" and len(shares) == len(BRANCHES):
@@ -152,7 +154,7 @@ def zoomed_rows(
 
 
 def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: float) -> Row:
-    """Returns time, age and value at the crosshair, without one the keys that move it."""
+    """Returns time, age and value at the crosshair; if it is hidden, the keys that move it."""
     held = [nearest(points, at) for name in chart.names if (points := series.get(name))]
     if at is None or not held:
         return ((HINT, "dim"),)
@@ -166,7 +168,7 @@ def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: 
 
 
 def value_words(value: float, unit: str) -> str:
-    """Returns a value with its unit, as exact as it is read under the crosshair."""
+    """Returns a value with its unit and enough digits for the crosshair."""
     if unit == "%":
         return f"{value:.0f} %"
     if unit == "GiB":
@@ -176,7 +178,7 @@ def value_words(value: float, unit: str) -> str:
 
 
 def nearest(points: Points, at: float | None) -> Point:
-    """Returns the point nearest to a time, the newest for None."""
+    """Returns the point nearest to a time, or the newest point if the time is None."""
     index = len(points) if at is None else bisect_left(points, (at,))
     around = points[max(0, index - 1) : index + 1]
     return around[0] if at is None else min(around, key=lambda point: abs(point[0] - at))
@@ -185,7 +187,7 @@ def nearest(points: Points, at: float | None) -> Point:
 def part_rows(
     chart: Chart, series: Mapping[str, Points], at: float | None, width: int, height: int
 ) -> list[Row]:
-    """Returns the value of each GPU, rank or layer, the lowest layer marked."""
+    """Returns the value of each GPU, rank or layer; the lowest layer is marked."""
     values = {
         name.partition(":")[2]: nearest(points, at)[1] / chart.scale
         for name in chart.parts if (points := series.get(name))
@@ -214,7 +216,7 @@ def part_rows(
 
 
 class ChartPanel(Panel):
-    """Draws nothing anew unless a point came or the window jumped."""
+    """A chart. It is drawn again only if a point was added or the window jumped."""
 
     def __init__(self, id: str, mode: Mode):
         super().__init__(id=id)
@@ -253,7 +255,7 @@ class ChartPanel(Panel):
         return self._drawn
 
     def move_crosshair(self, by: int) -> None:
-        """Moves the crosshair by cells; the first move shows it at the newest point."""
+        """Moves the crosshair by cells; the first move shows the crosshair at the newest point."""
         charts = self.snapshot.charts if self.snapshot else {}
         held = [p for name in (self.chart.names if self.chart else ()) if (p := charts.get(name))]
         if held:

@@ -1,4 +1,4 @@
-"""The list of charts that an operator chooses from: which are shown, and in which order."""
+"""The list in which an operator chooses the displayed charts and their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HINT = "space shows or hides, enter saves (none: default charts), esc cancels"
 
 
 class ChartList(Scrolls, Overlay):
-    """Calls `then` with the chosen titles in their order, () for the default ones."""
+    """A list of charts; calls `then` with the chosen titles in order, () for the defaults."""
 
     def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
         super().__init__(id="chartlist")
@@ -40,7 +40,7 @@ class ChartList(Scrolls, Overlay):
         )  # fmt: skip
 
     def do_toggle(self) -> None:
-        """Shows the chart under the cursor after the others, or hides it."""
+        """Shows the chart under the cursor after the other charts, or hides it."""
         title = CATALOG[self._list.cursor].title
         if title in self._shown:
             self._shown.remove(title)

@@ -1,4 +1,4 @@
-"""The list of runs to watch and plans to launch, runs that were started by hand included."""
+"""The list of runs to watch and plans to launch, including runs that were started by hand."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _of_launch(path: Path, name: str) -> Entry:
 
 
 class Chooser(Scrolls, Overlay):
-    """Calls `then` with the entry under the cursor on enter; the entries are read in a thread."""
+    """A list of entries, read in a thread; enter calls `then` with the entry under the cursor."""
 
     def __init__(self, root: Path, then: Callable[[Entry], object]):
         super().__init__(id="chooser")

@@ -1,4 +1,4 @@
-"""The confirmation of an action. No is the default; the question never changes while open."""
+"""The confirmation of an action. No is the default; an open question never changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_WIDTH = 110
 
 
 def question_rows(question: Question, width: int) -> list[Row]:
-    """Returns title and facts, wrapped."""
+    """Returns the title and the facts of a question, wrapped."""
     head = rule(f"── {question.title}", width, line="─")
     rows: list[Row] = [tuple((text, "warn") for text, _ in head)]
     for label, text in question.facts:
@@ -29,7 +29,7 @@ def question_rows(question: Question, width: int) -> list[Row]:
 
 
 class Confirm(Overlay):
-    """Calls `then` with the choice; No and Escape call nothing."""
+    """A question; calls `then` with the choice. No and Escape call nothing."""
 
     DEFAULT_CSS = """
     Confirm Input { padding: 0 2; }

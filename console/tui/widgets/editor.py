@@ -14,7 +14,7 @@ from trainers.contract.errors import UsageError
 
 
 class Editor(Overlay):
-    """Calls `then` with the text; `check` raises UsageError for an invalid text."""
+    """A field; calls `then` with the text. `check` raises UsageError for an invalid text."""
 
     def __init__(
         self, title: str, value: str, hint: str, check: Callable[[str], object],

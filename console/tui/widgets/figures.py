@@ -1,4 +1,4 @@
-"""The newest figures: value, unit and window."""
+"""The newest figures, each with value, unit and window."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ OLD_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the panel: the first figure of `names` that there is; `beside` is shown as a
-    note, with its label."""
+    """One line of the panel: the first available figure of `names`.
+
+    `beside` is another figure, shown as a note with its label.
+    """
 
     label: str
     names: tuple[str, ...]
@@ -44,7 +46,7 @@ BRANCHES = ("cmp", "sel", "win")
 
 
 def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Row]:
-    """Returns a heading and the figures that there are, most important first."""
+    """Returns a heading and the available figures, the most important first."""
     rows = [rule("now", width)]
     label_width, value_width = 11, 8
     note_width = width - label_width - value_width - 1

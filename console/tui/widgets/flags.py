@@ -1,6 +1,6 @@
-"""The list of flags with the values of this phase and of the next one.
+"""The list of flags, with their values in this phase and in the next phase.
 
-They differ because a running process keeps the environment of its start.
+The values may differ, because a running process keeps the environment of its start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP, NAME = 9, 26
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the list: a flag, or (without one) the choice between phases."""
+    """One line of the list: a flag, or (if `flag` is None) the choice between phases."""
 
     flag: Flag | None
     now: str
@@ -31,10 +31,11 @@ def items(
     now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],
     between: str | None = None,
 ) -> list[Item]:  # fmt: skip
-    """Returns all flags of the registry, by group, with the value now and the one to come.
+    """Returns all flags of the registry by group, each with its present and its next value.
 
-    `coming` is what the next phase gets, None where nothing comes or nothing is known of it;
-    `changed` is what the operator set for it. `between` comes first, unless it is None.
+    `coming` has the values for the next phase, or None if there is no next phase or its values are
+    unknown; `changed` has what the operator set for that phase. `between` comes first, unless it is
+    None.
     """
     found = [] if between is None else [Item(None, between, between, False)]
     for flag in sorted(TABLE, key=lambda flag: _GROUPS.index(flag.group)):
@@ -48,8 +49,10 @@ _GROUPS = list(dict.fromkeys(flag.group for flag in TABLE))
 
 
 def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
-    """Returns the rows of the list, each group named once: the value now → the one to come, and
-    `when` it comes where it was changed."""
+    """Returns the rows of the list; each group is named once.
+
+    A row shows the present value → the next value, and `when` a changed value takes effect.
+    """
     room = width - GROUP - NAME - len("→*") - 6
     when_width = min(14, room - 18) if room >= 24 else 0
     value = max(4, (room - when_width) // 2)
@@ -78,10 +81,10 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
 
 
 def next_value(flag: Flag, now: str, changed: str | None) -> tuple[bool, str | None]:
-    """Returns (whether a press of space decides it, the value after it; None takes it back).
+    """Returns whether the space key can change a flag, and the value after it (None undoes).
 
     A bool changes to its other value, then to its present value, then to no change. A choice goes
-    through its choices. Anything else needs to be typed.
+    through its choices. Any other value must be typed.
     """
     if flag.kind is bool:
         other = "0" if now.lower() in TRUE else "1"

@@ -21,7 +21,7 @@ PUNCTUAL_S = 2.5
 
 
 def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
-    """Returns the header for a width; the least important parts go first."""
+    """Returns the header for a width; the least important parts are left out first."""
     state = snapshot.state
     if state is None:
         return fit([_part(9, "strong", "NSA console"), _part(8, "dim", "no run")], width)
@@ -47,7 +47,7 @@ def _part(weight: int, style: str, *forms: str) -> Part:
 
 
 def _names(state: RunState, width: int) -> list[str]:
-    """The full id where there is room, else plan, time of day and phase, else plan and phase."""
+    """Returns the forms of the name: the id, or plan, time and phase, or plan and phase."""
     long = state.id or state.path
     launch = state.launch
     if launch is None or not launch.phases:
@@ -62,7 +62,7 @@ def _names(state: RunState, width: int) -> list[str]:
 
 
 def _state(state: RunState, now: float) -> tuple[str, str]:
-    """Returns style and word."""
+    """Returns the style and the word of a state."""
     if state.launch is not None and state.launch.state == "waiting":
         return STATE_STYLE["waiting"], "WAITING"
     word = state.state.upper()
@@ -75,7 +75,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns how long the slowest rank, or else every rank, has made no progress."""
+    """Returns for how long the blamed rank (without a verdict: every rank) made no progress."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
@@ -98,7 +98,7 @@ def _progress(state: RunState) -> list[str]:
 
 
 def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
-    """Returns style and text."""
+    """Returns the style and the text for the age of the data."""
     if state.state == "lost":
         return "dim", "end time unknown"
     if state.data_age_s is None or state.state not in LIVE_STATES:
@@ -111,10 +111,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
 
 
 def _armed(state: RunState, room: int) -> list[str]:
-    """Returns the policy: the whole sentence where it fits, else the short form;
-
-    [] without a supervisor.
-    """
+    """Returns the policy as forms, the longest first, or [] without a supervisor."""
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return []
@@ -123,7 +120,7 @@ def _armed(state: RunState, room: int) -> list[str]:
 
 
 class Header(Panel):
-    """The age of the data also increases without a new snapshot."""
+    """The first line of the screen. The age of the data increases even without a new snapshot."""
 
     paused = False
 

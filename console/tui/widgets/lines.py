@@ -20,7 +20,7 @@ PLAIN = Style.null()
 
 
 class Lines(Widget):
-    """Shows rows of plain data, never markup."""
+    """A widget that shows rows of plain data, never markup."""
 
     DEFAULT_CSS = "Lines { height: 1; }"
     ALLOW_SELECT = False
@@ -50,7 +50,7 @@ class Lines(Widget):
             self.refresh(Region(span[0], y, span[1] - span[0], 1))
 
     def on_resize(self) -> None:
-        """Draws again for the new size."""
+        """Draws the content again for the new size."""
         self.shown = tuple(clip(row, self.size.width) for row in self.shown)
         self._strips.clear()
         self.redraw()
@@ -75,7 +75,7 @@ Draw = Callable[[RunState, int, int, float], Sequence[Row]]
 
 
 class Panel(Lines):
-    """Lines that are drawn from the newest snapshot, for the size they have."""
+    """Lines that are drawn from the newest snapshot, for the panel's present size."""
 
     snapshot: ScreenData | None = None
 
@@ -84,12 +84,12 @@ class Panel(Lines):
         self._draw = draw
 
     def rows(self, snapshot: ScreenData, width: int, height: int) -> Sequence[Row]:
-        """Returns what the panel shows of a snapshot: without a method, what `draw` returns."""
+        """Returns the panel's rows for a snapshot; by default, the rows that `draw` returns."""
         assert self._draw is not None
         return self._draw(snapshot.state, width, height, snapshot.now) if snapshot.state else []
 
     def take(self, snapshot: ScreenData) -> None:
-        """Shows a snapshot; before the first layout only stores it."""
+        """Shows a snapshot; before the first layout, only stores it."""
         self.snapshot = snapshot
         self.redraw()
 

@@ -21,13 +21,13 @@ _MARKS = (
 
 
 def line_style(text: str) -> str:
-    """Returns the style of the level that a line names."""
+    """Returns the style for the log level that a line names."""
     head = text[:160]
     return next((style for style, words in _MARKS if any(w in head for w in words)), "")
 
 
 def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
-    """Returns one line, wrapped under its source."""
+    """Returns one log line, wrapped to the right of its source."""
     source = SHORT.get(line.source, line.source)
     texts = chop(line.text, max(8, width - SOURCE_WIDTH - 1), limit)
     return labelled((f"{fill(source, SOURCE_WIDTH)} ", "dim"), texts, line_style(line.text))
@@ -36,7 +36,7 @@ def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
 class LogBook:
     """The numbered lines of the log so far.
 
-    `total` counts all lines of this log, the dropped ones too; `epoch` counts the logs.
+    `total` counts all lines of this log, including dropped lines; `epoch` counts the logs so far.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LogBook:
 
 
 class LogTail(Panel):
-    """The newest lines, at the foot of the Dashboard."""
+    """The newest lines, at the bottom of the Dashboard."""
 
     def __init__(self, book: LogBook, id: str):
         super().__init__(id=id)

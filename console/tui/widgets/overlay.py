@@ -1,4 +1,4 @@
-"""A drawer over the foot of the view: questions, help, fields. Only its own cells are repainted."""
+"""A drawer over the bottom of the view, for questions, help and fields; only it is repainted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from textual.widgets import Button
 
 
 class Drawer(Widget):
-    """Contains the overlays. It is always mounted: mounting a widget in the screen itself repaints
-    everything."""
+    """Contains the overlays.
+
+    It is always mounted, because mounting a widget in the screen itself repaints everything.
+    """
 
     DEFAULT_CSS = """
     Drawer {
@@ -23,7 +25,7 @@ class Drawer(Widget):
 
 
 class Overlay(Widget):
-    """Receives the keys while it is open; the app opens one at a time."""
+    """A widget that receives the keys while it is open; the app opens one at a time."""
 
     DEFAULT_CSS = """
     Overlay { width: 100%; height: auto; layout: vertical; background: ansi_default; }
@@ -32,14 +34,14 @@ class Overlay(Widget):
     """
 
     class Closed(Message):
-        """The overlay is closed; the app removes it."""
+        """Message: the overlay is closed, and the app removes it."""
 
         def __init__(self, overlay: Overlay):
             super().__init__()
             self.overlay = overlay
 
     def close(self) -> None:
-        """Disappears at once; the app removes it later."""
+        """Hides the overlay at once; the app removes it later."""
         self.display = False
         self.post_message(self.Closed(self))
 
@@ -56,8 +58,10 @@ class Overlay(Widget):
 
 
 class FlatButton(Button):
-    """A button of one line in the terminal's own colours, without animation; `means` is what it
-    stands for: the id of a key, a choice, or None for No."""
+    """A button of one line in the terminal's own colours, without animation.
+
+    `means` is what the button selects: the id of a key, a choice, or None for No.
+    """
 
     DEFAULT_CSS = """
     FlatButton, FlatButton:ansi.-style-default.-textual-compact {

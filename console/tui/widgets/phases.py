@@ -31,8 +31,10 @@ def phase_rows(
     phases: Sequence[PhaseState], current: int, between: str, width: int, height: int,
     now: float, step: int | None = None, gates: Sequence[Gate] = (),
 ) -> list[Row]:  # fmt: skip
-    """Returns the phases with their states and what they prove; in a low panel those around the
-    current one, and only what the phase to decide on proves."""
+    """Returns the phases with their states and what they prove.
+
+    A low panel shows only the phases around the current one, and what the undecided phase proves.
+    """
     words = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
     sentences = [wrap(phase.proves, width - 4, 2) for phase in phases]
     finished = bool(phases) and phases[current].state == "completed"
@@ -91,8 +93,10 @@ def _phase_row(
 def gate_rows(
     gates: Sequence[Gate], bounds: Mapping[str, str], width: int, height: int, heading: str
 ) -> list[Row]:
-    """Returns the gates with value and bound, what fails first, in as many columns as fit;
-    before the end of the phase their bounds."""
+    """Returns the gates with value and bound, failed gates first, in as many columns as fit.
+
+    Before the end of the phase, the gates have only their bounds.
+    """
     if not gates and bounds:
         pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
         return grid(pending, width, height, heading, "evaluated when the phase ends")
@@ -114,7 +118,7 @@ def _pending(name: str, bound: str) -> str:
 
 
 def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
-    """Returns the checks before a launch, what fails first."""
+    """Returns the checks before a launch, failed checks first."""
     cells = [(check.result, f"{check.name}: {check.text}") for check in checks]
     failed = sum(check.result == "fail" for check in checks)
     note = (
@@ -128,8 +132,10 @@ def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
 def grid(
     cells: Sequence[tuple[str, str]], width: int, height: int, heading: str, note: str
 ) -> list[Row]:
-    """Returns a heading and cells of (result, text), what fails first, in columns that fit the
-    longest text."""
+    """Returns a heading and cells of (result, text), failed cells first.
+
+    The columns are wide enough for the longest text.
+    """
     rows = [rule(heading, width, note)]
     if not cells:
         return [*rows, (("none yet", "dim"),)]

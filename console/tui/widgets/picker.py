@@ -1,4 +1,4 @@
-"""A list with a cursor that draws only its visible rows, and the keys that scroll it."""
+"""A list with a cursor, of which only visible rows are drawn, and the keys that scroll it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = 1 << 40
 
 
 class Picker(Lines, can_focus=True):
-    """Shows a heading and as many items as fit; `cursor` is the chosen one, -1 in a plain text."""
+    """A heading and as many items as fit; `cursor` is the chosen item, -1 in a plain text."""
 
     def __init__(self, id: str, title: str = "", cursor: bool = True):
         super().__init__(id=id)
@@ -31,7 +31,7 @@ class Picker(Lines, can_focus=True):
         """Reverses the chosen row also without the focus."""
 
     def fill(self, items: Sequence[Row], note: str = "") -> None:
-        """Replaces the items; the cursor stays where it was as far as it can."""
+        """Replaces the items; the cursor remains at its place if possible."""
         self.items, self.note = tuple(items), note
         self.move(0)
 
@@ -40,7 +40,7 @@ class Picker(Lines, can_focus=True):
         return max(1, self.size.height - bool(self.heading))
 
     def move(self, by: int) -> None:
-        """Moves the cursor, or scrolls a list without one."""
+        """Moves the cursor; a list without a cursor is scrolled."""
         last = max(0, len(self.items) - 1)
         if self.cursor >= 0:
             self.cursor = min(last, max(0, self.cursor + by))
@@ -55,12 +55,12 @@ class Picker(Lines, can_focus=True):
             self.show(self.drawn(self.size.width, self.size.height))
 
     def prepare(self, width: int, height: int) -> None:
-        """Draws before the first layout, so that the first picture has it."""
+        """Draws before the first layout, so that the first picture is complete."""
         self.styles.height = height
         self.shown = tuple(map(safe, self.drawn(width, height)))
 
     def drawn(self, width: int, height: int) -> list[Row]:
-        """Returns the rows for a size."""
+        """Returns the rows to draw for a size."""
         rows: list[Row] = []
         room = max(1, height - bool(self.heading))
         if self.heading:
@@ -99,17 +99,17 @@ class Picker(Lines, can_focus=True):
 
 
 class Scrolls:
-    """Gives a widget the keys of the table that scroll. As it is, they move its one `Picker`."""
+    """Adds the scrolling keys of the table to a widget. By default they move its only `Picker`."""
 
     def scroll_by(self, by: int) -> None:
-        """Moves by so many rows, as far as there are any; before it is mounted there are none."""
+        """Scrolls by a number of rows, as far as possible; does nothing before it is mounted."""
         widget: Any = self
         for picker in widget.query(Picker):
             picker.move(by)
 
     @property
     def page(self) -> int:
-        """Number of rows on the screen, 1 before it is mounted."""
+        """The number of rows on the screen, 1 before the widget is mounted."""
         widget: Any = self
         return next((picker.room for picker in widget.query(Picker)), 1)
 

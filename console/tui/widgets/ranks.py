@@ -1,4 +1,4 @@
-"""One row a rank: its GPU where it has one, else CPU and memory; step, phase, age."""
+"""One row per rank: its GPU, or else CPU and memory; also step, phase and age."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAR = ""
 
 
 def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
-    """Returns a heading and a row a rank; with more ranks than room, the worst and a count."""
+    """Returns a heading and a row per rank; if there is no room, the worst ranks and a count."""
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
     ranks = state.ranks or idle
@@ -41,7 +41,7 @@ def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> li
 
 
 def _worst_first(state: RunState, ranks: Sequence[Rank], room: int) -> Sequence[Rank]:
-    """Returns all ranks in order when they fit, else the worst ones, worst first."""
+    """Returns all ranks in order if they fit, or else the worst ranks, the worst first."""
     if len(ranks) <= room:
         return ranks
     newest = max((rank.pulse.step for rank in ranks if rank.pulse), default=0)
@@ -57,7 +57,7 @@ def _worst_first(state: RunState, ranks: Sequence[Rank], room: int) -> Sequence[
 
 
 def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int) -> list[Column]:
-    """Returns heading and width of the columns; a negative width aligns right."""
+    """Returns the heading and width of each column; a negative width aligns right."""
     gpus = state.gpus or [rank.gpu for rank in state.ranks if rank.gpu is not None]
     large = max((gpu.mem_total_mib or 0 for gpu in gpus), default=0) >= 100 * 1024
     if has_gpus:
@@ -136,12 +136,12 @@ def _bar_cell(percent: float | None, width: int, base: str) -> tuple[str, str]:
 
 
 def lives(state: RunState, rank: Rank) -> bool:
-    """True if the measurements of a rank are current: measurements of an ended rank are old."""
+    """Returns whether the measurements of a rank are current; those of an ended rank are old."""
     return state.state in LIVE_STATES and not rank.exit and rank.state != "gone"
 
 
 def unmeasured(rank: Rank, state: RunState) -> Rank:
-    """Returns a rank without its last measurements, also those of its GPU where the run ended."""
+    """Returns a rank without its last measurements; after the run's end, also without its GPU's."""
     pulse, gpu = rank.pulse and replace(rank.pulse, since_s=None), rank.gpu
     if gpu is not None and state.state not in LIVE_STATES:
         gpu = replace(gpu, util_pct=None, power_w=None, mem_used_mib=None, temp_c=None)
@@ -149,7 +149,7 @@ def unmeasured(rank: Rank, state: RunState) -> Rank:
 
 
 def place_cells(rank: Rank, base: str, style: str, wrong: str = "") -> Cells:
-    """Returns at which step and in which phase a rank is, or what is wrong with it, since when."""
+    """Returns the step and phase of a rank, or what is wrong with it, and for how long."""
     pulse = rank.pulse
     step = fmt.count(pulse.step) if pulse else fmt.DASH
     phase = wrong.removeprefix("killed by ") or (pulse.phase if pulse else fmt.DASH)

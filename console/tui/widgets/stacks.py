@@ -1,4 +1,4 @@
-"""Stacks of all ranks, the odd one first: as a tree, or side by side."""
+"""Shows the stacks of all ranks, the different one first: as a tree, or side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_INDENT = 8
 
 
 def grouped(stacks: Mapping[int, Stack]) -> list[list[Stack]]:
-    """Returns the stacks grouped by the place of the main thread in one dump.
+    """Returns the stacks of one dump, grouped by the place of the main thread.
 
     The smallest group comes first.
     """
@@ -33,12 +33,12 @@ def _frames(stack: Stack) -> tuple[Frame, ...]:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Returns `0–2,4–7`: ranks in the shortest form."""
+    """Returns ranks in the shortest form: `0–2,4–7`."""
     return ",".join(spans(ranks, "–"))
 
 
 def top_frame(stack: Stack | None) -> Frame | None:
-    """Returns the innermost frame of the rank's own code, else the innermost one."""
+    """Returns the innermost frame of the rank's own code, or else the innermost frame."""
     return innermost_own(_frames(stack)) if stack else None
 
 
@@ -46,10 +46,10 @@ def stack_rows(
     stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None, width: int, height: int,
     now: float, first: int = 0,
 ) -> list[Row]:  # fmt: skip
-    """Returns one column a rank, innermost frames on top; `first` is the leftmost column.
+    """Returns one column per rank, innermost frames on top; `first` is the leftmost column.
 
-    Ranks that differ from the majority come first, `odd` before all. Only stacks of the newest dump
-    are compared.
+    Ranks that differ from the majority come first, and `odd` before all others. Only stacks of the
+    newest dump are compared.
     """
     groups = grouped(stacks)
     if not groups:
@@ -96,7 +96,7 @@ def _silent(rank: int, odd: int | None) -> list[tuple[str, str]]:
 
 
 def needs_tree(stacks: Mapping[int, Stack], ranks: Sequence[int], width: int) -> bool:
-    """Returns whether there are too many ranks to compare them side by side."""
+    """Returns whether there are too many ranks to show their stacks side by side."""
     return len(stacks) > 2 or (bool(stacks) and len(ranks) * LEAST_WIDTH > width)
 
 
@@ -104,10 +104,10 @@ def tree_rows(
     stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None, width: int, height: int,
     now: float,
 ) -> list[Row]:  # fmt: skip
-    """Returns the frames that ranks have in common, and where each group waits.
+    """Returns the frames that ranks have in common, and where each group of ranks waits.
 
-    Only stacks of the newest dump are merged. Where not all frames fit, each group that waits has
-    one row with its own code.
+    Only stacks of the newest dump are merged. If not all frames fit, each waiting group has one row
+    with its own code.
     """
     newest = max(stack.ts for stack in stacks.values())
     merged = {rank: stack for rank, stack in stacks.items() if stack.ts == newest}
@@ -138,7 +138,7 @@ Group = tuple[tuple[int, ...], int, str, Where | None, list[Frame]]
 def _groups(
     node: Node, stacks: Mapping[int, Stack], depth: int, odd: int | None, style: str
 ) -> Iterator[Group]:
-    """Yields the groups of a tree; those that end in a frame in which others continue, apart."""
+    """Yields the groups of a tree; a group that ends where other groups continue is separate."""
     frames = [node.frame] if node.frame else []
     while len(node.children) == 1 and node.children[0].ranks == node.ranks:
         node = node.children[0]
@@ -196,7 +196,7 @@ def _frame_style(frame: Frame) -> str:
 
 
 def whole_rows(stack: Stack, width: int) -> list[Row]:
-    """Returns all threads of one rank."""
+    """Returns rows for all threads of one rank."""
     rows: list[Row] = []
     for thread in stack.threads:
         rows.append(((f"thread {thread.name}", "strong"),))

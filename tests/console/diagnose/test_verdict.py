@@ -63,8 +63,8 @@ SENTENCES = {
     ),
     "not reaped, and the peer that lost it has exited": (
         (replace(EXITED, step=41, code=14), rank(1, state="Z")), ("exited", 1, "high"),
-        "rank 1 exited and was not reaped (its parent does not run) in forward of step 41, last "
-        f"progress at {SINCE}; rank 0 exited (code 14)",
+        "rank 1 exited in forward of step 41 but its parent has not reaped it (the parent is not "
+        f"running), last progress at {SINCE}; rank 0 exited (code 14)",
     ),
     "disk, and another rank is slower": (
         (rank(0, "backward", state="D"), rank(1, "fetch")), ("disk", 0, "medium"),
@@ -83,8 +83,8 @@ SENTENCES = {
     ),
     "not reaped": (
         (rank(0, "backward"), rank(1, state="Z")), ("exited", 1, "high"),
-        "rank 1 exited and was not reaped (its parent does not run) in forward of step 41, last "
-        f"progress at {SINCE}; rank 0 waits in backward",
+        "rank 1 exited in forward of step 41 but its parent has not reaped it (the parent is not "
+        f"running), last progress at {SINCE}; rank 0 waits in backward",
     ),
     "disk": (
         (rank(0, "backward"), rank(1, "fetch", state="D")), ("disk", 1, "medium"),

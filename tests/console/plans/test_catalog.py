@@ -134,11 +134,11 @@ def test_a_rule_that_restarts_needs_a_policy(tmp_path):
 
 SHELL_CASES = [
     ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
-     "passed from the shell: NSA_LR; not passed: NCCL_DEBUG; to pass one, add --flag "
-     "NCCL_DEBUG=VALUE; not passed: CUDA_DEVICE_ORDER, NCCL_FOO; `nsa-console flags` does not list "
-     "it, so a launch cannot pass it"),
+     "handed to the training: NSA_LR; not handed to the training: NCCL_DEBUG; to set one, add "
+     "--flag NCCL_DEBUG=VALUE; not handed to the training: CUDA_DEVICE_ORDER, NCCL_FOO; a launch "
+     "hands on only what `nsa-console flags` lists"),
     ({"CUDA_HOME": "/x", "NCCL_VERSION": "2.29", "CUDA_VISIBLE_DEVICES": "0"}, "pass",
-     "passed from the shell: CUDA_VISIBLE_DEVICES"),
+     "handed to the training: CUDA_VISIBLE_DEVICES"),
 ]  # fmt: skip
 
 
