@@ -58,3 +58,37 @@ def test_a_kernel_that_does_not_end_is_a_wait_for_the_gpu(tmp_path_factory, word
         started.wait_state("running", "completed", timeout_s=90)
     finally:
         begin.clean()
+
+
+NCCL = """
+import os, time
+import torch, torch.distributed as dist
+from trainers.contract.member import join
+torch.cuda.set_device(0)
+dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+run, x = join(), torch.ones(1 << 20, device="cuda")
+for step in range(1, 100):
+    dist.all_reduce(x)
+    if step == 6:
+        torch.cuda._sleep(int(45e9))
+    if run.step(step, loss=float(x[0])) or step == 20:
+        break
+"""
+
+
+def test_the_flight_record_of_nccl_is_read_while_a_kernel_does_not_end(tmp_path, tmp_path_factory):
+    program = tmp_path / "nccl.py"
+    program.write_text(NCCL)
+    begin = Begin(tmp_path_factory)
+    started = begin(
+        {"name": "nccl", "script": str(program)}, nproc=1,
+        watch={"stall_floor_s": 5, "startup_s": 60, "grace_s": 3},
+    )  # fmt: skip
+    try:
+        started.wait_state("stalled", timeout_s=90)
+        record = started.wait(lambda: next(started.run().glob("flight_rank0_*.json"), None), 20)
+        entries = json.loads(record.read_text())["entries"]
+        assert {entry["profiling_name"] for entry in entries} == {"nccl:all_reduce"}
+        started.wait_state("running", "completed", timeout_s=90)
+    finally:
+        begin.clean()

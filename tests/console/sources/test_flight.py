@@ -423,3 +423,25 @@ def test_the_records_of_many_ranks_are_compared_in_bounded_time():
     begin = time.monotonic()
     assert flight.compare(known, range(64)).kind == "same"
     assert time.monotonic() - begin < 60
+
+
+def test_the_record_that_nccl_writes_shows_the_rank_that_is_behind(tmp_path):
+    """Entries as torch 2.11 wrote them on an H100; the last collective has not ended."""
+
+    def of_nccl(number, state):
+        return {
+            "collective_seq_id": number, "input_dtypes": ["Float"], "input_sizes": [[1048576]],
+            "is_p2p": False, "op_id": number, "output_dtypes": ["Float"],
+            "output_sizes": [[1048576]], "p2p_seq_id": 0, "pg_id": 0,
+            "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce",
+            "record_id": number - 1, "retired": False, "state": state, "thread_name": "python3",
+            "time_discovered_completed_ns": 0, "timeout_ms": 600000,
+        }  # fmt: skip
+
+    for rank, last in ((0, 51), (1, 50)):
+        calls = [of_nccl(n, "completed" if n < 51 else "scheduled") for n in range(40, last + 1)]
+        path = tmp_path / f"flight_rank{rank}_1000.json"
+        path.write_text(json.dumps({"version": "2.10", "entries": calls}))
+    found = flight.compare(flight.latest(tmp_path, (0, 1)), (0, 1))
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), 51)
+    assert "all_reduce 51" in found.text
