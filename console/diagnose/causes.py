@@ -296,7 +296,8 @@ def _alike(
     base: Verdict, case: Case, evidence: Evidence, found: Sequence[Sign]
 ) -> Verdict:  # fmt: skip
     """Returns the verdict where no source names a rank."""
-    difference, lost = evidence.difference(case.running), ""
+    difference, places, lost = evidence.difference(case.running), evidence.places(), ""
+    kinds = {places.get(each.rank, NO_WHERE).kind for each in case.running}
     if difference.kind == "mismatch":
         rule, sure = next(each for each in CAUSES if each.name == "mismatch"), "medium"
     elif evidence.is_together(case.running):
@@ -305,17 +306,16 @@ def _alike(
             for (a, b), link in sorted(evidence.lost().items())[:4]
         )  # fmt: skip
         rule, sure = ALIKE, "high" if lost else "medium"
-    elif case.running and all(
-        evidence.places().get(each.rank, NO_WHERE).kind == "device" for each in case.running
-    ):
-        rule, sure = next(each for each in CAUSES if each.name == "device"), "medium"
+    elif kinds in ({"device"}, {"store"}):
+        name = "device" if kinds == {"device"} else "startup"
+        rule, sure = next(each for each in CAUSES if each.name == name), "medium"
     else:
         return _with_signs(base, found, set(), evidence)
-    why = ""
+    why = ": each waits for its peers to join" if rule.name == "startup" else ""
     if rule.name == "device":
         rows = [evidence.gpus.get(each.rank, ()) for each in case.running]
         kernels = set(map(gpu_signs.kernel_words, rows))
-        place = evidence.places()[case.running[0].rank]
+        place = places[case.running[0].rank]
         why = f": each {_device_words(place, kernels.pop() if len(kernels) == 1 else '')}"
     verdict = case.verdict(
         None, rule.name, sure, stalled(case, case.running) + why, lost, difference.text

@@ -632,3 +632,17 @@ def test_an_ended_child_of_another_program_is_no_worker_of_the_loader():
         found = explained(evidence((LOADER, OWN), children=(child,)), rank(0), rank(1))
         assert found.cause == "loader"
         assert ("worker 9" in found.sentence) is words
+
+
+def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
+    """For example where one of them expects more ranks than there are."""
+    joins = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2169, "_new_process_group_helper")
+    found = Evidence(
+        dict.fromkeys((0, 1), IDLE), {n: replace(IDLE, mono=2.0) for n in (0, 1)},
+        {n: stack(n, joins, OWN) for n in (0, 1)},
+    )  # fmt: skip
+    ranks = [rank(n, "boot", 0) for n in (0, 1)]
+    case = case_of(ranks, replace(WATCH, startup_s=5.0), NOW)
+    verdict = explain(diagnose(ranks, replace(WATCH, startup_s=5.0), NOW), case, found)
+    assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", None, "medium")
+    assert "each waits for its peers to join" in verdict.sentence
